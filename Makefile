@@ -1,0 +1,73 @@
+# One command each: `make demo` and `make test` set everything up by themselves, and start at once the second time.
+
+# Python 3.11 or 3.12 to make the environment with.
+PYTHON ?= python3
+# cpu, cuda, or auto: cuda where nvidia-smi finds a GPU.
+FLAVOUR ?= auto
+# Address of PyTorch's own wheels, where pip's configuration does not lead to the build of torch that FLAVOUR asks for.
+TORCH_INDEX ?=
+DEMO_OUT ?= demo_run
+
+ifeq ($(FLAVOUR),auto)
+override FLAVOUR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+endif
+ifeq ($(filter $(FLAVOUR),cpu cuda),)
+$(error FLAVOUR: expected cpu, cuda or auto, got '$(FLAVOUR)')
+endif
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp-$(FLAVOUR)
+OTHER_FBGEMM := $(if $(filter cpu,$(FLAVOUR)),fbgemm-gpu,fbgemm-gpu-cpu)
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make setup   environment in $(VENV): torch, fbgemm and torchrec that go together (here: $(FLAVOUR))'
+	@echo 'make demo    search, prune, export and report on generated data; writes $(DEMO_OUT)/'
+	@echo 'make test    all tests; those on real data read DNIS_DATA (default ../shared/data) or are skipped'
+	@echo 'make check   lint, format, types, doc examples'
+	@echo 'make clean   remove caches and $(DEMO_OUT)/ ($(VENV) stays)'
+	@echo 'Variables:   FLAVOUR=cpu|cuda|auto  TORCH_INDEX=<address of PyTorch wheels>  PYTHON=python3.12  DEMO_OUT=dir'
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml $(wildcard requirements/*.txt)
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 12) or \
+	    sys.exit("error: PYTHON: expected Python 3.11 or 3.12, got %d.%d; run `make setup PYTHON=python3.11`" % v)'
+	@echo 'setup: installing the $(FLAVOUR) flavour into $(VENV)' >&2
+	@rm -f $(VENV)/.stamp-*
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@# Both builds of fbgemm share one folder: with the other one there, neither is whole.
+	@if $(PIP) show $(OTHER_FBGEMM); then $(PIP) uninstall --yes fbgemm-gpu fbgemm-gpu-cpu; fi
+	@$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    -r requirements/$(FLAVOUR).txt -r requirements/dev.txt
+	@$(PIP) install --no-deps -r requirements/torchrec.txt
+	@$(BIN)/python -P dnis_torchrec/_dependencies.py $(FLAVOUR)
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -W ignore -c 'import torchrec'
+	@touch $@
+
+demo: $(STAMP)
+	@rm -rf $(DEMO_OUT)
+	@$(BIN)/dnis search examples.synthetic:demo --compression 6 --out $(DEMO_OUT) \
+	    --baseline dense --baseline uniform --baseline magnitude >/dev/null
+	@$(BIN)/dnis export $(DEMO_OUT) --out $(DEMO_OUT)/artifact
+	@$(BIN)/dnis evaluate $(DEMO_OUT)/artifact --json $(DEMO_OUT)/artifact.json >/dev/null
+	@$(BIN)/dnis report $(DEMO_OUT)
+
+test: $(STAMP)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --durations=10
+
+check: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --doctest-modules dnis_torchrec
+
+clean:
+	rm -rf $(DEMO_OUT) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,231 @@
+"""BagSplitter: from a KeyedJaggedTensor to one whose keys are (feature, block) pairs.
+
+A bag that mixes blocks cannot be multiplied by one row of alpha, nor be looked up in one mixed-dimension table. Split
+by block, each part can; the parts are summed again after pooling. The search and serving use this one module.
+
+Shapes: B batch, F features, S blocks, I ids of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.row_routing import RowRouter, RowRouting
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FeatureSplit:
+    """How the bags of one feature are split.
+
+    Attributes:
+        feature: KJT key to read.
+        keys: one output key per block, None for a block that is left out; a single key and no routing
+            passes the bags on.
+        routing: row -> block, or None.
+        local_ids: replace each id by its position within its block, as mixed-dimension tables want it.
+
+    Raises:
+        ValueError: if `keys` is not one per block, or one where there is no routing.
+
+    Example:
+        >>> FeatureSplit(feature="user", keys=("user",)).routing is None
+        True
+    """
+
+    feature: str
+    keys: tuple[str | None, ...]
+    routing: RowRouting | None = None
+    local_ids: bool = False
+
+    def __post_init__(self) -> None:
+        num_blocks = 1 if self.routing is None else self.routing.num_blocks
+        check(len(self.keys) == num_blocks, f"feature {self.feature!r}", f"expected {num_blocks} keys", len(self.keys))
+
+
+class BagSplitter(nn.Module):
+    """Splits bags by block: key f becomes one key per block, in the order given.
+
+    Ids keep their order within a bag, so sums are reproducible. Ids of no block (or of a block that is left out)
+    disappear, which leaves shorter or empty bags. Holds no parameters; TorchRec's train pipeline runs it as a
+    postproc, one batch ahead.
+
+    Args:
+        splits: one entry per (feature, table) pair, in the order of the output keys.
+
+    Shape:
+        - Input: at least the keys that the splits read, in any order, stride B.
+        - Output: one key per non-None entry of `splits[i].keys`, stride B.
+
+    Raises:
+        ValueError: if two output keys are equal.
+
+    Example:
+        >>> routing = RowRouting(4, 2, boundaries=torch.tensor([0, 2, 4]))
+        >>> splitter = BagSplitter([FeatureSplit(feature="f", keys=("f/b0", "f/b1"), routing=routing)])
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0, 1]), lengths=torch.tensor([2, 1]))
+        >>> out = splitter(kjt)
+        >>> out.keys(), out.values().tolist(), out.lengths().tolist()
+        (['f/b0', 'f/b1'], [0, 1, 3], [1, 1, 1, 0])
+    """
+
+    _slots: Tensor
+    _starts: Tensor | None
+
+    def __init__(self, splits: Sequence[FeatureSplit]) -> None:
+        super().__init__()
+        self._splits = tuple(splits)
+        self._keys: list[str] = [key for split in splits for key in split.keys if key is not None]
+        check(len(set(self._keys)) == len(self._keys), "BagSplitter", "expected distinct output keys", self._keys)
+        # Features that share a routing (several on one table) share its tensors.
+        self._locators = nn.ModuleList()
+        self._locator_of_split: list[int | None] = []
+        known: dict[tuple[int, bool], int] = {}
+        for split in self._splits:
+            if split.routing is None:
+                self._locator_of_split.append(None)
+                continue
+            key = (id(split.routing), split.local_ids)
+            if key not in known:
+                known[key] = len(self._locators)
+                self._locators.append(_OrderedRows(split.routing) if split.local_ids else _Rows(split.routing))
+            self._locator_of_split.append(known[key])
+        self.register_buffer("_slots", self._slot_of_block(), persistent=False)
+        self.register_buffer("_starts", self._start_of_block(), persistent=False)
+
+    def _slot_of_block(self) -> Tensor:
+        """Index of the output key of every (split, block), one past the last key for what is dropped.
+
+        Shape: ``(sum of (S + 1),)``; int16 where that is enough, because a stable sort of it is four times as fast.
+        """
+        none, slots, slot = len(self._keys), [], 0
+        for split in self._splits:
+            for key in split.keys:
+                slots.append(none if key is None else slot)
+                slot += key is not None
+            slots.append(none)
+        return torch.tensor(slots, dtype=torch.int16 if none < 2**15 else torch.int64)
+
+    def _start_of_block(self) -> Tensor | None:
+        """First row of every (split, block), rows ordered by block, ``(sum of (S + 1),)``; None if not wanted."""
+        if not any(split.local_ids for split in self._splits):
+            return None
+        starts = [torch.zeros(len(split.keys) + 1, dtype=torch.int64) for split in self._splits]
+        for start, split in zip(starts, self._splits, strict=True):
+            if split.routing is not None and split.local_ids:
+                start[1:] = split.routing.row_counts().cumsum(0)
+        return torch.cat(starts)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Splits every bag.
+
+        Args:
+            features: the bags; keys that no split reads are dropped. Ids lie in 0..N-1 (the caller checks).
+
+        Returns:
+            The split bags; weights follow their ids.
+
+        Raises:
+            ValueError: if a feature is missing.
+            NotImplementedError: if the features of the batch differ in stride.
+        """
+        batch_size, num_keys = features.stride(), len(self._keys)
+        bags = select_features(features, [split.feature for split in self._splits])
+        values, weights, lengths = bags.values(), bags.weights_or_none(), bags.lengths()
+        located, block = self._locate(values.split(bags.length_per_key()))
+        if self._starts is not None:
+            located = located - self._starts.index_select(0, block).to(values.dtype)
+        slot = self._slots.index_select(0, block)
+        order = torch.argsort(slot, stable=True)[: int((slot < num_keys).sum())]
+        return KeyedJaggedTensor(
+            keys=self._keys,
+            values=located.index_select(0, order),
+            weights=None if weights is None else weights.index_select(0, order),
+            lengths=self._split_lengths(slot, lengths, batch_size),
+            stride=batch_size,
+        )
+
+    def _split_lengths(self, slot: Tensor, lengths: Tensor, batch_size: int) -> Tensor:
+        """Length of every split bag, ``(output keys * B,)`` of the dtype of `lengths`."""
+        bag = torch.arange(batch_size, device=slot.device).repeat(len(self._splits))
+        bag = torch.repeat_interleave(bag, lengths, output_size=slot.numel())
+        split_lengths = lengths.new_zeros((len(self._keys) + 1) * batch_size)
+        one = lengths.new_ones(1).expand(slot.numel())
+        return split_lengths.scatter_add_(0, slot.long() * batch_size + bag, one)[: len(self._keys) * batch_size]
+
+    def _locate(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Ids as their routing orders them, and for each id the index of its (split, block); both ``(I,)``."""
+        located, blocks, first = [], [], 0
+        for split, locator, ids in zip(self._splits, self._locator_of_split, values, strict=True):
+            if locator is None:
+                located.append(ids)
+                blocks.append(torch.full_like(ids, first, dtype=torch.int64))
+            else:
+                rows, block = self._locators[locator](ids)
+                located.append(rows)
+                blocks.append(block + first)
+            first += len(split.keys) + 1
+        return torch.cat(located), torch.cat(blocks)
+
+
+class _Rows(nn.Module):
+    """Leaves ids as they are and tells their blocks."""
+
+    def __init__(self, routing: RowRouting) -> None:
+        super().__init__()
+        self.router = RowRouter(routing)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return ids, self.router(ids)
+
+
+class _OrderedRows(nn.Module):
+    """Replaces ids by their position once rows are ordered by block, which also tells the block."""
+
+    ends: Tensor
+    positions: Tensor | None
+
+    def __init__(self, routing: RowRouting) -> None:
+        super().__init__()
+        self.register_buffer("ends", routing.row_counts().cumsum(0), persistent=False)
+        self.register_buffer("positions", routing.positions(), persistent=False)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = ids if self.positions is None else self.positions.index_select(0, ids).to(ids.dtype)
+        return rows, torch.bucketize(rows, self.ends, right=True)
+
+
+def select_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
+    """The bags of the named features, in that order; a name may occur twice.
+
+    Args:
+        features: bags of at least the named features, in any order.
+        names: KJT keys.
+
+    Returns:
+        `features` itself if its keys are `names` already.
+
+    Raises:
+        ValueError: if a feature is missing.
+        NotImplementedError: if the batch holds one stride per key or inverse indices (TorchRec's variable batch size).
+
+    Example:
+        >>> kjt = KeyedJaggedTensor(keys=["a", "b"], values=torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+        >>> select_features(kjt, ["b", "a"]).values().tolist()
+        [2, 1]
+    """
+    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+        requirement = "expected one batch size for all features (stride), the only kind supported"
+        remedy = "expand the bags to one per sample first"
+        raise NotImplementedError(describe("KeyedJaggedTensor", requirement, "a batch size per feature", remedy))
+    if features.keys() == list(names):
+        return features
+    index_of_key = {key: index for index, key in enumerate(features.keys())}
+    for name in names:
+        check_known("feature", name, index_of_key)
+    return features.permute([index_of_key[name] for name in names])

@@ -1,0 +1,173 @@
+"""Budget: a requested size, and what each retained column of a block costs of it.
+
+The user names a size once, as a compression ratio, a number of parameters or bytes of a named export form; the search
+and pruning both spend it column by column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.checks import check, describe
+
+BYTE_FORMS = ("mixed_dimension_fp32", "csr_fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A requested size of all tables together: exactly one of the three.
+
+    Attributes:
+        compression_ratio: uncompressed over retained parameters, above 1.
+        parameters: retained parameters.
+        embedding_bytes: bytes of the form `form`, index bytes counted.
+        form: ``"mixed_dimension_fp32"`` or ``"csr_fp32"``; used with `embedding_bytes`.
+
+    Raises:
+        ValueError: if not exactly one is given, or it is out of range.
+
+    Example:
+        >>> Size(compression_ratio=10).given
+        ('compression_ratio', 10)
+    """
+
+    compression_ratio: float | None = None
+    parameters: int | None = None
+    embedding_bytes: int | None = None
+    form: str = "mixed_dimension_fp32"
+
+    def __post_init__(self) -> None:
+        given = self._all_given()
+        check(
+            len(given) == 1, "size", "expected one of compression_ratio, parameters, embedding_bytes", given or "none"
+        )
+        name, value = self.given
+        above = 1 if name == "compression_ratio" else 0
+        check(value > above, name, f"expected a number above {above}", value)
+        check(self.form in BYTE_FORMS, "form", f"expected one of {BYTE_FORMS}", repr(self.form))
+
+    @property
+    def given(self) -> tuple[str, float]:
+        """Which of the three is given, and its value."""
+        ((name, value),) = self._all_given().items()
+        return name, value
+
+    def _all_given(self) -> dict[str, float]:
+        three = {
+            "compression_ratio": self.compression_ratio,
+            "parameters": self.parameters,
+            "embedding_bytes": self.embedding_bytes,
+        }
+        return {name: value for name, value in three.items() if value is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """What may be spent, and what each column costs.
+
+    Attributes:
+        amount: parameters or bytes left for values, fixed index bytes taken off.
+        column_costs: table -> ``(S,)`` float64, the cost of retaining one column of each block: its seen rows
+            (never-seen rows are not stored), or their bytes.
+        unit: ``"parameters"`` or ``"bytes"``.
+    """
+
+    amount: float
+    column_costs: Mapping[str, Tensor]
+    unit: str
+
+    @staticmethod
+    def of(size: Size, blocks: RowBlocks) -> Budget:
+        """Turns a size into a budget.
+
+        Args:
+            size: what the user asked for.
+            blocks: the blocks that are retained or dropped.
+
+        Raises:
+            ValueError: if not even one column of the cheapest block fits; the message gives the smallest size that
+                does. If training looked up no row at all.
+        """
+        costs, fixed, unit = _costs(size, blocks)
+        name, value = size.given
+        within = _dense_parameters(blocks) / value * (1 + 1e-12)  # 1716 / 8.8 is 194.999...
+        amount = within if name == "compression_ratio" else value - fixed
+        affordable = [cost[blocks.seen_rows[table] > 0] for table, cost in costs.items()]
+        check(any(cost.numel() for cost in affordable), "blocks", "expected rows that training looked up", "none")
+        cheapest = min(float(cost.min()) for cost in affordable if cost.numel())
+        if amount < cheapest:
+            _refuse(size, blocks, cheapest, fixed)
+        return Budget(float(amount), costs, unit)
+
+    def share(self, blocks: RowBlocks) -> float:
+        """The budget as a share of what all columns of all blocks together cost."""
+        total = sum(float(self.column_costs[t].sum()) * blocks.embedding_dims[t] for t in self.column_costs)
+        return min(1.0, self.amount / total)
+
+    def cost_per_alpha_row(self, blocks: RowBlocks) -> dict[int, Tensor]:
+        """embedding_dim -> ``(A,)`` float64: the cost of one dimension of each row of alpha."""
+        return {dim: blocks.per_alpha_row(dim, self.column_costs) for dim in blocks.alpha_shapes}
+
+
+def keep_within(scores: Tensor, costs: Tensor, amount: float) -> Tensor:
+    """Chooses what to keep: highest score first, as long as the budget lasts; earlier ones first among equals.
+
+    Goes on past an item that no longer fits, so that small items fill up what a large one leaves.
+
+    Args:
+        scores: ``(n,)``; items that score 0 are never kept.
+        costs: ``(n,)``.
+        amount: the budget.
+
+    Returns:
+        ``(n,)`` bool.
+
+    Example:
+        >>> keep_within(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([2.0, 3.0, 1.0]), 3.5).tolist()
+        [True, False, True]
+    """
+    kept = torch.zeros(scores.numel(), dtype=torch.bool)
+    left = amount
+    for index in torch.argsort(scores, descending=True, stable=True).tolist():
+        cost = float(costs[index])
+        if float(scores[index]) > 0 and cost <= left:
+            kept[index] = True
+            left -= cost
+    return kept
+
+
+def _costs(size: Size, blocks: RowBlocks) -> tuple[dict[str, Tensor], float, str]:
+    """(cost of a column per block, fixed index bytes, unit)."""
+    seen = {table: rows.double() for table, rows in blocks.seen_rows.items()}
+    if size.embedding_bytes is None:
+        return seen, 0.0, "parameters"
+    costs, fixed = {}, 0.0
+    for table, routing in blocks.routings.items():
+        num_rows = routing.num_embeddings
+        if size.form == "csr_fp32":
+            column_bytes = 1 if blocks.embedding_dims[table] <= 256 else 2
+            costs[table] = seen[table] * (4 + column_bytes)
+            fixed += 4 * (num_rows + 1)
+        else:
+            costs[table] = seen[table] * 4 + 2
+            fixed += 8 * (routing.num_blocks + 1) + (0 if routing.boundaries is not None else 4 * num_rows)
+    return costs, fixed, "bytes"
+
+
+def _dense_parameters(blocks: RowBlocks) -> int:
+    return sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
+
+
+def _refuse(size: Size, blocks: RowBlocks, cheapest: float, fixed: float) -> None:
+    name, received = size.given
+    if name == "compression_ratio":
+        limit = math.floor(100 * _dense_parameters(blocks) / cheapest) / 100  # rounded up, it could not be met
+        raise ValueError(describe(name, f"expected at most {limit:.2f} for these tables and blocks", received))
+    smallest = int(fixed + cheapest)
+    raise ValueError(describe(name, f"expected at least {smallest} for these tables and blocks", received))

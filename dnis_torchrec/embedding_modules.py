@@ -1,0 +1,412 @@
+"""SoftSelectionEmbeddingBagCollection: an EmbeddingBagCollection whose output is multiplied by alpha, block by block.
+
+The user's EmbeddingBagCollection stays a child, so any sharder, planner and kernel works on it unchanged. Two kinds of
+features, told apart when the wrapper is built:
+
+- a *single-id* feature (bags of at most one id): pooled output times the alpha row of the bag's one block;
+- a *multi-hot* feature: BagSplitter turns its bags into one per block, each is pooled alone, and the wrapper adds up
+  alpha_s * pooled_s. Costs up to S times the output volume of that feature.
+
+Shapes: B batch, D embedding_dim, S blocks, A rows of alpha of one D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.bag_splitting import BagSplitter, FeatureSplit
+from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.row_routing import RowRouter
+from dnis_torchrec.soft_selection import Alpha, select_per_block, select_per_sample
+
+JaggedByKey = dict[str, JaggedTensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledFeature:
+    """One output key of a collection: a feature read from a table.
+
+    Attributes:
+        feature: KJT key.
+        name: output key: the feature, or ``"feature@table"`` where several tables read it.
+        table: table name.
+        num_embeddings: N of the table.
+        embedding_dim: D.
+        is_multi_hot: whether bags may hold more than one id.
+        divides: whether pooled sums still have to be divided by the length of the whole bag (MEAN pooling).
+        first_alpha_row: row of alpha of block 0.
+        num_blocks: S.
+    """
+
+    feature: str
+    name: str
+    table: str
+    num_embeddings: int
+    embedding_dim: int
+    is_multi_hot: bool
+    divides: bool
+    first_alpha_row: int
+    num_blocks: int
+
+    @property
+    def block_keys(self) -> tuple[str, ...]:
+        """KJT keys that the child collection reads: one per block of a multi-hot feature, else the feature itself."""
+        return tuple(f"{self.name}/b{s}" for s in range(self.num_blocks)) if self.is_multi_hot else (self.feature,)
+
+
+class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+    """Wraps an EmbeddingBagCollection and applies soft selection (paper, eq. 3) to its output.
+
+    For a bag that mixes blocks, ``pooled = sum over s of alpha_s * (sum of the bag's rows in block s)``; MEAN divides
+    by the length of the whole bag; per-sample weights multiply each row. With alpha at 1 the output is the wrapped
+    collection's.
+
+    Args:
+        embedding_bag_collection: the collection to wrap; its tables' weights are shared, not copied.
+        blocks: blocks of at least its tables.
+        alpha: alpha to share with other wrappers of the model; a new one of ones if None.
+        multi_hot_features: features whose bags may hold several ids; None takes those whose longest bag in the counted
+            training data exceeds one. Naming a feature that is single-id in truth only costs speed.
+
+    Attributes:
+        embedding_bag_collection: the child; DistributedModelParallel shards it.
+        blocks: the blocks it was built with.
+        alpha: see `Alpha`.
+
+    Shape:
+        - Input: KeyedJaggedTensor, keys in any order, stride B.
+        - Output: KeyedTensor ``(B, sum of D over output keys)``, keys, order and dims as the wrapped collection's.
+
+    Raises:
+        ValueError: for an unknown table or feature, or blocks that do not match num_embeddings or embedding_dim.
+        TypeError: if the first argument is no EmbeddingBagCollection.
+
+    Example:
+        >>> from dnis_torchrec.blocking import blocks_from_counts
+        >>> from dnis_torchrec.frequency import count_frequencies
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0]), lengths=torch.tensor([1, 1]))
+        >>> blocks = blocks_from_counts(count_frequencies([kjt], [table]), [table], num_blocks=2)
+        >>> ebc = EmbeddingBagCollection(tables=[table])
+        >>> SoftSelectionEmbeddingBagCollection(ebc, blocks)(kjt).values().equal(ebc(kjt).values())
+        True
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        blocks: RowBlocks,
+        *,
+        alpha: Alpha | None = None,
+        multi_hot_features: Collection[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(embedding_bag_collection, EmbeddingBagCollection):
+            received = type(embedding_bag_collection).__name__
+            raise TypeError(describe("SoftSelection", "expected an EmbeddingBagCollection", received))
+        self.blocks = blocks
+        self._tables = list(embedding_bag_collection.embedding_bag_configs())
+        self._is_weighted = embedding_bag_collection.is_weighted()
+        _check_blocks(self._tables, blocks)
+        self._outputs = _pooled_features(self._tables, blocks, multi_hot_features)
+        self.bag_check = BagCheck(self._outputs)
+        self.bag_splitter = _bag_splitter(self._outputs, blocks)
+        self.embedding_bag_collection = _child(embedding_bag_collection, self._tables, self._outputs, self.bag_splitter)
+        self.alpha = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
+        self.selection = SelectPooled(self._outputs, blocks, self.alpha)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up and multiplies them by alpha.
+
+        Args:
+            features: the bags.
+
+        Returns:
+            Pooled embeddings, one key per (feature, table).
+
+        Raises:
+            ValueError: if a bag of a single-id feature holds several ids, or an id lies outside its table (found at
+                once on a CPU; on a GPU a single-id violation trips an asynchronous assert).
+        """
+        self.bag_check(features)
+        split = features if self.bag_splitter is None else self.bag_splitter(features)
+        pooled = self.embedding_bag_collection(split)
+        return self.selection(pooled, features, split)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Configs of the wrapped collection, as the user wrote them."""
+        return self._tables
+
+    def is_weighted(self) -> bool:
+        """Whether bags carry per-sample weights."""
+        return self._is_weighted
+
+    @property
+    def outputs(self) -> tuple[PooledFeature, ...]:
+        """What stands behind each output key, in order."""
+        return self._outputs
+
+
+class SelectPooled(nn.Module):
+    """The part of the wrapper behind the lookup: local, no collective, no parameter.
+
+    A module of its own, so that TorchRec's tracer takes it for a leaf and pipelines the lookup before it.
+
+    Args:
+        outputs: what stands behind each output key.
+        blocks: row -> block of every table.
+        alpha: the wrapper's alpha.
+
+    Attributes:
+        on_gradient: called in every backward with the gradient, and the name of a table whose part of it is not finite
+            or None; None does not look.
+    """
+
+    def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, alpha: Alpha) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._runs = _runs(outputs)
+        self._alpha = [alpha]  # in a list: the wrapper registers it, once
+        self.on_gradient: Callable[[str | None, Tensor], None] | None = None
+        self._keys = [output.name for output in outputs]
+        self._dims = [output.embedding_dim for output in outputs]
+        self._child_keys = [
+            key if output.is_multi_hot else output.name for output in outputs for key in output.block_keys
+        ]
+        self._child_dims = [output.embedding_dim for output in outputs for _ in output.block_keys]
+        tables = sorted({output.table for output in outputs if not output.is_multi_hot})
+        self._router_of = {table: index for index, table in enumerate(tables)}
+        self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
+
+    def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> KeyedTensor:
+        """Multiplies pooled embeddings by alpha.
+
+        Args:
+            pooled: what the child returned for `split`.
+            features: the bags as the user gave them.
+            split: the bags as the child read them.
+
+        Returns:
+            One key per output, in order.
+        """
+        alpha = self._alpha[0]
+        values = self._in_order(pooled)
+        if alpha.is_upper:  # nothing behind the lookup may learn from validation data
+            values = values.detach()
+        jagged, split_jagged = features.to_dict(), split.to_dict()
+        widths = [sum(self._width(output) for output in run) for run in self._runs]
+        parts = []
+        for run, part in zip(self._runs, values.split(widths, dim=1), strict=True):
+            selected = self._select_per_block if run[0].is_multi_hot else self._select_per_sample
+            parts.append(selected(part, run, jagged, split_jagged))
+        merged = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if merged.requires_grad and not alpha.is_upper:
+            merged.register_hook(self._check_gradient)
+        return KeyedTensor(keys=self._keys, values=merged, length_per_key=self._dims)
+
+    def _in_order(self, pooled: KeyedTensor) -> Tensor:
+        """Values in the order of `_child_keys`; sharded collections may group keys by sharding type."""
+        if pooled.keys() == self._child_keys:
+            return pooled.values()
+        by_key = pooled.to_dict()
+        return torch.cat([by_key[key] for key in self._child_keys], dim=1)
+
+    def _check_gradient(self, gradient: Tensor) -> None:
+        """Runs before the tables' own backward, hence before a fused optimizer applies the gradient."""
+        if self.on_gradient is not None:
+            self.on_gradient(self._table_with_bad(gradient), gradient)
+
+    def _table_with_bad(self, gradient: Tensor) -> str | None:
+        if bool(torch.isfinite(gradient.sum())):
+            return None
+        parts = zip(self._outputs, gradient.split(self._dims, dim=1), strict=True)
+        return next((output.table for output, part in parts if not bool(torch.isfinite(part).all())), None)
+
+    @staticmethod
+    def _width(output: PooledFeature) -> int:
+        return output.embedding_dim * len(output.block_keys)
+
+    def _select_per_sample(self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, _: JaggedByKey) -> Tensor:
+        alpha, dim = self._alpha[0], run[0].embedding_dim
+        rows = torch.stack([self._alpha_rows(output, jagged[output.feature]) for output in run], dim=1)
+        selected = select_per_sample(part.view(len(part), len(run), dim), alpha.of(dim), rows)
+        return selected.view(len(part), len(run) * dim)
+
+    def _select_per_block(
+        self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, split: JaggedByKey
+    ) -> Tensor:
+        output, alpha = run[0], self._alpha[0]
+        dim, num_blocks, first = output.embedding_dim, output.num_blocks, output.first_alpha_row
+        selected = select_per_block(part.view(len(part), num_blocks, dim), alpha.of(dim)[first : first + num_blocks])
+        if alpha.is_upper:
+            used = [first + s for s, key in enumerate(output.block_keys) if split[key].values().numel()]
+            alpha.record_hits(dim, torch.tensor(used, dtype=torch.int64, device=part.device))
+        if output.divides:
+            selected = selected / jagged[output.feature].lengths().clamp(min=1).unsqueeze(1)
+        return selected
+
+    def _alpha_rows(self, output: PooledFeature, bags: JaggedTensor) -> Tensor:
+        """Row of alpha of each bag, ``(B,)``; an empty bag, whose embedding is zero, takes the first row."""
+        ids, lengths = bags.values(), bags.lengths()
+        rows = self._routers[self._router_of[output.table]](ids) + output.first_alpha_row
+        self._alpha[0].record_hits(output.embedding_dim, rows)
+        if ids.numel() == lengths.numel():
+            return rows
+        filled = torch.full_like(lengths, output.first_alpha_row, dtype=torch.int64)
+        return filled.masked_scatter(lengths > 0, rows)
+
+
+def _check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
+    for table in tables:
+        check_known("table", table.name, blocks.routings)
+        place, remedy = f"table {table.name!r}", "make the blocks from counts of this table"
+        blocked = blocks.routings[table.name].num_embeddings
+        fits = blocked == table.num_embeddings
+        check(fits, place, f"expected blocks of num_embeddings={table.num_embeddings} rows", blocked, remedy)
+        dim = blocks.embedding_dims[table.name]
+        check(dim == table.embedding_dim, place, f"expected blocks of embedding_dim={table.embedding_dim}", dim, remedy)
+        if table.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise NotImplementedError(describe(place, "supported pooling is SUM or MEAN", table.pooling))
+
+
+def _pooled_features(
+    tables: list[EmbeddingBagConfig], blocks: RowBlocks, multi_hot_features: Collection[str] | None
+) -> tuple[PooledFeature, ...]:
+    all_features = {feature for table in tables for feature in table.feature_names}
+    for feature in multi_hot_features or ():
+        check_known("feature", feature, all_features)
+    if multi_hot_features is None:
+        multi_hot_features = {f for f in all_features if blocks.max_bag_lengths.get(f, 2) > 1}
+    outputs = []
+    for table, names in zip(tables, get_embedding_names_by_table(tables), strict=True):
+        for feature, name in zip(table.feature_names, names, strict=True):
+            outputs.append(
+                PooledFeature(
+                    feature=feature,
+                    name=name,
+                    table=table.name,
+                    num_embeddings=table.num_embeddings,
+                    embedding_dim=table.embedding_dim,
+                    is_multi_hot=feature in multi_hot_features,
+                    divides=table.pooling == PoolingType.MEAN and feature in multi_hot_features,
+                    first_alpha_row=blocks.first_alpha_row(table.name),
+                    num_blocks=blocks.routings[table.name].num_blocks,
+                )
+            )
+    return tuple(outputs)
+
+
+def _bag_splitter(outputs: tuple[PooledFeature, ...], blocks: RowBlocks) -> BagSplitter | None:
+    if not any(output.is_multi_hot for output in outputs):
+        return None
+    splits: dict[str, FeatureSplit] = {}
+    for output in outputs:
+        routing = blocks.routings[output.table] if output.is_multi_hot else None
+        split = FeatureSplit(feature=output.feature, keys=output.block_keys, routing=routing)
+        splits.setdefault(output.name if output.is_multi_hot else output.feature, split)
+    return BagSplitter(list(splits.values()))
+
+
+def _child(
+    wrapped: EmbeddingBagCollection,
+    tables: list[EmbeddingBagConfig],
+    outputs: tuple[PooledFeature, ...],
+    splitter: BagSplitter | None,
+) -> EmbeddingBagCollection:
+    """The collection that reads split bags: the same tables, under the same names, with the same weights.
+
+    Per-block bags are summed; MEAN is divided by the length of the whole bag afterwards. A weighted MEAN is always done
+    so, because nn.EmbeddingBag refuses weights with MEAN.
+    """
+    sums = {output.table for output in outputs if output.is_multi_hot}
+    if wrapped.is_weighted():
+        sums |= {output.table for output in outputs}
+    changed = any(table.name in sums and table.pooling == PoolingType.MEAN for table in tables)
+    if splitter is None and not changed:
+        return wrapped
+    configs = []
+    for table in tables:
+        keys = [key for output in outputs if output.table == table.name for key in output.block_keys]
+        pooling = PoolingType.SUM if table.name in sums else table.pooling
+        configs.append(replace(table, feature_names=keys, pooling=pooling))
+    child = EmbeddingBagCollection(tables=configs, is_weighted=wrapped.is_weighted(), device=torch.device("meta"))
+    for name, bag in wrapped.embedding_bags.items():
+        child.embedding_bags[name].weight = bag.weight
+    child._device = wrapped.device
+    return child
+
+
+def _runs(outputs: tuple[PooledFeature, ...]) -> list[list[PooledFeature]]:
+    """Neighbouring outputs that one operation can select: single-id features of equal D; each multi-hot one alone."""
+    runs: list[list[PooledFeature]] = []
+    for output in outputs:
+        if runs and _are_selected_together(runs[-1][-1], output):
+            runs[-1].append(output)
+        else:
+            runs.append([output])
+    return runs
+
+
+def _are_selected_together(last: PooledFeature, output: PooledFeature) -> bool:
+    are_single_id = not last.is_multi_hot and not output.is_multi_hot
+    return are_single_id and last.embedding_dim == output.embedding_dim
+
+
+class BagCheck(nn.Module):
+    """Checks bags before they are looked up, so that a bad id is named and never trains a row.
+
+    A leaf for TorchRec's tracer. On a CPU it raises at once; on a GPU, where looking would stop the stream, it asserts
+    asynchronously.
+
+    Args:
+        outputs: what stands behind each output key.
+    """
+
+    def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def forward(self, features: KeyedJaggedTensor) -> None:
+        """Checks lengths of single-id bags and the range of every id.
+
+        Raises:
+            ValueError: naming table, feature and the value received.
+            NotImplementedError: for features of variable batch size.
+        """
+        if features.variable_stride_per_key():
+            raise NotImplementedError(describe("features", "supported are batches of one size for all keys", "several"))
+        jagged = features.to_dict()
+        for output in self._outputs:
+            place = f"table {output.table!r}, feature {output.feature!r}"
+            check_known(f"feature of table {output.table!r}", output.feature, jagged)
+            ids, lengths = jagged[output.feature].values(), jagged[output.feature].lengths()
+            if ids.device.type != "cpu":
+                torch._assert_async(((ids >= 0) & (ids < output.num_embeddings)).all())
+                if not output.is_multi_hot:
+                    torch._assert_async((lengths <= 1).all())
+            elif ids.numel():
+                _check_on_cpu(output, ids, lengths, place)
+
+
+def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: str) -> None:
+    if not output.is_multi_hot:
+        longest = int(lengths.max())
+        remedy = f"name it in multi_hot_features=[{output.feature!r}]"
+        check(longest <= 1, place, "expected bags of at most one id", f"a bag of {longest}", remedy)
+    lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+    within = lowest >= 0 and highest < output.num_embeddings
+    received = lowest if lowest < 0 else highest
+    remedy = "hash the ids into the table, or raise its num_embeddings"
+    check(within, place, f"expected ids in 0..{output.num_embeddings - 1}", received, remedy)

@@ -1,0 +1,196 @@
+"""Frequency: how often each row of each table occurs in the TRAINING data.
+
+The first stage of the search: counts decide which rows share a row of alpha (blocking.py) and which rows were never
+seen and can be dropped (pruning.py). Ids are counted after hashing, that is, as the tables see them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.checks import check, check_known, describe
+
+
+@dataclass(frozen=True, eq=False)
+class FrequencyCounts:
+    """Occurrences of every row in the training data.
+
+    Attributes:
+        counts: table -> ``(N,)`` int64 occurrences.
+        max_bag_lengths: feature -> its longest bag; 1 or less makes it a single-id feature.
+        num_samples: samples counted.
+    """
+
+    counts: Mapping[str, Tensor]
+    max_bag_lengths: Mapping[str, int]
+    num_samples: int
+
+    def never_seen(self, table: str) -> Tensor:
+        """``(N,)`` bool: rows of `table` that training never looked up.
+
+        Raises:
+            ValueError: if the table was not counted.
+        """
+        check_known("table", table, self.counts)
+        return self.counts[table] == 0
+
+    def save(self, path: Path) -> None:
+        """Writes one safetensors file, whole or not at all."""
+        described = {"max_bag_lengths": dict(self.max_bag_lengths), "num_samples": self.num_samples}
+        temporary = path.with_name(f"{path.name}.partial")
+        save_file(dict(self.counts), temporary, metadata={"frequency_counts": json.dumps(described)})
+        os.replace(temporary, path)
+
+    @staticmethod
+    def load(path: Path) -> FrequencyCounts:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: if the file is damaged or holds something else.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                described = (file.metadata() or {}).get("frequency_counts", "")
+                check(bool(described), str(path), "expected a file of frequency counts", "another file")
+                counts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        except SafetensorError as error:
+            requirement = "expected a whole safetensors file"
+            raise ValueError(describe(str(path), requirement, str(error), "use another one")) from error
+        return FrequencyCounts(counts, **json.loads(described))
+
+
+def count_frequencies(batches: Iterable[KeyedJaggedTensor], tables: Sequence[EmbeddingBagConfig]) -> FrequencyCounts:
+    """Counts how often each row of each table is looked up.
+
+    Memory is one int64 per row; time is linear in the number of ids, whatever the number of rows. Local: each rank
+    counts the batches that it is given; `merge_counts` adds up the counts of several.
+
+    Args:
+        batches: KeyedJaggedTensors of the training data, keys in any order, keys that no table reads allowed.
+        tables: the tables, as ``embedding_bag_configs()`` gives them.
+
+    Returns:
+        The counts, the longest bag of every feature and the number of samples.
+
+    Raises:
+        ValueError: if there is no batch, a batch lacks a feature, or an id lies outside its table.
+
+    Example:
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([2, 2, 0]), lengths=torch.tensor([2, 1]))
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> count_frequencies([kjt], [table]).counts["t"].tolist()
+        [1, 0, 2, 0]
+    """
+    counts = {table.name: torch.zeros(table.num_embeddings, dtype=torch.int64) for table in tables}
+    max_bag_lengths = {feature: 0 for table in tables for feature in table.feature_names}
+    num_samples = 0
+    for index, features in enumerate(batches):
+        jagged = features.to_dict()
+        for table in tables:
+            for feature in table.feature_names:
+                check_known(f"feature of table {table.name!r} in batch {index}", feature, jagged)
+                ids = jagged[feature].values().cpu().long()
+                _check_ids(ids, table, feature, f"batch {index}")
+                counts[table.name].scatter_add_(0, ids, torch.ones_like(ids))
+                lengths = jagged[feature].lengths()
+                longest = int(lengths.max()) if lengths.numel() else 0
+                max_bag_lengths[feature] = max(max_bag_lengths[feature], longest)
+        num_samples += features.stride()
+    if num_samples == 0:
+        raise ValueError(describe("training stream", "expected at least one sample", "none", "check the data folder"))
+    return FrequencyCounts(counts, max_bag_lengths, num_samples)
+
+
+def count_frequencies_in_frame(frame: pd.DataFrame, tables: Sequence[EmbeddingBagConfig]) -> FrequencyCounts:
+    """Counts row ids in the columns of a pandas frame, one column per feature, named like it.
+
+    Args:
+        frame: one row per training sample; a column holds one id per sample, or a list of ids (a multi-hot feature).
+        tables: the tables.
+
+    Raises:
+        ValueError: if the frame is empty, lacks a feature's column, a column holds no ids, or an id is
+            outside its table.
+
+    Example:
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=3, embedding_dim=8, feature_names=["f"])
+        >>> count_frequencies_in_frame(pd.DataFrame({"f": [0, 2, 2]}), [table]).counts["t"].tolist()
+        [1, 0, 2]
+    """
+    check(len(frame) > 0, "training frame", "expected at least one row", 0)
+    counts, max_bag_lengths = {}, {}
+    for table in tables:
+        total = torch.zeros(table.num_embeddings, dtype=torch.int64)
+        for feature in table.feature_names:
+            check_known(f"column for feature of table {table.name!r}", feature, map(str, frame.columns))
+            ids, max_bag_lengths[feature] = _ids_of_column(frame[feature])
+            _check_ids(ids, table, feature, "frame")
+            total += torch.bincount(ids, minlength=table.num_embeddings)
+        counts[table.name] = total
+    return FrequencyCounts(counts, max_bag_lengths, len(frame))
+
+
+def _ids_of_column(column: pd.Series) -> tuple[Tensor, int]:
+    """(ids of all bags, longest bag)."""
+    holds_lists = column.dtype == object and all(isinstance(bag, list | tuple | np.ndarray) for bag in column)
+    check(
+        holds_lists or pd.api.types.is_integer_dtype(column.dtype),
+        f"column {column.name!r}",
+        "expected integer ids or lists of them",
+        column.dtype,
+        "fill what is missing and hash what is no integer",
+    )
+    flat = np.concatenate([np.asarray(bag, dtype=np.int64) for bag in column]) if holds_lists else column
+    longest = max(len(bag) for bag in column) if holds_lists else 1
+    return torch.from_numpy(np.array(flat, dtype=np.int64)), longest
+
+
+def merge_counts(parts: Sequence[FrequencyCounts]) -> FrequencyCounts:
+    """Adds up counts of disjoint parts of the training data, as several ranks or days make them.
+
+    Raises:
+        ValueError: if there are no parts or they count different tables or features.
+    """
+    check(len(parts) > 0, "merge_counts", "expected at least one part", 0)
+    first = parts[0]
+    for part in parts[1:]:
+        same = _tables_and_features(part) == _tables_and_features(first)
+        check(same, "merge_counts", "expected the same tables and features in every part", _tables_and_features(part))
+    return FrequencyCounts(
+        {name: torch.stack([part.counts[name] for part in parts]).sum(0) for name in first.counts},
+        {name: max(part.max_bag_lengths[name] for part in parts) for name in first.max_bag_lengths},
+        sum(part.num_samples for part in parts),
+    )
+
+
+def _tables_and_features(part: FrequencyCounts) -> tuple[dict[str, int], list[str]]:
+    """(num_embeddings of every table, features)."""
+    return {name: part.counts[name].numel() for name in sorted(part.counts)}, sorted(part.max_bag_lengths)
+
+
+def _check_ids(ids: Tensor, table: EmbeddingBagConfig, feature: str, place: str) -> None:
+    if ids.numel() == 0:
+        return
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= table.num_embeddings:
+        raise ValueError(
+            describe(
+                f"table {table.name!r}, feature {feature!r}, {place}",
+                f"expected ids in 0..{table.num_embeddings - 1}",
+                lowest if lowest < 0 else highest,
+                "hash the ids into the table, or raise its num_embeddings",
+            )
+        )

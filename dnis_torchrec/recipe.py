@@ -1,0 +1,174 @@
+"""Recipe: the model, data and loss that a user brings. The plug-in knows nothing else about a model.
+
+A recipe is a function ``f(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe``, named
+``module:function`` on the command line and imported from the current folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+
+from dnis_torchrec.checks import check, describe, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSplits:
+    """The four disjoint parts of a data set, each an iterable of TorchRec Batches that can be iterated again and again.
+
+    Attributes:
+        train: lower level: weights learn on it. Iterating again gives the next epoch, in a new order.
+        validation: upper level: alpha learns on it, and on nothing else.
+        selection: early stopping and every other choice is made on it.
+        test: reported, never chosen on.
+    """
+
+    train: Iterable[Batch]
+    validation: Iterable[Batch]
+    selection: Iterable[Batch]
+    test: Iterable[Batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a search needs from its user.
+
+    Attributes:
+        model: a plain TorchRec model, called as ``model(dense_features=..., sparse_features=...)`` and returning one
+            prediction (a logit for a binary loss) per sample, as torchrec's DLRM does.
+        data: the four splits.
+        loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels), both ``(B,)``.
+        num_blocks: S, the number of blocks that suits this data set.
+        warm_up_epochs: epochs of lower steps alone that suit it; so for the next two.
+        ramp_epochs: epochs in which the mean of alpha is led to the size.
+        release_epochs: epochs at most after the ramp.
+        table_optimizer: how tables learn: ``"adam"`` (dense compute kernel) or ``"rowwise_adagrad"`` (fused).
+        table_learning_rate: learning rate of the tables.
+        dense_learning_rate: learning rate (Adam) of everything else.
+        alpha_learning_rate: step of alpha; None takes the one that the ramp suggests. Noisy validation gradients, as
+            those of clicks are, want a smaller one.
+        notes: limits of the data, shown beside every figure that comes from it.
+    """
+
+    model: nn.Module
+    data: DataSplits
+    loss: nn.Module
+    num_blocks: int = 10
+    warm_up_epochs: int = 2
+    ramp_epochs: int = 12
+    release_epochs: int = 14
+    table_optimizer: str = "adam"
+    table_learning_rate: float = 1e-3
+    dense_learning_rate: float = 1e-3
+    alpha_learning_rate: float | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        check(
+            isinstance(self.loss, nn.MSELoss | nn.BCEWithLogitsLoss),
+            "Recipe.loss",
+            "expected nn.MSELoss or nn.BCEWithLogitsLoss",
+            type(self.loss).__name__,
+        )
+        check(
+            self.table_optimizer in ("adam", "rowwise_adagrad"),
+            "Recipe.table_optimizer",
+            "expected 'adam' or 'rowwise_adagrad'",
+            repr(self.table_optimizer),
+        )
+
+
+class TrainTask(nn.Module):
+    """A model with its loss, in the shape that TorchRec's train pipelines call, as torchrec.models.dlrm.DLRMTrain.
+
+    Args:
+        model: see `Recipe.model`.
+        loss: see `Recipe.loss`.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.model: nn.Module = model
+        self.loss = loss
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Computes the loss of a batch.
+
+        Returns:
+            ``(loss, (detached loss, detached predictions (B,), labels (B,)))``.
+        """
+        predictions = self.model(
+            dense_features=batch.dense_features, sparse_features=batch.sparse_features
+        ).flatten()  # not squeeze: a batch of one sample stays a batch
+        labels = batch.labels.float()
+        loss = self.loss(predictions, labels)
+        return loss, (loss.detach(), predictions.detach(), labels)
+
+
+def check_labels(labels: Tensor, loss: nn.Module, place: str) -> None:
+    """Checks that labels lie in the domain of the loss.
+
+    Args:
+        labels: ``(B,)``.
+        loss: nn.BCEWithLogitsLoss needs labels in [0, 1]; every loss needs finite ones.
+        place: which split and batch the labels come from, for the error.
+
+    Raises:
+        ValueError: naming the place and the offending value.
+
+    Example:
+        >>> check_labels(torch.tensor([0.0, 1.0]), nn.BCEWithLogitsLoss(), "train batch 0")
+    """
+    values = labels.float()
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        raise ValueError(describe(place, "expected finite labels", float(values[~finite][0]), "clean the data"))
+    if isinstance(loss, nn.BCEWithLogitsLoss):
+        outside = (values < 0) | (values > 1)
+        if bool(outside.any()):
+            raise ValueError(
+                describe(
+                    place,
+                    "expected labels in [0, 1] for BCEWithLogitsLoss",
+                    float(values[outside][0]),
+                    "map the labels to 0 and 1, or use MSELoss",
+                )
+            )
+
+
+def load_recipe(spec: str) -> Callable[..., Recipe]:
+    """Finds the recipe function named by ``module:function``, looking in the current folder first.
+
+    Raises:
+        ValueError: if the spec has no colon, the module cannot be found, or it has no such function.
+    """
+    module_name, colon, function_name = spec.partition(":")
+    place = f"recipe {spec!r}"
+    check(bool(colon and module_name and function_name), place, "expected 'module:function'", repr(spec))
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise
+        raise ValueError(
+            describe(place, f"expected a module {module_name!r} in {here}", "none", "run it from your project's root")
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ValueError(
+            describe(
+                place, f"expected a function in {module_name}", repr(function_name), nearest(function_name, public)
+            )
+        )
+    return function

@@ -1,0 +1,391 @@
+"""What a report says: rows of results, blocks, alpha, history. Plain frozen values; report.json holds the rows.
+
+Shapes: S blocks, D embedding_dim.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.checks import check, describe
+
+SAME_SIZE_RATIO = 1.05
+"""Rows of one method whose compression ratios differ by no more than this factor are seeds of the same experiment."""
+
+
+def _check_number(place: str, value: object, *, integer: bool = False, above_zero: bool = False) -> None:
+    kinds = (int,) if integer else (int, float)
+    kind = "an integer" if integer else "a number"
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(describe(place, f"expected {kind}", f"{value!r} of type {type(value).__name__}"))
+    requirement = f"expected {'a finite number' if not integer else kind} {'>' if above_zero else '>='} 0"
+    check(math.isfinite(value) and (value > 0 if above_zero else value >= 0), place, requirement, value)
+
+
+def _check_name(place: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(describe(place, "expected a string", f"{value!r} of type {type(value).__name__}"))
+    check(bool(value.strip()), place, "expected a non-empty string", repr(value))
+
+
+def _check_named_numbers(place: str, values: object) -> None:
+    if not isinstance(values, Mapping):
+        raise TypeError(describe(place, "expected a mapping from name to number", type(values).__name__))
+    for name in values:
+        _check_name(f"{place} name", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportRow:
+    """One trained model: how large its tables are and how well it predicts.
+
+    Attributes:
+        method: ``"dnis"``, ``"uniform"``, ``"magnitude"``, ``"dense"`` (the uncompressed model), or any other name.
+        compression_ratio: parameters of the uncompressed tables over `parameters`; for a model whose tables retain
+            nothing, the uncompressed parameters themselves (JSON knows no infinity).
+        parameters: retained values of all tables.
+        bytes: export form -> bytes of all tables, index bytes counted.
+        metrics: metric name -> value; a metric that could not be computed is left out.
+        seed: the seed of the data split and the initial weights.
+        seconds: wall-clock time of the training, search included.
+
+    Raises:
+        TypeError: if a field has the wrong type.
+        ValueError: if a name is empty, a metric is not finite, or a number is below its bound.
+
+    Example:
+        >>> row = ReportRow(method="dnis", compression_ratio=4, parameters=10, bytes={"csr_fp32": 90},
+        ...     metrics={"auc": 0.8}, seed=0, seconds=1.5)
+        >>> ReportRow.from_json(row.to_json()) == row
+        True
+    """
+
+    method: str
+    compression_ratio: float
+    parameters: int
+    bytes: dict[str, int]
+    metrics: dict[str, float]
+    seed: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_name("ReportRow.method", self.method)
+        _check_number("ReportRow.compression_ratio", self.compression_ratio, above_zero=True)
+        _check_number("ReportRow.parameters", self.parameters, integer=True)
+        _check_named_numbers("ReportRow.bytes", self.bytes)
+        for form, size in self.bytes.items():
+            _check_number(f"ReportRow.bytes[{form!r}]", size, integer=True)
+        _check_named_numbers("ReportRow.metrics", self.metrics)
+        for name, value in self.metrics.items():
+            place = f"ReportRow.metrics[{name!r}]"
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(describe(place, "expected a number", f"{value!r} of type {type(value).__name__}"))
+            check(math.isfinite(value), place, "expected a finite number", value, "leave out what was not computed")
+        _check_number("ReportRow.seed", self.seed, integer=True)
+        _check_number("ReportRow.seconds", self.seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as report.json holds it."""
+        return {
+            "method": self.method,
+            "compression_ratio": float(self.compression_ratio),
+            "parameters": self.parameters,
+            "bytes": dict(self.bytes),
+            "metrics": {name: float(value) for name, value in self.metrics.items()},
+            "seed": self.seed,
+            "seconds": float(self.seconds),
+        }
+
+    @staticmethod
+    def from_json(described: object, *, place: str = "report row") -> ReportRow:
+        """Reads a row back; keys that a row does not have are ignored.
+
+        Args:
+            described: what `to_json` gave.
+            place: where the row comes from, for the errors.
+
+        Raises:
+            ValueError: if a key is missing or a value is not what a row demands.
+        """
+        if not isinstance(described, Mapping):
+            raise ValueError(describe(place, "expected an object", type(described).__name__))
+        names = tuple(ReportRow.__dataclass_fields__)
+        missing = [name for name in names if name not in described]
+        check(not missing, place, f"expected the keys {', '.join(names)}", f"none of {', '.join(missing)}")
+        try:
+            return ReportRow(**{name: described[name] for name in names})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{place}: {error}") from error
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes a UTF-8 text file atomically: readers see the old file or the new one, never a part.
+
+    Raises:
+        ValueError: if the folder does not exist.
+    """
+    return write_content(path, text.encode("utf-8"))
+
+
+def write_content(path: Path, content: bytes) -> Path:
+    """Writes a file atomically, as `write_text`."""
+    path = Path(path)
+    check(path.parent.is_dir(), str(path), "expected an existing folder", str(path.parent), "create it first")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def write_rows(path: Path, rows: Iterable[ReportRow], **extra: Any) -> Path:
+    """Writes report.json atomically: ``{"rows": [...], **extra}``.
+
+    Args:
+        path: the file; an older one is replaced.
+        rows: results, in the order in which they should be read.
+        extra: further top-level keys, JSON-able.
+
+    Returns:
+        `path`.
+
+    Raises:
+        TypeError: if an extra value is not JSON-able.
+        ValueError: if the folder does not exist or an extra number is not finite.
+    """
+    return write_text(path, json_text({"rows": [row.to_json() for row in rows], **extra}, str(path)) + "\n")
+
+
+def read_rows(path: Path) -> tuple[ReportRow, ...]:
+    """Reads the rows of a report.json.
+
+    Raises:
+        ValueError: if the file is missing, is not JSON, or holds something else than rows; names the file and the row.
+    """
+    path = Path(path)
+    check(path.is_file(), str(path), "expected a report.json", "no such file")
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except ValueError as error:  # a JSONDecodeError and a UnicodeDecodeError are ValueErrors
+        raise ValueError(describe(str(path), "expected valid JSON", str(error))) from error
+    rows = described.get("rows") if isinstance(described, dict) else None
+    if not isinstance(rows, list):
+        raise ValueError(describe(str(path), "expected an object with a list 'rows'", type(rows).__name__))
+    return tuple(ReportRow.from_json(row, place=f"{path} rows[{index}]") for index, row in enumerate(rows))
+
+
+def json_text(value: object, place: str) -> str:
+    """Indented JSON of `value`, strict: no NaN, no infinity.
+
+    Raises:
+        TypeError: if a value is not JSON-able.
+        ValueError: if a number is not finite.
+    """
+    try:
+        return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise type(error)(describe(place, "expected JSON-able values", str(error))) from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"the constant {name}, which is not JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """The same experiment under several seeds: rows of one method and one size.
+
+    Attributes:
+        method: the method of all rows.
+        rows: one per seed.
+    """
+
+    method: str
+    rows: tuple[ReportRow, ...]
+
+    @property
+    def compression_ratio(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(row.compression_ratio for row in self.rows)
+
+    @property
+    def parameters(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(row.parameters for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(row.seconds for row in self.rows)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seeds, rising."""
+        return tuple(sorted(row.seed for row in self.rows))
+
+    def mean(self, metric: str) -> float | None:
+        """Mean of a metric over the seeds that have it, None if none has."""
+        values = self._values(metric)
+        return statistics.fmean(values) if values else None
+
+    def deviation(self, metric: str) -> float | None:
+        """Sample standard deviation of a metric over the seeds, None below two of them."""
+        values = self._values(metric)
+        return statistics.stdev(values) if len(values) > 1 else None
+
+    def difference(self, other: RowGroup, metric: str) -> tuple[float, int] | None:
+        """Mean over the shared seeds of this group's metric minus the other's; levels differ between splits.
+
+        Returns:
+            ``(difference, number of shared seeds)``, or None if no seed is shared.
+        """
+        theirs = {row.seed: row.metrics[metric] for row in other.rows if metric in row.metrics}
+        mine = {row.seed: row.metrics[metric] for row in self.rows if metric in row.metrics}
+        pairs = [value - theirs[seed] for seed, value in mine.items() if seed in theirs]
+        return (statistics.fmean(pairs), len(pairs)) if pairs else None
+
+    def _values(self, metric: str) -> list[float]:
+        return [row.metrics[metric] for row in self.rows if metric in row.metrics]
+
+
+def seed_groups(rows: Iterable[ReportRow]) -> tuple[RowGroup, ...]:
+    """Groups rows of one method, of the same size within 5 %, and of different seeds; sorted by compression ratio.
+
+    Example:
+        >>> row = dict(method="dnis", parameters=1, bytes={}, metrics={}, seconds=0)
+        >>> rows = [ReportRow(compression_ratio=r, seed=s, **row) for r, s in ((2.0, 0), (8.0, 0), (2.02, 1))]
+        >>> [(round(group.compression_ratio, 2), group.seeds) for group in seed_groups(rows)]
+        [(2.01, (0, 1)), (8.0, (0,))]
+    """
+    groups: dict[str, list[list[ReportRow]]] = {}
+    for row in sorted(rows, key=lambda row: (row.compression_ratio, row.seed)):
+        for group in groups.setdefault(row.method, []):
+            near = row.compression_ratio <= SAME_SIZE_RATIO * group[0].compression_ratio
+            if near and all(row.seed != other.seed for other in group):
+                group.append(row)
+                break
+        else:
+            groups[row.method].append([row])
+    merged = [RowGroup(method=method, rows=tuple(rows)) for method, parts in groups.items() for rows in parts]
+    return tuple(sorted(merged, key=lambda group: (group.compression_ratio, group.method)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSummary:
+    """What became of one block of one table.
+
+    Attributes:
+        table: table name.
+        block: number of the block, 0 the most frequent.
+        num_rows: rows of the table in this block.
+        occurrences: how often these rows occur in the training data.
+        retained_dims: R, dims retained of each row.
+        embedding_dim: D.
+
+    Raises:
+        TypeError: if a field has the wrong type.
+        ValueError: if the name is empty, a count is negative, or R > D.
+    """
+
+    table: str
+    block: int
+    num_rows: int
+    occurrences: int
+    retained_dims: int
+    embedding_dim: int
+
+    def __post_init__(self) -> None:
+        _check_name("BlockSummary.table", self.table)
+        place = f"table {self.table!r} block {self.block}"
+        for name in ("block", "num_rows", "occurrences", "retained_dims"):
+            _check_number(f"{place} {name}", getattr(self, name), integer=True)
+        _check_number(f"{place} embedding_dim", self.embedding_dim, integer=True, above_zero=True)
+        requirement = f"expected retained_dims <= embedding_dim = {self.embedding_dim}"
+        check(self.retained_dims <= self.embedding_dim, place, requirement, self.retained_dims)
+
+    @property
+    def occurrences_per_row(self) -> float:
+        """Mean occurrences of a row of the block; 0 for a block without rows."""
+        return self.occurrences / self.num_rows if self.num_rows else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReportContent:
+    """Everything that a report shows.
+
+    Attributes:
+        title: heading of the page.
+        recipe: ``module:function`` of the model and data.
+        configuration: configuration of the run, JSON-able.
+        rows: results; the first one of method ``"dnis"`` (else the first one) is what the report is about.
+        primary_metric: the metric that the figures show.
+        higher_is_better: direction of `primary_metric`.
+        alpha: embedding_dim or table name -> ``(S, D)`` alpha at the end of the search, values in [0, 1].
+        blocks: what became of every block.
+        history: one mapping per epoch with the keys step, epoch, train_loss, selection_loss, alpha_density, alpha_mean
+            and pressure; a key may be missing.
+        notes: limits of the data, shown beside the figures.
+        versions: package -> version.
+
+    Raises:
+        TypeError: if the configuration is not JSON-able.
+        ValueError: if there are no rows, a name is empty, or an alpha is not a matrix of values in [0, 1].
+    """
+
+    title: str
+    recipe: str
+    configuration: dict[str, Any]
+    rows: tuple[ReportRow, ...]
+    primary_metric: str
+    higher_is_better: bool
+    alpha: dict[str, Tensor] = field(default_factory=dict)
+    blocks: tuple[BlockSummary, ...] = ()
+    history: tuple[dict[str, float], ...] = ()
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("title", "recipe", "primary_metric"):
+            _check_name(f"ReportContent.{name}", getattr(self, name))
+        check(len(self.rows) > 0, "ReportContent.rows", "expected at least one row", "none", "evaluate the model first")
+        json_text(self.configuration, "ReportContent.configuration")
+        check_alpha(self.alpha)
+
+    @property
+    def groups(self) -> tuple[RowGroup, ...]:
+        """The rows, grouped over seeds."""
+        return seed_groups(self.rows)
+
+    @property
+    def subject(self) -> RowGroup:
+        """The group that the report is about: that of the first row of method ``"dnis"``, else of the first row.
+
+        Chosen by position, never by a test metric.
+        """
+        row = next((row for row in self.rows if row.method == "dnis"), self.rows[0])
+        return next(group for group in self.groups if any(row is other for other in group.rows))
+
+
+def check_alpha(alpha: Mapping[str, Tensor]) -> None:
+    """Checks that each alpha is an ``(S, D)`` matrix of values in [0, 1].
+
+    Raises:
+        ValueError: naming the key and what was found.
+    """
+    for key, values in alpha.items():
+        place = f"alpha {key!r}"
+        check(values.dim() == 2 and values.numel() > 0, place, "expected a non-empty (S, D)", tuple(values.shape))
+        low, high = (float(bound) for bound in torch.aminmax(values.detach()))
+        check(low >= 0 and high <= 1, place, "expected values in [0, 1]", f"values from {low:g} to {high:g}")

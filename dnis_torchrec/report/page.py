@@ -1,0 +1,220 @@
+"""The report as one self-contained HTML page: inline SVG and CSS, no script, nothing loaded from anywhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from dnis_torchrec.report import figures
+from dnis_torchrec.report.content import ReportContent, RowGroup, json_text, write_text
+from dnis_torchrec.report.tables import (
+    PLUS_MINUS,
+    best_groups,
+    format_count,
+    format_megabytes,
+    format_metric,
+    format_ratio,
+    format_seconds,
+    format_seeds,
+    group_metric,
+    is_higher_better,
+    metric_names,
+    smallest_form,
+)
+
+SAME_SIZE_LIMIT = 1.25
+"""A uniform table counts as a rival of the same size up to this factor between the compression ratios."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyNumber:
+    """One number at the head of the page.
+
+    Attributes:
+        label: what it is.
+        value: the number as it is printed.
+        detail: what it is compared with, one short line.
+        tone: ``"better"``, ``"worse"`` or ``""``.
+    """
+
+    label: str
+    value: str
+    detail: str
+    tone: str = ""
+
+
+def write_report(path: Path, content: ReportContent) -> Path:
+    """Writes the report as one HTML file, atomically; the same content gives the same bytes.
+
+    Args:
+        path: the file, usually ``RUN/report.html``; an older one is replaced.
+        content: what to show.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: if the folder does not exist.
+    """
+    return write_text(path, render_report(content))
+
+
+def render_report(content: ReportContent) -> str:
+    """The page of `write_report` as a string."""
+    environment = Environment(
+        loader=PackageLoader("dnis_torchrec.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    subject = content.subject
+    return environment.get_template("report.html.j2").render(
+        content=content,
+        subject=subject,
+        sentence=_sentence(content),
+        key_numbers=_key_numbers(content),
+        quality=_quality_table(content),
+        blocks=content.blocks,
+        forms=_form_table(subject),
+        figures=_draw(content),
+        configuration=json_text(content.configuration, "ReportContent.configuration"),
+        format_count=format_count,
+        num_seeds=max(len(group.rows) for group in content.groups),
+    )
+
+
+def _draw(content: ReportContent) -> dict[str, Markup]:
+    """Draws the figures for which there is something to show, by name."""
+    drawn: dict[str, Figure] = {}
+    metric = content.primary_metric
+    if any(metric in row.metrics for row in content.rows):
+        higher = content.higher_is_better
+        drawn["quality"] = figures.quality_against_size(content.rows, metric, higher_is_better=higher)
+    if content.history:
+        drawn["history"] = figures.search_history(content.history)
+    if content.alpha:
+        drawn["alpha"] = figures.alpha_per_block(content.alpha)
+    if content.blocks:
+        drawn["frequency"] = figures.retained_dims_against_frequency(content.blocks)
+    if any(size > 0 for size in content.subject.rows[0].bytes.values()):
+        drawn["bytes"] = figures.bytes_per_form(content.subject.rows[0].bytes)
+    return {name: Markup(figures.inline_svg(figure, name)) for name, figure in drawn.items()}
+
+
+def _dense_group(content: ReportContent) -> RowGroup | None:
+    """The uncompressed model: method ``"dense"``, else a uniform table of ratio 1."""
+    groups = [group for group in content.groups if group.method == "dense"]
+    groups += [group for group in content.groups if group.method == "uniform" and group.compression_ratio <= 1.001]
+    return groups[0] if groups else None
+
+
+def _rival_group(content: ReportContent) -> RowGroup | None:
+    """The uniform tables closest in size to the subject, if any are close enough to compare with."""
+
+    def distance(group: RowGroup) -> float:
+        return abs(math.log(group.compression_ratio / content.subject.compression_ratio))
+
+    uniform = [group for group in content.groups if group.method == "uniform"]
+    rival = min(uniform, key=distance, default=None)
+    return rival if rival is not None and distance(rival) <= math.log(SAME_SIZE_LIMIT) else None
+
+
+def _sentence(content: ReportContent) -> str:
+    subject, metric = content.subject, content.primary_metric
+    uncompressed = subject.parameters * subject.compression_ratio
+    sentence = (
+        f"The {subject.method} tables of {content.recipe} hold {format_count(subject.parameters)} parameters"
+        f" instead of {format_count(uncompressed)} ({format_ratio(subject.compression_ratio)} compression)"
+    )
+    if subject.parameters == 0:
+        sentence = f"The {subject.method} tables of {content.recipe} hold no parameters at all"
+    if subject.mean(metric) is not None:
+        sentence += f" and reach {metric} {group_metric(subject, metric)} on the test split"
+    return sentence + "."
+
+
+def _key_numbers(content: ReportContent) -> list[KeyNumber]:
+    subject, metric = content.subject, content.primary_metric
+    uncompressed = subject.parameters * subject.compression_ratio
+    detail = f"{format_count(subject.parameters)} of {format_count(uncompressed)} parameters"
+    numbers = [KeyNumber(label="Compression", value=format_ratio(subject.compression_ratio), detail=detail)]
+    mean, deviation = subject.mean(metric), subject.deviation(metric)
+    direction = f"{'higher' if content.higher_is_better else 'lower'} is better"
+    if deviation is not None:
+        direction = f"{PLUS_MINUS} {format_metric(deviation)} over {len(subject.rows)} seeds; {direction}"
+    value = "not measured" if mean is None else format_metric(mean)
+    numbers.append(KeyNumber(label=f"Test {metric}", value=value, detail=direction))
+    dense, rival = _dense_group(content), _rival_group(content)
+    if dense is not None and dense != subject:
+        numbers += _comparison(content, dense, "vs uncompressed")
+    if rival is not None and rival != subject:
+        numbers += _comparison(content, rival, "vs uniform, same size")
+    sizes = subject.rows[0].bytes
+    if sizes:
+        form = min(sizes, key=lambda name: sizes[name])
+        detail = form
+        if form != "dense_fp32" and "dense_fp32" in sizes:
+            detail += f"; dense_fp32 takes {format_megabytes(sizes['dense_fp32'])}"
+        numbers.append(KeyNumber(label="Smallest form", value=format_megabytes(sizes[form]), detail=detail))
+    return numbers
+
+
+def _comparison(content: ReportContent, other: RowGroup, label: str) -> list[KeyNumber]:
+    """The difference to another group over the seeds that both have; nothing where they share none."""
+    difference = content.subject.difference(other, content.primary_metric)
+    if difference is None:
+        return []
+    change, num_pairs = difference
+    detail = f"{group_metric(other, content.primary_metric)} at {format_ratio(other.compression_ratio)}"
+    if num_pairs > 1:
+        detail += f"; mean of {num_pairs} paired seeds"
+    size = format_metric(abs(change))
+    if float(size) == 0:
+        return [KeyNumber(label=label, value="equal", detail=detail)]
+    tone = "better" if (change > 0) == content.higher_is_better else "worse"
+    return [KeyNumber(label=label, value=f"{size} {tone}", detail=detail, tone=tone)]
+
+
+def _quality_table(content: ReportContent) -> dict[str, list]:
+    """Headings and lines of the quality table; a cell is a text and whether it is the best of its column."""
+    groups = content.groups
+    metrics = sorted(metric_names(content.rows), key=lambda name: name != content.primary_metric)
+    best = {}
+    for name in metrics:
+        higher = content.higher_is_better if name == content.primary_metric else is_higher_better(name)
+        best[name] = best_groups(groups, name, higher) if higher is not None else frozenset()
+    lines = [
+        {
+            "method": group.method,
+            "is_subject": group == content.subject,
+            "ratio": format_ratio(group.compression_ratio),
+            "parameters": format_count(group.parameters),
+            "size": smallest_form(group),
+            "metrics": [(group_metric(group, name), index in best[name]) for name in metrics],
+            "seeds": format_seeds(group.seeds),
+            "time": format_seconds(group.seconds),
+        }
+        for index, group in enumerate(groups)
+    ]
+    return {"metrics": metrics, "lines": lines}
+
+
+def _form_table(subject: RowGroup) -> list[dict[str, str]]:
+    sizes = subject.rows[0].bytes
+    dense = sizes.get("dense_fp32")
+    return [
+        {
+            "form": form,
+            "megabytes": format_megabytes(size),
+            "bytes": f"{size:,}",
+            "ratio": format_ratio(dense / size) if dense and size else "-",
+        }
+        for form, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    ]

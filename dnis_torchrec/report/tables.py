@@ -1,0 +1,190 @@
+"""Results as tables: for a terminal (rich) and for a data frame (pandas, then CSV); and how numbers are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+from dnis_torchrec.report.content import ReportRow, RowGroup, seed_groups
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
+
+
+def rows_frame(rows: Iterable[ReportRow]) -> pd.DataFrame:
+    """One line per row, one column per field, form (``bytes.<form>``) and metric (``metrics.<name>``); for CSV.
+
+    A form or metric that a row does not have is NaN. Columns stand in a fixed order: fields, forms, metrics.
+
+    Example:
+        >>> row = ReportRow(method="dnis", compression_ratio=4.0, parameters=10, bytes={"csr_fp32": 90},
+        ...     metrics={"auc": 0.8}, seed=0, seconds=1.5)
+        >>> list(rows_frame([row]))  # doctest: +NORMALIZE_WHITESPACE
+        ['method', 'seed', 'compression_ratio', 'parameters', 'seconds', 'bytes.csr_fp32', 'metrics.auc']
+    """
+    rows = list(rows)
+    lines = [
+        {
+            "method": row.method,
+            "seed": row.seed,
+            "compression_ratio": float(row.compression_ratio),
+            "parameters": row.parameters,
+            "seconds": float(row.seconds),
+        }
+        | {f"bytes.{form}": size for form, size in row.bytes.items()}
+        | {f"metrics.{name}": float(value) for name, value in row.metrics.items()}
+        for row in rows
+    ]
+    columns = ["method", "seed", "compression_ratio", "parameters", "seconds"]
+    columns += [f"bytes.{form}" for form in form_names(rows)] + [f"metrics.{name}" for name in metric_names(rows)]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def rows_table(rows: Iterable[ReportRow]) -> Table:
+    """A terminal table, smallest compression first, the seeds of one experiment in one line as mean and deviation.
+
+    The best value of every metric whose direction is known by name is bold.
+    """
+    rows = list(rows)
+    groups = seed_groups(rows)
+    metrics = metric_names(rows)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("method")
+    for heading in ("compression", "parameters", "smallest form", *metrics, "seeds", "time"):
+        table.add_column(Text(heading), justify="right")
+    directions = {name: is_higher_better(name) for name in metrics}
+    best = {name: best_groups(groups, name, up) for name, up in directions.items() if up is not None}
+    for index, group in enumerate(groups):
+        cells = [Text(group_metric(group, name), "bold" if index in best.get(name, ()) else "") for name in metrics]
+        table.add_row(
+            Text(group.method),
+            format_ratio(group.compression_ratio),
+            format_count(group.parameters),
+            smallest_form(group),
+            *cells,
+            format_seeds(group.seeds),
+            format_seconds(group.seconds),
+        )
+    return table
+
+
+def metric_names(rows: Iterable[ReportRow]) -> list[str]:
+    """Names of all metrics, in order of first appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row.metrics))
+
+
+def form_names(rows: Iterable[ReportRow]) -> list[str]:
+    """Names of all export forms, in order of first appearance."""
+    return list(dict.fromkeys(form for row in rows for form in row.bytes))
+
+
+def group_metric(group: RowGroup, metric: str) -> str:
+    """Mean of a metric, with its standard deviation over seeds if there are several; a dash where it is absent."""
+    mean, deviation = group.mean(metric), group.deviation(metric)
+    if mean is None:
+        return "-"
+    return format_metric(mean) + (f" {PLUS_MINUS} {format_metric(deviation)}" if deviation is not None else "")
+
+
+def smallest_form(group: RowGroup) -> str:
+    """Size and name of the smallest export form of the group's first row; a dash if there is none."""
+    sizes = group.rows[0].bytes
+    if not sizes:
+        return "-"
+    form = min(sizes, key=lambda name: sizes[name])
+    return f"{format_megabytes(sizes[form])} {form}"
+
+
+def format_seeds(seeds: Sequence[int]) -> str:
+    """The seeds, or how many when there are more than four.
+
+    Example:
+        >>> format_seeds([0, 1]), format_seeds(range(5))
+        ('0, 1', '5 seeds')
+    """
+    return ", ".join(map(str, seeds)) if len(seeds) <= 4 else f"{len(seeds)} seeds"
+
+
+def is_higher_better(metric: str) -> bool | None:
+    """Direction of a metric known by name, a prefix such as ``test_`` or a suffix such as ``@10`` aside.
+
+    Returns:
+        True, False, or None for a name that is not known.
+
+    Example:
+        >>> [is_higher_better(name) for name in ("test_auc", "logloss", "ndcg@10", "x")]
+        [True, False, True, None]
+    """
+    words = metric.lower().split("@")[0].split("_")
+    if {"auc", "accuracy", "hit", "ndcg", "recall", "precision", "map", "mrr"} & set(words):
+        return True
+    return False if {"mse", "rmse", "mae", "loss", "logloss", "entropy"} & set(words) else None
+
+
+def best_groups(groups: Sequence[RowGroup], metric: str, higher_is_better: bool) -> frozenset[int]:
+    """Positions of the groups with the best mean of a metric, as it is printed, so that ties share the first place."""
+    means = {index: mean for index, group in enumerate(groups) if (mean := group.mean(metric)) is not None}
+    if not means:
+        return frozenset()
+    best = format_metric(max(means.values()) if higher_is_better else min(means.values()))
+    return frozenset(index for index, mean in means.items() if format_metric(mean) == best)
+
+
+def format_metric(value: float) -> str:
+    """A metric with four decimals, or four digits from 10 on.
+
+    Example:
+        >>> format_metric(0.72631), format_metric(1234.5)
+        ('0.7263', '1234')
+    """
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}" if abs(value) < 1e3 else f"{value:.0f}"
+
+
+def format_ratio(value: float) -> str:
+    """A compression ratio.
+
+    Example:
+        >>> [format_ratio(value).replace(TIMES, " times") for value in (5.3333, 1, 123.4)]
+        ['5.33 times', '1 times', '123 times']
+    """
+    return f"{value:.3g}{TIMES}" if value < 1000 else f"{format_count(value)}{TIMES}"
+
+
+def format_count(value: float) -> str:
+    """A count with three digits and k, M or G.
+
+    Example:
+        >>> format_count(0.5), format_count(999), format_count(1234), format_count(6_600_000)
+        ('0.5', '999', '1.23k', '6.6M')
+    """
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{unit}" if abs(value) < 1e3 * factor else f"{value / factor:,.0f}{unit}"
+    return f"{value:.3g}"
+
+
+def format_megabytes(num_bytes: float) -> str:
+    """Bytes in megabytes (10^6 bytes), always, so that sizes can be compared at a glance.
+
+    Example:
+        >>> format_megabytes(26_412_000), format_megabytes(3_210), format_megabytes(12_345_678_901)
+        ('26.4 MB', '0.00321 MB', '12,346 MB')
+    """
+    megabytes = num_bytes / 1e6
+    return f"{megabytes:,.0f} MB" if megabytes >= 100 else f"{megabytes:.3g} MB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration.
+
+    Example:
+        >>> format_seconds(3.21), format_seconds(125), format_seconds(7300)
+        ('3.2 s', '2 min 5 s', '2 h 1 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,216 @@
+"""Row routing: from a row id to the block that the row belongs to, and to its position in that block.
+
+The same routing serves the search (which row of alpha multiplies this row?) and serving (which mixed-dimension table
+holds this row, and where?), so that the two can never disagree.
+
+Shapes: N rows of a table, S blocks. Block ``S`` (one past the last) stands for "no block": rows that were pruned away
+whole, such as rows never seen in training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dnis_torchrec.checks import check
+
+MAX_NUM_BLOCKS = 65_535
+
+
+@dataclass(frozen=True, eq=False)
+class RowRouting:
+    """Where each of N rows belongs, in the smallest form that says it.
+
+    Rows sorted by frequency need only `boundaries`: rows ``boundaries[s] <= i < boundaries[s + 1]`` belong to block s,
+    and rows from ``boundaries[S]`` on to none. Hashed or unsorted rows need `block_of_row`, one small integer per row.
+
+    Attributes:
+        num_embeddings: N, the number of rows of the table.
+        num_blocks: S.
+        boundaries: ``(S + 1,)`` int64, rising, or None.
+        block_of_row: ``(N,)`` uint8 (S < 256) or uint16, values 0..S, or None.
+
+    Raises:
+        ValueError: if not exactly one of the two forms is given or the form does not cover the N rows.
+
+    Example:
+        >>> routing = RowRouting(10, 2, boundaries=torch.tensor([0, 3, 8]))
+        >>> routing.block_of(torch.tensor([0, 3, 7, 9])).tolist()
+        [0, 1, 1, 2]
+    """
+
+    num_embeddings: int
+    num_blocks: int
+    boundaries: Tensor | None = None
+    block_of_row: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check(
+            0 < self.num_blocks <= MAX_NUM_BLOCKS,
+            "RowRouting.num_blocks",
+            f"expected 1..{MAX_NUM_BLOCKS}",
+            self.num_blocks,
+        )
+        check(
+            (self.boundaries is None) != (self.block_of_row is None),
+            "RowRouting",
+            "expected exactly one of boundaries and block_of_row",
+            "both" if self.boundaries is not None else "neither",
+        )
+        if self.boundaries is not None:
+            cuts = self.boundaries
+            rising = cuts.numel() == self.num_blocks + 1 and bool((cuts.diff() >= 0).all())
+            check(
+                rising and int(cuts[0]) == 0 and int(cuts[-1]) <= self.num_embeddings,
+                "RowRouting.boundaries",
+                f"expected {self.num_blocks + 1} rising row numbers from 0 to at most {self.num_embeddings}",
+                cuts.tolist(),
+            )
+        elif self.block_of_row is not None:
+            rows = self.block_of_row
+            check(
+                rows.dim() == 1 and rows.numel() == self.num_embeddings,
+                "RowRouting.block_of_row",
+                f"expected one block for each of {self.num_embeddings} rows",
+                tuple(rows.shape),
+            )
+
+    @staticmethod
+    def from_map(block_of_row: Tensor, num_blocks: int) -> RowRouting:
+        """Builds a routing from one block number per row, stored as uint8 or uint16.
+
+        Args:
+            block_of_row: ``(N,)`` integers in 0..S.
+            num_blocks: S.
+
+        Raises:
+            ValueError: if a block number lies outside 0..S.
+
+        Example:
+            >>> RowRouting.from_map(torch.tensor([1, 0, 2]), num_blocks=2).block_of_row.dtype
+            torch.uint8
+        """
+        wide = block_of_row.long()
+        within = wide.numel() == 0 or (int(wide.min()) >= 0 and int(wide.max()) <= num_blocks)
+        check(within, "block_of_row", f"expected values in 0..{num_blocks}", "a value outside")
+        dtype = torch.uint8 if num_blocks < 256 else torch.uint16
+        return RowRouting(block_of_row.numel(), num_blocks, block_of_row=wide.to(dtype))
+
+    def block_of(self, ids: Tensor) -> Tensor:
+        """Blocks of the given rows.
+
+        Args:
+            ids: row ids, any shape, 0 <= id < N (the caller checks).
+
+        Returns:
+            int64 of the same shape, values 0..S; S means "no block".
+        """
+        cuts = None if self.boundaries is None else self.boundaries[1:].contiguous()
+        return _block_of(ids, cuts, self.block_of_row)
+
+    def all_blocks(self) -> Tensor:
+        """The block of every row, ``(N,)`` int64."""
+        if self.block_of_row is not None:
+            return self.block_of_row.long()
+        sizes = self.row_counts(include_unassigned=True)
+        return torch.repeat_interleave(torch.arange(self.num_blocks + 1), sizes)
+
+    def row_counts(self, *, include_unassigned: bool = False) -> Tensor:
+        """Rows per block.
+
+        Returns:
+            ``(S,)`` int64, or ``(S + 1,)`` with the rows of no block last.
+        """
+        if self.boundaries is not None:
+            ends = torch.cat([self.boundaries, torch.tensor([self.num_embeddings])])
+            counts = ends.diff()
+        else:
+            counts = torch.bincount(self.all_blocks(), minlength=self.num_blocks + 1)
+        return counts if include_unassigned else counts[: self.num_blocks]
+
+    def positions(self) -> Tensor | None:
+        """Where each row stands once rows are ordered by block: the id remap of the mixed-dimension form.
+
+        Returns:
+            ``(N,)`` int32, a permutation, or None where the rows are in that order already.
+        """
+        if self.block_of_row is None:
+            return None
+        order = torch.argsort(self.block_of_row.long(), stable=True)
+        positions = torch.empty(self.num_embeddings, dtype=torch.int32)
+        positions[order] = torch.arange(self.num_embeddings, dtype=torch.int32)
+        return positions
+
+    def without_rows(self, dropped: Tensor) -> RowRouting:
+        """The same routing with some rows moved to "no block".
+
+        Args:
+            dropped: ``(N,)`` bool.
+
+        Returns:
+            A routing by boundaries if the dropped rows are the last ones of a routing by boundaries, else by map.
+        """
+        if not bool(dropped.any()):
+            return self
+        if self.boundaries is not None:
+            first = int(dropped.nonzero()[0])
+            if bool(dropped[first:].all()):
+                return RowRouting(self.num_embeddings, self.num_blocks, boundaries=self.boundaries.clamp(max=first))
+        blocks = self.all_blocks()
+        blocks[dropped] = self.num_blocks
+        return RowRouting.from_map(blocks, self.num_blocks)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The tensors that say everything, for a safetensors file; `from_tensors` reads them back."""
+        either = {"boundaries": self.boundaries, "block_of_row": self.block_of_row}
+        return {name: tensor for name, tensor in either.items() if tensor is not None}
+
+    @staticmethod
+    def from_tensors(num_embeddings: int, num_blocks: int, tensors: dict[str, Tensor]) -> RowRouting:
+        """Rebuilds a routing from `to_tensors`.
+
+        Raises:
+            ValueError: if the tensors do not describe `num_embeddings` rows in `num_blocks` blocks.
+        """
+        return RowRouting(
+            num_embeddings,
+            num_blocks,
+            boundaries=tensors.get("boundaries"),
+            block_of_row=tensors.get("block_of_row"),
+        )
+
+
+class RowRouter(nn.Module):
+    """A RowRouting inside a model: its tensors move with the model's device and stay out of its state_dict.
+
+    Args:
+        routing: the routing to follow.
+
+    Example:
+        >>> RowRouter(RowRouting(4, 2, boundaries=torch.tensor([0, 1, 4])))(torch.tensor([0, 3])).tolist()
+        [0, 1]
+    """
+
+    cuts: Tensor | None
+    block_of_row: Tensor | None
+
+    def __init__(self, routing: RowRouting) -> None:
+        super().__init__()
+        cuts = None if routing.boundaries is None else routing.boundaries[1:].contiguous()
+        self.register_buffer("cuts", cuts, persistent=False)
+        self.register_buffer("block_of_row", routing.block_of_row, persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Blocks of the given rows, as `RowRouting.block_of`."""
+        return _block_of(ids, self.cuts, self.block_of_row)
+
+
+def _block_of(ids: Tensor, cuts: Tensor | None, block_of_row: Tensor | None) -> Tensor:
+    if cuts is not None:
+        return torch.bucketize(ids, cuts, right=True)
+    assert block_of_row is not None  # RowRouting has one of the two
+    if block_of_row.dtype == torch.uint16:  # torch gathers uint16 only through its signed twin
+        return block_of_row.view(torch.int16)[ids].long() & 0xFFFF
+    return block_of_row[ids].long()

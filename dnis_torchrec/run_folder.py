@@ -1,0 +1,215 @@
+"""RunFolder: what a search leaves on disk, stage by stage, and how later commands find it again.
+
+run.json               recipe, seed, configuration, status, history, versions
+counts.safetensors     training frequencies
+blocks.safetensors     row blocks
+alpha.safetensors      alpha before merging
+scheme.safetensors     retained dims (described in run.json)
+model.safetensors      the plain model, merged and pruned
+report.json            rows of results
+checkpoints/           last good and best state while training
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.report import ReportRow, read_rows, write_rows
+from dnis_torchrec.scheme import MixedDimensionScheme
+
+FORMAT = "dnis-torchrec-run"
+FORMAT_VERSION = 1
+
+
+class RunFolder:
+    """A run on disk. Every file is written whole or not at all.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def create(path: Path, *, overwrite: bool = False) -> RunFolder:
+        """Makes the folder of a new run.
+
+        Args:
+            path: where; parents are made.
+            overwrite: delete a run that stands there. A folder that is no run is never deleted.
+
+        Raises:
+            ValueError: if something stands there already and may not be overwritten.
+        """
+        if path.exists():
+            is_run = (path / "run.json").is_file()
+            remedy = "choose another --out, or --overwrite a run" if is_run else "choose another --out"
+            check(
+                overwrite and is_run,
+                f"run folder {path}",
+                "expected a folder that does not exist",
+                "an existing one",
+                remedy,
+            )
+            shutil.rmtree(path)
+        (path / "checkpoints").mkdir(parents=True)
+        return RunFolder(path)
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        """Opens the folder of a finished search.
+
+        Raises:
+            ValueError: if it is none, was written by a newer version, or its search did not finish.
+        """
+        place = f"run folder {path}"
+        file = path / "run.json"
+        check(file.is_file(), place, "expected a folder written by `dnis search`", "no run.json in it")
+        run = RunFolder(path)
+        head = run.read_head()
+        check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
+        version = head.get("format_version")
+        check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version)
+        status = head.get("status")
+        remedy = "run `dnis search` to its end first"
+        check(status == "finished", place, "expected a search that has finished", repr(status), remedy)
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def read_head(self) -> dict[str, Any]:
+        """The content of run.json.
+
+        Raises:
+            ValueError: if it is damaged.
+        """
+        try:
+            return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(describe(str(self.path / "run.json"), "expected JSON", str(error))) from error
+
+    def write_head(self, status: str, fields: Mapping[str, Any]) -> None:
+        """Writes run.json.
+
+        Args:
+            status: ``"searching"``, ``"interrupted"`` or ``"finished"``.
+            fields: everything else; JSON-able.
+        """
+        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": status, **fields}
+        temporary = self.path / "run.json.partial"
+        temporary.write_text(json.dumps(head, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path / "run.json")
+
+    def save_stages(self, counts: FrequencyCounts, blocks: RowBlocks) -> None:
+        """Writes counts and blocks, as soon as they are known."""
+        counts.save(self.path / "counts.safetensors")
+        blocks.save(self.path / "blocks.safetensors")
+
+    def save_model(self, model: nn.Module, scheme: MixedDimensionScheme, alpha: Mapping[int, Tensor]) -> None:
+        """Writes the merged and pruned model, its scheme and the alpha it came from."""
+        save_file({f"dim{dim}": value for dim, value in alpha.items()}, self.path / "alpha.safetensors")
+        save_file(_own(scheme.to_tensors()), self.path / "scheme.safetensors")
+        save_file(_own(model.state_dict()), self.path / "model.safetensors")
+
+    def counts(self) -> FrequencyCounts:
+        """Training frequencies."""
+        return FrequencyCounts.load(self.path / "counts.safetensors")
+
+    def blocks(self) -> RowBlocks:
+        """Row blocks."""
+        return RowBlocks.load(self.path / "blocks.safetensors")
+
+    def alpha(self) -> dict[int, Tensor]:
+        """alpha before merging, embedding_dim -> ``(A, D)``."""
+        return {int(name.removeprefix("dim")): value for name, value in self._tensors("alpha").items()}
+
+    def scheme(self) -> MixedDimensionScheme:
+        """Retained dims."""
+        return MixedDimensionScheme.from_parts(self.read_head()["scheme"], self._tensors("scheme"))
+
+    def state(self) -> dict[str, Tensor]:
+        """state_dict of the plain model."""
+        return self._tensors("model")
+
+    def tables(self) -> dict[str, Tensor]:
+        """Merged and pruned tables by name, ``(N, D)`` each."""
+        state = self.state()
+        return {
+            name: state[_key(table.collection, f"embedding_bags.{name}.weight")]
+            for name, table in self.scheme().tables.items()
+        }
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Everything of the model that is no table."""
+        return {name: value for name, value in self.state().items() if ".embedding_bags." not in f".{name}"}
+
+    def rows(self) -> tuple[ReportRow, ...]:
+        """Rows of report.json."""
+        return read_rows(self.path / "report.json")
+
+    def write_rows(self, rows: list[ReportRow]) -> None:
+        """Writes report.json."""
+        write_rows(self.path / "report.json", rows)
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        file = self.path / f"{name}.safetensors"
+        check(file.is_file(), str(file), "expected a file of the run", "none", "run `dnis search` again")
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise ValueError(describe(str(file), "expected a whole safetensors file", str(error))) from error
+
+
+def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without shared storage (tied weights), as safetensors wants them."""
+    seen: set[int] = set()
+    owned = {}
+    for name, value in tensors.items():
+        tied = value.data_ptr() in seen
+        seen.add(value.data_ptr())
+        owned[name] = value.detach().clone() if tied else value.detach().contiguous()
+    return owned
+
+
+def _key(collection: str, name: str) -> str:
+    return f"{collection}.{name}" if collection else name
+
+
+def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:
+    """Loads a run's or artifact's weights into a model, naming what does not fit.
+
+    Args:
+        model: changed in place.
+        state: name -> tensor; must name exactly what the model has.
+        place: where the weights come from, for the error.
+
+    Raises:
+        ValueError: if names or shapes differ, as they do for another recipe, seed or data set.
+    """
+    own = model.state_dict()
+    remedy = "use the recipe and data of the run"
+    different = sorted(set(own) ^ set(state))
+    check(not different, place, "expected the model's own parameters", different[:3], remedy)
+    for name, value in own.items():
+        shape = tuple(state[name].shape)
+        check(shape == tuple(value.shape), f"{place}, {name}", f"expected shape {tuple(value.shape)}", shape, remedy)
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(state[name])

@@ -1,0 +1,198 @@
+"""MixedDimensionScheme: which dimensions of which rows are retained. All that crosses from search to serving.
+
+Shapes: N rows of a table, D embedding_dim, S blocks, R retained dims of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.row_routing import RowRouting
+
+FORMS = ("dense_fp32", "csr_fp32", "mixed_dimension_fp32")
+"""Export forms whose size a scheme can tell before anything is written."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TableScheme:
+    """The retained dims of one table.
+
+    Attributes:
+        name: table name.
+        collection: FQN of the EmbeddingBagCollection in the model that holds the table.
+        num_embeddings: N.
+        embedding_dim: D.
+        pooling: ``"sum"`` or ``"mean"``.
+        feature_names: features read from the table, in TorchRec's order.
+        is_weighted: whether the collection takes per-sample weights.
+        routing: row -> block; rows of no block retain nothing.
+        retained: ``(S, D)`` bool: column d of block s holds at least one retained value.
+        num_retained: number of retained values; less than the area of `retained` when single elements were pruned.
+    """
+
+    name: str
+    collection: str
+    num_embeddings: int
+    embedding_dim: int
+    pooling: str
+    feature_names: tuple[str, ...]
+    is_weighted: bool
+    routing: RowRouting
+    retained: Tensor
+    num_retained: int
+
+    def __post_init__(self) -> None:
+        place = f"table {self.name!r}"
+        check(self.pooling in ("sum", "mean"), place, "expected pooling 'sum' or 'mean'", repr(self.pooling))
+        shape = (self.routing.num_blocks, self.embedding_dim)
+        check(tuple(self.retained.shape) == shape, place, f"expected retained of shape {shape}", self.retained.shape)
+        check(
+            self.routing.num_embeddings == self.num_embeddings,
+            place,
+            f"expected a routing of {self.num_embeddings} rows",
+            self.routing.num_embeddings,
+        )
+        check(
+            0 <= self.num_retained <= self.block_area,
+            place,
+            f"expected 0 <= num_retained <= {self.block_area}",
+            self.num_retained,
+        )
+
+    @property
+    def dims(self) -> Tensor:
+        """``(S,)`` int64: R of each block."""
+        return self.retained.sum(dim=1)
+
+    @property
+    def block_area(self) -> int:
+        """Values that the mixed-dimension form stores: the sum over blocks of rows times R."""
+        return int((self.routing.row_counts() * self.dims).sum())
+
+    @property
+    def is_block_structured(self) -> bool:
+        """True if whole columns of blocks are retained, so that the mixed-dimension form has no padding."""
+        return self.num_retained == self.block_area
+
+    def columns(self, block: int) -> Tensor:
+        """Retained columns of one block, ``(R,)`` int64, rising."""
+        return self.retained[block].nonzero().squeeze(1)
+
+    def form_bytes(self) -> dict[str, int]:
+        """Bytes of this table in every form, index bytes counted.
+
+        - ``dense_fp32``: 4 N D.
+        - ``csr_fp32``: 4 per value, 1 (D <= 256) or 2 per column, 4 (or 8 from 2^31 values on) per row pointer.
+        - ``mixed_dimension_fp32``: 4 per value of the blocks' tables, 2 per retained column of a block, 8 per boundary,
+          and 4 per row for the id remap where rows are not sorted by block.
+        """
+        column_bytes = 1 if self.embedding_dim <= 256 else 2
+        pointer_bytes = 4 if self.num_retained < 2**31 else 8
+        remap_bytes = 0 if self.routing.boundaries is not None else 4 * self.num_embeddings
+        return {
+            "dense_fp32": 4 * self.num_embeddings * self.embedding_dim,
+            "csr_fp32": self.num_retained * (4 + column_bytes) + (self.num_embeddings + 1) * pointer_bytes,
+            "mixed_dimension_fp32": 4 * self.block_area
+            + 2 * int(self.dims.sum())
+            + 8 * (self.routing.num_blocks + 1)
+            + remap_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class MixedDimensionScheme:
+    """The retained dims of every table of a model, in the model's table order.
+
+    Attributes:
+        tables: table name -> its scheme.
+
+    Example:
+        >>> import torch
+        >>> routing = RowRouting(8, 2, boundaries=torch.tensor([0, 2, 8]))
+        >>> retained = torch.tensor([[True, True, True, True], [True, False, False, False]])
+        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=8, embedding_dim=4, pooling="sum",
+        ...     feature_names=("f",), is_weighted=False, routing=routing, retained=retained, num_retained=14)
+        >>> scheme = MixedDimensionScheme({"t": table})
+        >>> scheme.parameters, round(scheme.compression_ratio, 3)
+        (14, 2.286)
+    """
+
+    tables: Mapping[str, TableScheme] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        """Retained values of all tables."""
+        return sum(table.num_retained for table in self.tables.values())
+
+    @property
+    def dense_parameters(self) -> int:
+        """Values of the uncompressed tables: the sum of N times D."""
+        return sum(table.num_embeddings * table.embedding_dim for table in self.tables.values())
+
+    @property
+    def compression_ratio(self) -> float:
+        """Uncompressed over retained parameters; infinite if nothing is retained."""
+        return self.dense_parameters / self.parameters if self.parameters else float("inf")
+
+    def form_bytes(self) -> dict[str, int]:
+        """Bytes of all tables in every form."""
+        per_table = [table.form_bytes() for table in self.tables.values()]
+        return {form: sum(sizes[form] for sizes in per_table) for form in FORMS}
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the tensors, ready for json.dumps; `to_tensors` gives the rest."""
+        return {
+            name: {
+                "collection": table.collection,
+                "num_embeddings": table.num_embeddings,
+                "embedding_dim": table.embedding_dim,
+                "pooling": table.pooling,
+                "feature_names": list(table.feature_names),
+                "is_weighted": table.is_weighted,
+                "num_blocks": table.routing.num_blocks,
+                "num_retained": table.num_retained,
+            }
+            for name, table in self.tables.items()
+        }
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The routing and the retained columns of every table, keyed ``"<table>/<field>"``."""
+        tensors: dict[str, Tensor] = {}
+        for name, table in self.tables.items():
+            tensors[f"{name}/retained"] = table.retained
+            tensors |= {f"{name}/{key}": value for key, value in table.routing.to_tensors().items()}
+        return tensors
+
+    @staticmethod
+    def from_parts(described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MixedDimensionScheme:
+        """Rebuilds a scheme from `to_json` and `to_tensors`.
+
+        Raises:
+            ValueError: if a field is missing or the tensors do not fit the description.
+        """
+        tables = {}
+        for name, fields in described.items():
+            missing = {"num_embeddings", "num_blocks", "embedding_dim", "num_retained"} - set(fields)
+            check(not missing, f"table {name!r}", "expected a complete description", f"none of {sorted(missing)}")
+            routing_tensors = {
+                key: tensors[f"{name}/{key}"] for key in ("boundaries", "block_of_row") if f"{name}/{key}" in tensors
+            }
+            check(f"{name}/retained" in tensors, f"table {name!r}", "expected its retained columns", "none")
+            tables[name] = TableScheme(
+                name=name,
+                collection=fields["collection"],
+                num_embeddings=fields["num_embeddings"],
+                embedding_dim=fields["embedding_dim"],
+                pooling=fields["pooling"],
+                feature_names=tuple(fields["feature_names"]),
+                is_weighted=fields["is_weighted"],
+                routing=RowRouting.from_tensors(fields["num_embeddings"], fields["num_blocks"], routing_tensors),
+                retained=tensors[f"{name}/retained"],
+                num_retained=fields["num_retained"],
+            )
+        return MixedDimensionScheme(tables)

@@ -1,0 +1,219 @@
+"""Soft selection: alpha, and the pure functions on it.
+
+    symbol here                          paper (Cheng, Shen, Huang 2020)
+    S  blocks                            L  feature blocks
+    D  embedding_dim                     K  embedding dimension
+    A  rows of alpha for one D           L  (scope "global"), L x tables (scope "table")
+    alpha      (A, D), in [0, 1]         alpha_l, soft selection layer, eq. 3
+    pooled     (B, D) before selection   e_i (one-hot features)
+    B  batch, F features
+
+alpha is a buffer, not a parameter: DistributedDataParallel, optimizers and weight decay never see it, and its gradient
+is made by `torch.autograd.grad` in upper steps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dnis_torchrec.checks import check
+
+
+class Alpha(nn.Module):
+    """One alpha per embedding_dim, shared by every wrapper of a model.
+
+    Args:
+        shapes: embedding_dim D -> (A, D).
+
+    Example:
+        >>> alpha = Alpha({8: (2, 8)})
+        >>> alpha.of(8).sum().item()
+        16.0
+    """
+
+    def __init__(self, shapes: Mapping[int, tuple[int, int]]) -> None:
+        super().__init__()
+        for dim, shape in shapes.items():
+            self.register_buffer(f"dim{dim}", torch.ones(shape))
+        self._dims = tuple(shapes)
+        self._hits: dict[int, Tensor] | None = None
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The embedding_dims that have an alpha."""
+        return self._dims
+
+    def of(self, embedding_dim: int) -> Tensor:
+        """alpha of the tables of one embedding_dim, ``(A, D)``."""
+        return getattr(self, f"dim{embedding_dim}")
+
+    @property
+    def is_upper(self) -> bool:
+        """True inside `upper_level`."""
+        return self._hits is not None
+
+    @contextmanager
+    def upper_level(self) -> Iterator[dict[int, Tensor]]:
+        """Makes alpha the only thing that learns for the duration of one upper step.
+
+        Yields:
+            embedding_dim -> ``(A,)`` bool, filled by the forward pass: which rows of alpha the batch hit.
+        """
+        self._hits = {
+            dim: torch.zeros(len(self.of(dim)), dtype=torch.bool, device=self.of(dim).device) for dim in self.dims
+        }
+        for dim in self.dims:
+            self.of(dim).requires_grad_(True)
+        try:
+            yield self._hits
+        finally:
+            for dim in self.dims:
+                self.of(dim).requires_grad_(False)
+            self._hits = None
+
+    def record_hits(self, embedding_dim: int, rows: Tensor) -> None:
+        """Notes, in an upper step, which rows of alpha the batch used.
+
+        Args:
+            embedding_dim: D of the tables looked up.
+            rows: rows of alpha, any shape, int64.
+        """
+        if self._hits is not None:
+            self._hits[embedding_dim][rows.flatten()] = True
+
+    def density(self, rows_per_alpha_row: Mapping[int, Tensor]) -> float:
+        """Share of table values whose alpha is not zero, each row of alpha weighted by the table rows it serves."""
+        return self.weighted({dim: (self.of(dim) > 0).double() for dim in self.dims}, rows_per_alpha_row)
+
+    def mean(self, rows_per_alpha_row: Mapping[int, Tensor]) -> float:
+        """Mean of alpha over all table values: the quantity that pressure leads down."""
+        return self.weighted({dim: self.of(dim).double() for dim in self.dims}, rows_per_alpha_row)
+
+    def weighted(self, values: Mapping[int, Tensor], rows_per_alpha_row: Mapping[int, Tensor]) -> float:
+        """Mean of any ``(A, D)`` values, each row of alpha weighted by the table rows it serves.
+
+        Args:
+            values: embedding_dim -> ``(A, D)`` float64.
+            rows_per_alpha_row: embedding_dim -> ``(A,)`` float64.
+        """
+        total = sum(float(rows_per_alpha_row[dim].sum()) * dim for dim in self.dims)
+        summed = sum(float(values[dim].sum(1).cpu() @ rows_per_alpha_row[dim]) for dim in self.dims)
+        return summed / total
+
+
+class _Select(torch.autograd.Function):
+    """out[b, f] = pooled[b, f] * alpha[rows[b, f]], with the alpha gradient as one segment sum.
+
+    Ordinary autograd would keep the gathered (B, F, D) alpha alive from forward to backward; gathering it again from a
+    few cached rows is cheaper than holding it.
+    """
+
+    # ctx is Any: torch's FunctionCtx declares neither needs_input_grad nor saved_tensors.
+    @staticmethod
+    def forward(ctx: Any, pooled: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
+        needs_pooled = ctx.needs_input_grad[1]
+        ctx.save_for_backward(alpha, rows, pooled if needs_pooled else None)
+        return _gather(alpha, rows).mul_(pooled)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        alpha, rows, pooled = ctx.saved_tensors
+        grad_pooled = grad_alpha = None
+        if ctx.needs_input_grad[0]:
+            grad_pooled = _gather(alpha, rows).mul_(grad)
+        if ctx.needs_input_grad[1]:
+            products = (grad * pooled).reshape(-1, alpha.shape[1])
+            grad_alpha = torch.zeros_like(alpha).index_add_(0, rows.flatten(), products)
+        return grad_pooled, grad_alpha, None
+
+
+def _gather(alpha: Tensor, rows: Tensor) -> Tensor:
+    return alpha.index_select(0, rows.flatten()).view(*rows.shape, alpha.shape[1])
+
+
+def select_per_sample(pooled: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
+    """Soft selection of features whose bags hold at most one id (paper, eq. 3): ``alpha[rows] * pooled``.
+
+    Args:
+        pooled: ``(B, F, D)``.
+        alpha: ``(A, D)``.
+        rows: ``(B, F)`` int64, the row of alpha of each sample's id.
+
+    Returns:
+        ``(B, F, D)``.
+
+    Example:
+        >>> alpha = torch.tensor([[1.0, 0.5]])
+        >>> select_per_sample(torch.ones(1, 1, 2), alpha, torch.zeros(1, 1, dtype=torch.int64)).tolist()
+        [[[1.0, 0.5]]]
+    """
+    return _Select.apply(pooled, alpha, rows)
+
+
+def select_per_block(pooled: Tensor, alpha: Tensor) -> Tensor:
+    """Soft selection of a multi-hot feature, pooled per block: ``sum over s of alpha[s] * pooled[:, s]``.
+
+    The paper knows one id per feature only; multiplying rows before pooling is the same as multiplying each block's
+    sum.
+
+    Args:
+        pooled: ``(B, S, D)``.
+        alpha: ``(S, D)``.
+
+    Returns:
+        ``(B, D)``.
+
+    Example:
+        >>> select_per_block(torch.ones(1, 2, 2), torch.tensor([[1.0, 0.5], [1.0, 0.0]])).tolist()
+        [[2.0, 0.5]]
+    """
+    return torch.einsum("bsd,sd->bd", pooled, alpha)
+
+
+def normalise_gradient(gradient: Tensor, hits: Tensor) -> Tensor:
+    """Row-wise normalisation of the complete alpha gradient (paper, eq. 8): ``g / (mean_k |g_k| + 1e-7)``.
+
+    NOTE[DIFF]: rows of alpha without a hit in the batch get zero; the paper would blow their rounding noise up to full
+    steps.
+
+    Args:
+        gradient: ``(A, D)``, already averaged over ranks.
+        hits: ``(A,)`` bool.
+
+    Returns:
+        ``(A, D)``.
+
+    Example:
+        >>> normalise_gradient(torch.tensor([[1.0, -3.0]]), torch.tensor([True])).round(decimals=3).tolist()
+        [[0.5, -1.5]]
+    """
+    normalised = gradient / (gradient.abs().mean(dim=1, keepdim=True) + 1e-7)
+    return torch.where(hits.unsqueeze(1), normalised, torch.zeros_like(normalised))
+
+
+def step_and_clip_(alpha: Tensor, direction: Tensor, learning_rate: float, *, floor: Tensor) -> Tensor:
+    """One projected descent step: ``alpha <- clip(alpha - learning_rate * direction, floor, 1)``.
+
+    Args:
+        alpha: ``(A, D)``, changed in place.
+        direction: ``(A, D)``.
+        learning_rate: step length.
+        floor: ``(A, D)``, the least value each alpha may take: 0 in the paper.
+
+    Returns:
+        `alpha`.
+
+    Raises:
+        ValueError: if the learning rate is not positive.
+
+    Example:
+        >>> step_and_clip_(torch.ones(1, 2), torch.tensor([[1.0, -1.0]]), 0.1, floor=torch.zeros(1, 2)).tolist()
+        [[0.8999999761581421, 1.0]]
+    """
+    check(learning_rate > 0, "learning_rate", "expected a number above 0", learning_rate)
+    return alpha.sub_(direction, alpha=learning_rate).clamp_(max=1.0).clamp_(min=floor)

@@ -1,0 +1,195 @@
+"""prepare_ and merge_: soft selection in and out of a user's model, by FQN."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.soft_selection import Alpha
+from dnis_torchrec.table_shards import collections, local_shards, multiply_by_alpha_, soft_selection_modules
+
+
+def prepare_(
+    model: nn.Module,
+    blocks: RowBlocks,
+    *,
+    fqns: list[str] | None = None,
+    multi_hot_features: list[str] | None = None,
+) -> nn.Module:
+    """Wraps the EmbeddingBagCollections of a model for the search; call it before DistributedModelParallel.
+
+    The weights stay where they are. All wrappers share one alpha per embedding_dim.
+
+    Args:
+        model: any model, changed in place.
+        blocks: blocks of every table that is wrapped.
+        fqns: FQNs of the collections to wrap; all of the model's if None.
+        multi_hot_features: see `SoftSelectionEmbeddingBagCollection`.
+
+    Returns:
+        `model`, or the wrapper if the model itself is an EmbeddingBagCollection.
+
+    Raises:
+        ValueError: for an unknown FQN, table or feature, blocks that do not fit, or a model without a collection.
+        RuntimeError: if the model is prepared or sharded already.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from dnis_torchrec.blocking import blocks_from_counts
+        >>> from dnis_torchrec.frequency import FrequencyCounts
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
+        >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
+        >>> type(prepare_(model, blocks_from_counts(counts, [table], num_blocks=2))["ebc"]).__name__
+        'SoftSelectionEmbeddingBagCollection'
+        >>> type(merge_(model)["ebc"]).__name__
+        'EmbeddingBagCollection'
+    """
+    if soft_selection_modules(model):
+        raise RuntimeError(
+            describe("prepare_", "expected a model not yet prepared", "wrapped collections", "merge_ it")
+        )
+    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, ShardedEmbeddingBagCollection)]
+    if sharded:
+        remedy = "call prepare_ before DistributedModelParallel"
+        raise RuntimeError(describe(f"FQN {sharded[0]!r}", "expected an unsharded collection", "a sharded one", remedy))
+    found = {fqn: module for fqn, module in model.named_modules() if isinstance(module, EmbeddingBagCollection)}
+    check(bool(found), "prepare_", "expected a model with an EmbeddingBagCollection", type(model).__name__)
+    for fqn in fqns or ():
+        check_known("FQN", fqn, found)
+    chosen = {fqn: module for fqn, module in found.items() if fqns is None or fqn in fqns}
+    _check_features(chosen, multi_hot_features)
+    alpha = Alpha(blocks.alpha_shapes)
+    wrappers = {}  # all of them before the first is put in: a model that does not fit stays whole
+    for fqn, collection in chosen.items():
+        own = {f for table in collection.embedding_bag_configs() for f in table.feature_names}
+        multi_hot = None if multi_hot_features is None else own & set(multi_hot_features)
+        wrapper = SoftSelectionEmbeddingBagCollection(collection, blocks, alpha=alpha, multi_hot_features=multi_hot)
+        wrappers[fqn] = wrapper.train(collection.training)
+    for fqn, wrapper in wrappers.items():
+        model = _replace(model, found[fqn], wrapper)
+    return model
+
+
+def merge_(model: nn.Module) -> nn.Module:
+    """Folds alpha into the tables and gives the user's plain model back.
+
+    ``E~ = alpha[block] * E`` in place, shard by shard; the model then computes what it computed before, without
+    wrappers. Local, no collective. In a model that DistributedModelParallel shards over several ranks the tables are
+    folded where they are, alpha becomes 1 and the sharded model itself is returned, because no rank may hold a foreign
+    shard.
+
+    Args:
+        model: a prepared model, wrapped in DistributedModelParallel or not. Changed in place; not usable afterwards
+            except through what is returned.
+
+    Returns:
+        The plain model (world size 1) or the sharded one.
+
+    Raises:
+        RuntimeError: if the model is not prepared.
+    """
+    wrappers = soft_selection_modules(model)
+    if not wrappers:
+        raise RuntimeError(
+            describe("merge_", "expected a prepared model", "no wrapped collection", "call prepare_ first")
+        )
+    fold_(model)
+    if _spans_ranks(wrappers):
+        return model
+    model = get_unwrapped_module(model)
+    for wrapper in wrappers.values():
+        plain = _collection_around(wrapper, wrapper.embedding_bag_configs(), wrapper.is_weighted())
+        model = _replace(model, wrapper, plain)
+    return model
+
+
+def unshard_(model: nn.Module) -> nn.Module:
+    """Gives the plain model back from DistributedModelParallel at world size 1, around the live weights.
+
+    Args:
+        model: a sharded model without wrappers. Not usable afterwards except through what is returned.
+
+    Raises:
+        NotImplementedError: if tables are spread over several ranks.
+    """
+    plain = get_unwrapped_module(model)
+    for fqn, module in collections(model).items():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            if module._env.world_size > 1:
+                supported = "supported is world size 1"
+                raise NotImplementedError(describe(f"FQN {fqn!r}", supported, module._env.world_size))
+            tables = list(module._embedding_bag_configs)
+            plain = _replace(plain, module, _collection_around(module, tables, module._is_weighted))
+    return plain
+
+
+@torch.no_grad()
+def fold_(model: nn.Module) -> None:
+    """Folds alpha into the tables and sets alpha to 1; the wrappers stay. Local, no collective.
+
+    Raises:
+        RuntimeError: if the model is not prepared.
+    """
+    wrappers = soft_selection_modules(model)
+    if not wrappers:
+        raise RuntimeError(
+            describe("fold_", "expected a prepared model", "no wrapped collection", "call prepare_ first")
+        )
+    for wrapper in wrappers.values():
+        multiply_by_alpha_(wrapper)
+    for wrapper in wrappers.values():
+        for dim in wrapper.alpha.dims:
+            wrapper.alpha.of(dim).fill_(1.0)
+
+
+def _check_features(collections: dict[str, EmbeddingBagCollection], multi_hot_features: list[str] | None) -> None:
+    tables = [table for collection in collections.values() for table in collection.embedding_bag_configs()]
+    names = [table.name for table in tables]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    check(not repeated, "table names", "expected distinct names over all wrapped collections", repeated)
+    features = {feature for table in tables for feature in table.feature_names}
+    for feature in multi_hot_features or ():
+        check_known("feature", feature, features)
+
+
+def _spans_ranks(wrappers: dict[str, SoftSelectionEmbeddingBagCollection]) -> bool:
+    children = [wrapper.embedding_bag_collection for wrapper in wrappers.values()]
+    return any(getattr(getattr(child, "_env", None), "world_size", 1) > 1 for child in children)
+
+
+def _collection_around(
+    holder: nn.Module, tables: list[EmbeddingBagConfig], is_weighted: bool
+) -> EmbeddingBagCollection:
+    """A plain collection around the live weights of a sharded or wrapped one; only column-wise shards are joined."""
+    plain = EmbeddingBagCollection(tables=tables, is_weighted=is_weighted, device=torch.device("meta"))
+    shards = local_shards(holder)
+    for table in tables:
+        parts = [shard for shard in shards if shard.table == table.name]
+        weight = parts[0].weight
+        if len(parts) > 1:
+            weight = weight.new_empty(table.num_embeddings, table.embedding_dim)
+            for shard in parts:
+                rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
+                weight[rows, shard.first_column : shard.first_column + shard.weight.shape[1]] = shard.weight
+        plain.embedding_bags[table.name].weight = nn.Parameter(weight)
+        plain._device = weight.device
+    return plain.train(holder.training)
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """Puts `new` wherever `old` is: a model may hold one collection under several names."""
+    if model is old:
+        return new
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is old:
+                setattr(parent, name, new)
+    return model

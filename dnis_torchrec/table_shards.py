@@ -1,0 +1,126 @@
+"""Local shards of tables, whatever holds them: a plain EmbeddingBagCollection or any sharded one.
+
+Merging, pruning, masking and export all work on these views, one shard at a time, so that no table is ever copied and
+no rank ever holds a foreign shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dnis_torchrec.checks import describe
+from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.row_routing import RowRouter
+
+ROWS_PER_CHUNK = 1 << 16
+"""Rows that one in-place operation touches: bounds temporary memory to a few MB, however large the table."""
+
+
+@dataclass(frozen=True, eq=False)
+class TableShard:
+    """A view of the part of one table that this rank holds.
+
+    Attributes:
+        table: table name.
+        weight: ``(rows, columns)``, the live storage.
+        first_row: row of the table that the shard begins with.
+        first_column: column of the table that the shard begins with.
+    """
+
+    table: str
+    weight: Tensor
+    first_row: int = 0
+    first_column: int = 0
+
+    def chunks(self) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Walks the shard a few rows at a time.
+
+        Yields:
+            ``(view of the weights, rows of the table, columns of the table)``.
+        """
+        columns = slice(self.first_column, self.first_column + self.weight.shape[1])
+        for start in range(0, self.weight.shape[0], ROWS_PER_CHUNK):
+            part = self.weight[start : start + ROWS_PER_CHUNK]
+            yield part, slice(self.first_row + start, self.first_row + start + len(part)), columns
+
+
+def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionEmbeddingBagCollection]:
+    """The wrappers in a model by their FQN inside DistributedModelParallel and DDP."""
+    return {
+        fqn: module
+        for fqn, module in get_unwrapped_module(model).named_modules()
+        if isinstance(module, SoftSelectionEmbeddingBagCollection)
+    }
+
+
+def collections(model: nn.Module) -> dict[str, nn.Module]:
+    """The collections in a model by FQN: wrapped, sharded or plain, the outermost of each."""
+    found: dict[str, nn.Module] = {}
+    kinds = (SoftSelectionEmbeddingBagCollection, ShardedEmbeddingBagCollection, EmbeddingBagCollection)
+    for fqn, module in get_unwrapped_module(model).named_modules():
+        if isinstance(module, kinds) and not any(_is_inside(fqn, outer) for outer in found):
+            found[fqn] = module
+    return found
+
+
+def local_shards(collection: nn.Module) -> list[TableShard]:
+    """Local shards of every table of a collection, plain or sharded. Local, no collective.
+
+    Args:
+        collection: an EmbeddingBagCollection, sharded or not, or a wrapper around one.
+
+    Returns:
+        Views of the live weights: writing to them changes the model.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+        return local_shards(collection.embedding_bag_collection)
+    if isinstance(collection, EmbeddingBagCollection):
+        return [TableShard(name, bag.weight.detach()) for name, bag in collection.embedding_bags.items()]
+    if not isinstance(collection, ShardedEmbeddingBagCollection):
+        received = type(collection).__name__
+        raise TypeError(describe("local_shards", "expected an EmbeddingBagCollection, plain or sharded", received))
+    shards = []
+    for key, value in collection.state_dict().items():
+        parts = key.split(".")
+        if parts[0] != "embedding_bags" or parts[-1] != "weight":
+            continue
+        table = ".".join(parts[1:-1])
+        if isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                row, column = shard.metadata.shard_offsets
+                shards.append(TableShard(table, shard.tensor.detach(), row, column))
+        else:
+            shards.append(TableShard(table, value.detach()))
+    return shards
+
+
+@torch.no_grad()
+def multiply_by_alpha_(collection: SoftSelectionEmbeddingBagCollection) -> None:
+    """Merges alpha into the local shards: ``E~ = alpha[block] * E`` (design: merging). Local, no collective.
+
+    Args:
+        collection: a wrapper, its child sharded or not; its tables change, its alpha does not.
+    """
+    blocks = collection.blocks
+    for shard in local_shards(collection):
+        alpha = collection.alpha.of(blocks.embedding_dims[shard.table])
+        first = blocks.first_alpha_row(shard.table)
+        router = RowRouter(blocks.routings[shard.table]).to(shard.weight.device)
+        for part, rows, columns in shard.chunks():
+            ids = torch.arange(rows.start, rows.stop, device=part.device)
+            part.mul_(alpha[first + router(ids), columns].to(part.dtype))
+
+
+def _is_inside(fqn: str, outer: str) -> bool:
+    return fqn.startswith(f"{outer}.") or not outer

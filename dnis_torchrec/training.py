@@ -1,0 +1,284 @@
+"""What every training run shares, search or baseline: sharding, evaluation, early stopping, plain training.
+
+Shapes: B batch.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchmetrics import MeanMetric, MeanSquaredError
+from torchmetrics.classification import BinaryAUROC
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.finite import FiniteGuard
+from dnis_torchrec.pruning import RetainedMask
+from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.table_shards import collections, local_shards
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """The process group of a run: torchrun's if there is one, else one of world size 1 on this machine alone.
+
+    Yields:
+        The device to train on: this rank's GPU if CUDA is available, else the CPU.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(torch.distributed.get_node_local_rank(fallback_rank=0)))
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        yield device
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        if dist.is_torchelastic_launched():
+            dist.init_process_group(backend)
+        else:  # a file, not a port: several runs on one machine never meet
+            dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        try:
+            yield device
+        finally:
+            dist.destroy_process_group()
+
+
+def shard(
+    task: TrainTask, recipe: Recipe, device: torch.device
+) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
+    """Shards a model as the recipe's table optimizer needs it.
+
+    ``"adam"`` on a CPU runs in the dense compute kernel, replicated over ranks (FBGEMM's fused CPU kernels know SGD
+    and Adagrad only); on a GPU it is fused into the tables' backward, as ``"rowwise_adagrad"`` is on both. The plan is
+    made on every rank alike, so that an impossible one raises everywhere instead of hanging all ranks but the first.
+
+    Args:
+        task: the model with its loss; prepared or not. Its tables are moved into TorchRec's kernels.
+        recipe: optimizers and learning rates.
+        device: where to train.
+
+    Returns:
+        The sharded model, with the weights that `task` had, and the optimizer of everything that is not fused.
+    """
+    fused = recipe.table_optimizer == "rowwise_adagrad" or device.type == "cuda"
+    plain = [module for module in task.modules() if isinstance(module, EmbeddingBagCollection)]
+    if fused:
+        optimizer_class = RowWiseAdagrad if recipe.table_optimizer == "rowwise_adagrad" else torch.optim.Adam
+        for collection in plain:
+            apply_optimizer_in_backward(optimizer_class, collection.parameters(), {"lr": recipe.table_learning_rate})
+    sharders, dense = [EmbeddingBagCollectionSharder()], ShardingType.DATA_PARALLEL.value
+    if fused:  # small tables would be planned data_parallel, whose dense kernel leaves the fused optimizer out
+        kinds = [kind for kind in sharders[0].sharding_types(device.type) if kind != dense]
+        constraint = ParameterConstraints(sharding_types=kinds)
+    else:
+        kernels = [EmbeddingComputeKernel.DENSE.value]
+        constraint = ParameterConstraints(sharding_types=[dense], compute_kernels=kernels)
+    tables = [config.name for collection in plain for config in collection.embedding_bag_configs()]
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=dist.get_world_size(), compute_device=device.type),
+        constraints=dict.fromkeys(tables, constraint),
+    )
+    # TorchRec initialises sharded tables anew and forgets the weights of a collection on a CPU; they are put back.
+    weights = {part.table: part.weight for module in collections(task).values() for part in local_shards(module)}
+    model = DistributedModelParallel(task, device=device, plan=planner.plan(task, sharders), sharders=sharders)
+    for module in collections(model).values():
+        for part in local_shards(module):
+            rows = slice(part.first_row, part.first_row + part.weight.shape[0])
+            columns = slice(part.first_column, part.first_column + part.weight.shape[1])
+            part.weight.copy_(weights[part.table][rows, columns])
+    return model, rest_optimizer(model, recipe)
+
+
+def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOptimizerWrapper:
+    """A fresh Adam for everything that is not fused: dense weights, and tables in the dense compute kernel.
+
+    Args:
+        model: as `shard` made it.
+        recipe: learning rates.
+    """
+    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+    table_part = {name: p for name, p in rest.items() if ".embedding_bags." in name}
+    groups = [
+        {"params": [p for name, p in rest.items() if name not in table_part], "lr": recipe.dense_learning_rate},
+        {"params": list(table_part.values()), "lr": recipe.table_learning_rate},
+    ]
+    return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam([group for group in groups if group["params"]]))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device: torch.device) -> dict[str, float]:
+    """Metrics of a model on a split, over all ranks.
+
+    Args:
+        model: called on a Batch, returns ``(loss, (loss, predictions, labels))`` as `TrainTask` does.
+        batches: the split.
+        loss: decides the metrics: ``mse`` for nn.MSELoss; ``auc`` (exact, no bins) and ``logloss`` for a binary loss.
+        device: where the model is.
+
+    Returns:
+        metric -> value; ``"loss"`` is always among them.
+
+    Raises:
+        ValueError: if the split is empty.
+    """
+    was_training = model.training
+    model.eval()
+    binary = isinstance(loss, nn.BCEWithLogitsLoss)
+    mean_loss = MeanMetric().to(device)
+    metric = (BinaryAUROC() if binary else MeanSquaredError()).to(device)
+    seen = 0
+    for batch in batches:
+        _, (value, predictions, labels) = model(batch.to(device))
+        mean_loss.update(value, weight=labels.numel())
+        metric.update(predictions.sigmoid() if binary else predictions, labels.long() if binary else labels)
+        seen += labels.numel()
+    model.train(was_training)
+    if seen == 0:
+        raise ValueError(describe("evaluation split", "expected at least one sample", "none", "check the data splits"))
+    total = float(mean_loss.compute())
+    return {"loss": total} | ({"auc": float(metric.compute()), "logloss": total} if binary else {"mse": total})
+
+
+def primary_metric(loss: nn.Module) -> tuple[str, bool]:
+    """(name, whether higher is better) of the metric that a loss is judged by."""
+    return ("auc", True) if isinstance(loss, nn.BCEWithLogitsLoss) else ("mse", False)
+
+
+@dataclass
+class EarlyStopping:
+    """Stops when the selection loss has not improved for a while, and remembers the best state on disk.
+
+    Attributes:
+        path: name of the checkpoint that holds the best state.
+        patience: epochs without improvement after which to stop.
+    """
+
+    path: Path
+    patience: int
+    best: float = math.inf
+    best_epoch: int = -1
+
+    def update(self, epoch: int, loss: float, save: Callable[[Path], None]) -> bool:
+        """Takes the selection loss of an epoch.
+
+        Args:
+            epoch: its number.
+            loss: selection loss.
+            save: writes a checkpoint of the given name; called if this epoch is the best so far.
+
+        Returns:
+            True if training should stop.
+        """
+        if loss < self.best:
+            self.best, self.best_epoch = loss, epoch
+            save(self.path)
+        return epoch - self.best_epoch >= self.patience
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainTraining:
+    """What `train_plainly` did.
+
+    Attributes:
+        selection_loss: of the best epoch.
+        best_epoch: its number, from 0.
+        seconds: wall time.
+    """
+
+    selection_loss: float
+    best_epoch: int
+    seconds: float
+
+
+def train_plainly(
+    model: DistributedModelParallel,
+    optimizer: KeyedOptimizerWrapper,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    max_epochs: int,
+    patience: int,
+    folder: Path,
+    mask: RetainedMask | None = None,
+    on_epoch: Callable[[int, float], None] = lambda epoch, loss: None,
+) -> PlainTraining:
+    """Trains with TorchRec's own pipeline until the selection loss stops improving, and goes back to the best epoch.
+
+    Args:
+        model: the sharded model; ends in its best state.
+        optimizer: of everything not fused.
+        recipe: data and loss.
+        device: where the model is.
+        max_epochs: epochs at most.
+        patience: epochs without improvement before stopping.
+        folder: where the best state is kept meanwhile.
+        mask: holds pruned values at zero (masked fine-tuning).
+        on_epoch: called with the epoch and its selection loss.
+
+    Raises:
+        NonFiniteError: if the loss becomes NaN or infinite.
+    """
+    started = time.monotonic()
+    stepper = optimizer if mask is None else _MaskedOptimizer(optimizer, mask)
+    pipeline = TrainPipelineSparseDist(model, stepper, device, pipeline_postproc=True)
+    stopping, guard = EarlyStopping(folder / "best", patience), FiniteGuard(model, model._env.process_group)
+    model.train()
+    for epoch in range(max_epochs):
+        batches = iter(recipe.data.train)
+        step = 0
+        while True:
+            try:
+                loss = pipeline.progress(batches)[0]
+            except StopIteration:
+                break
+            step += 1
+            guard.check_loss(loss, f"epoch {epoch}, step {step}")
+        check(step > 0, "training stream", "expected at least one batch", 0, "check the data splits")
+        evaluated = pipeline.detach()
+        selection_loss = evaluate(evaluated, recipe.data.selection, recipe.loss, device)["loss"]
+        on_epoch(epoch, selection_loss)
+        if stopping.update(epoch, selection_loss, lambda path: save_checkpoint(path, model)):
+            break
+    load_checkpoint(stopping.path, model)
+    return PlainTraining(
+        selection_loss=stopping.best, best_epoch=stopping.best_epoch, seconds=time.monotonic() - started
+    )
+
+
+class _MaskedOptimizer:
+    """An optimizer that cannot wake pruned values."""
+
+    def __init__(self, optimizer: KeyedOptimizerWrapper, mask: RetainedMask) -> None:
+        self._optimizer = optimizer
+        self._mask = mask
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def step(self) -> None:
+        self._mask.hold_gradients_()
+        self._optimizer.step()
+        self._mask.hold_()

@@ -1,0 +1,273 @@
+"""A data set held in memory, cut into TorchRec Batches without any Python per row.
+
+Shapes: n samples of the data set, B batch, F features, F1 of them single-id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.recipe import DataSplits
+
+SPLIT_RATIOS = (0.8, 0.05, 0.05, 0.1)
+"""train, validation, selection, test: 8:1:1, with the middle part halved between the upper level and early stopping."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bags:
+    """The bags of one multi-hot feature for all samples, in CSR form.
+
+    Attributes:
+        values: ids of all bags, one after the other, int64.
+        offsets: ``(n + 1,)`` int64: bag i holds ``values[offsets[i] : offsets[i + 1]]``.
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        rising = self.offsets.numel() > 0 and bool((self.offsets.diff() >= 0).all())
+        check(
+            rising and int(self.offsets[0]) == 0 and int(self.offsets[-1]) == self.values.numel(),
+            "Bags.offsets",
+            f"expected rising numbers from 0 to {self.values.numel()}",
+            self.offsets[:4].tolist(),
+        )
+
+    def select(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The bags of some samples.
+
+        Args:
+            rows: ``(B,)`` int64.
+
+        Returns:
+            ``(values, lengths)``, lengths ``(B,)`` int64.
+
+        Example:
+            >>> bags = Bags(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 2, 3]))
+            >>> [part.tolist() for part in bags.select(torch.tensor([2, 0, 1]))]
+            [[9, 7, 8], [1, 2, 0]]
+        """
+        starts = self.offsets.index_select(0, rows)
+        lengths = self.offsets.index_select(0, rows + 1) - starts
+        ends = lengths.cumsum(0)
+        total = int(ends[-1]) if ends.numel() else 0
+        shift = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=total)
+        return self.values.index_select(0, shift + torch.arange(total)), lengths
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Samples:
+    """A whole data set as tensors; the splits of it share them.
+
+    Attributes:
+        dense: ``(n, num_dense)`` float32; num_dense may be 0.
+        ids: ``(n, F1)`` integers, one column per single-id feature.
+        labels: ``(n,)`` float32.
+        feature_names: names of the columns of `ids`.
+        multi_hot: feature -> its bags.
+        num_embeddings: feature -> rows that its table needs; every id is below it.
+    """
+
+    dense: Tensor
+    ids: Tensor
+    labels: Tensor
+    feature_names: tuple[str, ...]
+    multi_hot: Mapping[str, Bags] = field(default_factory=dict)
+    num_embeddings: Mapping[str, int]
+
+    def sorted_by_frequency(self, train_rows: Tensor) -> Samples:
+        """The same samples with every table's rows numbered from the most to the least frequent.
+
+        Rows in that order need no id remap once they are cut into blocks by frequency.
+
+        Args:
+            train_rows: the training samples; nothing else is counted. Ties keep their order.
+        """
+        ids = self.ids.clone()
+        for column, name in enumerate(self.feature_names):
+            rank = _frequency_rank(self.ids[train_rows, column], self.num_embeddings[name])
+            ids[:, column] = rank.to(ids.dtype)[ids[:, column].long()]
+        multi_hot = {}
+        for name, bags in self.multi_hot.items():
+            rank = _frequency_rank(bags.select(train_rows)[0], self.num_embeddings[name])
+            multi_hot[name] = Bags(rank[bags.values], bags.offsets)
+        return replace(self, ids=ids, multi_hot=multi_hot)
+
+    def split(self, *, batch_size: int, seed: int) -> DataSplits:
+        """Splits the samples at random, 8:1:1, and serves them in batches.
+
+        Args:
+            batch_size: B of every split.
+            seed: decides the split and the order of every epoch.
+
+        Returns:
+            train and validation in a new order every epoch, selection and test in a fixed one.
+        """
+        parts = split_rows(self.labels.numel(), seed=seed)
+        shuffled = (True, True, False, False)
+        train, validation, selection, test = (
+            InMemoryBatches(
+                self.dense,
+                self.ids,
+                self.labels,
+                feature_names=self.feature_names,
+                multi_hot=self.multi_hot,
+                rows=rows,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                seed=seed,
+            )
+            for rows, shuffle in zip(parts, shuffled, strict=True)
+        )
+        return DataSplits(train=train, validation=validation, selection=selection, test=test)
+
+
+def _frequency_rank(ids: Tensor, num_embeddings: int) -> Tensor:
+    """Row -> its place in falling order of frequency, int64."""
+    counts = torch.bincount(ids, minlength=num_embeddings)
+    rank = torch.empty(num_embeddings, dtype=torch.int64)
+    rank[torch.argsort(counts, descending=True, stable=True)] = torch.arange(num_embeddings)
+    return rank
+
+
+def split_rows(num_samples: int, *, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cuts the samples at random into train, validation, selection and test, in the ratios of `SPLIT_RATIOS`.
+
+    Args:
+        num_samples: n.
+        seed: of the permutation.
+
+    Returns:
+        Four disjoint int64 tensors of rows, together all of ``0..n - 1``, each in rising order.
+
+    Raises:
+        ValueError: if there are too few samples for four splits.
+
+    Example:
+        >>> [part.numel() for part in split_rows(100, seed=0)]
+        [80, 5, 5, 10]
+    """
+    check(num_samples >= 20, "split_rows", "expected at least 20 samples for four splits", num_samples)
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+    held_out = [int(ratio * num_samples) for ratio in SPLIT_RATIOS[1:]]
+    parts = order.split([num_samples - sum(held_out), *held_out])
+    train, validation, selection, test = (part.sort().values for part in parts)
+    return train, validation, selection, test
+
+
+class InMemoryBatches:
+    """Batches of a data set in memory, to be iterated again and again: each time is the next epoch.
+
+    The order of an epoch depends on `seed` and `epoch` only, so a resumed run sees the order it would have seen.
+
+    Args:
+        dense: ``(n, num_dense)`` float32.
+        ids: ``(n, F1)`` integers (int32 halves the memory), one column per single-id feature.
+        labels: ``(n,)`` float32.
+        feature_names: names of the columns of `ids`.
+        batch_size: B.
+        shuffle: a new order every epoch; otherwise always in the order of `rows`.
+        seed: of the shuffling.
+        multi_hot: feature -> its bags; these keys follow `feature_names` in the KJT.
+        rows: the samples served, int64; all of them by default.
+        drop_last: leave out a last batch smaller than B.
+
+    Attributes:
+        epoch: number of the next epoch, from 0; set it to resume.
+
+    Raises:
+        ValueError: if the tensors do not have one row per sample, or there is nothing to serve.
+
+    Example:
+        >>> batches = InMemoryBatches(torch.zeros(5, 0), torch.arange(10).view(5, 2), torch.ones(5),
+        ...     feature_names=["user", "movie"], batch_size=2, shuffle=False, seed=0)
+        >>> len(batches), next(iter(batches)).sparse_features.values().tolist(), batches.epoch
+        (3, [0, 2, 1, 3], 1)
+    """
+
+    def __init__(
+        self,
+        dense: Tensor,
+        ids: Tensor,
+        labels: Tensor,
+        *,
+        feature_names: Sequence[str],
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        multi_hot: Mapping[str, Bags] | None = None,
+        rows: Tensor | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        num_samples = labels.numel()
+        multi_hot = dict(multi_hot or {})
+        place = "InMemoryBatches"
+        check(batch_size >= 1, f"{place}.batch_size", "expected an integer >= 1", batch_size)
+        for name, tensor in (("dense", dense), ("ids", ids)):
+            shape = tuple(tensor.shape)
+            matches = len(shape) == 2 and shape[0] == num_samples
+            check(matches, f"{place}.{name}", f"expected {num_samples} rows, one per label", shape)
+        columns = f"expected {len(feature_names)} columns"
+        check(ids.shape[1] == len(feature_names), f"{place}.ids", columns, ids.shape[1])
+        for name, bags in multi_hot.items():
+            received = bags.offsets.numel() - 1
+            check(received == num_samples, f"feature {name!r}", f"expected {num_samples} bags", received)
+        keys = [*feature_names, *multi_hot]
+        check(len(set(keys)) == len(keys), f"{place}.feature_names", "expected distinct names", keys)
+        self._dense, self._ids, self._labels = dense.float(), ids, labels.float()
+        self._multi_hot = tuple(multi_hot.values())
+        self._keys = keys
+        self._rows = torch.arange(num_samples) if rows is None else rows
+        self._batch_size, self._shuffle, self._seed, self._drop_last = batch_size, shuffle, seed, drop_last
+        self.epoch = 0
+        check(len(self) > 0, place, "expected at least one batch", f"{self._rows.numel()} samples")
+
+    @property
+    def rows(self) -> Tensor:
+        """The samples served, as rows of the whole data set."""
+        return self._rows
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        whole, rest = divmod(self._rows.numel(), self._batch_size)
+        return whole + int(rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = self._rows
+        if self._shuffle:
+            # Torch's CPU generator reads 32 bits of a seed, so the two numbers are mixed before, not put side by side.
+            mixed = int(np.random.SeedSequence((self._seed, self.epoch)).generate_state(1)[0])
+            generator = torch.Generator().manual_seed(mixed)
+            order = order[torch.randperm(order.numel(), generator=generator)]
+        self.epoch += 1
+        return (self._batch(rows) for rows in order.split(self._batch_size)[: len(self)])
+
+    def _batch(self, rows: Tensor) -> Batch:
+        batch_size = rows.numel()
+        num_single = self._ids.shape[1]
+        values = [self._ids.index_select(0, rows).t().reshape(-1).long()]
+        lengths = [torch.ones(num_single * batch_size, dtype=torch.int64)]
+        for bags in self._multi_hot:
+            bag_values, bag_lengths = bags.select(rows)
+            values.append(bag_values)
+            lengths.append(bag_lengths)
+        return Batch(
+            dense_features=self._dense.index_select(0, rows),
+            sparse_features=KeyedJaggedTensor(
+                keys=self._keys,
+                values=torch.cat(values),
+                lengths=torch.cat(lengths),
+                stride=batch_size,
+                length_per_key=[batch_size] * num_single + [part.numel() for part in values[1:]],
+            ),
+            labels=self._labels.index_select(0, rows),
+        )

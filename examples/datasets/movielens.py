@@ -1,0 +1,155 @@
+"""MovieLens-1M (``.dat``) and MovieLens-20M (``.csv``) in GroupLens' own formats.
+
+Source: Harper and Konstan, The MovieLens Datasets: History and Context, 2015, doi 10.1145/2827872.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from dnis_torchrec.checks import describe
+from examples.datasets.in_memory import Bags, Samples, split_rows
+from examples.datasets.text_files import Column, TextTable, find_file
+
+PUBLISHER = "GroupLens' MovieLens page (ml-1m.zip or ml-20m.zip), unpacked"
+
+_RATINGS = (
+    Column("userId", int, 0),
+    Column("movieId", int, 0),
+    Column("rating", float, 0.5, 5),
+    Column("timestamp", int),
+)
+_MOVIES = (Column("movieId", int, 0), Column("title", str), Column("genres", str))
+_USERS = (
+    Column("userId", int, 0),
+    Column("gender", str, pattern="F|M"),
+    Column("age", int, 0),
+    Column("occupation", int, 0),
+    Column("zip", str),
+)
+
+
+def _dat(columns: tuple[Column, ...]) -> TextTable:
+    return TextTable(columns=columns, separator="::", encoding="latin-1")
+
+
+FORMATS = {
+    "ratings.dat": _dat(_RATINGS),
+    "ratings.csv": TextTable(columns=_RATINGS, separator=",", header="userId,movieId,rating,timestamp"),
+    "movies.dat": _dat(_MOVIES),
+    "movies.csv": TextTable(columns=_MOVIES, separator=",", header="movieId,title,genres", quoted=True),
+    "users.dat": _dat(_USERS),
+}
+"""File name -> its format; every file may also be gzipped."""
+
+_RATINGS_FILES = ("ratings.dat", "ratings.csv")
+NO_GENRES = "(no genres listed)"
+
+
+def load_ratings(folder: Path, *, seed: int) -> Samples:
+    """Loads the ratings alone: features user and movie, the rating as label, no dense feature.
+
+    Args:
+        folder: holds ``ratings.dat`` or ``ratings.csv``, plain or ``.gz``. Parsed once per process.
+        seed: of the split; rows are numbered by falling frequency in its training part.
+
+    Returns:
+        One row per distinct user and movie of the file.
+
+    Raises:
+        ValueError: if the file is missing or more than 1 % of it is malformed.
+    """
+    return _sorted(_parse_ratings(folder), seed)
+
+
+def load_clicks(folder: Path, *, seed: int) -> Samples:
+    """Loads MovieLens as a click-through task: label 1 for a rating of 4 or more.
+
+    Features: user, movie, and for MovieLens-1M gender, age, occupation, zip; the genres are multi-hot. A movie without
+    a known genre has an empty bag. MovieLens has no dense feature that the label does not leak into, and torchrec's
+    DLRM needs one: it is the constant 1.
+
+    Args:
+        folder: holds ratings and movies, and users for MovieLens-1M, plain or ``.gz``. Parsed once per process.
+        seed: of the split; rows are numbered by falling frequency in its training part.
+
+    Raises:
+        ValueError: if a file is missing, more than 1 % of it is malformed, or a rating names an unknown user.
+    """
+    return _sorted(_parse_clicks(folder), seed)
+
+
+def _sorted(samples: Samples, seed: int) -> Samples:
+    return samples.sorted_by_frequency(split_rows(samples.labels.numel(), seed=seed)[0])
+
+
+@lru_cache(maxsize=2)
+def _parse_ratings(folder: Path) -> Samples:
+    ratings = _read(folder, *_RATINGS_FILES)
+    codes = {"user": _codes(ratings["userId"]), "movie": _codes(ratings["movieId"])}
+    labels = torch.from_numpy(ratings["rating"].to_numpy(np.float32))
+    return _assemble(torch.zeros(labels.numel(), 0), codes, labels)
+
+
+@lru_cache(maxsize=2)
+def _parse_clicks(folder: Path) -> Samples:
+    ratings = _read(folder, *_RATINGS_FILES)
+    codes = {"user": _codes(ratings["userId"]), "movie": _codes(ratings["movieId"])}
+    if find_file(folder, _RATINGS_FILES, PUBLISHER).name.startswith("ratings.dat"):
+        users = _read(folder, "users.dat").drop_duplicates("userId").set_index("userId")
+        attributes = users.reindex(ratings["userId"])
+        unknown = attributes["gender"].isna().to_numpy()
+        if unknown.any():
+            place = f"user {ratings['userId'].to_numpy()[unknown][0]}"
+            raise ValueError(describe(place, "expected a line in users.dat", "none", "download both files again"))
+        codes |= {name: _codes(attributes[name]) for name in ("gender", "age", "occupation", "zip")}
+    bags, num_genres = _genre_bags(_read(folder, "movies.dat", "movies.csv"), ratings["movieId"].to_numpy())
+    labels = torch.from_numpy((ratings["rating"].to_numpy() >= 4).astype(np.float32))
+    return _assemble(torch.ones(labels.numel(), 1), codes, labels, genres=(bags, num_genres))
+
+
+def _read(folder: Path, *names: str) -> pd.DataFrame:
+    path = find_file(folder, names, PUBLISHER)
+    frame, _ = FORMATS[path.name.removesuffix(".gz")].read(path)
+    return frame
+
+
+def _codes(values: pd.Series) -> tuple[Tensor, int]:
+    """Ids 0..N-1 in rising order of the values, and N."""
+    codes, distinct = pd.factorize(values, sort=True)
+    return torch.from_numpy(codes.astype(np.int64)), len(distinct)
+
+
+def _genre_bags(movies: pd.DataFrame, rated: np.ndarray) -> tuple[Bags, int]:
+    """Genres of the movie of every rating, and the number of distinct genres."""
+    listed = movies.drop_duplicates("movieId").set_index("movieId")["genres"]
+    split = [[genre for genre in text.split("|") if genre and genre != NO_GENRES] for text in listed]
+    names = sorted({genre for genres in split for genre in genres})
+    number = {name: index for index, name in enumerate(names)}
+    # A last, empty bag stands for movies that are rated but not listed.
+    lengths = torch.tensor([len(genres) for genres in split] + [0])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    per_movie = Bags(torch.tensor([number[genre] for genres in split for genre in genres]), offsets)
+    position = listed.index.get_indexer(rated)
+    rows = torch.from_numpy(np.where(position < 0, len(split), position))
+    values, bag_lengths = per_movie.select(rows)
+    return Bags(values, torch.cat([torch.zeros(1, dtype=torch.int64), bag_lengths.cumsum(0)])), len(names)
+
+
+def _assemble(
+    dense: Tensor, codes: dict[str, tuple[Tensor, int]], labels: Tensor, **multi_hot: tuple[Bags, int]
+) -> Samples:
+    return Samples(
+        dense=dense,
+        ids=torch.stack([column for column, _ in codes.values()], dim=1),
+        labels=labels,
+        feature_names=tuple(codes),
+        multi_hot={name: bags for name, (bags, _) in multi_hot.items()},
+        num_embeddings={name: rows for name, (_, rows) in (codes | multi_hot).items()},
+    )

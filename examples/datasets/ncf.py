@@ -1,0 +1,124 @@
+"""The leave-one-out files of NCF: ``ml-1m.train.rating``, ``.test.rating``, ``.test.negative``.
+
+Source: He et al., Neural Collaborative Filtering, 2017. Tab separated, ids from 0: one held-out positive per user, and
+99 items that the user has not rated to rank it among.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from dnis_torchrec.checks import check
+from examples.datasets.in_memory import Bags
+from examples.datasets.text_files import Column, MalformedLine, MalformedLines, TextTable, find_file, open_binary
+
+PUBLISHER = "the authors' repository hexiangnan/neural_collaborative_filtering, folder Data"
+RATING = TextTable(
+    columns=(Column("user", int, 0), Column("item", int, 0), Column("rating", float, 0.5, 5), Column("timestamp", int)),
+    separator="\t",
+)
+_PAIR = re.compile(r"\((\d+),(\d+)\)")
+_EXPECTED = "(user,item) and negative items, tab separated"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LeaveOneOut:
+    """Training interactions, and per test case one positive to be ranked among negatives.
+
+    Attributes:
+        train_users: ``(n,)`` int64.
+        train_items: ``(n,)`` int64.
+        train_ratings: ``(n,)`` float32.
+        test_users: ``(cases,)`` int64.
+        test_items: ``(cases,)`` int64: the positive.
+        negatives: per case the negatives, the positive never among them.
+        num_users: rows of the user table.
+        num_items: rows of the item table.
+        num_positives_among_negatives: lines of the published file in which the positive was listed as a negative, and
+            was dropped there.
+    """
+
+    train_users: Tensor
+    train_items: Tensor
+    train_ratings: Tensor
+    test_users: Tensor
+    test_items: Tensor
+    negatives: Bags
+    num_users: int
+    num_items: int
+    num_positives_among_negatives: int
+
+
+def load_leave_one_out(folder: Path, *, name: str = "ml-1m") -> LeaveOneOut:
+    """Loads the three files of the leave-one-out protocol.
+
+    Args:
+        folder: holds ``{name}.train.rating``, ``{name}.test.rating`` and ``{name}.test.negative``, plain or ``.gz``.
+        name: of the data set.
+
+    Returns:
+        The protocol; in the published ml-1m 156 lines list the positive among its negatives.
+
+    Raises:
+        ValueError: if a file is missing, more than 1 % of it is malformed, or a test case has no negatives.
+    """
+    train, _ = RATING.read(find_file(folder, [f"{name}.train.rating"], PUBLISHER))
+    test, _ = RATING.read(find_file(folder, [f"{name}.test.rating"], PUBLISHER))
+    path = find_file(folder, [f"{name}.test.negative"], PUBLISHER)
+    listed = _read_negatives(path)
+    lengths, values, num_dropped = [], [], 0
+    for user, item in zip(test["user"], test["item"], strict=True):
+        pair = (int(user), int(item))
+        check(pair in listed, f"{path.name}, pair {pair}", "expected a line of negatives", "none", "download it again")
+        negatives = listed[pair][listed[pair] != item]
+        num_dropped += int(negatives.size < listed[pair].size)
+        lengths.append(negatives.size)
+        values.append(negatives)
+    if num_dropped:
+        logger.warning("%s: in %d lines the positive stood among the negatives; dropped there", path.name, num_dropped)
+    all_items = torch.from_numpy(np.concatenate(values))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(lengths).cumsum(0)])
+    return LeaveOneOut(
+        train_users=_column(train, "user"),
+        train_items=_column(train, "item"),
+        train_ratings=torch.tensor(train["rating"].to_numpy(), dtype=torch.float32),
+        test_users=_column(test, "user"),
+        test_items=_column(test, "item"),
+        negatives=Bags(all_items, offsets),
+        num_users=1 + int(max(train["user"].max(), test["user"].max())),
+        num_items=1 + int(max(train["item"].max(), test["item"].max(), all_items.max())),
+        num_positives_among_negatives=num_dropped,
+    )
+
+
+def _read_negatives(path: Path) -> dict[tuple[int, int], np.ndarray]:
+    """(user, positive) -> the items listed beside it."""
+    listed, malformed, num_lines = {}, [], 0
+    with open_binary(path) as file:
+        for number, raw in enumerate(file, start=1):
+            line = raw.decode("utf-8", "replace").strip()
+            if not line:
+                continue
+            num_lines += 1
+            head, *fields = line.split("\t")
+            pair = _PAIR.fullmatch(head)
+            if pair is None or not fields or not all(field.isdecimal() for field in fields):
+                malformed.append(MalformedLine(path.name, number, _EXPECTED, line[:80]))
+                continue
+            listed[int(pair[1]), int(pair[2])] = np.array(fields, dtype=np.int64)
+    MalformedLines(path.name, num_lines, tuple(malformed)).report()
+    return listed
+
+
+def _column(frame: pd.DataFrame, name: str) -> Tensor:
+    return torch.tensor(frame[name].to_numpy())

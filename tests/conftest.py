@@ -1,0 +1,50 @@
+"""What all tests share: one thread, one hypothesis profile, a process group of one rank, the folder of real data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(os.environ.get("DNIS_DATA", ROOT.parent / "shared" / "data"))
+
+torch.set_num_threads(1)
+
+# Tensors are slow to make the first time, so no deadline; in CI the same examples every time.
+hypothesis.settings.register_profile(
+    "dnis", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")), print_blob=True
+)
+hypothesis.settings.load_profile("dnis")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what this machine cannot run, with the reason: real data and GPUs are all that a test may need."""
+    missing = {}
+    if not DATA.is_dir():
+        missing["real_data"] = f"needs the publishers' data: no folder {DATA}; name it in DNIS_DATA"
+    if not torch.cuda.is_available():
+        missing["gpu"] = "needs a CUDA device"
+    for item in items:
+        for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
+            item.add_marker(pytest.mark.skip(reason=missing[marker]))
+
+
+@pytest.fixture(scope="session")
+def gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    """The process group that DistributedModelParallel runs in: gloo, one rank, met through a file instead of a port."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder with the publishers' files; a test that asks for it carries `pytest.mark.real_data`."""
+    return DATA

@@ -1,0 +1,179 @@
+"""A model, batches and shardings that are the same on any number of ranks: what every process of these tests builds.
+
+Four tables of two embedding_dims in two collections: single-id and multi-hot, SUM and MEAN, with numbers of rows that
+two ranks cannot halve. The batch of a step is made in halves: rank r of two takes half r, a rank alone takes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.swap import prepare_
+from dnis_torchrec.table_shards import collections, local_shards
+
+NUM_DENSE = 3
+HALF = 12
+LEARNING_RATE = 0.2
+ROWS = {"user": 41, "item": 31, "genre": 13, "tag": 21}
+DIMS = {"user": 8, "item": 16, "genre": 8, "tag": 16}
+MULTI_HOT = {"genre": 3, "tag": 4}
+MEAN = {"item", "genre"}
+NUM_BLOCKS = 3
+
+KINDS: dict[str, dict[str, str]] = {
+    kind: dict.fromkeys(ROWS, kind) for kind in ("table_wise", "column_wise", "row_wise", "data_parallel")
+}
+KINDS["mixed"] = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "tag": "table_wise"}
+"""Name -> sharding type of every table."""
+
+
+class CpuSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's sharder lists row_wise on GPUs only, but CPUs run it too."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [*super().sharding_types(compute_device_type), "row_wise"]
+
+
+class Net(nn.Module):
+    """Two collections, each with both kinds of features and both embedding_dims, and two dense layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = EmbeddingBagCollection(tables=tables("user", "tag"))
+        self.second = EmbeddingBagCollection(tables=tables("item", "genre"))
+        self.over = nn.Sequential(nn.Linear(sum(DIMS.values()) + NUM_DENSE, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """A logit per sample."""
+        pooled = [collection(sparse_features).values() for collection in (self.first, self.second)]
+        return self.over(torch.cat([*pooled, dense_features], dim=1))
+
+
+def tables(*names: str) -> list[EmbeddingBagConfig]:
+    """Configs of some of the four tables, or of all."""
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=ROWS[name],
+            embedding_dim=DIMS[name],
+            feature_names=[f"{name}_id"],
+            pooling=PoolingType.MEAN if name in MEAN else PoolingType.SUM,
+        )
+        for name in names or ROWS
+    ]
+
+
+def blocks() -> RowBlocks:
+    """Every table has its own rows of alpha; `user` is in frequency order, the others are not."""
+    generator = torch.Generator().manual_seed(5)
+    counts = {name: torch.randint(0, 30, (rows,), generator=generator) for name, rows in ROWS.items()}
+    counts["user"] = torch.arange(ROWS["user"], 0, -1)
+    longest = {f"{name}_id": MULTI_HOT.get(name, 1) for name in ROWS}
+    return blocks_from_counts(FrequencyCounts(counts, longest, 100), tables(), num_blocks=NUM_BLOCKS, scope="table")
+
+
+def make_half(stream: str, step: int, half: int, size: int = HALF) -> list[dict]:
+    """Samples of one half of a batch.
+
+    In the validation stream the halves differ in the blocks they hit: neither has a user of the last block, the second
+    has users of the first block alone and no tag at all.
+    """
+    generator = torch.Generator().manual_seed(1000 * step + 10 * half + len(stream))
+    limits = dict(ROWS)
+    if stream == "validation":
+        limits["user"] = (27, 13)[half]
+    samples = []
+    for _ in range(size):
+        sample = {"dense": torch.rand(NUM_DENSE, generator=generator)}
+        for name in ROWS:
+            most = MULTI_HOT.get(name, 1)
+            least = 1 if name == "user" else 0
+            length = int(torch.randint(least, most + 1, (1,), generator=generator))
+            if stream == "validation" and half == 1 and name == "tag":
+                length = 0
+            sample[name] = torch.randint(0, limits[name], (length,), generator=generator)
+        sample["label"] = float(sample["user"][0] % 3 == 0 or sample["dense"][0] > 0.8)
+        samples.append(sample)
+    return samples
+
+
+def to_batch(samples: list[dict]) -> Batch:
+    """The samples as one TorchRec batch."""
+    features = KeyedJaggedTensor(
+        keys=[f"{name}_id" for name in ROWS],
+        values=torch.cat([sample[name] for name in ROWS for sample in samples]),
+        lengths=torch.tensor([len(sample[name]) for name in ROWS for sample in samples]),
+    )
+    labels = torch.tensor([sample["label"] for sample in samples])
+    return Batch(torch.stack([sample["dense"] for sample in samples]), features, labels)
+
+
+class Stream:
+    """Batches of a stream, fresh at every iteration."""
+
+    def __init__(
+        self, name: str, num_batches: int, halves: tuple[int, ...], sizes: tuple[int, int] = (HALF, HALF)
+    ) -> None:
+        self.batches = [
+            to_batch([sample for half in halves for sample in make_half(name, step, half, sizes[half])])
+            for step in range(num_batches)
+        ]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+def task() -> TrainTask:
+    """The prepared model, with the same weights in every process."""
+    torch.manual_seed(11)
+    return TrainTask(prepare_(Net(), blocks()), nn.BCEWithLogitsLoss())
+
+
+def shard_as(
+    whole: TrainTask, kind: str, group: dist.ProcessGroup
+) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
+    """Shards a task over the ranks of a group, and plain SGD for all of it: fused, or in the dense kernel."""
+    types = KINDS[kind]
+    plain = [module for module in whole.modules() if isinstance(module, EmbeddingBagCollection)]
+    bags = {name: bag for collection in plain for name, bag in collection.embedding_bags.items()}
+    weights = {name: bag.weight.detach().clone() for name, bag in bags.items()}
+    for name, bag in bags.items():
+        if types[name] != "data_parallel":
+            apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": LEARNING_RATE})
+    world_size = dist.get_world_size(group)
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu"),
+        constraints={name: ParameterConstraints(sharding_types=[types[name]], min_partition=4) for name in types},
+    )
+    sharders = [CpuSharder()]
+    model = DistributedModelParallel(
+        whole,
+        env=ShardingEnv.from_process_group(group),
+        device=torch.device("cpu"),
+        plan=planner.plan(whole, sharders),
+        sharders=sharders,
+    )
+    for shard in (shard for module in collections(model).values() for shard in local_shards(module)):
+        rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
+        shard.weight.copy_(weights[shard.table][rows, shard.first_column : shard.first_column + shard.weight.shape[1]])
+    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return model, KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE))

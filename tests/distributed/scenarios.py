@@ -1,0 +1,305 @@
+"""What one rank does, and what it reports: everything is run here and judged in test_two_ranks.py.
+
+A scenario takes (rank, folder, group) and returns tensors, strings and numbers. Each runs in a process group of its own
+with a short timeout, so that one that hangs fails, by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dnis_torchrec.alpha_optimizer import Pressure
+from dnis_torchrec.blocking import blocks_from_counts
+from dnis_torchrec.budget import Size
+from dnis_torchrec.checkpoint import load_checkpoint, state_tensors
+from dnis_torchrec.finite import NonFiniteError
+from dnis_torchrec.frequency import count_frequencies
+from dnis_torchrec.level_schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.search import table_configs
+from dnis_torchrec.swap import fold_, merge_, prepare_
+from dnis_torchrec.table_shards import collections, local_shards
+from dnis_torchrec.train_pipeline import BilevelTrainPipeline
+from dnis_torchrec.training import evaluate, shard, train_plainly
+from tests.distributed.model import KINDS, Stream, shard_as, task
+from tests.tiny import make_recipe
+
+CPU = torch.device("cpu")
+STEPS = 20
+STEPS_UNDER_PRESSURE = 40
+HANG = timedelta(seconds=15)
+STOPS = (
+    (Level.LOWER, "loss"),
+    (Level.LOWER, "gradient"),
+    (Level.LOWER, "dense gradient"),
+    (Level.UPPER, "loss"),
+    (Level.UPPER, "gradient"),
+)
+Scenario = Callable[[int, Path, dist.ProcessGroup], dict[str, Any]]
+
+
+def make_pipeline(
+    kind: str, group: dist.ProcessGroup, halves: tuple[int, ...], **settings: Any
+) -> tuple[BilevelTrainPipeline, BilevelStream, nn.Module]:
+    """A pipeline in SGD, its stream, and the sharded model."""
+    model, optimizer = shard_as(task(), kind, group)
+    model.train()
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU, alpha_learning_rate=0.05, **settings)
+    stream = BilevelStream(Stream("train", 7, halves), Stream("validation", 3, halves), LevelSchedule(warm_up_steps=2))
+    return pipeline, stream, model
+
+
+def tables_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """``"table/first row/first column"`` -> clone of the local shard."""
+    shards = [part for module in collections(model).values() for part in local_shards(module)]
+    return {f"{part.table}/{part.first_row}/{part.first_column}": part.weight.clone() for part in shards}
+
+
+def dense_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Dense weights."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if ".embedding_bags." not in name}
+
+
+def alpha_of(pipeline: BilevelTrainPipeline) -> dict[str, torch.Tensor]:
+    """Clones of alpha by D."""
+    return {str(dim): pipeline.alpha.of(dim).clone() for dim in pipeline.alpha.dims}
+
+
+def run_steps(pipeline: BilevelTrainPipeline, stream: BilevelStream, steps: int) -> dict[str, Any]:
+    """Steps, noting the level and loss of each and the hits that every upper step was given."""
+    losses, levels, hits = [], [], []
+    original = pipeline.alpha_optimizer.step
+
+    def step(gradients: dict[int, torch.Tensor], hit: dict[int, torch.Tensor]) -> None:
+        hits.append({str(dim): rows.clone() for dim, rows in hit.items()})
+        original(gradients, hit)
+
+    pipeline.alpha_optimizer.step = step
+    for _ in range(steps):
+        before = pipeline.upper_steps
+        losses.append(pipeline.progress(stream)[0].clone())
+        levels.append("upper" if pipeline.upper_steps > before else "lower")
+    return {"losses": torch.stack(losses), "levels": levels, "hits": hits}
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Local tables, dense weights and every optimizer state, dense and fused."""
+    found = {f"table/{name}": value for name, value in tables_of(model).items()}
+    found |= {f"dense/{name}": value for name, value in dense_of(model).items()}
+    for kind, states in (("dense", optimizer), ("fused", model.fused_optimizer)):
+        found |= {f"state/{kind}/{name}": value.clone() for name, value in _local(states.state_dict()["state"])}
+    return found
+
+
+def _local(tree: dict, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _local(value, f"{prefix}{name}/")
+        elif hasattr(value, "local_shards"):
+            yield from ((f"{prefix}{name}/{i}", part.tensor) for i, part in enumerate(value.local_shards()))
+        elif isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+
+
+@contextmanager
+def recorded_logs() -> Iterator[list[str]]:
+    """Everything that TorchRec logs inside."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("torchrec")
+    level, logger.propagate = logger.level, False
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = True
+
+
+def search_and_fold(kind: str, rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Twenty steps; a checkpoint there and back; fold_ on one rank after the other; merge_."""
+    with recorded_logs() as logs:
+        pipeline, stream, model = make_pipeline(kind, group, (rank,))
+        found = run_steps(pipeline, stream, STEPS) | {"alpha": alpha_of(pipeline), "dense": dense_of(model)}
+    found |= {"tables": tables_of(model), "logs": logs, "checkpoint": round_trip(pipeline, kind, folder, group)}
+    pipeline.detach()
+    model.eval()
+    probe = Stream("probe", 1, (rank,)).batches[0]
+    with torch.no_grad():
+        found["before"] = model(probe)[1][1]
+        for turn in range(2):  # fold_ is local: the other rank is not there
+            if turn == rank:
+                fold_(model)
+            else:
+                found[f"while_rank_{turn}_folds"] = tables_of(model)
+            dist.barrier(group)
+        found |= {"folded": tables_of(model), "folded_alpha": alpha_of(pipeline), "after": model(probe)[1][1]}
+        for dim in pipeline.alpha.dims:
+            pipeline.alpha.of(dim).fill_(0.5)
+        halved = model(probe)[1][1]
+        merged = merge_(model)
+        found |= {"is_same": merged is model, "halved": halved, "after_merge": merged(probe)[1][1]}
+    return found | {"merged_alpha": alpha_of(pipeline)}
+
+
+def round_trip(pipeline: BilevelTrainPipeline, kind: str, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Saves, and loads into a model with other weights."""
+    path = folder / f"{kind}_last"
+    pipeline.save(path)
+    other, _ = shard_as(task(), kind, group)
+    with torch.no_grad():
+        for value in state_tensors(other).values():
+            value.fill_(-7.0)
+    extra = load_checkpoint(path, other)
+    own = pipeline.alpha_optimizer.state_dict()
+    return {
+        "saved": {name: value.clone() for name, value in state_tensors(pipeline._model).items()},
+        "loaded": {name: value.clone() for name, value in state_tensors(other).items()},
+        "extra_is_equal": extra.keys() == own.keys() and all(torch.equal(extra[name], own[name]) for name in own),
+    }
+
+
+def search_under_pressure(rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Through the ramp and the release, where alpha's steps depend on its own past."""
+    pressure = Pressure(size=Size(compression_ratio=3), ramp_steps=8)
+    pipeline, stream, _ = make_pipeline("mixed", group, (rank,), pressure=pressure)
+    run_steps(pipeline, stream, STEPS_UNDER_PRESSURE)
+    return {"alpha": alpha_of(pipeline), "is_released": pipeline.alpha_optimizer.is_released}
+
+
+def upper_steps_move_alpha_alone(optimizer: str, rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What each of some steps changed on this rank: model and optimizers of `training.shard`, as a search has them."""
+    recipe = make_recipe(optimizer=optimizer)
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3)
+    model, dense_optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
+    model.train()
+    pipeline = BilevelTrainPipeline(model, dense_optimizer, CPU)
+    train, validation = recipe.data.train.batches[rank::2], recipe.data.validation.batches[rank:]
+    stream = BilevelStream(train, validation, LevelSchedule(warm_up_steps=2))
+    for _ in range(5):
+        pipeline.progress(stream)
+    steps = []
+    for _ in range(6):
+        level, before, alpha = pipeline.level, everything(model, dense_optimizer), alpha_of(pipeline)
+        pipeline.progress(stream)
+        after = everything(model, dense_optimizer)
+        changed = sorted(name for name, value in before.items() if not torch.equal(value, after[name]))
+        alpha_moved = not torch.equal(alpha["8"], alpha_of(pipeline)["8"])
+        steps.append({"level": level.value, "changed": changed, "alpha_moved": alpha_moved})
+    return {"steps": steps, "names": sorted(before), "dense": dense_of(model)}
+
+
+def poison_(model: nn.Module, what: str) -> None:
+    """From now on this rank's loss is NaN, or the gradient of its finite loss is, or that of one dense weight alone."""
+    if what == "dense gradient":
+        weight = next(p for name, p in model.named_parameters() if "over" in name)
+        weight.register_hook(lambda gradient: gradient * float("nan"))
+        return
+    module = next(module for module in model.modules() if isinstance(module, TrainTask))
+    original = module.loss.forward
+
+    def forward(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = original(predictions, labels)
+        if what == "loss":
+            return loss * float("nan")
+        loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    module.loss.forward = forward
+
+
+def stops(level: Level, what: str, rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Rank 1 alone meets a non-finite value; every rank tells how its step ended and what it changed."""
+    pipeline, stream, model = make_pipeline("mixed", group, (rank,))
+    for _ in range(5):
+        pipeline.progress(stream)
+    while pipeline.level is not level:
+        pipeline.progress(stream)
+    if rank == 1:
+        poison_(model, what)
+    before = tables_of(model) | dense_of(model) | alpha_of(pipeline)
+    try:
+        pipeline.progress(stream)
+        outcome = "went on"
+    except NonFiniteError as error:
+        outcome = f"NonFiniteError: {error}"
+    after = tables_of(model) | dense_of(model) | alpha_of(pipeline)
+    changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    return {"outcome": outcome, "changed": changed}
+
+
+def plain_training_stops(rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+    """`train_plainly` with a loss that is NaN on rank 1 alone."""
+    recipe = make_recipe()
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    if rank == 1:
+        poison_(model, "loss")
+    try:
+        train_plainly(model, optimizer, recipe, CPU, max_epochs=1, patience=1, folder=folder)
+        return {"outcome": "went on"}
+    except NonFiniteError as error:
+        return {"outcome": f"NonFiniteError: {error}"}
+
+
+def metrics(rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Metrics over ranks whose batches differ in size."""
+    return {name: evaluate_halves(group, (rank,), loss) for name, loss in losses().items()}
+
+
+def losses() -> dict[str, nn.Module]:
+    """The losses that a recipe may have."""
+    return {"binary": nn.BCEWithLogitsLoss(), "mse": nn.MSELoss()}
+
+
+def evaluate_halves(group: dist.ProcessGroup, halves: tuple[int, ...], loss: nn.Module) -> dict[str, float]:
+    """Metrics of the fresh model on some halves of three batches, the first half larger than the second."""
+    whole = task()
+    whole.loss = loss
+    model, _ = shard_as(whole, "row_wise", group)
+    return evaluate(model, Stream("evaluation", 3, halves, sizes=(13, 6)), loss, CPU)
+
+
+def scenarios() -> dict[str, Scenario]:
+    """All of them by name, in the order in which every rank runs them."""
+    found: dict[str, Scenario] = {}
+    for kind in KINDS:
+        found[f"search {kind}"] = lambda *args, kind=kind: search_and_fold(kind, *args)
+    found["pressure"] = search_under_pressure
+    for optimizer in ("adam", "rowwise_adagrad"):
+        found[f"upper {optimizer}"] = lambda *args, name=optimizer: upper_steps_move_alpha_alone(name, *args)
+    found["metrics"] = metrics
+    for level, what in STOPS:
+        found[f"stops {level.value} {what}"] = lambda *args, level=level, what=what: stops(level, what, *args)
+    found["stops plain training"] = plain_training_stops
+    return found
+
+
+def run_rank(rank: int, world_size: int, folder: str) -> None:
+    """Runs every scenario on one rank and writes what came out of it."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    results = {}
+    for name, scenario in scenarios().items():
+        group = dist.new_group(timeout=HANG)
+        try:
+            results[name] = scenario(rank, Path(folder), group)
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()

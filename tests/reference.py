@@ -1,0 +1,86 @@
+"""The naive dense oracle: loops over bags, in float64, obviously right. Fast code is tested against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+Bags = list[list[int]]
+
+
+@dataclass
+class ReferenceTable:
+    """A dense table with one alpha row per table row, as in the paper: e~_i = e_i * alpha[block(i)]."""
+
+    weight: Tensor
+    alpha: Tensor
+    alpha_row_of_row: Tensor
+    is_mean: bool
+
+
+def pooled_reference(table: ReferenceTable, bags: Bags, weights: Sequence[Sequence[float]] | None = None) -> Tensor:
+    """Pools every bag by hand: sum or mean over the WHOLE bag of weight * e_i * alpha[block(i)]."""
+    out = []
+    for position, bag in enumerate(bags):
+        total = torch.zeros(table.weight.shape[1], dtype=torch.float64)
+        for index, row in enumerate(bag):
+            factor = 1.0 if weights is None else weights[position][index]
+            total = total + factor * table.weight[row] * table.alpha[table.alpha_row_of_row[row]]
+        out.append(total / len(bag) if table.is_mean and bag else total)
+    return torch.stack(out)
+
+
+def normalised_reference(gradient: Tensor, hit: Sequence[bool]) -> Tensor:
+    """Row-wise normalisation, one row at a time."""
+    rows = []
+    for row, was_hit in zip(gradient, hit, strict=True):
+        rows.append(row / (row.abs().mean() + 1e-7) if was_hit else torch.zeros_like(row))
+    return torch.stack(rows)
+
+
+def elementwise_keep_reference(tables: Sequence[Tensor], num_keep: int) -> list[Tensor]:
+    """Keeps the num_keep largest magnitudes over all tables; among equals the earlier table, row, column stays."""
+    flat = [(-abs(float(v)), t, i) for t, table in enumerate(tables) for i, v in enumerate(table.flatten().tolist())]
+    kept = [torch.zeros(table.numel(), dtype=torch.bool) for table in tables]
+    for _, t, i in sorted(flat)[:num_keep]:
+        kept[t][i] = True
+    return [mask.view(table.shape) for mask, table in zip(kept, tables, strict=True)]
+
+
+def blocks_reference(
+    counts: Sequence[int],
+    strategy: str,
+    num_blocks: int,
+    boundaries: Sequence[int] = (),
+    keep_ties_together: bool = False,
+) -> list[int]:
+    """Block of every row: sorts the rows by descending count (ties in row order), walks down and cuts."""
+    order = sorted(range(len(counts)), key=lambda row: (-counts[row], row))
+    total, seen = sum(counts), [count for count in counts if count]
+    starts = {0, *boundaries}
+    mass = 0
+    for position, row in enumerate(order):
+        if strategy == "equal_rows" and any(position == k * len(order) // num_blocks for k in range(num_blocks)):
+            starts.add(position)
+        if strategy == "equal_mass":
+            before, mass = mass, mass + counts[row]
+            shares = [Fraction(k * total, num_blocks) for k in range(1, num_blocks)]
+            if any((before < share or position == 0) and mass >= share for share in shares):
+                starts.add(position + 1)
+        if strategy == "decades" and position:
+            digits = [len(str(counts[r] or min(seen, default=1))) for r in (order[position - 1], row)]
+            if digits[0] != digits[1]:
+                starts.add(position)
+    if keep_ties_together:
+        starts = {
+            min(p for p, row in enumerate(order) if counts[row] == counts[order[s]]) for s in starts if s < len(order)
+        }
+    blocks, block = [0] * len(counts), -1
+    for position, row in enumerate(order):
+        block += position in starts
+        blocks[row] = block
+    return blocks

@@ -1,0 +1,169 @@
+"""Small TorchRec models, batches for them, and ways to shard them on one rank: what tests of whole models share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.soft_selection import Alpha
+from dnis_torchrec.table_shards import collections, local_shards, soft_selection_modules
+
+BATCH_SIZE = 5
+NUM_DENSE = 3
+ROWS = {"user": 12, "movie": 9, "genre": 7}
+MULTI_HOT = "genre"
+SHARDING_TYPES = ("table_wise", "column_wise", "data_parallel")
+
+
+def tables(*names: str, dim: int = 8) -> list[EmbeddingBagConfig]:
+    """Configs of some of the three tables; the multi-hot one is pooled by MEAN."""
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=ROWS[name],
+            embedding_dim=dim,
+            feature_names=[f"{name}_id"],
+            pooling=PoolingType.MEAN if name == MULTI_HOT else PoolingType.SUM,
+        )
+        for name in names or ROWS
+    ]
+
+
+def counts() -> FrequencyCounts:
+    """Counts of all three tables: one in frequency order, two not, with rows never seen."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = {name: torch.randint(0, 9, (rows,), generator=generator) for name, rows in ROWS.items()}
+    drawn["user"] = drawn["user"].sort(descending=True).values
+    return FrequencyCounts(drawn, {f"{name}_id": 3 if name == MULTI_HOT else 1 for name in ROWS}, 40)
+
+
+def blocks(scope: str = "global", dims: dict[str, int] | None = None) -> RowBlocks:
+    """Blocks of all three tables."""
+    configs = [config for name in ROWS for config in tables(name, dim=(dims or {}).get(name, 8))]
+    return blocks_from_counts(counts(), configs, num_blocks=3, scope=scope)
+
+
+def features(seed: int = 1) -> KeyedJaggedTensor:
+    """A batch of bags, one of them empty, the multi-hot ones of up to three ids."""
+    generator = torch.Generator().manual_seed(seed)
+    values, lengths = [], []
+    for name, rows in ROWS.items():
+        length = torch.ones(BATCH_SIZE, dtype=torch.int64)
+        length = torch.randint(0, 4, (BATCH_SIZE,), generator=generator) if name == MULTI_HOT else length
+        lengths.append(length)
+        values.append(torch.randint(0, rows, (int(length.sum()),), generator=generator))
+    return KeyedJaggedTensor(keys=[f"{name}_id" for name in ROWS], values=torch.cat(values), lengths=torch.cat(lengths))
+
+
+class TwoCollections(nn.Module):
+    """Two collections, one of them deep inside a `module` of its own, whose tables have the same D or another."""
+
+    def __init__(self, *, dim_of_first: int = 8) -> None:
+        super().__init__()
+        self.first = EmbeddingBagCollection(tables=tables("user", "genre", dim=dim_of_first))
+        self.module = nn.ModuleDict({"second": EmbeddingBagCollection(tables=tables("movie"))})
+        self.over = nn.Linear(2 * dim_of_first + 8, 1)
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """A logit per sample; the dense features are not used."""
+        pooled = [collection(sparse_features).values() for collection in (self.first, self.module["second"])]
+        return self.over(torch.cat(pooled, dim=1))
+
+
+def collection() -> EmbeddingBagCollection:
+    """One collection of all three tables."""
+    return EmbeddingBagCollection(tables=tables())
+
+
+def dlrm() -> nn.Module:
+    """torchrec's DLRM."""
+    return DLRM(collection(), NUM_DENSE, dense_arch_layer_sizes=[4, 8], over_arch_layer_sizes=[4, 1])
+
+
+def dlrm_dcn() -> nn.Module:
+    """torchrec's DLRM_DCN."""
+    return DLRM_DCN(collection(), NUM_DENSE, [4, 8], [4, 1], dcn_num_layers=1, dcn_low_rank_dim=2)
+
+
+def deepfm() -> nn.Module:
+    """torchrec's SimpleDeepFMNN."""
+    return SimpleDeepFMNN(NUM_DENSE, collection(), hidden_layer_size=4, deep_fm_dimension=3)
+
+
+MODELS = {
+    "dlrm": dlrm,
+    "dlrm_dcn": dlrm_dcn,
+    "deepfm": deepfm,
+    "two_collections": TwoCollections,
+    "two_dims": lambda: TwoCollections(dim_of_first=4),
+    "bare": collection,
+}
+"""name -> builder; ``"bare"`` is a collection and no model around it."""
+
+
+def blocks_for(model: nn.Module, scope: str = "global") -> RowBlocks:
+    """Blocks that fit the D of each table of a model."""
+    configs = [config for module in collections(model).values() for config in module.embedding_bag_configs()]
+    return blocks(scope, {config.name: config.embedding_dim for config in configs})
+
+
+@torch.no_grad()
+def predict(model: nn.Module, seed: int = 1) -> torch.Tensor:
+    """What a model makes of a batch; of a bare collection the pooled embeddings, in the order of `ROWS`."""
+    dense = torch.randn(BATCH_SIZE, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
+    if list(collections(model)) == [""]:
+        pooled: KeyedTensor = model(features(seed))
+        return torch.cat([pooled[f"{name}_id"] for name in ROWS], dim=1)
+    return model(dense_features=dense, sparse_features=features(seed))
+
+
+def alpha_of(model: nn.Module) -> Alpha:
+    """The one alpha that all wrappers of a prepared model share."""
+    shared = {id(wrapper.alpha): wrapper.alpha for wrapper in soft_selection_modules(model).values()}
+    assert len(shared) == 1
+    return next(iter(shared.values()))
+
+
+def randomise_alpha_(model: nn.Module) -> None:
+    """Draws alpha, some of it exactly 0."""
+    alpha = alpha_of(model)
+    for dim in alpha.dims:
+        alpha.of(dim).uniform_(-0.3, 1).clamp_(min=0)
+
+
+def shard_as(model: nn.Module, sharding_type: str) -> DistributedModelParallel:
+    """Shards a model on one rank; data_parallel tables use the dense kernel, the others fused SGD of rate 1.
+
+    Column-wise tables of D=8 are cut into two shards. TorchRec draws the weights of tables on a CPU anew, so they are
+    copied in.
+    """
+    weights = {s.table: s.weight for module in collections(model).values() for s in local_shards(module)}
+    constraint = ParameterConstraints(sharding_types=[sharding_type], min_partition=4)
+    if sharding_type != "data_parallel":
+        for module in model.modules():
+            if isinstance(module, EmbeddingBagCollection):
+                apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=1, compute_device="cpu"), constraints=dict.fromkeys(weights, constraint)
+    )
+    sharders = [EmbeddingBagCollectionSharder()]
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=planner.plan(model, sharders), sharders=sharders
+    )
+    for module in collections(sharded).values():
+        for shard in local_shards(module):
+            columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+            shard.weight.copy_(weights[shard.table][:, columns])
+    return sharded

@@ -1,0 +1,162 @@
+"""AlphaOptimizer: steps against a hand-written row-by-row oracle; the ramp lands; what is dead stays dead."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from dnis_torchrec.alpha_optimizer import MAX_LEARNING_RATE, AlphaOptimizer, Pressure
+from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.budget import Size
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.soft_selection import Alpha
+from tests.reference import normalised_reference
+
+DIM = 8
+HIT = torch.tensor([True, True, True])
+
+
+def make_blocks(rows: int = 60, num_blocks: int = 3, never_seen: int = 0) -> RowBlocks:
+    table = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=DIM, feature_names=["f"])
+    counts = torch.arange(rows, 0, -1)
+    counts[rows - never_seen :] = 0
+    return blocks_from_counts(FrequencyCounts({"t": counts}, {"f": 1}, 100), [table], num_blocks=num_blocks)
+
+
+def make_optimizer(blocks: RowBlocks | None = None, **settings) -> tuple[Alpha, AlphaOptimizer]:
+    blocks = blocks or make_blocks()
+    alpha = Alpha(blocks.alpha_shapes)
+    return alpha, AlphaOptimizer(alpha, blocks, **settings)
+
+
+@given(
+    gradients=st.lists(
+        st.lists(st.floats(-5, 5, width=32), min_size=3 * DIM, max_size=3 * DIM), min_size=1, max_size=6
+    ),
+    hits=st.lists(st.booleans(), min_size=3, max_size=3),
+    averaging=st.sampled_from([0.0, 0.9]),
+)
+def test_steps_match_the_oracle(gradients: list[list[float]], hits: list[bool], averaging: float) -> None:
+    alpha, optimizer = make_optimizer(learning_rate=0.2, averaging=averaging)
+    expected, average = torch.ones(3, DIM), torch.zeros(3, DIM)
+    for values in gradients:
+        gradient = torch.tensor(values).view(3, DIM)
+        optimizer.step({DIM: gradient}, {DIM: torch.tensor(hits)})
+        fresh = normalised_reference(gradient, hits)
+        for row in range(3):
+            if not hits[row]:
+                continue
+            for column in range(DIM):
+                average[row, column] = averaging * average[row, column] + (1 - averaging) * fresh[row, column]
+                moved = float(expected[row, column] - 0.2 * average[row, column])
+                expected[row, column] = min(1.0, max(0.0, moved))
+                pushes = float(average[row, column])
+                at_bound = float(expected[row, column])
+                if (at_bound >= 1 and pushes < 0) or (at_bound <= 0 and pushes > 0):
+                    average[row, column] = 0.0
+        torch.testing.assert_close(alpha.of(DIM), expected, atol=1e-5, rtol=0)
+
+
+def test_rows_without_a_hit_do_not_move_whatever_the_pressure() -> None:
+    alpha, optimizer = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=100))
+    for _ in range(50):
+        optimizer.step({DIM: torch.randn(3, DIM)}, {DIM: torch.tensor([True, False, True])})
+    assert torch.equal(alpha.of(DIM)[1], torch.ones(DIM))
+    assert float(alpha.of(DIM)[0].mean()) < 1
+
+
+def run_ramp(ratio: float, steps: int = 300, extra: int = 60, never_seen: int = 0, learning_rate: float | None = None):
+    torch.manual_seed(0)
+    blocks = make_blocks(never_seen=never_seen)
+    pressure = Pressure(size=Size(compression_ratio=ratio), ramp_steps=steps)
+    alpha, optimizer = make_optimizer(blocks, pressure=pressure, learning_rate=learning_rate)
+    liked = -torch.rand(3, DIM)  # validation wants every column, some more than others
+    means, alive, pressures = [], [], []
+    for _ in range(steps + extra):
+        optimizer.step({DIM: liked + 0.3 * torch.randn(3, DIM)}, {DIM: HIT})
+        means.append(optimizer.mean())
+        pressures.append(optimizer.pressure_now)
+        alive.append(alpha.of(DIM) > 0)
+    return optimizer, alpha, liked, means, alive, pressures
+
+
+@pytest.mark.parametrize("ratio", [1.5, 2, 4, 10, 20])
+def test_the_ramp_lands_on_the_size_and_stays(ratio: float) -> None:
+    optimizer, alpha, _, means, alive, pressures = run_ramp(ratio)
+    one_column = 20
+    kept = float((alpha.of(DIM) > 0).sum(1) @ torch.full((3,), 20))
+    assert 480 / ratio <= kept < 480 / ratio + one_column
+    assert optimizer.is_released
+    assert torch.equal(alive[300], alive[-1])
+    assert optimizer.pressure_now < 0.31 * pressures[299]
+    assert all(0 <= float(a) <= 1 for a in (alpha.of(DIM).min(), alpha.of(DIM).max()))
+    survivors = alpha.of(DIM)[alpha.of(DIM) > 0]
+    assert float(survivors.min()) >= 0.05
+    assert means[10] > means[100] > means[250]
+
+
+def test_the_columns_that_validation_likes_survive() -> None:
+    _, alpha, liked, _, _, _ = run_ramp(2)
+    alive = alpha.of(DIM) > 0
+    assert float(liked[alive].mean()) < float(liked[~alive].mean()) - 0.2
+
+
+def test_what_is_dead_stays_dead() -> None:
+    _, _, _, _, alive, _ = run_ramp(4)
+    settled = alive[299]
+    for before, after in pairwise(alive[299:]):
+        assert not bool((after & ~before).any())
+    assert torch.equal(settled, alive[-1])
+
+
+def test_never_seen_rows_cost_nothing() -> None:
+    _, alpha, _, _, _, _ = run_ramp(4, never_seen=20)
+    kept = (alpha.of(DIM) > 0).sum(1).tolist()
+    assert 20 * kept[0] + 20 * kept[1] <= 480 / 4 + 20  # the last block has no seen row, so its columns are free
+
+
+def test_learning_rate_follows_the_ramp_and_is_bounded() -> None:
+    slow = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=50_000))[1].learning_rate
+    fast = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=50))[1].learning_rate
+    assert slow < fast == MAX_LEARNING_RATE
+    assert make_optimizer()[1].learning_rate == 0.01
+
+
+def test_a_restored_state_goes_on_the_same_way() -> None:
+    torch.manual_seed(1)
+    pressure = Pressure(size=Size(compression_ratio=4), ramp_steps=40)
+    alpha, optimizer = make_optimizer(pressure=pressure)
+    gradients = [torch.randn(3, DIM) for _ in range(80)]
+    for gradient in gradients[:30]:
+        optimizer.step({DIM: gradient}, {DIM: HIT})
+    other, restored = make_optimizer(pressure=pressure)
+    other.of(DIM).copy_(alpha.of(DIM))
+    restored.load_state_dict({name: value.clone() for name, value in optimizer.state_dict().items()})
+    for gradient in gradients[30:]:
+        optimizer.step({DIM: gradient}, {DIM: HIT})
+        restored.step({DIM: gradient}, {DIM: HIT})
+    assert torch.equal(alpha.of(DIM), other.of(DIM))
+    assert optimizer.pressure_now == restored.pressure_now
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"averaging": 1.0}, r"averaging: expected a number in \[0, 1\), got 1.0"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a number above 0, got 0.0"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(**settings)
+
+
+@pytest.mark.parametrize("fields", [{"ramp_steps": 0}, {"ramp_steps": 5, "snap_below": 1.0}])
+def test_bad_pressure_is_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Pressure(size=Size(compression_ratio=2), **fields)

@@ -1,0 +1,219 @@
+"""The layout stays as it was meant: who imports whom, sizes, docstrings, nothing unpickled, nothing left half done.
+
+Each rule is a function from source text to offences, tried on a source that breaks it and then on the whole project.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "dnis_torchrec"
+LAYERS = (
+    {"_dependencies", "checks"},
+    {"frequency", "level_schedule", "recipe", "row_routing", "soft_selection"},
+    {"bag_splitting", "blocking", "scheme"},
+    {"budget", "embedding_modules", "serving"},
+    {"alpha_optimizer", "table_shards"},
+    {"checkpoint", "export", "finite", "pruning", "swap"},
+    {"train_pipeline", "training"},
+    {"report", "search"},
+    {"baselines", "run_folder"},
+    {"jobs"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
+"""Modules and folders of the package from the ground up: each imports only from the sets before its own."""
+LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
+
+SERVING_NEEDS = {"_dependencies", "bag_splitting", "checks", "row_routing", "scheme", "serving"}
+"""All of the package that a serving module may load: nothing that trains."""
+
+OUTSIDE = {"benchmarks", "examples", "tests", "torchx_components"}
+UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+
+Rule = Callable[[str, str], list[str]]
+
+
+def unit_of(path: str) -> str:
+    """The module or folder of the package that a file is or lies in: ``"report"`` of dnis_torchrec/report/page.py."""
+    return path.split("/")[1].removesuffix(".py")
+
+
+def imported(source: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, wherever it stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def imports_against_the_flow(path: str, source: str) -> list[str]:
+    """Imports from the own layer or above, from outside the package, relative, or from the package's front."""
+    unit, offences = unit_of(path), []
+    if unit not in LAYER_OF:
+        return [f"{path}: not in the table of layers"]
+    for line, name in imported(source):
+        top, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if top in OUTSIDE or top == "":
+            offences.append(f"{path}:{line} imports {name}")
+        elif top == PACKAGE and target not in LAYER_OF:
+            offences.append(f"{path}:{line} imports {name}, no module of the table of layers")
+        elif top == PACKAGE and target != unit and LAYER_OF[target] >= LAYER_OF[unit]:
+            offences.append(f"{path}:{line} in layer {LAYER_OF[unit]} imports {name} of layer {LAYER_OF[target]}")
+        elif top == PACKAGE and unit == "serving" and target not in SERVING_NEEDS:
+            offences.append(f"{path}:{line} imports {name}, which serving has no use for")
+    return offences
+
+
+def imports_of_training_in_serving(path: str, source: str) -> list[str]:
+    """Imports by serving of what trains: optimizers, train pipelines, sharded modules."""
+    if unit_of(path) != "serving":
+        return []
+    trains = ("torch.optim", "torchrec.optim", "torchrec.distributed")
+    return [f"{path}:{line} imports {name}" for line, name in imported(source) if name.startswith(trains)]
+
+
+def too_long(path: str, source: str) -> list[str]:
+    """Files and functions (docstring and decorators not counted) over their size."""
+    lines = len(source.splitlines())
+    offences = [f"{path}: {lines} lines"] if lines > MAX_FILE_LINES else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            doc = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
+            length = node.end_lineno - node.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)
+            if length > MAX_FUNCTION_LINES:
+                offences.append(f"{path}:{node.lineno} {node.name}: {length} lines")
+    return offences
+
+
+def undocumented(path: str, source: str) -> list[str]:
+    """Public modules, classes, functions and methods without a docstring."""
+    tree = ast.parse(source)
+    offences = [f"{path}: no module docstring"] if tree.body and not ast.get_docstring(tree) else []
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for scope in (tree, *(node for node in classes if not node.name.startswith("_"))):
+        for node in scope.body:
+            public = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+            if public and not ast.get_docstring(node):
+                offences.append(f"{path}:{node.lineno} {node.name}: no docstring")
+    return offences
+
+
+def unpickled(path: str, source: str) -> list[str]:
+    """Ways to run somebody's file as code: pickle and its like, and loaders that fall back on it."""
+    offences = [f"{path}:{line} imports {name}" for line, name in imported(source) if name.split(".")[0] in UNPICKLERS]
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if called == "torch.load" and given.get("weights_only") != "True":
+            offences.append(f"{path}:{node.lineno} torch.load without weights_only=True")
+        if given.get("allow_pickle", "False") != "False" or called.split(".")[-1] in {"read_pickle", "to_pickle"}:
+            offences.append(f"{path}:{node.lineno} {called} unpickles")
+        if called.startswith("yaml.") and "load" in called and not called.startswith("yaml.safe_load"):
+            offences.append(f"{path}:{node.lineno} {called} builds any object")
+    return offences
+
+
+def unfinished(path: str, source: str) -> list[str]:
+    """Notes to oneself."""
+    note = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
+    return [
+        f"{path}:{number} {line.strip()}" for number, line in enumerate(source.splitlines(), 1) if note.search(line)
+    ]
+
+
+def sources(*tops: str) -> dict[str, str]:
+    """Path (with forward slashes, from the root) -> text of the Python files below the given folders."""
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for top in tops
+        for path in sorted((ROOT / top).rglob("*.py"))
+    }
+
+
+WHERE: list[tuple[Rule, tuple[str, ...]]] = [
+    (imports_against_the_flow, (PACKAGE,)),
+    (imports_of_training_in_serving, (PACKAGE,)),
+    (too_long, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
+    (undocumented, (PACKAGE, "benchmarks", "examples", "torchx_components")),
+    (unpickled, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
+    (unfinished, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
+]
+
+
+@pytest.mark.parametrize(("rule", "tops"), WHERE, ids=[rule.__name__ for rule, _ in WHERE])
+def test_the_project_keeps_the_rule(rule: Rule, tops: tuple[str, ...]) -> None:
+    files = sources(*tops)
+    assert f"{PACKAGE}/checks.py" in files
+    assert [offence for path, source in files.items() for offence in rule(path, source)] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        (imports_against_the_flow, "dnis_torchrec/checks.py", "from dnis_torchrec.recipe import Recipe"),
+        (imports_against_the_flow, "dnis_torchrec/scheme.py", "import dnis_torchrec.blocking"),
+        (imports_against_the_flow, "dnis_torchrec/pruning.py", "def f():\n    from dnis_torchrec import swap"),
+        (imports_against_the_flow, "dnis_torchrec/report/page.py", "from dnis_torchrec.search import search"),
+        (imports_against_the_flow, "dnis_torchrec/swap.py", "from dnis_torchrec import prepare_"),
+        (imports_against_the_flow, "dnis_torchrec/swap.py", "from .pruning import prune"),
+        (imports_against_the_flow, "dnis_torchrec/cli.py", "from examples.movielens import mf"),
+        (imports_against_the_flow, "dnis_torchrec/helpers.py", ""),
+        (imports_against_the_flow, "dnis_torchrec/serving/load.py", "from dnis_torchrec.soft_selection import apply"),
+        (imports_of_training_in_serving, "dnis_torchrec/serving/load.py", "from torch import optim"),
+        (imports_of_training_in_serving, "dnis_torchrec/serving/load.py", "import torchrec.distributed.types"),
+        (too_long, "a.py", "x = 1\n" * 501),
+        (too_long, "a.py", "def f():\n" + "    x = 1\n" * 60),
+        (too_long, "a.py", 'class A:\n    async def f():\n        """Does."""\n' + "        x = 1\n" * 60),
+        (undocumented, "a.py", "x = 1"),
+        (undocumented, "a.py", '"""A."""\ndef f():\n    pass'),
+        (undocumented, "a.py", '"""A."""\nclass A:\n    """B."""\n    def f(self):\n        pass'),
+        (unpickled, "a.py", "import pickle"),
+        (unpickled, "a.py", "from joblib import load"),
+        (unpickled, "a.py", "torch.load(path)"),
+        (unpickled, "a.py", "torch.load(path, weights_only=False)"),
+        (unpickled, "a.py", "np.load(path, allow_pickle=True)"),
+        (unpickled, "a.py", "pd.read_pickle(path)"),
+        (unpickled, "a.py", "yaml.load(text, Loader=yaml.Loader)"),
+        (unfinished, "a.py", "x = 1  # TO" + "DO: two"),
+    ],
+)
+def test_a_breach_of_the_rule_is_seen(rule: Rule, path: str, source: str) -> None:
+    assert len(rule(path, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        (imports_against_the_flow, "dnis_torchrec/pruning.py", "from dnis_torchrec.scheme import MixedDimensionScheme"),
+        (imports_against_the_flow, "dnis_torchrec/report/page.py", "from dnis_torchrec.report.tables import table"),
+        (imports_against_the_flow, "dnis_torchrec/__main__.py", "from dnis_torchrec.cli import main"),
+        (imports_against_the_flow, "dnis_torchrec/serving/a.py", "import torch\nfrom dnis_torchrec import scheme"),
+        (imports_of_training_in_serving, "dnis_torchrec/search.py", "from torch import optim"),
+        (too_long, "a.py", 'def f():\n    """Does.\n' + "    x\n" * 60 + '    """\n' + "    x = 1\n" * 59),
+        (undocumented, "a.py", '"""A."""\ndef _f():\n    pass\nclass _A:\n    def f(self):\n        pass'),
+        (undocumented, "a.py", ""),
+        (unpickled, "a.py", "torch.load(path, weights_only=True)\nyaml.safe_load(text)\njson.load(file)"),
+    ],
+)
+def test_what_keeps_the_rule_is_let_through(rule: Rule, path: str, source: str) -> None:
+    assert rule(path, source) == []
+
+
+def test_setup_names_no_registry_and_no_machine() -> None:
+    files = [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".ci" / "run", *(ROOT / "requirements").iterdir()]
+    assert [
+        path.name for path in files if re.search(r"://|/home/|/root/|/opt/", path.read_text(encoding="utf-8"))
+    ] == []

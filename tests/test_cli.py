@@ -1,0 +1,190 @@
+"""The command line: what a user types, exit codes, what goes where, and that nothing is overwritten silently."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dnis_torchrec.cli import main
+
+ROOT = Path(__file__).parents[1]
+SHORT = ("--warm-up-epochs", "1", "--ramp-epochs", "3", "--release-epochs", "1")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def dnis(*arguments: object) -> Done:
+    """Runs the program in this process: starting Python and TorchRec anew costs seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["dnis", *map(str, arguments)])
+        patch.chdir(ROOT)
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One finished run, with all baselines."""
+    out = tmp_path_factory.mktemp("cli") / "run"
+    baselines = [part for name in ("dense", "uniform", "magnitude") for part in ("--baseline", name)]
+    done = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", out, *SHORT, *baselines)
+    assert done.returncode == 0, done.stderr
+    assert "dnis" in done.stdout
+    assert "epoch 0: train loss" in done.stderr
+    assert "epoch 0" not in done.stdout
+    assert "Warning" not in done.stderr
+    return out
+
+
+def test_search_writes_what_others_rely_on(run: Path) -> None:
+    rows = json.loads((run / "report.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["dnis", "dense", "magnitude", "uniform"]
+    first = rows[0]
+    assert 4 <= first["compression_ratio"] <= 4.13
+    assert first["parameters"] == round(416 / first["compression_ratio"])
+    assert set(first["bytes"]) == {"dense_fp32", "csr_fp32", "mixed_dimension_fp32"}
+    assert {"auc", "logloss"} <= set(first["metrics"])
+    assert first["seed"] == 0
+    assert first["seconds"] > 0
+    assert list((run / "tensorboard").glob("events*"))
+    assert rows[2]["parameters"] == 416 * first["parameters"] // 416
+
+
+def test_export_and_evaluate_agree_to_the_digit(run: Path, tmp_path: Path) -> None:
+    artifact = tmp_path / "artifact"
+    done = dnis("export", run, "--out", artifact, "--scipy", "csr")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"artifact: {artifact}"
+    results = {}
+    for name, path in (("run", run), ("artifact", artifact)):
+        done = dnis("evaluate", path, "--json", tmp_path / f"{name}.json")
+        assert done.returncode == 0, done.stderr
+        results[name] = json.loads((tmp_path / f"{name}.json").read_text())
+        assert json.loads(done.stdout) == results[name]
+    reported = json.loads((run / "report.json").read_text())["rows"][0]["metrics"]
+    assert results["run"]["metrics"] == pytest.approx(reported, abs=1e-6)
+    assert results["artifact"]["metrics"] == pytest.approx(reported, abs=1e-6)
+    assert results["artifact"]["kind"] == "artifact"
+
+
+def test_prune_goes_on_from_a_run(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "smaller"
+    done = dnis("prune", run, "--compression", 8, "--structure", "element", "--fine-tune-epochs", 2, "--out", out)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((out / "report.json").read_text())["rows"]
+    assert row["parameters"] == 416 // 8
+    assert dnis("evaluate", out).returncode == 0
+
+
+def test_report_is_one_self_contained_page(run: Path) -> None:
+    done = dnis("report", run)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith(f"report: {run / 'report.html'}")
+    page = (run / "report.html").read_text()
+    assert "<svg" in page
+    assert "src=" not in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["search", "tests.tiny:demo", "--compression", 0.5], "compression_ratio: expected a number above 1, got 0.5"),
+        (["search", "tests.tiny:demo"], "expected one of compression_ratio, parameters, embedding_bytes"),
+        (["search", "tests.tiny:dmeo", "--compression", 4], "did you mean 'demo'?"),
+        (["search", "nowhere:demo", "--compression", 4], "expected a module 'nowhere'"),
+        (["search", "demo", "--compression", 4], "expected 'module:function'"),
+        (["search", "tests.tiny:demo", "--compression", 4, "--baseline", "unifrom"], "did you mean 'uniform'?"),
+        (["search", "tests.tiny:demo", "--compression", 4, "--data", "no/such"], "expected a folder, got none"),
+        (["search", "tests.tiny:demo", "--compression", 4, "--sed", 1], "No such option"),
+        (["export", "no/such"], "expected a folder written by `dnis search`, got no run.json in it"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_path: Path) -> None:
+    done = dnis(*arguments, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_run_is_never_overwritten_silently(run: Path, tmp_path: Path) -> None:
+    before = (run / "run.json").read_bytes()
+    done = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", run)
+    assert done.returncode == 2
+    assert (
+        "expected a folder that does not exist, got an existing one; choose another --out, or --overwrite"
+        in done.stderr
+    )
+    assert (run / "run.json").read_bytes() == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    done = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", tmp_path / "mine", "--overwrite")
+    assert done.returncode == 1
+    assert (tmp_path / "mine" / "file").exists()
+
+
+def test_a_size_that_cannot_be_met_exits_with_1_and_says_what_can(tmp_path: Path) -> None:
+    done = dnis("search", "tests.tiny:demo", "--compression", 4000, "--out", tmp_path / "out")
+    assert done.returncode == 1
+    assert "compression_ratio: expected at most" in done.stderr
+
+
+def test_ctrl_c_saves_and_export_of_the_unfinished_run_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "dnis_torchrec", "search", "tests.tiny:demo", "--compression", "4", "--out", out]
+    with subprocess.Popen(
+        [*map(str, command), "--ramp-epochs", "500"], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not list((out / "checkpoints").glob("last*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, messages = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "stopped on request; weights, alpha and its state are saved in" in messages
+    assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
+    done = dnis("export", out, "--out", tmp_path / "artifact")
+    assert done.returncode == 2
+    assert "expected a search that has finished, got 'interrupted'; run `dnis search` to its end first" in done.stderr
+
+
+def test_python_m_is_the_same_program() -> None:
+    command = [sys.executable, "-m", "dnis_torchrec", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout == dnis("--help").stdout
+    assert done.stderr == ""
+
+
+def test_help_teaches() -> None:
+    done = dnis("--help")
+    assert done.returncode == 0
+    assert "A typical session" in done.stdout
+    for command in ("search", "prune", "export", "evaluate", "report"):
+        assert command in done.stdout
+        assert dnis(command, "--help").returncode == 0

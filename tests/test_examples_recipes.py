@@ -1,0 +1,244 @@
+"""Recipes: they build at any embedding_dim on the same splits, run, trace, learn, and start from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.tracing import Tracer
+from torchrec.models.dlrm import DLRMTrain
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.recipe import Recipe, TrainTask, load_recipe
+from examples import criteo, movielens, synthetic
+from examples.datasets.in_memory import InMemoryBatches
+from tests.test_examples_datasets import criteo_line, ml_1m, write
+
+__all__ = ["ml_1m"]
+
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "movielens:mf": movielens.mf,
+    "movielens:ctr_dlrm": movielens.ctr_dlrm,
+    "criteo:deepfm": criteo.deepfm,
+    "criteo:dlrm": criteo.dlrm,
+    "synthetic:demo": synthetic.demo,
+}
+DEFAULT_DIMS = {"synthetic:demo": 16}
+
+
+@pytest.fixture
+def data(ml_1m: Path) -> Path:
+    write(ml_1m / "train.txt.gz", [criteo_line(i) for i in range(200)])
+    return ml_1m
+
+
+@pytest.fixture(params=RECIPES)
+def build(request: pytest.FixtureRequest, data: Path) -> Callable[..., Recipe]:
+    name = request.param
+    folder = None if name == "synthetic:demo" else data
+    return lambda **arguments: RECIPES[name](folder, **arguments)
+
+
+def tables_of(model: nn.Module) -> EmbeddingBagCollection:
+    (tables,) = (module for module in model.modules() if isinstance(module, EmbeddingBagCollection))
+    return tables
+
+
+def splits_of(recipe: Recipe) -> list[InMemoryBatches]:
+    return [recipe.data.train, recipe.data.validation, recipe.data.selection, recipe.data.test]
+
+
+@pytest.mark.parametrize("embedding_dim", [None, 1, 3, 6])
+def test_builds_and_runs_at_any_embedding_dim(request, build, embedding_dim):
+    recipe = build(embedding_dim=embedding_dim)
+    default = DEFAULT_DIMS.get(request.node.callspec.params["build"], 64)
+    dims = {config.embedding_dim for config in tables_of(recipe.model).embedding_bag_configs()}
+    assert dims == {embedding_dim or default}
+    loss, (_, predictions, labels) = TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
+    assert predictions.shape == labels.shape
+    assert torch.isfinite(loss)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in recipe.model.parameters())
+
+
+def test_predictions_are_logits(build):
+    recipe = build()
+    if isinstance(recipe.loss, nn.BCEWithLogitsLoss):
+        with torch.no_grad():
+            for parameter in recipe.model.over_arch.parameters():
+                parameter.fill_(-5.0)
+            batch = next(iter(recipe.data.test))
+            assert float(recipe.model(batch.dense_features, batch.sparse_features).max()) < 0
+
+
+def test_splits_are_disjoint_and_the_same_at_any_embedding_dim(build):
+    splits, others = splits_of(build(seed=3)), splits_of(build(seed=3, embedding_dim=2))
+    rows = torch.cat([split.rows for split in splits])
+    assert rows.unique().numel() == rows.numel()
+    for split, other in zip(splits, others, strict=True):
+        batch, same = next(iter(split)), next(iter(other))
+        assert torch.equal(batch.sparse_features.values(), same.sparse_features.values())
+        assert torch.equal(batch.labels, same.labels)
+    assert not torch.equal(splits[3].rows, splits_of(build(seed=4))[3].rows)
+
+
+def test_weights_depend_on_the_seed_alone(build):
+    torch.manual_seed(1)
+    state = torch.random.get_rng_state()
+    first = build(seed=7).model.state_dict()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(2)
+    again, other = build(seed=7).model.state_dict(), build(seed=8).model.state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(first[key].shape != other[key].shape or not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_traces_with_torchrecs_tracer(build):
+    recipe = build(embedding_dim=4)
+    task = TrainTask(recipe.model, recipe.loss)
+    tables = tables_of(task)
+    (fqn,) = (name for name, module in task.named_modules() if module is tables)
+    leaves = [fqn, "model.biases", "loss"]
+    graph = Tracer(leaf_modules=leaves).trace(task)
+    (call,) = (node for node in graph.nodes if node.op == "call_module" and node.target == fqn)
+    # The tables read the batch's own sparse_features, or the pipeline could not start their input_dist early.
+    assert call.args[0].op == "call_function"
+    assert call.args[0].args[1] == "sparse_features"
+
+
+def test_torchrecs_pipeline_runs_it(build, gloo):
+    recipe = build(embedding_dim=4)
+    model = DistributedModelParallel(TrainTask(recipe.model, recipe.loss), device=torch.device("cpu"))
+    with torch.no_grad():
+        _, (_, want, _) = model(next(iter(recipe.data.test)))
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.0), torch.device("cpu"))
+    _, predictions, _ = pipeline.progress(iter(recipe.data.test))
+    assert torch.equal(predictions, want)
+    assert len(pipeline._pipelined_modules) == 1
+
+
+def test_mf_takes_another_collection_in_place_of_its_own(data):
+    class Doubled(EmbeddingBagCollectionInterface):
+        def __init__(self, tables: EmbeddingBagCollection) -> None:
+            super().__init__()
+            self.tables = tables
+
+        def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+            pooled = self.tables(features)
+            return KeyedTensor(pooled.keys(), pooled.length_per_key(), 2 * pooled.values())
+
+        def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+            return self.tables.embedding_bag_configs()
+
+        def is_weighted(self) -> bool:
+            return False
+
+    recipe = movielens.mf(data, embedding_dim=4)
+    batch, mean = next(iter(recipe.data.test)), recipe.model.global_mean
+    with torch.no_grad():
+        before = recipe.model(batch.dense_features, batch.sparse_features)
+        recipe.model.embedding_bag_collection = Doubled(recipe.model.embedding_bag_collection)
+        after = recipe.model(batch.dense_features, batch.sparse_features)
+    assert not torch.equal(before, mean.expand_as(before))
+    assert torch.allclose(after - mean, 4 * (before - mean), atol=1e-6)
+
+
+def test_mf_learns(data):
+    recipe = movielens.mf(data, embedding_dim=4)
+    optimizer = torch.optim.Adam(recipe.model.parameters(), lr=0.05)
+    task, losses = TrainTask(recipe.model, recipe.loss), []
+    for _ in range(60):
+        for batch in recipe.data.train:
+            loss, (detached, _, _) = task(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(detached))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_mf_starts_at_the_mean_of_the_training_labels(data):
+    recipe = movielens.mf(data, seed=2)
+    train = torch.cat([batch.labels for batch in recipe.data.train])
+    assert float(recipe.model.global_mean) == pytest.approx(float(train.mean()), abs=1e-5)
+    batch = next(iter(recipe.data.test))
+    predictions = recipe.model(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
+    assert torch.allclose(predictions, recipe.model.global_mean.expand_as(predictions), atol=1e-2)
+
+
+def test_found_by_name():
+    assert load_recipe("examples.movielens:mf") is movielens.mf
+
+
+@pytest.mark.parametrize("recipe", [movielens.mf, movielens.ctr_dlrm, criteo.deepfm, criteo.dlrm_from_checkpoint])
+def test_no_data_folder(recipe):
+    with pytest.raises(ValueError, match=f"recipe 'examples.*:{recipe.__name__}': expected a data folder, got none"):
+        recipe(None)
+
+
+def test_demo_takes_no_data(tmp_path):
+    with pytest.raises(ValueError, match="expected no data folder"):
+        synthetic.demo(tmp_path)
+
+
+class TestDlrmFromCheckpoint:
+    @pytest.fixture
+    def weights(self, data) -> dict[str, torch.Tensor]:
+        return criteo.dlrm(data, embedding_dim=8, seed=0).model.state_dict()
+
+    def test_starts_from_the_weights(self, data, weights):
+        save_file({key: value + 1 for key, value in weights.items()}, data / "checkpoint.safetensors")
+        loaded = criteo.dlrm_from_checkpoint(data).model.state_dict()
+        assert all(torch.equal(loaded[key], value + 1) for key, value in weights.items())
+
+    def test_torch_file_of_a_wrapper_named_in_the_environment(self, data, weights, monkeypatch, tmp_path_factory):
+        path = tmp_path_factory.mktemp("elsewhere") / "dlrm.pt"
+        wrapped = DLRMTrain(criteo.dlrm(data, embedding_dim=8, seed=0).model)
+        torch.save(wrapped.state_dict(), path)
+        monkeypatch.setenv("DNIS_CHECKPOINT", str(path))
+        loaded = criteo.dlrm_from_checkpoint(data).model.state_dict()
+        assert all(torch.equal(loaded[key], value) for key, value in weights.items())
+
+    def test_another_embedding_dim_starts_from_scratch(self, data, weights):
+        save_file(weights, data / "checkpoint.safetensors")
+        tables = tables_of(criteo.dlrm_from_checkpoint(data, embedding_dim=3).model)
+        assert {config.embedding_dim for config in tables.embedding_bag_configs()} == {3}
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda weights: weights.pop("over_arch.model.1.bias"), r"expected keys over_arch\.model\.1\.bias"),
+            (lambda weights: weights.update(extra=torch.zeros(1)), "expected only keys of torchrec's DLRM, got extra"),
+            (
+                lambda weights: weights.update(
+                    {"sparse_arch.embedding_bag_collection.embedding_bags.cat_4.weight": torch.zeros(2, 8)}
+                ),
+                r"embedding_bags\.cat_4\.weight: \(7, 8\) \(found \(2, 8\)\)",
+            ),
+            (lambda weights: weights.clear() or weights.update(w=torch.zeros(1)), r"expected a state dict of .*'w'"),
+        ],
+    )
+    def test_what_does_not_fit_is_named(self, data, weights, damage, message):
+        damage(weights)
+        save_file(weights, data / "checkpoint.safetensors")
+        with pytest.raises(ValueError, match=message):
+            criteo.dlrm_from_checkpoint(data)
+
+    def test_missing_and_foreign_files(self, data, monkeypatch):
+        with pytest.raises(ValueError, match=r"checkpoint\.safetensors: expected a file.*DNIS_CHECKPOINT"):
+            criteo.dlrm_from_checkpoint(data)
+        (data / "checkpoint.safetensors").write_bytes(b"not safetensors")
+        with pytest.raises(ValueError, match="expected a safetensors file"):
+            criteo.dlrm_from_checkpoint(data)
+        monkeypatch.setenv("DNIS_CHECKPOINT", str(data / "pickled.pt"))
+        torch.save(nn.Linear(1, 1), data / "pickled.pt")
+        with pytest.raises(ValueError, match="weights_only"):
+            criteo.dlrm_from_checkpoint(data)

@@ -1,0 +1,171 @@
+"""Counting row ids against collections.Counter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec import frequency
+from dnis_torchrec.frequency import (
+    FrequencyCounts,
+    count_frequencies,
+    count_frequencies_in_frame,
+    merge_counts,
+)
+
+READS = {"user": ["u"], "movie": ["seen", "shown"], "other": ["shown"]}
+FEATURES = ("u", "seen", "shown")
+TABLES = [
+    EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=READS[name])
+    for name, rows in (("user", 5), ("movie", 7), ("other", 9))
+]
+Sample = dict[str, list[int]]
+
+samples = st.fixed_dictionaries({feature: st.lists(st.integers(0, 4), max_size=3) for feature in FEATURES})
+batches = st.lists(st.lists(samples, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def kjt(batch: list[Sample], order=FEATURES, dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
+    """One batch as TorchRec takes it, with one more key that no table reads."""
+    bags = {feature: [sample[feature] for sample in batch] for feature in order} | {"unread": [[99] for _ in batch]}
+    return KeyedJaggedTensor(
+        keys=list(bags),
+        values=torch.tensor([row for of_key in bags.values() for bag in of_key for row in bag], dtype=dtype),
+        lengths=torch.tensor([len(bag) for of_key in bags.values() for bag in of_key]),
+    )
+
+
+def expected_counts(data: list[Sample]) -> FrequencyCounts:
+    counts = {}
+    for table in TABLES:
+        occurrences = Counter(row for sample in data for f in table.feature_names for row in sample[f])
+        counts[table.name] = torch.tensor([occurrences[row] for row in range(table.num_embeddings)])
+    longest = {feature: max((len(sample[feature]) for sample in data), default=0) for feature in FEATURES}
+    return FrequencyCounts(counts, longest, len(data))
+
+
+def assert_same(got: FrequencyCounts, expected: FrequencyCounts) -> None:
+    assert {name: counts.tolist() for name, counts in got.counts.items()} == {
+        name: counts.tolist() for name, counts in expected.counts.items()
+    }
+    assert all(counts.dtype == torch.int64 for counts in got.counts.values())
+    assert got.max_bag_lengths == expected.max_bag_lengths
+    assert got.num_samples == expected.num_samples
+
+
+@given(batches, st.permutations(FEATURES), st.sampled_from([torch.int32, torch.int64]))
+def test_counts_of_batches(data: list[list[Sample]], order: list[str], dtype: torch.dtype) -> None:
+    got = count_frequencies((kjt(batch, order, dtype) for batch in data), TABLES)
+    assert_same(got, expected_counts([sample for batch in data for sample in batch]))
+    for name, counts in got.counts.items():
+        assert got.never_seen(name).tolist() == [count == 0 for count in counts.tolist()]
+
+
+@given(batches)
+def test_counts_of_parts_add_up(data: list[list[Sample]]) -> None:
+    parts = [count_frequencies([kjt(batch)], TABLES) for batch in data]
+    assert_same(merge_counts(parts), expected_counts([sample for batch in data for sample in batch]))
+
+
+@given(st.lists(samples, min_size=1, max_size=6))
+def test_counts_of_a_frame_of_lists(data: list[Sample]) -> None:
+    assert_same(count_frequencies_in_frame(pd.DataFrame(data), TABLES), expected_counts(data))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.sampled_from(["int64", "int32", "uint8", "Int64"]))
+def test_counts_of_a_frame_of_single_ids(ids: list[int], dtype: str) -> None:
+    index = range(7, 7 + len(ids))  # as after a filter
+    frame = pd.DataFrame({feature: pd.Series(ids, index, dtype=dtype) for feature in FEATURES})
+    expected = expected_counts([{feature: [row] for feature in FEATURES} for row in ids])
+    assert_same(count_frequencies_in_frame(frame, TABLES), expected)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    counts = count_frequencies([kjt([{"u": [4, 4], "seen": [], "shown": [0]}])], TABLES)
+    counts.save(tmp_path / "counts.safetensors")
+    assert_same(FrequencyCounts.load(tmp_path / "counts.safetensors"), counts)
+    assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
+
+
+def test_a_save_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "counts.safetensors"
+    counts = expected_counts([{"u": [4], "seen": [], "shown": [0]}])
+    counts.save(path)
+
+    def break_off(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+        file.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(frequency, "save_file", break_off)
+    with pytest.raises(OSError, match="disk full"):
+        expected_counts([]).save(path)
+    assert_same(FrequencyCounts.load(path), counts)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    save_file({"a": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match=r"other\.safetensors: expected a file of frequency counts, got another file"):
+        FrequencyCounts.load(path)
+    path.write_bytes(b"\x00" * 3)
+    with pytest.raises(ValueError, match=r"other\.safetensors: expected a whole safetensors file"):
+        FrequencyCounts.load(path)
+    with pytest.raises(FileNotFoundError, match=r"absent\.safetensors"):
+        FrequencyCounts.load(tmp_path / "absent.safetensors")
+
+
+def test_unknown_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"table 'moive': expected a known table.*did you mean 'movie'"):
+        expected_counts([]).never_seen("moive")
+
+
+@pytest.mark.parametrize("bad", [-1, 5])
+def test_ids_out_of_range_are_refused(bad: int) -> None:
+    good = {"u": [4], "seen": [0], "shown": [0]}
+    message = rf"table 'user', feature 'u', batch 1: expected ids in 0\.\.4, got {bad}; hash the ids"
+    with pytest.raises(ValueError, match=message):
+        count_frequencies([kjt([good]), kjt([good, good | {"u": [2, bad]}])], TABLES)
+    with pytest.raises(ValueError, match=rf"table 'user', feature 'u', frame: expected ids in 0\.\.4, got {bad}"):
+        count_frequencies_in_frame(pd.DataFrame([good, good | {"u": [bad]}]), TABLES)
+
+
+def test_missing_features_are_refused() -> None:
+    batch = KeyedJaggedTensor(keys=["u", "sene"], values=torch.tensor([1, 1]), lengths=torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match=r"feature of table 'movie' in batch 0 'seen'.*did you mean 'sene'"):
+        count_frequencies([batch], TABLES)
+    with pytest.raises(ValueError, match=r"column for feature of table 'movie' 'seen'.*known names: 'u'"):
+        count_frequencies_in_frame(pd.DataFrame({"u": [1]}), TABLES)
+
+
+def test_empty_data_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"training stream: expected at least one sample, got none; check the data"):
+        count_frequencies([], TABLES)
+    with pytest.raises(ValueError, match=r"training frame: expected at least one row, got 0"):
+        count_frequencies_in_frame(pd.DataFrame({"u": []}), TABLES)
+
+
+@pytest.mark.parametrize("column", [[0.5], [1.0], ["1"], [None]])
+def test_columns_that_hold_no_ids_are_refused(column: list) -> None:
+    with pytest.raises(ValueError, match=r"^column 'u': expected integer ids or lists of them"):
+        count_frequencies_in_frame(pd.DataFrame({"u": column}), TABLES[:1])
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    one = expected_counts([])
+    with pytest.raises(ValueError, match="merge_counts: expected at least one part, got 0"):
+        merge_counts([])
+    fewer = FrequencyCounts({"user": one.counts["user"]}, {"u": 1}, 1)
+    shorter = FrequencyCounts(one.counts | {"user": torch.zeros(2, dtype=torch.int64)}, one.max_bag_lengths, 1)
+    renamed = FrequencyCounts(one.counts, {"u": 1, "seen": 1, "shwon": 1}, 1)
+    for part in (fewer, shorter, renamed):
+        with pytest.raises(ValueError, match="merge_counts: expected the same tables and features in every part"):
+            merge_counts([one, part])

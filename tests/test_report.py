@@ -1,0 +1,494 @@
+"""Tests of dnis_torchrec.report: rows on disk, figures, the page, tables."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from rich.console import Console
+
+from dnis_torchrec.report import BlockSummary, ReportContent, ReportRow, figures, tables
+from dnis_torchrec.report.content import read_rows, seed_groups, write_rows
+from dnis_torchrec.report.page import render_report, write_report
+
+HOSTILE = "<script>alert('x')</script>--><img src=\"https://example.org/x.png\" onerror=alert(1)>"
+SECTIONS = ["summary", "quality", "search", "blocks", "bytes", "configuration", "versions", "notes"]
+
+
+def make_row(method: str = "dnis", ratio: float = 4.0, seed: int = 0, **changes: object) -> ReportRow:
+    sizes = {"dense_fp32": 25_600, "csr_fp32": int(32_000 / ratio)}
+    metrics = {"auc": 0.8 - 0.01 * math.log(ratio) + 0.001 * seed, "logloss": 0.5}
+    fields = {"parameters": int(6400 / ratio), "bytes": sizes, "metrics": metrics, "seconds": 12.0}
+    return ReportRow(**({"method": method, "compression_ratio": ratio, "seed": seed} | fields | changes))
+
+
+def make_rows() -> tuple[ReportRow, ...]:
+    rows = []
+    for seed in (0, 1):
+        rows += [make_row("dense", 1.0, seed), make_row("uniform", 2.0, seed), make_row("uniform", 4.0, seed)]
+        rows += [make_row("magnitude", 4.0, seed, metrics={"auc": 0.7 + 0.001 * seed, "logloss": 0.6})]
+        rows += [make_row("dnis", 4.0 + 0.02 * seed, seed, metrics={"auc": 0.81 + 0.001 * seed, "logloss": 0.49})]
+    return tuple(rows)
+
+
+def make_blocks(*names: str) -> tuple[BlockSummary, ...]:
+    dims = [8, 4, 1, 0]
+    counts = [{"num_rows": 10 * (b + 1), "occurrences": 0 if b == 3 else 10 ** (5 - b)} for b in range(4)]
+    return tuple(
+        BlockSummary(table=table, block=block, retained_dims=dims[block], embedding_dim=8, **counts[block])
+        for table in names
+        for block in range(4)
+    )
+
+
+def make_alpha(num_blocks: int = 4, embedding_dim: int = 8) -> torch.Tensor:
+    kept = torch.arange(embedding_dim) < embedding_dim - 2 * torch.arange(num_blocks).unsqueeze(1)
+    return kept * torch.linspace(0.1, 1.0, embedding_dim)
+
+
+def make_content(**changes: object) -> ReportContent:
+    keys = ("step", "epoch", "train_loss", "selection_loss", "alpha_density", "alpha_mean", "pressure")
+    history = tuple(
+        dict(zip(keys, (10.0 * e, e, 1 / (e + 1), 1.1 / (e + 1), 1 - e / 10, 1 - e / 9, e / 20), strict=True))
+        for e in range(6)
+    )
+    fields = {
+        "title": "A title",
+        "recipe": "examples.synthetic:dlrm",
+        "configuration": {"seed": 0, "search": {"compression_ratio": 4.0}},
+        "rows": make_rows(),
+        "primary_metric": "auc",
+        "higher_is_better": True,
+        "alpha": {"8": make_alpha()},
+        "blocks": make_blocks("user", "movie"),
+        "history": history,
+        "notes": ("A note on the data.",),
+        "versions": {"torch": "2.13.0"},
+    }
+    return ReportContent(**(fields | changes))
+
+
+class PageReader(HTMLParser):
+    """Collects what a browser would see: tags, attributes, ids, and the text outside of markup."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.best: list[str] = []
+        self._in_best = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.text += " "
+        self.attributes += [(name, value or "") for name, value in attrs]
+        self._in_best = ("class", "best") in attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._in_best and data.strip():
+            self.best.append(data.strip())
+            self._in_best = False
+
+    def values(self, *names: str) -> list[str]:
+        return [value for name, value in self.attributes if name in names]
+
+
+# Rows
+
+
+def test_row_round_trip_through_json() -> None:
+    row = make_row()
+    described = json.loads(json.dumps(row.to_json()))
+    assert set(described) == {"method", "compression_ratio", "parameters", "bytes", "metrics", "seed", "seconds"}
+    assert ReportRow.from_json(described) == row
+
+
+def test_extra_keys_are_left_out() -> None:
+    described = make_row().to_json() | {"git": "abc"}
+    assert ReportRow.from_json(described) == make_row()
+    assert "git" not in ReportRow.from_json(described).to_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"method": ""}, ValueError, "ReportRow.method: expected a non-empty string"),
+        ({"method": 3}, TypeError, "ReportRow.method: expected a string, got 3"),
+        ({"compression_ratio": 0}, ValueError, r"compression_ratio: expected a finite number > 0, got 0"),
+        ({"compression_ratio": math.inf}, ValueError, r"compression_ratio: expected a finite number > 0, got inf"),
+        ({"compression_ratio": "4"}, TypeError, "compression_ratio: expected a number"),
+        ({"compression_ratio": True}, TypeError, "compression_ratio: expected a number"),
+        ({"parameters": -1}, ValueError, r"parameters: expected an integer >= 0, got -1"),
+        ({"parameters": 1.5}, TypeError, "parameters: expected an integer"),
+        ({"bytes": {"csr_fp32": -4}}, ValueError, r"bytes\['csr_fp32'\]: expected an integer >= 0"),
+        ({"bytes": {"": 4}}, ValueError, "bytes name: expected a non-empty string"),
+        ({"bytes": [4]}, TypeError, "bytes: expected a mapping"),
+        ({"metrics": {"auc": math.nan}}, ValueError, r"metrics\['auc'\]: expected a finite number, got nan; leave out"),
+        ({"metrics": {"auc": "0.8"}}, TypeError, r"metrics\['auc'\]: expected a number"),
+        ({"metrics": None}, TypeError, "metrics: expected a mapping"),
+        ({"seed": -1}, ValueError, "seed: expected an integer >= 0"),
+        ({"seed": 0.0}, TypeError, "seed: expected an integer"),
+        ({"seconds": -0.1}, ValueError, "seconds: expected a finite number >= 0"),
+        ({"seconds": math.nan}, ValueError, "seconds: expected a finite number >= 0"),
+    ],
+)
+def test_row_validation(changes: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_row(**changes)
+    described = make_row().to_json() | changes
+    with pytest.raises(ValueError, match="report row: .*" + message):
+        ReportRow.from_json(described)
+
+
+def test_missing_keys_are_named() -> None:
+    described = make_row().to_json()
+    del described["seed"], described["metrics"]
+    with pytest.raises(ValueError, match=r"line 3: expected the keys .*, got none of metrics, seed"):
+        ReportRow.from_json(described, place="line 3")
+
+
+def test_rows_on_disk(tmp_path) -> None:
+    path = write_rows(tmp_path / "report.json", make_rows(), recipe="a:b", notes=["n"])
+    assert read_rows(path) == make_rows()
+    assert json.loads(path.read_text())["recipe"] == "a:b"
+    assert write_rows(path, [make_row()]) == path
+    assert read_rows(path) == (make_row(),)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch) -> None:
+    path = write_rows(tmp_path / "report.json", [make_row()])
+    with pytest.raises(TypeError, match="expected JSON-able values"):
+        write_rows(path, [], extra=object())
+    with pytest.raises(ValueError, match="expected JSON-able values"):
+        write_rows(path, [], extra=math.nan)
+
+    def refuse(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_rows(path, [])
+    assert read_rows(path) == (make_row(),)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected valid JSON"),
+        ('{"rows": [NaN]}', "the constant NaN"),
+        ("[]", "expected an object with a list 'rows'"),
+        ('{"rows": {}}', "expected an object with a list 'rows', got dict"),
+        ('{"rows": [3]}', r"rows\[0\]: expected an object, got int"),
+    ],
+)
+def test_damaged_report_is_refused_by_name(tmp_path, text: str, message: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"report\.json.*" + message):
+        read_rows(path)
+
+
+def test_missing_files_and_folders(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"none\.json: expected a report\.json, got no such file"):
+        read_rows(tmp_path / "none.json")
+    with pytest.raises(ValueError, match="expected an existing folder"):
+        write_rows(tmp_path / "no" / "report.json", [])
+
+
+def test_seeds_are_grouped_and_compared_in_pairs() -> None:
+    groups = seed_groups(make_rows())
+    assert [group.method for group in groups] == ["dense", "uniform", "magnitude", "uniform", "dnis"]
+    assert all(group.seeds == (0, 1) for group in groups)
+    lone = seed_groups([make_row("uniform", 4.0, 1, metrics={"auc": 0.5})])[0]
+    assert groups[4].difference(lone, "auc") == (pytest.approx(0.311), 1)
+    assert groups[4].difference(lone, "logloss") is None
+    assert groups[4].deviation("auc") == pytest.approx(0.001 / math.sqrt(2))
+    same_seed = seed_groups([make_row("dnis", 4.0), make_row("dnis", 4.01)])
+    assert [len(group.rows) for group in same_seed] == [1, 1]
+
+
+# Content
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"table": " "}, "BlockSummary.table: expected a non-empty string"),
+        ({"retained_dims": 9}, "table 'user' block 0: expected retained_dims <= embedding_dim = 8, got 9"),
+        ({"num_rows": -1}, "num_rows: expected an integer >= 0"),
+        ({"occurrences": -1}, "occurrences: expected an integer >= 0"),
+        ({"embedding_dim": 0, "retained_dims": 0}, "embedding_dim: expected an integer > 0"),
+    ],
+)
+def test_block_validation(changes: dict, message: str) -> None:
+    fields = {"table": "user", "block": 0, "num_rows": 1, "occurrences": 1, "retained_dims": 1, "embedding_dim": 8}
+    with pytest.raises(ValueError, match=message):
+        BlockSummary(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"title": ""}, ValueError, "ReportContent.title"),
+        ({"rows": ()}, ValueError, "ReportContent.rows: expected at least one row"),
+        ({"configuration": {"f": print}}, TypeError, "ReportContent.configuration: expected JSON-able"),
+        ({"alpha": {"8": torch.zeros(3)}}, ValueError, r"alpha '8': expected a non-empty \(S, D\), got \(3,\)"),
+        ({"alpha": {"8": torch.full((2, 2), 1.5)}}, ValueError, r"alpha '8': expected values in \[0, 1\]"),
+        ({"alpha": {"8": torch.full((2, 2), math.nan)}}, ValueError, r"alpha '8': expected values in \[0, 1\]"),
+    ],
+)
+def test_content_validation(changes: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_content(**changes)
+
+
+def test_subject_is_chosen_by_position_not_by_metric() -> None:
+    rows = (make_row("uniform", 2.0), make_row("dnis", 8.0), make_row("dnis", 2.0))
+    assert make_content(rows=rows).subject.compression_ratio == 8.0
+    assert make_content(rows=rows[:1]).subject.method == "uniform"
+
+
+# Figures
+
+
+def test_alpha_heatmap_sorts_columns_and_shares_one_scale() -> None:
+    shuffled = make_alpha()[:, torch.randperm(8, generator=torch.Generator().manual_seed(0))]
+    figure = figures.alpha_per_block({"8": shuffled, "user": make_alpha(2, 4)})
+    panels = [axis for axis in figure.axes if axis.images]
+    assert len(panels) == 2
+    assert len(figure.axes) == 3
+    assert [axis.get_title(loc="left") for axis in panels] == ["tables of D = 8", "user"]
+    assert all(axis.images[0].get_clim() == (0, 1) for axis in panels)
+    shown = panels[0].images[0].get_array()
+    assert (~shown.mask).sum(axis=0).tolist() == [4, 4, 3, 3, 2, 2, 1, 1]
+    assert [text.get_text().strip() for text in panels[0].texts] == ["non-zero", "8", "6", "4", "2"]
+
+
+@pytest.mark.parametrize("num_tables", [1, 26])
+def test_frequency_figure_has_one_collection_per_table(num_tables: int) -> None:
+    blocks = make_blocks(*(f"table_{index}" for index in range(num_tables)))
+    figure = figures.retained_dims_against_frequency(blocks)
+    (axis,) = figure.axes
+    assert len(axis.collections) == num_tables
+    looks = {(to_hex(dots.get_facecolor()[0]), str(dots.get_paths()[0].vertices)) for dots in axis.collections}
+    assert len(looks) == num_tables
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"table_{i}" for i in range(num_tables)]
+    points = axis.collections[0].get_offsets()
+    assert points[:, 1].tolist() == [0, 1, 4, 8]
+    assert points[1:, 0].tolist() == pytest.approx([1000 / 30, 10_000 / 20, 100_000 / 10])
+    assert axis.xaxis.get_major_formatter()(points[0, 0]) == "never"
+
+
+def test_frequency_figure_where_no_row_was_ever_seen() -> None:
+    block = BlockSummary(table="t", block=0, num_rows=0, occurrences=0, retained_dims=0, embedding_dim=8)
+    (axis,) = figures.retained_dims_against_frequency([block]).axes
+    assert len(axis.collections) == 1
+
+
+def test_quality_figure_draws_one_line_per_method_through_the_means() -> None:
+    rows = (*make_rows(), make_row("zero", 6400.0, parameters=0, metrics={"auc": 0.6}))
+    figure = figures.quality_against_size(rows, "auc", higher_is_better=True)
+    (axis,) = figure.axes
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["dnis", "uniform", "magnitude", "dense", "zero (no embeddings at all)"]
+    lines = dict(zip(labels, figure.legends[0].legend_handles, strict=True))
+    assert len(axis.lines) == len(labels) + 1, "one line each, and the level of the uncompressed model"
+    assert axis.lines[0].get_xydata().tolist() == [pytest.approx([4.01, 0.8105])]
+    assert axis.lines[1].get_xdata().tolist() == [2.0, 4.0]
+    assert len(axis.collections) == 4, "the seeds of each method"
+    assert axis.get_xlim()[1] < 5
+    assert axis.get_ylabel() == "auc (higher is better)"
+    assert len({to_hex(lines[label].get_color()) for label in labels}) == 5
+
+
+def test_quality_figure_with_one_method_only_and_metrics_absent() -> None:
+    rows = [make_row("dnis", 4.0), make_row("dnis", 8.0, metrics={})]
+    (axis,) = figures.quality_against_size(rows, "auc", higher_is_better=True).axes
+    assert len(axis.lines) == 1
+    assert axis.lines[0].get_xdata().tolist() == [4.0]
+    with pytest.raises(ValueError, match="metric 'mse': expected at least one row"):
+        figures.quality_against_size(rows, "mse", higher_is_better=False)
+
+
+def test_bytes_figure_labels_bars_in_megabytes() -> None:
+    (axis,) = figures.bytes_per_form(
+        {"csr_fp32": 640_000, "dense_fp32": 2_560_000, "padded": 5_120_000, "none": 0}
+    ).axes
+    assert len(axis.patches) == 3
+    assert axis.get_xscale() == "log"
+    labels = [text.get_text().replace(tables.TIMES, "x") for text in axis.texts]
+    assert labels == ["5.12 MB (2x larger)", "2.56 MB", "0.64 MB (4x smaller)"]
+    with pytest.raises(ValueError, match="expected at least one form above 0 bytes"):
+        figures.bytes_per_form({"none": 0})
+
+
+def test_history_figure_has_twin_panels_and_draws_what_is_there() -> None:
+    losses, density = figures.search_history(make_content().history).axes
+    assert [len(losses.lines), len(density.lines), len(density.collections)] == [2, 2, 1]
+    losses, density = figures.search_history([{"train_loss": 1.0}, {"train_loss": math.nan}, {"train_loss": 0.5}]).axes
+    assert [len(losses.lines), len(density.lines), len(density.collections)] == [1, 0, 0]
+    assert losses.lines[0].get_xdata().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "draw", [figures.alpha_per_block, figures.retained_dims_against_frequency, figures.search_history]
+)
+def test_figures_of_nothing_are_refused(draw) -> None:
+    with pytest.raises(ValueError, match="leave the figure out"):
+        draw({})
+
+
+def test_figures_are_saved_and_deterministic(tmp_path) -> None:
+    for number in (1, 2):
+        figures.save_png(figures.alpha_per_block({"8": make_alpha()}), tmp_path / f"{number}.png")
+        figures.save_svg(figures.alpha_per_block({"8": make_alpha()}), tmp_path / f"{number}.svg")
+    assert (tmp_path / "1.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "1.png").read_bytes() == (tmp_path / "2.png").read_bytes()
+    assert "<svg" in (tmp_path / "1.svg").read_text()
+    assert (tmp_path / "1.svg").read_bytes() == (tmp_path / "2.svg").read_bytes()
+    with pytest.raises(ValueError, match="expected letters, digits and dashes"):
+        figures.inline_svg(figures.alpha_per_block({"8": make_alpha()}), 'a" onload="')
+
+
+# Page
+
+
+def test_page_holds_all_sections_in_order_and_loads_nothing() -> None:
+    page = render_report(make_content())
+    reader = PageReader(page)
+    assert [section for section in reader.values("id") if section in SECTIONS] == SECTIONS
+    assert reader.tags.count("svg") == reader.tags.count("figure") == 5
+    assert "script" not in reader.tags
+    assert "link" not in reader.tags
+    assert "http://" not in page
+    assert "https://" not in page
+    loads = reader.values("src", "href", "xlink:href", "srcset", "data", "action")
+    loads += re.findall(r"url\(([^)]*)\)", page)
+    assert loads
+    assert all(load.startswith(("#", "data:image/png")) for load in loads)
+    assert "default-src 'none'" in page
+
+
+def test_ids_are_unique_and_every_reference_is_met() -> None:
+    page = render_report(make_content())
+    reader = PageReader(page)
+    ids = reader.values("id")
+    assert len(ids) == len(set(ids))
+    references = [value[1:] for value in reader.values("href", "xlink:href") if value.startswith("#")]
+    references += re.findall(r"url\(#([^)]*)\)", page)
+    assert references
+    assert set(references) <= set(ids)
+
+
+def test_page_tells_key_numbers_and_marks_the_best() -> None:
+    reader = PageReader(render_report(make_content()))
+    text = " ".join(reader.text.split())
+    assert "hold 1.6k parameters instead of 6.4k" in text
+    assert "vs uncompressed 0.0100 better" in text
+    assert "vs uniform, same size 0.0239 better" in text
+    assert "mean of 2 paired seeds" in text
+    assert "A note on the data." in text
+    assert [value[:6] for value in reader.best] == ["0.8105", "0.4900"]
+    worse = PageReader(render_report(make_content(higher_is_better=False)))
+    assert "vs uncompressed 0.0100 worse" in " ".join(worse.text.split())
+
+
+def test_page_escapes_hostile_names() -> None:
+    content = make_content(
+        title=HOSTILE,
+        recipe=HOSTILE,
+        configuration={HOSTILE: HOSTILE},
+        rows=(make_row(HOSTILE, bytes={HOSTILE: 5}, metrics={HOSTILE: 1.0}), make_row("_x"), make_row("$a$")),
+        primary_metric=HOSTILE,
+        alpha={HOSTILE: make_alpha(), "_x": make_alpha(), "$\\frac": make_alpha()},
+        blocks=make_blocks(HOSTILE, "_x", "$\\frac$"),
+        notes=(HOSTILE,),
+        versions={HOSTILE: HOSTILE},
+    )
+    page = render_report(content)
+    reader = PageReader(page)
+    assert "script" not in reader.tags
+    assert "img" not in reader.tags
+    assert not [name for name, _ in reader.attributes if name.startswith("on")]
+    assert not [value for value in reader.values("src", "href", "xlink:href") if "example.org" in value]
+    assert reader.text.count(HOSTILE) >= 8
+
+
+def test_names_that_matplotlib_would_hide_or_typeset_are_drawn() -> None:
+    figure = figures.retained_dims_against_frequency(make_blocks("_hidden", "$x$"))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_hidden", "$x$"]
+    assert not any(text.get_parse_math() for text in figure.legends[0].get_texts())
+
+
+def test_page_is_deterministic_and_written_atomically(tmp_path) -> None:
+    path = write_report(tmp_path / "report.html", make_content())
+    first = path.read_bytes()
+    write_report(path, make_content())
+    assert path.read_bytes() == first
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+    assert first.decode() == render_report(make_content())
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_figures", "told"),
+    [
+        ({"history": ()}, 4, "No history of a search was recorded."),
+        ({"alpha": {}}, 4, "No alpha was recorded."),
+        ({"blocks": ()}, 4, "No blocks were recorded."),
+        ({"rows": (make_row("dnis", bytes={}),)}, 4, "No export form was measured."),
+        ({"primary_metric": "mse"}, 4, "No row has the metric mse"),
+        ({"rows": (make_row("dnis", metrics={}),)}, 4, "not measured"),
+        ({"versions": {}}, 5, "No versions were recorded."),
+        ({"rows": (make_row("dnis"),), "blocks": make_blocks("only")}, 5, "1.6k of 6.4k parameters"),
+        ({"rows": (make_row("zero", 6400.0, parameters=0),)}, 5, "hold no parameters at all"),
+        ({"notes": (), "configuration": {}}, 5, "Notes and limits"),
+    ],
+)
+def test_page_says_what_is_missing(changes: dict, num_figures: int, told: str) -> None:
+    reader = PageReader(render_report(make_content(**changes)))
+    assert reader.tags.count("svg") == num_figures
+    assert told in " ".join(reader.text.split())
+    assert [section for section in reader.values("id") if section in SECTIONS] == SECTIONS
+
+
+def test_rivals_of_another_size_or_seed_are_not_compared() -> None:
+    far = make_content(rows=(make_row("dnis", 8.0), make_row("uniform", 4.0)))
+    assert "same size" not in render_report(far).split('id="quality"')[0]
+    other_seed = make_content(rows=(make_row("dnis", 8.0), make_row("uniform", 8.0, seed=1)))
+    assert "same size" not in render_report(other_seed).split('id="quality"')[0]
+
+
+# Tables
+
+
+def test_frame_has_a_column_per_form_and_metric() -> None:
+    frame = tables.rows_frame([make_row(), make_row("dense", 1.0, metrics={"mse": 2.0}, bytes={})])
+    fields = ["method", "seed", "compression_ratio", "parameters", "seconds"]
+    forms = ["bytes.dense_fp32", "bytes.csr_fp32"]
+    assert list(frame.columns) == [*fields, *forms, "metrics.auc", "metrics.logloss", "metrics.mse"]
+    assert frame["metrics.mse"].isna().tolist() == [True, False]
+    assert frame["bytes.csr_fp32"].isna().tolist() == [False, True]
+    assert list(tables.rows_frame([]).columns)[:2] == ["method", "seed"]
+
+
+def test_terminal_table() -> None:
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(tables.rows_table((*make_rows(), make_row("[red]odd[/red]", 16.0, metrics={}))))
+    text = console.export_text(clear=False)
+    lines = [line.split() for line in text.splitlines()]
+    first = [line[0] for line in lines]
+    assert first == ["method", "dense", "uniform", "magnitude", "uniform", "dnis", "[red]odd[/red]"]
+    assert "0.8105" in text
+    bold = re.findall(r"<span[^>]*font-weight: bold[^>]*>\s*(0\.\d+)", console.export_html(inline_styles=True))
+    assert bold == ["0.8105", "0.4900"]

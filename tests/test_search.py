@@ -1,0 +1,125 @@
+"""The whole search on a tiny recipe: lands on the requested size, for every torchrec model, through export and load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load
+from dnis_torchrec.finite import NonFiniteError
+from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.search import SearchConfig, SearchEvents, SearchInterrupted, search
+from dnis_torchrec.table_shards import collections
+from dnis_torchrec.training import evaluate
+from tests.tiny import make_batch, make_model, make_recipe
+
+CPU = torch.device("cpu")
+LARGEST_BLOCK = 18
+SHORT = {"warm_up_epochs": 1, "ramp_epochs": 4, "release_epochs": 2}
+
+
+@pytest.mark.parametrize("kind", ["dlrm", "dlrm_dcn", "deepfm"])
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: str, optimizer: str) -> None:
+    recipe = make_recipe(kind, optimizer=optimizer)
+    outcome = search(recipe, SearchConfig(size=Size(compression_ratio=4), **SHORT), tmp_path, CPU)
+    assert 4 <= outcome.scheme.compression_ratio <= 4 * 1.03
+
+    pruned = TrainTask(outcome.model, recipe.loss)
+    expected = evaluate(pruned, recipe.data.test, recipe.loss, CPU)
+    artifact = export(outcome.model, outcome.scheme, tmp_path / "artifact")
+    fresh = make_recipe(kind, seed=1)
+    drop_in_(fresh.model, artifact)
+    served = evaluate(TrainTask(fresh.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
+    assert served == pytest.approx(expected, abs=1e-6)
+    (collection,) = collections(outcome.model).values()
+    features = make_batch(16, 7).sparse_features
+    loaded = load(artifact)
+    assert isinstance(loaded, MixedDimensionEmbeddingBagCollection)
+    torch.testing.assert_close(loaded(features).values(), collection(features).values(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [Size(compression_ratio=2), Size(compression_ratio=10), Size(parameters=90), Size(embedding_bytes=700)],
+    ids=lambda size: f"{size.compression_ratio}-{size.parameters}-{size.embedding_bytes}",
+)
+def test_lands_on_the_requested_size(gloo, tmp_path: Path, size: Size) -> None:
+    outcome = search(make_recipe(), SearchConfig(size=size, **SHORT), tmp_path, CPU)
+    scheme = outcome.scheme
+    if size.embedding_bytes:
+        got, asked, column = scheme.form_bytes()["mixed_dimension_fp32"], size.embedding_bytes, 4 * LARGEST_BLOCK + 4
+    else:
+        asked = size.parameters or scheme.dense_parameters / size.compression_ratio
+        got, column = scheme.parameters, LARGEST_BLOCK
+    # 3 %, or one column of a block where so tiny a recipe cannot be cut finer.
+    assert asked - max(0.03 * asked, column) <= got <= asked
+
+
+def test_the_history_tells_the_phases(gloo, tmp_path: Path) -> None:
+    seen = []
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    outcome = search(make_recipe(), config, tmp_path, CPU, SearchEvents(on_epoch=seen.append))
+    assert tuple(seen) == outcome.history
+    density = [record.alpha_density for record in seen]
+    assert density[0] == 1.0
+    assert density[6] == density[-1] < 0.5  # settled after the ramp, and kept
+    assert [record.pressure > 0 for record in seen[:2]] == [True, True]
+    assert outcome.best_epoch >= 5
+
+
+def test_same_seed_same_outcome(gloo, tmp_path: Path) -> None:
+    schemes = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+        schemes.append(search(make_recipe(), config, tmp_path / name, CPU).scheme)
+    for table, first in schemes[0].tables.items():
+        assert torch.equal(first.retained, schemes[1].tables[table].retained)
+
+
+def test_a_request_to_stop_saves_the_state(gloo, tmp_path: Path) -> None:
+    steps = []
+    events = SearchEvents(on_step=lambda loss, density: steps.append(loss), should_stop=lambda: len(steps) == 13)
+    with pytest.raises(SearchInterrupted, match=r"epoch 1, lower step 13: stopped on request; .* saved in .*last"):
+        search(make_recipe(), SearchConfig(size=Size(compression_ratio=4), **SHORT), tmp_path, CPU, events)
+    assert (tmp_path / "last.rank0.safetensors").is_file()
+
+
+def test_divergence_keeps_the_last_good_checkpoint(gloo, tmp_path: Path) -> None:
+    recipe = make_recipe()
+
+    def poison(record) -> None:
+        if record.epoch == 1:
+            recipe.data.train.batches[4].dense_features[:] = float("nan")
+
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    with pytest.raises(NonFiniteError, match="lower step 24"):
+        search(recipe, config, tmp_path, CPU, SearchEvents(on_epoch=poison))
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "last.rank0.safetensors")
+    assert all(bool(torch.isfinite(value.float()).all()) for value in saved.values())
+
+
+def test_bad_labels_and_empty_splits_are_found_before_training(gloo, tmp_path: Path) -> None:
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    recipe = make_recipe()
+    recipe.data.selection.batches[1].labels[3] = 5.0
+    with pytest.raises(
+        ValueError, match=r"selection batch 1: expected labels in \[0, 1\] for BCEWithLogitsLoss, got 5.0"
+    ):
+        search(recipe, config, tmp_path, CPU)
+    recipe = make_recipe()
+    recipe.data.validation.batches.clear()
+    with pytest.raises(ValueError, match=r"validation stream: expected at least one batch, got 0"):
+        search(recipe, config, tmp_path, CPU)
+
+
+def test_models_of_the_tests_are_torchrecs_own() -> None:
+    assert {type(make_model(kind)).__module__ for kind in ("dlrm", "dlrm_dcn", "deepfm")} == {
+        "torchrec.models.dlrm",
+        "torchrec.models.deepfm",
+    }
