@@ -3,8 +3,8 @@
 Pressure goes beyond the paper. NOTE[DIFF]: the paper lets validation loss alone move alpha, and prunes what happens to
 be small; nothing drives alpha to zero, and from compression 4 on the result is worse than a smaller table. Here a
 number lambda is added to the normalised gradient and adapts so that the mean of alpha follows a straight line down
-towards the requested size (the ramp); it turns negative where validation loss alone would take alpha down faster. Then
-exactly as many columns as the budget allows are kept, lambda fades, and both levels train on (the release).
+towards the requested size (the ramp); it is zero where validation loss alone takes alpha down faster. Then exactly as
+many columns as the budget allows are kept, lambda fades, and both levels train on (the release).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADAPTATION = 0.02
 """Share of itself by which lambda grows or shrinks in one upper step."""
 
 FIRST_PRESSURE = 0.1
-"""lambda at the first upper step, and what its change is at least a share of, so that it can pass through zero."""
+"""lambda at the first upper step, and what its change is at least a share of, so that it can leave zero again."""
 
 MEAN_SHARE = 0.6
 """The mean of alpha is led to this share of the requested density: by then about that density of columns is alive."""
@@ -148,8 +148,8 @@ class AlphaOptimizer:
             self.learning_rate *= 1 - RELEASE_DECAY / pressure.ramp_steps
             return
         wanted = 1 - (1 - MEAN_SHARE * self._target) * self.num_steps / pressure.ramp_steps
-        change = ADAPTATION * max(abs(self.pressure_now), FIRST_PRESSURE)
-        self.pressure_now += change if self.mean() > wanted else -change
+        change = ADAPTATION * max(self.pressure_now, FIRST_PRESSURE)
+        self.pressure_now = max(0.0, self.pressure_now + (change if self.mean() > wanted else -change))
         falling = {dim: self._alpha.of(dim) < pressure.snap_below for dim in self._alpha.dims}
         left = self._alpha.weighted({dim: (~falling[dim]).double() for dim in falling}, self._costs)
         if left <= self._target or self.num_steps >= pressure.ramp_steps:

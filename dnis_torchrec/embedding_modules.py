@@ -240,7 +240,14 @@ class SelectPooled(nn.Module):
 
     def _select_per_sample(self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, _: JaggedByKey) -> Tensor:
         alpha, dim = self._alpha[0], run[0].embedding_dim
-        rows = torch.stack([self._alpha_rows(output, jagged[output.feature]) for output in run], dim=1)
+        rows_of_ids = [self._alpha_rows(output, jagged[output.feature]) for output in run]
+        if alpha.is_upper:
+            alpha.record_hits(dim, torch.cat(rows_of_ids))
+        filled = [
+            _one_per_bag(rows, jagged[output.feature].lengths(), output)
+            for rows, output in zip(rows_of_ids, run, strict=True)
+        ]
+        rows = torch.stack(filled, dim=1)
         selected = select_per_sample(part.view(len(part), len(run), dim), alpha.of(dim), rows)
         return selected.view(len(part), len(run) * dim)
 
@@ -258,14 +265,16 @@ class SelectPooled(nn.Module):
         return selected
 
     def _alpha_rows(self, output: PooledFeature, bags: JaggedTensor) -> Tensor:
-        """Row of alpha of each bag, ``(B,)``; an empty bag, whose embedding is zero, takes the first row."""
-        ids, lengths = bags.values(), bags.lengths()
-        rows = self._routers[self._router_of[output.table]](ids) + output.first_alpha_row
-        self._alpha[0].record_hits(output.embedding_dim, rows)
-        if ids.numel() == lengths.numel():
-            return rows
-        filled = torch.full_like(lengths, output.first_alpha_row, dtype=torch.int64)
-        return filled.masked_scatter(lengths > 0, rows)
+        """Row of alpha of each id."""
+        return self._routers[self._router_of[output.table]](bags.values()) + output.first_alpha_row
+
+
+def _one_per_bag(rows: Tensor, lengths: Tensor, output: PooledFeature) -> Tensor:
+    """Row of alpha of each bag, ``(B,)``; an empty bag, whose embedding is zero, takes the first row."""
+    if rows.numel() == lengths.numel():
+        return rows
+    filled = torch.full_like(lengths, output.first_alpha_row, dtype=torch.int64)
+    return filled.masked_scatter(lengths > 0, rows)
 
 
 def _check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
@@ -377,6 +386,7 @@ class BagCheck(nn.Module):
     def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
         super().__init__()
         self._outputs = outputs
+        self._bounds: dict[tuple[str, ...], Tensor] = {}
 
     def forward(self, features: KeyedJaggedTensor) -> None:
         """Checks lengths of single-id bags and the range of every id.
@@ -387,6 +397,8 @@ class BagCheck(nn.Module):
         """
         if features.variable_stride_per_key():
             raise NotImplementedError(describe("features", "supported are batches of one size for all keys", "several"))
+        if self._all_single_and_in_range(features):
+            return
         jagged = features.to_dict()
         for output in self._outputs:
             place = f"table {output.table!r}, feature {output.feature!r}"
@@ -398,6 +410,21 @@ class BagCheck(nn.Module):
                     torch._assert_async((lengths <= 1).all())
             elif ids.numel():
                 _check_on_cpu(output, ids, lengths, place)
+
+    def _all_single_and_in_range(self, features: KeyedJaggedTensor) -> bool:
+        """The usual case on a CPU, every bag of exactly one good id, decided by one operation for all features."""
+        ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
+        if ids.device.type != "cpu" or ids.numel() != lengths.numel() or not ids.numel() or int(lengths.max()) > 1:
+            return False
+        if keys not in self._bounds:
+            if not {output.feature for output in self._outputs} <= set(keys):
+                return False
+            bounds = dict.fromkeys(keys, torch.iinfo(torch.int64).max)
+            for output in self._outputs:
+                bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
+            self._bounds[keys] = torch.tensor([bounds[key] for key in keys])
+        lowest, highest = torch.aminmax(ids.view(len(keys), -1), dim=1)
+        return bool((lowest >= 0).all()) and bool((highest < self._bounds[keys]).all())
 
 
 def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: str) -> None:

@@ -374,7 +374,11 @@ def console_events(run: RunFolder) -> Iterator[SearchEvents]:
     from torch.utils.tensorboard import SummaryWriter  # imports slowly; no other job needs it
 
     stop = _StopRequest()
-    with SummaryWriter(str(run.path / "tensorboard")) as writer, tqdm(unit="step", dynamic_ncols=True) as bar, stop:
+    with (
+        SummaryWriter(str(run.path / "tensorboard")) as writer,
+        tqdm(unit="step", dynamic_ncols=True, disable=None) as bar,
+        stop,
+    ):
         smoothed: list[float] = []
 
         def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:

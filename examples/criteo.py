@@ -140,7 +140,9 @@ def _recipe(model: nn.Module, samples: Samples, seed: int) -> Recipe:
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
         num_blocks=6,
-        release_epochs=6,
+        warm_up_epochs=1,
+        ramp_epochs=6,
+        release_epochs=4,
         notes=tuple(notes),
     )
 

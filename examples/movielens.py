@@ -75,9 +75,10 @@ def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = No
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
         num_blocks=4,
-        ramp_epochs=6,
-        release_epochs=6,
-        alpha_learning_rate=0.004,
+        warm_up_epochs=1,
+        ramp_epochs=4,
+        release_epochs=4,
+        alpha_learning_rate=0.01,
         notes=(
             "MovieLens as clicks: a random 8:1:1 split, so ratings of the future help to predict those of the past.",
             "MovieLens has no dense features; DLRM's dense arch sees the constant 1.",
