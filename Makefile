@@ -27,7 +27,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 help:
 	@echo 'make setup   environment in $(VENV): torch, fbgemm and torchrec that go together (here: $(FLAVOUR))'
-	@echo 'make demo    search, prune, export and report on generated data; writes $(DEMO_OUT)/'
+	@echo 'make demo    search, prune, fine-tune, export, reload and report on generated data; writes $(DEMO_OUT)/'
 	@echo 'make test    all tests; those on real data read DNIS_DATA (default ../shared/data) or are skipped'
 	@echo 'make check   lint, format, types, doc examples'
 	@echo 'make clean   remove caches and $(DEMO_OUT)/ ($(VENV) stays)'
@@ -53,11 +53,12 @@ $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 
 demo: $(STAMP)
 	@rm -rf $(DEMO_OUT)
-	@$(BIN)/dnis search examples.synthetic:demo --compression 6 --out $(DEMO_OUT) \
+	@$(BIN)/dnis search examples.synthetic:demo --compression 5 --out $(DEMO_OUT)/searched \
 	    --baseline dense --baseline uniform --baseline magnitude >/dev/null
-	@$(BIN)/dnis export $(DEMO_OUT) --out $(DEMO_OUT)/artifact
+	@$(BIN)/dnis prune $(DEMO_OUT)/searched --compression 6 --out $(DEMO_OUT)/run >/dev/null
+	@$(BIN)/dnis export $(DEMO_OUT)/run --out $(DEMO_OUT)/artifact
 	@$(BIN)/dnis evaluate $(DEMO_OUT)/artifact --json $(DEMO_OUT)/artifact.json >/dev/null
-	@$(BIN)/dnis report $(DEMO_OUT)
+	@$(BIN)/dnis report $(DEMO_OUT)/run
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --durations=10

@@ -172,7 +172,7 @@ def run_prune(
         overwrite: replace a run that stands at `out`.
 
     Returns:
-        The row of the pruned model.
+        The row of the pruned model; the new report.json holds it in front of the source's rows.
     """
     source = RunFolder.open(run_path)
     head = source.read_head()
@@ -191,7 +191,7 @@ def run_prune(
     row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started)
     run.save_stages(counts, blocks)
     run.save_model(task.model, scheme, source.alpha())
-    run.write_rows([row])
+    run.write_rows([row, *source.rows()])
     fields = {name: value for name, value in head.items() if name not in ("format", "format_version", "status")}
     run.write_head("finished", fields | {"scheme": scheme.to_json(), "metrics": metrics})
     return row

@@ -113,8 +113,8 @@ class Alpha(nn.Module):
 class _Select(torch.autograd.Function):
     """out[b, f] = pooled[b, f] * alpha[rows[b, f]], with the alpha gradient as one segment sum.
 
-    Ordinary autograd would write the gathered (B, F, D) alpha to memory and keep it from forward to backward. Here it is
-    gathered a few samples at a time, stays in the cache, and is gathered again in backward.
+    Ordinary autograd would write the gathered (B, F, D) alpha to memory and keep it from forward to backward. Here it
+    is gathered a few samples at a time, stays in the cache, and is gathered again in backward.
     """
 
     @staticmethod

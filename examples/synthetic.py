@@ -50,7 +50,7 @@ def demo(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
         num_blocks=len(PLANTED_BLOCKS),
         warm_up_epochs=1,
         ramp_epochs=6,
-        release_epochs=6,
+        release_epochs=5,
         table_learning_rate=2e-3,
         notes=("Generated data: it shows that the search finds what was planted, not what real data would gain.",),
     )

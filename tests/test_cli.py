@@ -97,8 +97,9 @@ def test_prune_goes_on_from_a_run(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "smaller"
     done = dnis("prune", run, "--compression", 8, "--structure", "element", "--fine-tune-epochs", 2, "--out", out)
     assert done.returncode == 0, done.stderr
-    (row,) = json.loads((out / "report.json").read_text())["rows"]
-    assert row["parameters"] == 416 // 8
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    assert rows[0]["parameters"] == 416 // 8
+    assert rows[1:] == json.loads((run / "report.json").read_text())["rows"]
     assert dnis("evaluate", out).returncode == 0
 
 
