@@ -1,6 +1,6 @@
 """Quality at equal size: the search beside uniform tables and magnitude pruning, seed by seed.
 
-    python -m benchmarks.quality RECIPE --data DIR --sizes 2,4,10,20 --seeds 0,1,2 --out DIR
+    python -m benchmarks.quality RECIPE --data DIR --sizes 2,4,10,20 --seeds 0,1,2 --out DIR [--figure FILE]
 
 One folder per seed and size; a finished one is not run again, so an interrupted measurement goes on where it stopped.
 Every method has the same splits, the same early stopping on the selection split and is reported on the test split.
@@ -21,7 +21,7 @@ import torch
 from dnis_torchrec import Size
 from dnis_torchrec.baselines import MagnitudePruning, train_uniform, uniform_dim
 from dnis_torchrec.jobs import SearchJob, build_recipe, run_search, versions
-from dnis_torchrec.report import ReportRow, read_rows, write_rows
+from dnis_torchrec.report import ReportRow, quality_against_size, read_rows, save_png, write_rows
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.training import primary_metric, process_group
 
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=lambda text: [float(part) for part in text.split(",")], default=[2, 4, 10, 20])
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--figure", type=Path, help="PNG of quality against size to write")
     arguments = parser.parse_args()
     rows = [row for seed in arguments.seeds for row in measure_seed(arguments, seed)]
     loss = build_recipe(arguments.recipe, arguments.data, seed=0).loss
@@ -131,6 +132,9 @@ def main() -> None:
     temporary = arguments.out / "summary.json.partial"
     temporary.write_text(json.dumps({**head, "lines": lines, "rows": [row.to_json() for row in rows]}, indent=1) + "\n")
     os.replace(temporary, arguments.out / "summary.json")
+    if arguments.figure:
+        higher = primary_metric(loss)[1]
+        save_png(quality_against_size(rows, metrics[0], higher_is_better=higher), arguments.figure, dpi=110)
 
 
 if __name__ == "__main__":

@@ -135,9 +135,14 @@ class RowRouting:
 
         Returns:
             ``(N,)`` int32, a permutation, or None where the rows are in that order already.
+
+        Raises:
+            ValueError: if the table has more rows than an int32 can number.
         """
         if self.block_of_row is None:
             return None
+        remedy = "sort the rows by frequency: then no remap is needed"
+        check(self.num_embeddings < 2**31, "id remap", "expected fewer than 2^31 rows", self.num_embeddings, remedy)
         order = torch.argsort(self.block_of_row.long(), stable=True)
         positions = torch.empty(self.num_embeddings, dtype=torch.int32)
         positions[order] = torch.arange(self.num_embeddings, dtype=torch.int32)

@@ -84,6 +84,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dic
     file = folder / name
     file.parent.mkdir(exist_ok=True)
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+    file.chmod(0o644)  # safetensors writes for its owner alone; serving often runs as somebody else
     return describe_file(folder, name) | {"tensors": {key: _shape(tensor) for key, tensor in tensors.items()}}
 
 
