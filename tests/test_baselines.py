@@ -1,0 +1,38 @@
+"""Baselines: the right size, the same protocol, and pruning that starts from the same dense model each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dnis_torchrec.baselines import MagnitudePruning, train_uniform, uniform_dim
+from tests.tiny import make_recipe
+
+CPU = torch.device("cpu")
+DENSE_PARAMETERS = 52 * 8
+
+
+@pytest.mark.parametrize(("ratio", "dim"), [(1, 64), (2, 32), (3, 21), (5, 13), (20, 3), (1000, 1)])
+def test_uniform_dim_is_the_nearest(ratio: float, dim: int) -> None:
+    assert uniform_dim(64, ratio) == dim
+
+
+def test_uniform_tables_report_their_own_size(gloo) -> None:
+    recipe = make_recipe(embedding_dim=2)
+    row = train_uniform(recipe, dense_parameters=DENSE_PARAMETERS, seed=3, device=CPU, patience=1)
+    assert (row.method, row.seed, row.parameters, row.compression_ratio) == ("uniform", 3, 104, 4.0)
+    assert row.bytes == {"dense_fp32": 416}
+    assert 0 < row.metrics["logloss"] < 1
+
+
+def test_magnitude_pruning_meets_each_size_to_the_value_from_the_same_dense_model(gloo, tmp_path: Path) -> None:
+    pruning = MagnitudePruning(make_recipe(), seed=0, device=CPU, folder=tmp_path, patience=1)
+    dense = pruning.dense_row()
+    rows = [pruning.pruned_row(ratio) for ratio in (2, 8, 2)]
+    assert [row.parameters for row in rows] == [208, 52, 208]
+    assert rows[0].metrics == rows[2].metrics  # nothing of the size before is left
+    assert pruning.dense_row().metrics == dense.metrics
+    assert rows[0].bytes["csr_fp32"] == 208 * 5 + 4 * (41 + 13)
+    assert dense.parameters == DENSE_PARAMETERS

@@ -1,0 +1,100 @@
+"""What all training runs share: sharding keeps weights, metrics are right, the best epoch comes back."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dnis_torchrec.finite import NonFiniteError
+from dnis_torchrec.pruning import RetainedMask
+from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.table_shards import TableShard, collections, local_shards
+from dnis_torchrec.training import EarlyStopping, evaluate, primary_metric, shard, train_plainly
+from tests.tiny import make_recipe
+
+CPU = torch.device("cpu")
+
+
+def shards_of(model: nn.Module) -> dict[str, TableShard]:
+    return {part.table: part for module in collections(model).values() for part in local_shards(module)}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_sharding_keeps_the_weights_that_the_model_came_with(gloo, optimizer: str) -> None:
+    recipe = make_recipe(optimizer=optimizer)
+    before = {name: part.weight.clone() for name, part in shards_of(recipe.model).items()}
+    model, _ = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    after = shards_of(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(weight, after[name].weight) for name, weight in before.items())
+
+
+def test_metrics_are_those_of_all_samples_together(gloo) -> None:
+    recipe = make_recipe()
+    task = TrainTask(recipe.model, recipe.loss)
+    metrics = evaluate(task, recipe.data.test, recipe.loss, CPU)
+    with torch.no_grad():
+        outputs = [task(batch)[1] for batch in recipe.data.test]
+    scores, labels = torch.cat([o[1] for o in outputs]), torch.cat([o[2] for o in outputs])
+    positive, negative = scores[labels == 1], scores[labels == 0]
+    wins = (positive[:, None] > negative).double() + 0.5 * (positive[:, None] == negative).double()
+    assert metrics["auc"] == pytest.approx(float(wins.mean()), abs=1e-6)
+    expected = nn.functional.binary_cross_entropy_with_logits(scores, labels)
+    assert metrics["logloss"] == metrics["loss"] == pytest.approx(float(expected), abs=1e-6)
+    squared = evaluate(TrainTask(recipe.model, nn.MSELoss()), recipe.data.test, nn.MSELoss(), CPU)
+    assert squared["mse"] == pytest.approx(float((scores - labels).square().mean()), abs=1e-6)
+    assert (primary_metric(nn.MSELoss()), primary_metric(recipe.loss)) == (("mse", False), ("auc", True))
+
+
+def test_an_empty_split_is_refused(gloo) -> None:
+    recipe = make_recipe()
+    with pytest.raises(ValueError, match="evaluation split: expected at least one sample, got none"):
+        evaluate(TrainTask(recipe.model, recipe.loss), [], recipe.loss, CPU)
+
+
+def test_early_stopping_saves_the_best_and_stops_after_patience(tmp_path: Path) -> None:
+    saved: list[Path] = []
+    stopping = EarlyStopping(tmp_path / "best", patience=2)
+    stops = [stopping.update(epoch, loss, saved.append) for epoch, loss in enumerate([3.0, 1.0, 2.0, 1.5])]
+    assert stops == [False, False, False, True]
+    assert (stopping.best, stopping.best_epoch, len(saved)) == (1.0, 1, 2)
+
+
+def test_plain_training_ends_in_its_best_epoch(gloo, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    losses: dict[int, float] = {}
+    done = train_plainly(
+        model, optimizer, recipe, CPU, max_epochs=12, patience=2, folder=tmp_path, on_epoch=losses.__setitem__
+    )
+    best = min(losses, key=lambda epoch: losses[epoch])
+    assert done.best_epoch == best
+    assert len(losses) == 12 or len(losses) == best + 3
+    now = evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"]
+    assert now == pytest.approx(losses[best], abs=1e-7) == pytest.approx(done.selection_loss, abs=1e-7)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_masked_fine_tuning_moves_what_is_retained_and_nothing_else(gloo, tmp_path: Path, optimizer: str) -> None:
+    recipe = make_recipe(optimizer=optimizer)
+    model, rest = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    tables = shards_of(model)
+    for part in tables.values():
+        part.weight[:, ::2] = 0
+    before = {name: part.weight.clone() for name, part in tables.items()}
+    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path, mask=RetainedMask(model))
+    for name, part in tables.items():
+        assert not bool(part.weight[:, ::2].any())
+        assert not torch.equal(part.weight[:, 1::2], before[name][:, 1::2])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(gloo, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    recipe.data.train.batches[3].dense_features[:] = math.nan
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    with pytest.raises(NonFiniteError, match=r"epoch 0.*expected a finite loss, got nan"):
+        train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=1, folder=tmp_path)
