@@ -78,9 +78,9 @@ def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = No
         loss=nn.BCEWithLogitsLoss(),
         num_blocks=4,
         warm_up_epochs=1,
-        ramp_epochs=4,
+        ramp_epochs=5,
         release_epochs=4,
-        alpha_learning_rate=0.01,
+        alpha_learning_rate=0.003,
         notes=(
             "MovieLens as clicks: a random 8:1:1 split, so ratings of the future help to predict those of the past.",
             "MovieLens has no dense features; DLRM's dense arch sees the constant 1.",
