@@ -107,7 +107,10 @@ def run_search(job: SearchJob) -> list[ReportRow]:
         try:
             outcome = search(recipe, config, run.checkpoints, device, events)
         except BaseException:
-            run.write_head("interrupted", head)
+            if run.has_checkpoint():
+                run.write_head("interrupted", head)
+            else:
+                run.delete()  # nothing was trained: the next try may have the same name
             raise
         seconds = time.monotonic() - started
         task = TrainTask(outcome.model, recipe.loss)

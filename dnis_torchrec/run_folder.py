@@ -94,6 +94,14 @@ class RunFolder:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
+    def has_checkpoint(self) -> bool:
+        """Whether training got as far as its first checkpoint."""
+        return any(self.checkpoints.iterdir())
+
+    def delete(self) -> None:
+        """Deletes the folder and everything in it."""
+        shutil.rmtree(self.path)
+
     def read_head(self) -> dict[str, Any]:
         """The content of run.json.
 

@@ -154,6 +154,7 @@ def test_a_size_that_cannot_be_met_exits_with_1_and_says_what_can(tmp_path: Path
     done = dnis("search", "tests.tiny:demo", "--compression", 4000, "--out", tmp_path / "out")
     assert done.returncode == 1
     assert "compression_ratio: expected at most" in done.stderr
+    assert not (tmp_path / "out").exists()  # nothing was trained, so nothing stands in the way of the next try
 
 
 def test_ctrl_c_saves_and_export_of_the_unfinished_run_is_refused(tmp_path: Path) -> None:
