@@ -16,6 +16,9 @@ from torch import Tensor
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
 
+UNSPENT_SHARE = 0.03
+"""Share of a budget that may be left unspent before a worse but better fitting choice is taken."""
+
 BYTE_FORMS = ("mixed_dimension_fp32", "csr_fp32")
 
 
@@ -118,7 +121,9 @@ class Budget:
 def keep_within(scores: Tensor, costs: Tensor, amount: float) -> Tensor:
     """Chooses what to keep: highest score first, as long as the budget lasts; earlier ones first among equals.
 
-    Goes on past an item that no longer fits, so that small items fill up what a large one leaves.
+    Goes on past an item that no longer fits, so that small items fill up what a large one leaves. If more than
+    UNSPENT_SHARE of the budget is still left then, one kept item gives way to a dearer dropped one: the pair that
+    spends most of what is left.
 
     Args:
         scores: ``(n,)``; items that score 0 are never kept.
@@ -139,7 +144,22 @@ def keep_within(scores: Tensor, costs: Tensor, amount: float) -> Tensor:
         if float(scores[index]) > 0 and cost <= left:
             kept[index] = True
             left -= cost
+    if left > UNSPENT_SHARE * amount:
+        _exchange_one_(kept, scores, costs, left)
     return kept
+
+
+def _exchange_one_(kept: Tensor, scores: Tensor, costs: Tensor, left: float) -> None:
+    """Replaces one kept item by a dropped, dearer one, so that less than before is left of the budget."""
+    dropped = (~kept & (scores > 0)).nonzero().flatten().tolist()
+    best: tuple[float, float, int, int] | None = None
+    for out in kept.nonzero().flatten().tolist():
+        for into in dropped:
+            gain = float(costs[into] - costs[out])
+            if 0 < gain <= left and (best is None or (gain, -float(scores[out])) > best[:2]):
+                best = (gain, -float(scores[out]), out, into)
+    if best is not None:
+        kept[best[2]], kept[best[3]] = False, True
 
 
 def _costs(size: Size, blocks: RowBlocks) -> tuple[dict[str, Tensor], float, str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.budget import BYTE_FORMS, Budget, Size, keep_within
+from dnis_torchrec.budget import BYTE_FORMS, UNSPENT_SHARE, Budget, Size, keep_within
 from dnis_torchrec.frequency import FrequencyCounts
 
 CSR_BYTES = {4: 5, 300: 6}
@@ -152,7 +152,12 @@ def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
     scores, costs = (torch.tensor([item[side] for item in items], dtype=torch.float64) for side in (0, 1))
     kept = keep_within(scores, costs, amount)
     assert kept.dtype == torch.bool
-    assert kept.tolist() == expected
+    if left <= UNSPENT_SHARE * amount:
+        assert kept.tolist() == expected
+        return
+    assert not bool(kept[scores <= 0].any())
+    assert amount - left <= float(costs[kept].sum()) <= max(amount, 0)  # no less spent than greedily, never too much
+    assert sum(a != b for a, b in zip(kept.tolist(), expected, strict=True)) in (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +178,10 @@ def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
 def test_malformed_sizes_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         Size(**fields)
+
+
+def test_a_dearer_column_takes_the_place_of_a_cheap_one_where_much_would_be_left() -> None:
+    scores, costs = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([10.0, 6.0, 6.0, 10.0])
+    kept = keep_within(scores, costs, 27.0)  # greedily 10 + 6 + 6, and 5 of 27 are left
+    assert kept.tolist() == [True, True, False, True]
+    assert keep_within(scores, costs, 22.5).tolist() == [True, True, True, False]  # 0.5 of 22.5 are less than 3 %
