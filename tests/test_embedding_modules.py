@@ -186,3 +186,14 @@ def test_anything_but_a_collection_is_refused() -> None:
     _, blocks = simple()
     with pytest.raises(TypeError, match="expected an EmbeddingBagCollection, got Linear"):
         SoftSelectionEmbeddingBagCollection(torch.nn.Linear(1, 1), blocks)
+
+
+def test_an_upper_level_backward_cannot_reach_a_table() -> None:
+    table, blocks = simple()
+    wrapper = SoftSelectionEmbeddingBagCollection(EmbeddingBagCollection(tables=[table]), blocks)
+    features = KeyedJaggedTensor(keys=["movie"], values=torch.tensor([0, 3]), lengths=torch.tensor([1, 1]))
+    with wrapper.alpha.upper_level():
+        wrapper(features).values().sum().backward()  # even a careless one, without torch.autograd.grad
+        alpha_gradient = wrapper.alpha.of(2).grad
+    assert alpha_gradient is not None
+    assert wrapper.embedding_bag_collection.embedding_bags["movie"].weight.grad is None
