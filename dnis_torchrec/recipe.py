@@ -19,6 +19,37 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.checks import check, describe, nearest
 
 
+@dataclass
+class RankingBatch(Batch):
+    """A batch of candidates to be ranked within their queries: a split of such batches is judged by ranking metrics.
+
+    Attributes:
+        dense_features: ``(B, num_dense)``.
+        sparse_features: stride B.
+        labels: ``(B,)``, 1 for what should rank first and 0 for the rest.
+        queries: ``(B,)`` int64, the query of each sample; a query may go on in the next batch, or on another rank.
+    """
+
+    queries: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> RankingBatch:
+        """The batch on a device."""
+        return self._with(super().to(device, non_blocking), self.queries.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> RankingBatch:
+        """The batch in page-locked memory."""
+        return self._with(super().pin_memory(), self.queries.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the batch's memory until the stream has passed."""
+        super().record_stream(stream)
+        self.queries.record_stream(stream)
+
+    @staticmethod
+    def _with(batch: Batch, queries: Tensor) -> RankingBatch:
+        return RankingBatch(batch.dense_features, batch.sparse_features, batch.labels, queries)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSplits:
     """The four disjoint parts of a data set, each an iterable of TorchRec Batches that can be iterated again and again.
@@ -27,7 +58,7 @@ class DataSplits:
         train: lower level: weights learn on it. Iterating again gives the next epoch, in a new order.
         validation: upper level: alpha learns on it, and on nothing else.
         selection: early stopping and every other choice is made on it.
-        test: reported, never chosen on.
+        test: reported, never chosen on. Batches of type `RankingBatch` are judged by ranking metrics.
     """
 
     train: Iterable[Batch]

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchmetrics import MeanMetric, MeanSquaredError
-from torchmetrics.classification import BinaryAUROC
+from torchmetrics import MeanMetric, MetricCollection
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -35,8 +34,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.finite import FiniteGuard
+from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
-from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.recipe import RankingBatch, Recipe, TrainTask
 from dnis_torchrec.table_shards import collections, local_shards
 
 
@@ -135,35 +135,58 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
     Args:
         model: called on a Batch, returns ``(loss, (loss, predictions, labels))`` as `TrainTask` does.
         batches: the split.
-        loss: decides the metrics: ``mse`` for nn.MSELoss; ``auc`` (exact, no bins) and ``logloss`` for a binary loss.
+        loss: decides the metrics, with the kind of batches: recall@k, mrr@k and ndcg@k (k = 1, 5, 10) for a split of
+            `RankingBatch`; else ``auc`` (exact, no bins), ``logloss``, ``ne`` (against the click rate of this split)
+            and ``calibration`` for a binary loss, ``mse`` for nn.MSELoss.
         device: where the model is.
 
     Returns:
         metric -> value; ``"loss"`` is always among them.
 
     Raises:
-        ValueError: if the split is empty.
+        ValueError: if the split is empty, or a query has fewer candidates than k.
     """
     was_training = model.training
     model.eval()
-    binary = isinstance(loss, nn.BCEWithLogitsLoss)
+    is_binary = isinstance(loss, nn.BCEWithLogitsLoss)
     mean_loss = MeanMetric().to(device)
-    metric = (BinaryAUROC() if binary else MeanSquaredError()).to(device)
-    seen = 0
+    metrics: MetricCollection | None = None
+    seen, is_ranking = 0, False
     for batch in batches:
-        _, (value, predictions, labels) = model(batch.to(device))
+        if metrics is None:
+            is_ranking = isinstance(batch, RankingBatch)
+            metrics = metrics_of(loss, is_ranking=is_ranking).to(device)
+        batch = batch.to(device)
+        seen += batch.labels.numel()
+        _, (value, predictions, labels) = model(batch)
         mean_loss.update(value, weight=labels.numel())
-        metric.update(predictions.sigmoid() if binary else predictions, labels.long() if binary else labels)
-        seen += labels.numel()
+        if is_ranking:
+            metrics.update(predictions, labels, batch.queries)
+        elif is_binary:
+            metrics.update(predictions.double().sigmoid(), labels.long())
+        else:
+            metrics.update(predictions, labels)
     model.train(was_training)
-    if seen == 0:
+    if metrics is None or not seen:
         raise ValueError(describe("evaluation split", "expected at least one sample", "none", "check the data splits"))
-    total = float(mean_loss.compute())
-    return {"loss": total} | ({"auc": float(metric.compute()), "logloss": total} if binary else {"mse": total})
+    total = {"loss": float(mean_loss.compute())}
+    if is_binary and not is_ranking:
+        total["logloss"] = total["loss"]
+    return total | {name: float(value) for name, value in metrics.compute().items()}
 
 
-def primary_metric(loss: nn.Module) -> tuple[str, bool]:
-    """(name, whether higher is better) of the metric that a loss is judged by."""
+def primary_metric(loss: nn.Module, test: Iterable[Batch] = ()) -> tuple[str, bool]:
+    """The metric that a recipe is judged by.
+
+    Args:
+        loss: the recipe's loss.
+        test: its test split; whether it is one of `RankingBatch` is read from its first batch.
+
+    Returns:
+        (name, whether higher is better).
+    """
+    if isinstance(next(iter(test), None), RankingBatch):
+        return "ndcg@10", True
     return ("auc", True) if isinstance(loss, nn.BCEWithLogitsLoss) else ("mse", False)
 
 

@@ -1,30 +1,40 @@
-"""Recipes on Criteo Kaggle: torchrec's DeepFM and DLRM, and a DLRM that starts from somebody's checkpoint."""
+"""Recipes on Criteo Kaggle: FM, Wide & Deep and DeepFM as their papers have them, torchrec's DLRM and SimpleDeepFMNN.
+
+A further DLRM starts from somebody's checkpoint.
+
+The 13 scalars reach the first three as ids of buckets, or (`fm_weighted`) as bags weighted by the value; torchrec's
+models take them as dense features.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torchrec.datasets.criteo import DEFAULT_INT_NAMES
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.recipe import Recipe
 from examples.datasets.criteo import PUBLISHER, load_criteo
-from examples.datasets.in_memory import Samples
+from examples.datasets.in_memory import Samples, split_rows
+from examples.datasets.scalars import bucketised, weighted
 from examples.datasets.text_files import require_folder
-from examples.models import build_dlrm, build_tables, seeded
+from examples.models import DeepFM, FactorizationMachine, WideDeep, build_dlrm, build_tables, log_odds, seeded
 
 BATCH_SIZE = 4096
 EMBEDDING_DIM = 64
 DENSE_LAYERS = [512, 256]
 OVER_LAYERS = [512, 256]
+TOWER = (256, 128)
 CHECKPOINT_VARIABLE = "DNIS_CHECKPOINT"
 CHECKPOINT_FILE = "checkpoint.safetensors"
 
@@ -32,8 +42,8 @@ _WHOLE_DATA_SET = 40_000_000
 _TABLE_KEY = "sparse_arch.embedding_bag_collection.embedding_bags.{}.weight"
 
 
-def deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
-    """torchrec's SimpleDeepFMNN on Criteo Kaggle.
+def fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """A factorisation machine on Criteo Kaggle, its scalars bucketised to ids.
 
     Args:
         data: folder with Criteo's ``train.txt``, plain or ``.gz``.
@@ -46,7 +56,75 @@ def deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
     Raises:
         ValueError: if `data` is None or does not hold the file.
     """
-    samples = load_criteo(require_folder(data, "examples.criteo:deepfm", PUBLISHER), seed=seed)
+    return _of_fields(data, "fm", FactorizationMachine, embedding_dim, seed)
+
+
+def fm_weighted(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """A factorisation machine on Criteo Kaggle, its scalars as weighted bags: one row each, times the value.
+
+    Args:
+        data: see `fm`.
+        seed: see `fm`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or does not hold the file.
+    """
+    return _of_fields(data, "fm_weighted", FactorizationMachine, embedding_dim, seed, is_weighted=True)
+
+
+def wide_deep(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """Wide & Deep on Criteo Kaggle, its scalars bucketised to ids.
+
+    Args:
+        data: see `fm`.
+        seed: see `fm`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or does not hold the file.
+    """
+    return _of_fields(data, "wide_deep", partial(WideDeep, tower=TOWER), embedding_dim, seed)
+
+
+def deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """DeepFM on Criteo Kaggle as its paper has it, its scalars bucketised to ids; `simple_deepfm` is torchrec's.
+
+    Args:
+        data: see `fm`.
+        seed: see `fm`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or does not hold the file.
+    """
+    return _of_fields(data, "deepfm", partial(DeepFM, tower=TOWER), embedding_dim, seed)
+
+
+def simple_deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """torchrec's SimpleDeepFMNN on Criteo Kaggle, which has no first-order weights; `deepfm` is the paper's.
+
+    Args:
+        data: folder with Criteo's ``train.txt``, plain or ``.gz``.
+        seed: of the split, the order of the batches and the initial weights.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or does not hold the file.
+    """
+    samples = load_criteo(require_folder(data, "examples.criteo:simple_deepfm", PUBLISHER), seed=seed)
     with seeded(seed):
         model = SimpleDeepFMNN(
             num_dense_features=samples.dense.shape[1],
@@ -114,6 +192,29 @@ def dlrm_from_checkpoint(data: Path | None, *, seed: int = 0, embedding_dim: int
     if (embedding_dim or checkpoint_dim) == checkpoint_dim:
         _check_fits(weights, model.state_dict(), place)
         model.load_state_dict(weights)
+    return _recipe(model, samples, seed)
+
+
+def _of_fields(
+    data: Path | None,
+    name: str,
+    build: Callable[..., nn.Module],
+    embedding_dim: int | None,
+    seed: int,
+    *,
+    is_weighted: bool = False,
+) -> Recipe:
+    """The recipe of a model of fields alone, to which the scalars are fields like any other."""
+    samples = load_criteo(require_folder(data, f"examples.criteo:{name}", PUBLISHER), seed=seed)
+    train_rows = split_rows(samples.labels.numel(), seed=seed)[0]
+    if is_weighted:
+        samples = weighted(samples, DEFAULT_INT_NAMES)
+    else:
+        samples = bucketised(samples, DEFAULT_INT_NAMES, train_rows)
+    with seeded(seed):
+        dim, scalar_names = embedding_dim or EMBEDDING_DIM, samples.scalar_names
+        tables = build_tables(samples.num_embeddings, dim, scalar_names=scalar_names)
+        model = build(tables, initial_bias=log_odds(samples.labels[train_rows]))
     return _recipe(model, samples, seed)
 
 

@@ -1,23 +1,50 @@
-"""Recipes on MovieLens: ratings by matrix factorisation, and clicks (a rating of 4 or more) by a DLRM."""
+"""Recipes on MovieLens: ratings by MF, MLP and NeuMF; clicks (a rating of 4 or more) by FM, Wide & Deep, DeepFM, DLRM.
+
+All of them read GroupLens' files of MovieLens-1M and of MovieLens-20M unchanged.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.recipe import Recipe
-from examples.datasets.in_memory import split_rows
+from examples.datasets.in_memory import Samples, split_rows
 from examples.datasets.movielens import PUBLISHER, load_clicks, load_ratings
 from examples.datasets.text_files import require_folder
-from examples.models import MatrixFactorization, build_dlrm, build_tables, seeded
+from examples.models import (
+    DeepFM,
+    FactorizationMachine,
+    MatrixFactorization,
+    MultiLayerPerceptron,
+    NeuMF,
+    WideDeep,
+    build_dlrm,
+    build_dlrm_dcn,
+    build_neumf_tables,
+    build_tables,
+    log_odds,
+    ncf_tower,
+    seeded,
+)
 
 BATCH_SIZE = 4096
 EMBEDDING_DIM = 64
 INIT_STD = 0.003
 """Of .001, .003, .01 and .03 the best for MF on `selection` of seed 0, for uniform tables of D=64 and of D=12."""
+MLP_INIT_STD = 0.01
+"""Of .003, .01 and .1 the best for MLP on `selection` of seed 0 at D=64, by .002 and .007."""
 CLICKS_INIT_STD = 0.01
 """Of .003, .01 and .05 the best for DLRM on `selection` of seed 0 at D=64; runs differ by .01."""
+MLP_TOWER = (64, 32, 16)
+"""NCF's halving layers below a first one of D=64. The same at every D: comparing D changes tables only."""
+NEUMF_TOWER = ncf_tower(EMBEDDING_DIM)
+"""NCF's layers for D=64, at every D for the same reason."""
+CLICKS_TOWER = (256, 128)
+CONSTANT_DENSE = "MovieLens has no dense features; DLRM's dense arch sees the constant 1."
 
 
 def mf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -34,24 +61,61 @@ def mf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) ->
     Raises:
         ValueError: if `data` is None or does not hold the file.
     """
-    samples = load_ratings(require_folder(data, "examples.movielens:mf", PUBLISHER), seed=seed)
-    splits = samples.split(batch_size=BATCH_SIZE, seed=seed)
-    train_rows = split_rows(samples.labels.numel(), seed=seed)[0]
-    with seeded(seed):
+
+    def build(samples: Samples, mean: float) -> nn.Module:
         tables = build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=INIT_STD)
-        model = MatrixFactorization(tables, global_mean=float(samples.labels[train_rows].mean()))
-    return Recipe(
-        model=model,
-        data=splits,
-        loss=nn.MSELoss(),
-        num_blocks=4,  # of 2, 4, 10 and 30 the best on the selection split of seed 0, at compression 3
-        release_epochs=20,
-        notes=("MovieLens: a random 8:1:1 split, so ratings of the future help to predict those of the past.",),
-    )
+        return MatrixFactorization(tables, global_mean=mean)
+
+    return _ratings(data, "mf", build, seed)
 
 
-def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
-    """torchrec's DLRM on MovieLens as a click-through task: label 1 for a rating of 4 or more.
+def mlp(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """NCF's multi-layer perceptron on MovieLens ratings, mean squared error.
+
+    Args:
+        data: see `mf`.
+        seed: see `mf`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or does not hold the file.
+    """
+
+    def build(samples: Samples, mean: float) -> nn.Module:
+        tables = build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=MLP_INIT_STD)
+        return MultiLayerPerceptron(tables, tower=MLP_TOWER, initial_bias=mean)
+
+    return _ratings(data, "mlp", build, seed)
+
+
+def neumf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """NeuMF on MovieLens ratings, mean squared error: tables of D for its GMF and of 4 D for its MLP.
+
+    Args:
+        data: see `mf`.
+        seed: see `mf`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or does not hold the file.
+    """
+
+    def build(samples: Samples, mean: float) -> nn.Module:
+        dim = embedding_dim or EMBEDDING_DIM
+        tables = build_neumf_tables(samples.num_embeddings, dim, init_std=MLP_INIT_STD)
+        return NeuMF(tables, tower=NEUMF_TOWER, initial_bias=mean)
+
+    return _ratings(data, "neumf", build, seed)
+
+
+def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """A factorisation machine on MovieLens as a click-through task: label 1 for a rating of 4 or more.
 
     Args:
         data: folder with GroupLens' ratings, movies and (1M) users files, plain or ``.gz``.
@@ -64,14 +128,123 @@ def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = No
     Raises:
         ValueError: if `data` is None or lacks a file.
     """
-    samples = load_clicks(require_folder(data, "examples.movielens:ctr_dlrm", PUBLISHER), seed=seed)
+
+    def build(samples: Samples, bias: float) -> nn.Module:
+        return FactorizationMachine(_clicks_tables(samples, embedding_dim), initial_bias=bias)
+
+    return _clicks(data, "ctr_fm", build, seed)
+
+
+def ctr_wide_deep(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """Wide & Deep on MovieLens as a click-through task.
+
+    Args:
+        data: see `ctr_fm`.
+        seed: see `ctr_fm`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or lacks a file.
+    """
+
+    def build(samples: Samples, bias: float) -> nn.Module:
+        return WideDeep(_clicks_tables(samples, embedding_dim), tower=CLICKS_TOWER, initial_bias=bias)
+
+    return _clicks(data, "ctr_wide_deep", build, seed)
+
+
+def ctr_deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """DeepFM, as its paper has it, on MovieLens as a click-through task.
+
+    Args:
+        data: see `ctr_fm`.
+        seed: see `ctr_fm`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or lacks a file.
+    """
+
+    def build(samples: Samples, bias: float) -> nn.Module:
+        return DeepFM(_clicks_tables(samples, embedding_dim), tower=CLICKS_TOWER, initial_bias=bias)
+
+    return _clicks(data, "ctr_deepfm", build, seed)
+
+
+def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """torchrec's DLRM on MovieLens as a click-through task.
+
+    Args:
+        data: see `ctr_fm`.
+        seed: see `ctr_fm`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or lacks a file.
+    """
+
+    def build(samples: Samples, _: float) -> nn.Module:
+        tables, num_dense = _clicks_tables(samples, embedding_dim), samples.dense.shape[1]
+        return build_dlrm(tables, dense_in_features=num_dense, dense_layers=[64], over_layers=[*CLICKS_TOWER])
+
+    return _clicks(data, "ctr_dlrm", build, seed, CONSTANT_DENSE)
+
+
+def ctr_dlrm_dcn(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """torchrec's DLRM_DCN on MovieLens as a click-through task.
+
+    Args:
+        data: see `ctr_fm`.
+        seed: see `ctr_fm`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or lacks a file.
+    """
+
+    def build(samples: Samples, _: float) -> nn.Module:
+        tables, num_dense = _clicks_tables(samples, embedding_dim), samples.dense.shape[1]
+        return build_dlrm_dcn(tables, dense_in_features=num_dense, dense_layers=[64], over_layers=[*CLICKS_TOWER])
+
+    return _clicks(data, "ctr_dlrm_dcn", build, seed, CONSTANT_DENSE)
+
+
+def _ratings(data: Path | None, name: str, build: Callable[[Samples, float], nn.Module], seed: int) -> Recipe:
+    """The recipe of a model built from samples and the mean rating in training."""
+    samples = load_ratings(require_folder(data, f"examples.movielens:{name}", PUBLISHER), seed=seed)
+    train_rows = split_rows(samples.labels.numel(), seed=seed)[0]
     with seeded(seed):
-        model = build_dlrm(
-            build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=CLICKS_INIT_STD),
-            dense_in_features=samples.dense.shape[1],
-            dense_layers=[64],
-            over_layers=[256, 128],
-        )
+        model = build(samples, float(samples.labels[train_rows].mean()))
+    return Recipe(
+        model=model,
+        data=samples.split(batch_size=BATCH_SIZE, seed=seed),
+        loss=nn.MSELoss(),
+        num_blocks=4,  # of 2, 4, 10 and 30 the best for MF on the selection split of seed 0, at compression 3
+        release_epochs=20,
+        notes=("MovieLens: a random 8:1:1 split, so ratings of the future help to predict those of the past.",),
+    )
+
+
+def _clicks(
+    data: Path | None, name: str, build: Callable[[Samples, float], nn.Module], seed: int, *notes: str
+) -> Recipe:
+    """The recipe of a model built from samples and the log odds of a click in training."""
+    samples = load_clicks(require_folder(data, f"examples.movielens:{name}", PUBLISHER), seed=seed)
+    train_rows = split_rows(samples.labels.numel(), seed=seed)[0]
+    with seeded(seed):
+        model = build(samples, log_odds(samples.labels[train_rows]))
     return Recipe(
         model=model,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
@@ -83,6 +256,10 @@ def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = No
         alpha_learning_rate=0.003,
         notes=(
             "MovieLens as clicks: a random 8:1:1 split, so ratings of the future help to predict those of the past.",
-            "MovieLens has no dense features; DLRM's dense arch sees the constant 1.",
+            *notes,
         ),
     )
+
+
+def _clicks_tables(samples: Samples, embedding_dim: int | None) -> EmbeddingBagCollection:
+    return build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=CLICKS_INIT_STD)

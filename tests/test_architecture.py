@@ -16,15 +16,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
     {"_dependencies", "checks"},
-    {"frequency", "level_schedule", "recipe", "row_routing", "soft_selection"},
+    {"frequency", "level_schedule", "metrics", "recipe", "row_routing", "soft_selection"},
     {"bag_splitting", "blocking", "scheme"},
     {"budget", "embedding_modules", "serving"},
     {"alpha_optimizer", "table_shards"},
-    {"checkpoint", "export", "finite", "pruning", "swap"},
+    {"checkpoint", "export", "finite", "hypergradient", "pruning", "swap"},
     {"train_pipeline", "training"},
     {"report", "search"},
     {"baselines", "run_folder"},
     {"jobs"},
+    {"comparison"},
     {"cli"},
     {"__init__", "__main__"},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torchrec.datasets.criteo import DEFAULT_INT_NAMES
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.tracing import Tracer
@@ -20,15 +22,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.recipe import Recipe, TrainTask, load_recipe
 from examples import criteo, movielens, synthetic
 from examples.datasets.in_memory import InMemoryBatches
+from examples.models import NeuMF
 from tests.test_examples_datasets import criteo_line, ml_1m, write
 
 __all__ = ["ml_1m"]
 
+OF_MOVIELENS = ("mf", "mlp", "neumf", "ctr_fm", "ctr_wide_deep", "ctr_deepfm", "ctr_dlrm", "ctr_dlrm_dcn")
+OF_CRITEO = ("fm", "fm_weighted", "wide_deep", "deepfm", "simple_deepfm", "dlrm")
 RECIPES: dict[str, Callable[..., Recipe]] = {
-    "movielens:mf": movielens.mf,
-    "movielens:ctr_dlrm": movielens.ctr_dlrm,
-    "criteo:deepfm": criteo.deepfm,
-    "criteo:dlrm": criteo.dlrm,
+    **{f"movielens:{name}": getattr(movielens, name) for name in OF_MOVIELENS},
+    **{f"criteo:{name}": getattr(criteo, name) for name in OF_CRITEO},
     "synthetic:demo": synthetic.demo,
 }
 DEFAULT_DIMS = {"synthetic:demo": 16}
@@ -61,7 +64,8 @@ def test_builds_and_runs_at_any_embedding_dim(request, build, embedding_dim):
     recipe = build(embedding_dim=embedding_dim)
     default = DEFAULT_DIMS.get(request.node.callspec.params["build"], 64)
     dims = {config.embedding_dim for config in tables_of(recipe.model).embedding_bag_configs()}
-    assert dims == {embedding_dim or default}
+    dim = embedding_dim or default
+    assert dims == ({dim, 4 * dim} if isinstance(recipe.model, NeuMF) else {dim})
     loss, (_, predictions, labels) = TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
     assert predictions.shape == labels.shape
     assert torch.isfinite(loss)
@@ -72,8 +76,9 @@ def test_builds_and_runs_at_any_embedding_dim(request, build, embedding_dim):
 def test_predictions_are_logits(build):
     recipe = build()
     if isinstance(recipe.loss, nn.BCEWithLogitsLoss):
+        last = recipe.model.first_order if hasattr(recipe.model, "first_order") else recipe.model.over_arch
         with torch.no_grad():
-            for parameter in recipe.model.over_arch.parameters():
+            for parameter in last.parameters():
                 parameter.fill_(-5.0)
             batch = next(iter(recipe.data.test))
             assert float(recipe.model(batch.dense_features, batch.sparse_features).max()) < 0
@@ -106,8 +111,9 @@ def test_traces_with_torchrecs_tracer(build):
     task = TrainTask(recipe.model, recipe.loss)
     tables = tables_of(task)
     (fqn,) = (name for name, module in task.named_modules() if module is tables)
-    leaves = [fqn, "model.biases", "loss"]
-    graph = Tracer(leaf_modules=leaves).trace(task)
+    # As TorchRec's pipelines choose them: the outermost modules without a collection inside.
+    leaves = [name for name, module in task.named_modules() if not any(part is tables for part in module.modules())]
+    graph = Tracer(leaf_modules=[fqn, *leaves]).trace(task)
     (call,) = (node for node in graph.nodes if node.op == "call_module" and node.target == fqn)
     # The tables read the batch's own sparse_features, or the pipeline could not start their input_dist early.
     assert call.args[0].op == "call_function"
@@ -174,14 +180,72 @@ def test_mf_starts_at_the_mean_of_the_training_labels(data):
     assert torch.allclose(predictions, recipe.model.global_mean.expand_as(predictions), atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["mlp", "neumf"])
+def test_models_of_ratings_start_near_the_mean_of_the_training_labels(data, name):
+    recipe = getattr(movielens, name)(data, seed=2)
+    mean = torch.cat([batch.labels for batch in recipe.data.train]).mean()
+    assert float(recipe.model.over.bias.detach()) == pytest.approx(float(mean), abs=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [movielens.ctr_fm, movielens.ctr_deepfm, criteo.fm, criteo.wide_deep])
+def test_models_of_clicks_start_near_the_log_odds_of_the_training_labels(data, recipe):
+    built = recipe(data, seed=2)
+    rate = float(torch.cat([batch.labels for batch in built.data.train]).mean())
+    assert float(built.model.first_order.bias.detach()) == pytest.approx(math.log(rate / (1 - rate)), abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["mlp", "neumf", "ctr_wide_deep", "ctr_deepfm"])
+def test_the_tower_is_the_same_at_every_embedding_dim(data, name):
+    towers = []
+    for embedding_dim in (64, 4):
+        model = getattr(movielens, name)(data, embedding_dim=embedding_dim).model
+        tower = model.deep[0] if hasattr(model, "deep") else model.tower
+        towers.append([layer._linear.out_features for layer in tower._mlp])
+    assert towers[0] == towers[1]
+
+
+def test_scalars_of_criteo_reach_fm_both_ways(data):
+    bucketised, weighted = criteo.fm(data), criteo.fm_weighted(data)
+    tables = tables_of(bucketised.model)
+    assert not tables.is_weighted()
+    assert len(tables.embedding_bags) == 39
+    assert next(iter(bucketised.data.train)).dense_features.shape[1] == 0
+    tables = tables_of(weighted.model)
+    assert tables.is_weighted()
+    assert tables.embedding_bags["scalars"].weight.shape == (13, 64)
+    batch = next(iter(weighted.data.train))
+    for column, name in enumerate(DEFAULT_INT_NAMES):
+        assert torch.equal(batch.sparse_features[name].weights(), batch.dense_features[:, column])
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "synthetic:demo"])
+def test_the_publishers_files(real_data, name):
+    folder = real_data / ("ml-1m" if name.startswith("movielens") else "criteo-kaggle-137k")
+    recipe = RECIPES[name](folder)
+    loss, (_, predictions, _) = TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
+    assert torch.isfinite(predictions).all()
+    if name != "criteo:simple_deepfm":  # starts far off: its pairwise products of dense embeddings are added up
+        assert float(loss.detach()) < (0.8 if isinstance(recipe.loss, nn.BCEWithLogitsLoss) else 1.5)
+
+
 def test_found_by_name():
     assert load_recipe("examples.movielens:mf") is movielens.mf
 
 
-@pytest.mark.parametrize("recipe", [movielens.mf, movielens.ctr_dlrm, criteo.deepfm, criteo.dlrm_from_checkpoint])
-def test_no_data_folder(recipe):
-    with pytest.raises(ValueError, match=f"recipe 'examples.*:{recipe.__name__}': expected a data folder, got none"):
+NEED_DATA = [recipe for name, recipe in RECIPES.items() if name != "synthetic:demo"] + [criteo.dlrm_from_checkpoint]
+
+
+@pytest.mark.parametrize("recipe", NEED_DATA)
+def test_no_data_folder_and_no_file_in_it(recipe, tmp_path, monkeypatch):
+    spec = f"{recipe.__module__}:{recipe.__name__}"
+    with pytest.raises(ValueError, match=rf"^recipe '{spec}': expected a data folder, got none; get it from .*page"):
         recipe(None)
+    if recipe is criteo.dlrm_from_checkpoint:  # its checkpoint is looked for first
+        save_file({"w": torch.zeros(1)}, tmp_path / "checkpoint.safetensors")
+    wanted = "train.txt" if "criteo" in spec else "ratings.dat"
+    with pytest.raises(ValueError, match=rf"expected {wanted}\[\.gz\].*, got \[.*\]; get it from .*page"):
+        recipe(tmp_path)
 
 
 def test_demo_takes_no_data(tmp_path):

@@ -15,7 +15,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.recipe import DataSplits
+from dnis_torchrec.recipe import DataSplits, RankingBatch
 
 SPLIT_RATIOS = (0.8, 0.05, 0.05, 0.1)
 """train, validation, selection, test: 8:1:1, with the middle part halved between the upper level and early stopping."""
@@ -75,6 +75,7 @@ class Samples:
         feature_names: names of the columns of `ids`.
         multi_hot: feature -> its bags.
         num_embeddings: feature -> rows that its table needs; every id is below it.
+        scalar_names: names of the columns of `dense` if these are also to be served as weighted bags, else empty.
     """
 
     dense: Tensor
@@ -83,6 +84,7 @@ class Samples:
     feature_names: tuple[str, ...]
     multi_hot: Mapping[str, Bags] = field(default_factory=dict)
     num_embeddings: Mapping[str, int]
+    scalar_names: tuple[str, ...] = ()
 
     def sorted_by_frequency(self, train_rows: Tensor) -> Samples:
         """The same samples with every table's rows numbered from the most to the least frequent.
@@ -94,11 +96,11 @@ class Samples:
         """
         ids = self.ids.clone()
         for column, name in enumerate(self.feature_names):
-            rank = _frequency_rank(self.ids[train_rows, column], self.num_embeddings[name])
+            rank = frequency_rank(self.ids[train_rows, column], self.num_embeddings[name])
             ids[:, column] = rank.to(ids.dtype)[ids[:, column].long()]
         multi_hot = {}
         for name, bags in self.multi_hot.items():
-            rank = _frequency_rank(bags.select(train_rows)[0], self.num_embeddings[name])
+            rank = frequency_rank(bags.select(train_rows)[0], self.num_embeddings[name])
             multi_hot[name] = Bags(rank[bags.values], bags.offsets)
         return replace(self, ids=ids, multi_hot=multi_hot)
 
@@ -121,6 +123,7 @@ class Samples:
                 self.labels,
                 feature_names=self.feature_names,
                 multi_hot=self.multi_hot,
+                scalar_names=self.scalar_names,
                 rows=rows,
                 batch_size=batch_size,
                 shuffle=shuffle,
@@ -131,8 +134,13 @@ class Samples:
         return DataSplits(train=train, validation=validation, selection=selection, test=test)
 
 
-def _frequency_rank(ids: Tensor, num_embeddings: int) -> Tensor:
-    """Row -> its place in falling order of frequency, int64."""
+def frequency_rank(ids: Tensor, num_embeddings: int) -> Tensor:
+    """Row -> its place in falling order of frequency, int64; ties keep their order.
+
+    Example:
+        >>> frequency_rank(torch.tensor([2, 2, 1]), 4).tolist()
+        [2, 1, 0, 3]
+    """
     counts = torch.bincount(ids, minlength=num_embeddings)
     rank = torch.empty(num_embeddings, dtype=torch.int64)
     rank[torch.argsort(counts, descending=True, stable=True)] = torch.arange(num_embeddings)
@@ -178,6 +186,9 @@ class InMemoryBatches:
         shuffle: a new order every epoch; otherwise always in the order of `rows`.
         seed: of the shuffling.
         multi_hot: feature -> its bags; these keys follow `feature_names` in the KJT.
+        scalar_names: one name per column of `dense` to serve these as weighted bags too: scalar j is a bag of the one
+            id j, weighted by its value. The keys come last in the KJT, whose other ids then weigh 1.
+        queries: ``(n,)`` the query that each sample is a candidate of; the batches are of type `RankingBatch` then.
         rows: the samples served, int64; all of them by default.
         drop_last: leave out a last batch smaller than B.
 
@@ -205,6 +216,8 @@ class InMemoryBatches:
         shuffle: bool,
         seed: int,
         multi_hot: Mapping[str, Bags] | None = None,
+        scalar_names: Sequence[str] = (),
+        queries: Tensor | None = None,
         rows: Tensor | None = None,
         drop_last: bool = False,
     ) -> None:
@@ -221,10 +234,13 @@ class InMemoryBatches:
         for name, bags in multi_hot.items():
             received = bags.offsets.numel() - 1
             check(received == num_samples, f"feature {name!r}", f"expected {num_samples} bags", received)
-        keys = [*feature_names, *multi_hot]
+        fits = len(scalar_names) in (0, dense.shape[1])
+        check(fits, f"{place}.scalar_names", f"expected {dense.shape[1]} names, or none", len(scalar_names))
+        keys = [*feature_names, *multi_hot, *scalar_names]
         check(len(set(keys)) == len(keys), f"{place}.feature_names", "expected distinct names", keys)
         self._dense, self._ids, self._labels = dense.float(), ids, labels.float()
         self._multi_hot = tuple(multi_hot.values())
+        self._num_scalars, self._queries = len(scalar_names), queries
         self._keys = keys
         self._rows = torch.arange(num_samples) if rows is None else rows
         self._batch_size, self._shuffle, self._seed, self._drop_last = batch_size, shuffle, seed, drop_last
@@ -252,6 +268,13 @@ class InMemoryBatches:
         return (self._batch(rows) for rows in order.split(self._batch_size)[: len(self)])
 
     def _batch(self, rows: Tensor) -> Batch:
+        dense, labels = self._dense.index_select(0, rows), self._labels.index_select(0, rows)
+        features = self._features(rows, dense)
+        if self._queries is None:
+            return Batch(dense, features, labels)
+        return RankingBatch(dense, features, labels, self._queries.index_select(0, rows))
+
+    def _features(self, rows: Tensor, dense: Tensor) -> KeyedJaggedTensor:
         batch_size = rows.numel()
         num_single = self._ids.shape[1]
         values = [self._ids.index_select(0, rows).t().reshape(-1).long()]
@@ -260,14 +283,18 @@ class InMemoryBatches:
             bag_values, bag_lengths = bags.select(rows)
             values.append(bag_values)
             lengths.append(bag_lengths)
-        return Batch(
-            dense_features=self._dense.index_select(0, rows),
-            sparse_features=KeyedJaggedTensor(
-                keys=self._keys,
-                values=torch.cat(values),
-                lengths=torch.cat(lengths),
-                stride=batch_size,
-                length_per_key=[batch_size] * num_single + [part.numel() for part in values[1:]],
-            ),
-            labels=self._labels.index_select(0, rows),
+        length_per_key = [batch_size] * num_single + [part.numel() for part in values[1:]]
+        weights = None
+        if self._num_scalars:
+            weights = torch.cat([torch.ones(sum(length_per_key)), dense.t().reshape(-1)])
+            values.append(torch.arange(self._num_scalars).repeat_interleave(batch_size))
+            lengths.append(torch.ones(self._num_scalars * batch_size, dtype=torch.int64))
+            length_per_key += [batch_size] * self._num_scalars
+        return KeyedJaggedTensor(
+            keys=self._keys,
+            values=torch.cat(values),
+            weights=weights,
+            lengths=torch.cat(lengths),
+            stride=batch_size,
+            length_per_key=length_per_key,
         )

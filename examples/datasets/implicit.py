@@ -1,0 +1,255 @@
+"""Implicit feedback: interactions as positives, items sampled at random as negatives, in TorchRec Batches.
+
+Shapes: n interactions, U users, B batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.recipe import DataSplits
+from examples.datasets.in_memory import InMemoryBatches
+from examples.datasets.ncf import LeaveOneOut
+
+FEATURES = ("user", "item")
+HELD_OUT_RATIO = 0.05
+"""Share of a user's interactions that goes to validation, and again to selection."""
+
+
+class KnownPositives:
+    """Which (user, item) pairs must never be drawn as negatives.
+
+    Args:
+        users: ``(n,)`` int64.
+        items: ``(n,)`` int64.
+        num_items: size of the catalogue.
+
+    Raises:
+        ValueError: if a user knows every item, so that no negative is left.
+    """
+
+    def __init__(self, users: Tensor, items: Tensor, num_items: int) -> None:
+        self._num_items = num_items
+        self._pairs = (users * num_items + items).unique()
+        num_known = torch.bincount(self._pairs.div(num_items, rounding_mode="floor"))
+        most = int(num_known.argmax()) if num_known.numel() else 0
+        leaves_one = not num_known.numel() or int(num_known[most]) < num_items
+        check(leaves_one, f"user {most}", f"expected an item of {num_items} left to be a negative", "none")
+
+    def contains(self, users: Tensor, items: Tensor) -> Tensor:
+        """Whether each pair is known, bool."""
+        if not self._pairs.numel():
+            return torch.zeros_like(users, dtype=torch.bool)
+        pairs = users * self._num_items + items
+        place = torch.searchsorted(self._pairs, pairs).clamp(max=self._pairs.numel() - 1)
+        return self._pairs[place] == pairs
+
+    def draw_negatives(self, users: Tensor, generator: torch.Generator) -> Tensor:
+        """One item per user, uniform over those that are not known.
+
+        Args:
+            users: int64, repeated as often as negatives are wanted.
+            generator: source of randomness.
+
+        Example:
+            >>> known = KnownPositives(torch.tensor([0, 0]), torch.tensor([0, 2]), num_items=3)
+            >>> known.draw_negatives(torch.tensor([0, 0, 0]), torch.Generator()).tolist()
+            [1, 1, 1]
+        """
+        items = torch.randint(self._num_items, users.shape, generator=generator)
+        redrawn = self.contains(users, items).nonzero().squeeze(1)
+        while redrawn.numel():
+            items[redrawn] = torch.randint(self._num_items, redrawn.shape, generator=generator)
+            redrawn = redrawn[self.contains(users[redrawn], items[redrawn])]
+        return items
+
+
+class ImplicitBatches:
+    """Positives with freshly drawn negatives, to be iterated again and again: each time is the next epoch.
+
+    Negatives are drawn batch by batch, so that an epoch never lies in memory as a whole. Order and negatives depend on
+    `seed` and `epoch` only.
+
+    Args:
+        users: ``(n,)`` int64 of the positives.
+        items: ``(n,)`` int64 of the positives.
+        known: pairs that are no negatives.
+        num_negatives: negatives per positive.
+        batch_size: B, rounded down to whole groups of a positive and its negatives.
+        seed: of order and negatives.
+        is_fixed: serve the same epoch every time, for a split that is measured.
+
+    Attributes:
+        epoch: number of the next epoch, from 0; set it to resume.
+
+    Raises:
+        ValueError: if there is no positive, or a batch has no room for one group.
+
+    Example:
+        >>> users, items = torch.tensor([0, 1]), torch.tensor([2, 0])
+        >>> known = KnownPositives(users, items, num_items=3)
+        >>> batches = ImplicitBatches(users, items, known, num_negatives=2, batch_size=6, seed=0)
+        >>> batch = next(iter(batches))
+        >>> batch.sparse_features.keys(), batch.labels.tolist()
+        (['user', 'item'], [1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        users: Tensor,
+        items: Tensor,
+        known: KnownPositives,
+        *,
+        num_negatives: int,
+        batch_size: int,
+        seed: int,
+        is_fixed: bool = False,
+    ) -> None:
+        self._positives_per_batch = batch_size // (1 + num_negatives)
+        place = "ImplicitBatches"
+        check(
+            self._positives_per_batch > 0, f"{place}.batch_size", f"expected at least {1 + num_negatives}", batch_size
+        )
+        check(users.numel() > 0, place, "expected at least one interaction", 0)
+        self._users, self._items, self._known = users, items, known
+        self._num_negatives, self._seed, self._is_fixed = num_negatives, seed, is_fixed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        return -(-self._users.numel() // self._positives_per_batch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch = 0 if self._is_fixed else self.epoch
+        self.epoch += 1
+        mixed = int(np.random.SeedSequence((self._seed, epoch)).generate_state(1)[0])
+        generator = torch.Generator().manual_seed(mixed)
+        order = torch.randperm(self._users.numel(), generator=generator)
+        return (self._batch(rows, generator) for rows in order.split(self._positives_per_batch))
+
+    def _batch(self, rows: Tensor, generator: torch.Generator) -> Batch:
+        users = self._users[rows].repeat(1 + self._num_negatives)
+        negatives = self._known.draw_negatives(users[rows.numel() :], generator)
+        labels = torch.zeros(users.numel())
+        labels[: rows.numel()] = 1.0
+        return Batch(
+            dense_features=torch.zeros(users.numel(), 0),
+            sparse_features=KeyedJaggedTensor(
+                keys=list(FEATURES),
+                values=torch.cat([users, self._items[rows], negatives]),
+                lengths=torch.ones(2 * users.numel(), dtype=torch.int64),
+                stride=users.numel(),
+                length_per_key=[users.numel()] * 2,
+            ),
+            labels=labels,
+        )
+
+
+def split_per_user(
+    users: Tensor, *, seed: int, held_out_ratio: float = HELD_OUT_RATIO
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts interactions into train, validation and selection at random, for each user alone.
+
+    Every user with at least three interactions has one in each part, and trains on most.
+
+    Args:
+        users: ``(n,)`` int64.
+        seed: of the permutation.
+        held_out_ratio: share of a user's interactions that goes to validation, and again to selection.
+
+    Returns:
+        Three disjoint int64 tensors of rows, together all of ``0..n - 1``, each in rising order.
+
+    Example:
+        >>> [part.numel() for part in split_per_user(torch.tensor([0] * 40 + [1] * 3 + [2]), seed=0)]
+        [38, 3, 3]
+    """
+    order = torch.randperm(users.numel(), generator=torch.Generator().manual_seed(seed))
+    order = order[users[order].argsort(stable=True)]
+    _, user, sizes = users[order].unique_consecutive(return_inverse=True, return_counts=True)
+    place = torch.arange(users.numel()) - (sizes.cumsum(0) - sizes)[user]
+    held_out = (held_out_ratio * sizes).long().clamp(min=1)
+    held_out[sizes < 3] = 0
+    part = torch.where(place < held_out[user], 1, torch.where(place < 2 * held_out[user], 2, 0))
+    train, validation, selection = (order[part == number].sort().values for number in range(3))
+    return train, validation, selection
+
+
+def split_leave_one_out(
+    protocol: LeaveOneOut, *, num_negatives: int, batch_size: int, test_batch_size: int, seed: int
+) -> DataSplits:
+    """The splits of top-k recommendation: sampled negatives to learn from, published candidates to be judged by.
+
+    Negatives of train are no positives of train; those of validation and selection are no published training
+    interaction at all, as the published test negatives are. The test positives are known to nothing but test.
+
+    Args:
+        protocol: interactions and test candidates.
+        num_negatives: sampled negatives per positive.
+        batch_size: B of train, validation and selection.
+        test_batch_size: B of test.
+        seed: of the split, the order and the negatives.
+
+    Returns:
+        train and validation with new negatives every epoch, selection with the same ones every time, and test as
+        `RankingBatch`: each case is a query with its positive and its published negatives.
+    """
+    users, items, num_items = protocol.train_users, protocol.train_items, protocol.num_items
+    train, validation, selection = split_per_user(users, seed=seed)
+    known_in_train = KnownPositives(users[train], items[train], num_items)
+    known = KnownPositives(users, items, num_items)
+
+    def batches(rows: Tensor, known: KnownPositives, number: int, *, is_fixed: bool = False) -> ImplicitBatches:
+        return ImplicitBatches(
+            users[rows],
+            items[rows],
+            known,
+            num_negatives=num_negatives,
+            batch_size=batch_size,
+            seed=3 * seed + number,
+            is_fixed=is_fixed,
+        )
+
+    return DataSplits(
+        train=batches(train, known_in_train, 0),
+        validation=batches(validation, known, 1),
+        selection=batches(selection, known, 2, is_fixed=True),
+        test=candidate_batches(protocol, batch_size=test_batch_size),
+    )
+
+
+def candidate_queries(protocol: LeaveOneOut) -> Tensor:
+    """The test case that each candidate belongs to: first of every case's positive, then of all negatives."""
+    sizes = protocol.negatives.offsets.diff()
+    cases = torch.arange(sizes.numel())
+    return torch.cat([cases, cases.repeat_interleave(sizes)])
+
+
+def candidate_batches(protocol: LeaveOneOut, *, batch_size: int) -> InMemoryBatches:
+    """Every test case as a query: its positive (label 1) and its published negatives (label 0).
+
+    Args:
+        protocol: the cases.
+        batch_size: B.
+    """
+    queries, negatives = candidate_queries(protocol), protocol.negatives.values
+    items = torch.cat([protocol.test_items, negatives])
+    labels = torch.cat([torch.ones(protocol.test_items.numel()), torch.zeros(negatives.numel())])
+    order = queries.argsort(stable=True)
+    return InMemoryBatches(
+        torch.zeros(queries.numel(), 0),
+        torch.stack([protocol.test_users[queries], items], dim=1)[order],
+        labels[order],
+        queries=queries[order],
+        feature_names=FEATURES,
+        batch_size=batch_size,
+        shuffle=False,
+        seed=0,
+    )

@@ -1,0 +1,94 @@
+"""Recipes on the leave-one-out files of NCF: top-k recommendation by NeuMF, Table 4 of the paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from dnis_torchrec.metrics import RANKING_KS, check_candidates
+from dnis_torchrec.recipe import Recipe
+from examples.datasets.implicit import FEATURES, candidate_queries, split_leave_one_out
+from examples.datasets.ncf import PUBLISHER, load_leave_one_out
+from examples.datasets.text_files import require_folder
+from examples.models import NeuMF, build_neumf_tables, ncf_tower, seeded
+
+BATCH_SIZE = 8190
+"""Whole groups of one positive and `NUM_NEGATIVES` negatives."""
+TEST_BATCH_SIZE = 16384
+NUM_NEGATIVES = 4
+INIT_STD = 0.01
+"""As the authors of NCF have it."""
+
+
+def neumf_topk(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """NeuMF with D=16 on the leave-one-out files of NCF, judged by ranking each held-out positive among 99 negatives.
+
+    It learns from implicit feedback, four new negatives per positive in every epoch, by binary cross entropy.
+
+    Args:
+        data: folder with ``ml-1m.train.rating``, ``ml-1m.test.rating`` and ``ml-1m.test.negative``, plain or ``.gz``.
+        seed: of the split, the order of the batches, the negatives and the initial weights.
+        embedding_dim: D of the GMF, 16 by default; the tables of the MLP have 4 D.
+
+    Returns:
+        The recipe; the splits depend on `seed` only. Validation and selection are cut from every user's training
+        interactions; test is the published one.
+
+    Raises:
+        ValueError: if `data` is None or lacks a file, or a test case has fewer candidates than the largest k.
+    """
+    return _neumf(data, "neumf_topk", 16, embedding_dim, seed)
+
+
+def neumf_topk_32(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """NeuMF as `neumf_topk` has it, with D=32 by default.
+
+    Args:
+        data: see `neumf_topk`.
+        seed: see `neumf_topk`.
+        embedding_dim: D of the GMF, 32 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only, and are those of `neumf_topk`.
+
+    Raises:
+        ValueError: as `neumf_topk`.
+    """
+    return _neumf(data, "neumf_topk_32", 32, embedding_dim, seed)
+
+
+def _neumf(data: Path | None, name: str, default_dim: int, embedding_dim: int | None, seed: int) -> Recipe:
+    folder = require_folder(data, f"examples.ncf:{name}", PUBLISHER)
+    protocol = load_leave_one_out(folder)
+    check_candidates(candidate_queries(protocol), max(RANKING_KS))
+    rows = dict(zip(FEATURES, (protocol.num_users, protocol.num_items), strict=True))
+    with seeded(seed):
+        tables = build_neumf_tables(rows, embedding_dim or default_dim, init_std=INIT_STD)
+        # The tower of the default D at every D, so that a comparison of D changes tables only.
+        model = NeuMF(tables, tower=ncf_tower(default_dim))
+    notes = [
+        "NCF's leave-one-out: each user's last interaction, ranked among the 99 published negatives; published results "
+        "that choose epochs by these metrics have chosen on test, which is not done here."
+    ]
+    if protocol.num_positives_among_negatives:
+        notes.append(
+            f"{protocol.num_positives_among_negatives} published lines list the positive among its negatives, where it "
+            "was dropped: those cases have one candidate less."
+        )
+    return Recipe(
+        model=model,
+        data=split_leave_one_out(
+            protocol,
+            num_negatives=NUM_NEGATIVES,
+            batch_size=BATCH_SIZE,
+            test_batch_size=TEST_BATCH_SIZE,
+            seed=seed,
+        ),
+        loss=nn.BCEWithLogitsLoss(),
+        num_blocks=10,
+        warm_up_epochs=1,
+        ramp_epochs=5,
+        release_epochs=4,
+        notes=tuple(notes),
+    )
