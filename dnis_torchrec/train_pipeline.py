@@ -2,14 +2,15 @@
 
 Lower steps are TorchRec's own: forward, backward with fused table optimizers, optimizer. Upper steps must not move a
 weight: the pooled embeddings are detached, only d loss / d alpha is computed, DDP does not synchronise, running
-statistics stand still. Batches of both levels travel through the same queue, so that the copy and input_dist of the
-next batch, of either level, overlap the current one.
+statistics stand still. An unrolled upper step moves the weights and puts them back (see `hypergradient`). Batches of
+both levels travel through the same queue, so that the copy and input_dist of the next batch, of either level, overlap
+the current one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +18,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.utils import TrainPipelineContext
@@ -28,6 +27,12 @@ from dnis_torchrec.alpha_optimizer import AlphaOptimizer, Pressure
 from dnis_torchrec.checkpoint import save_checkpoint
 from dnis_torchrec.checks import describe
 from dnis_torchrec.finite import FiniteGuard
+from dnis_torchrec.hypergradient import (
+    UnrolledHypergradient,
+    first_order_gradient,
+    frozen_statistics,
+    without_synchronisation,
+)
 from dnis_torchrec.level_schedule import BilevelStream, Level
 from dnis_torchrec.soft_selection import Alpha
 from dnis_torchrec.table_shards import soft_selection_modules
@@ -51,9 +56,14 @@ class BilevelTrainPipelineContext(TrainPipelineContext):
 
 
 class BilevelTrainPipeline(TrainPipelineSparseDist):
-    """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6, first order).
+    """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6).
 
         min over alpha of L_validation(Theta*(alpha), alpha),   Theta* = argmin over Theta of L_train(Theta, alpha)
+
+    An upper step takes Theta for Theta* (first order), or what one step of gradient descent on the latest training
+    batch would make of Theta (one-step unrolled; `UnrolledHypergradient` has the equations, and what it costs).
+    NOTE[DIFF]: DARTS unrolls the step to come, on the next training batch; here the batch of the last lower step is
+    at hand, already on the device.
 
     Distributed: tables and dense weights as TorchRec distributes them; alpha is replicated. An upper step all-reduces
     one flat tensor (alpha's gradients, hits, and whether the loss is finite) over the model's process group, so every
@@ -68,6 +78,9 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         pressure: the requested size and how to get there; None searches without pressure, as the paper does.
         alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
+        unrolled_step: xi of the one-step unrolled gradient, best the lower level's learning rate; None for the first
+            order. The unrolled step is plain gradient descent, also where Adam trains the weights. An unrolled upper
+            step returns the validation loss and output at the unrolled weights.
 
     Attributes:
         alpha_optimizer: the upper level's state.
@@ -76,8 +89,9 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
 
     Raises:
         RuntimeError: if the model is not prepared.
-        NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not synchronised yet.
-        ValueError: for a size that cannot be met.
+        NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not synchronised yet; for
+            an `unrolled_step` with tables that have no ordinary gradient (see `UnrolledHypergradient`).
+        ValueError: for a size that cannot be met, or an `unrolled_step` that is not above 0.
     """
 
     def __init__(
@@ -89,6 +103,7 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         pressure: Pressure | None = None,
         alpha_learning_rate: float | None = None,
         alpha_averaging: float = 0.98,
+        unrolled_step: float | None = None,
     ) -> None:
         wrappers = soft_selection_modules(model)
         if not wrappers:
@@ -111,7 +126,8 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         self.upper_steps = 0
         self._dense_optimizer = optimizer
         self._guard = FiniteGuard(model, self._process_group)
-        self._hits: dict[int, Tensor] = {}
+        self._unrolled = None if unrolled_step is None else UnrolledHypergradient(model, self._alpha, unrolled_step)
+        self._train_batch: Pipelineable | None = None
         super().__init__(
             model,
             _LowerLevelOptimizer(self, optimizer),
@@ -173,15 +189,57 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
             self.attach(model)
 
     def _forward(self, batch: Pipelineable) -> tuple[Tensor, Any]:
-        with ExitStack() as stack:
-            if self.level is Level.UPPER and self._model.training:
-                self._hits = stack.enter_context(self._alpha.upper_level())
-                stack.enter_context(_nothing_moves(self._model))
-                loss, output = self._model(batch)
-                self._upper_step(loss)
-            else:
-                loss, output = self._model(batch)
+        if not self._model.training:
+            return self._model(batch)
+        if self.level is Level.LOWER:
+            self._train_batch = None if self._unrolled is None else batch
+            return self._model(batch)
+        return self._first_order_step(batch) if self._unrolled is None else self._unrolled_step(batch, self._unrolled)
+
+    def _first_order_step(self, batch: Pipelineable) -> tuple[Tensor, Any]:
+        """A forward pass that leaves no trace, then alpha's step."""
+        with self._alpha.upper_level() as hits, without_synchronisation(self._model), frozen_statistics(self._model):
+            loss, output = self._model(batch)
+            self._step_alpha(loss, first_order_gradient(loss, self._alpha), hits, self._guard.flags(loss))
         return loss, output
+
+    def _unrolled_step(self, batch: Pipelineable, unrolled: UnrolledHypergradient) -> tuple[Tensor, Any]:
+        """Passes of the latest training batch and of the validation batch, then alpha's step."""
+        train_batch = self._train_batch
+        if train_batch is None:
+            remedy = "let a BilevelStream begin with its warm-up"
+            raise RuntimeError(describe(self._place(), "expected a lower step before it", "none", remedy))
+        losses: list[Tensor] = []
+        results: list[tuple[Tensor, Any]] = []
+
+        def train() -> Tensor:
+            losses.append(self._forward_again(train_batch))
+            return losses[-1]
+
+        def validation() -> Tensor:
+            results.append(self._model(batch))
+            losses.append(results[0][0])
+            return losses[-1]
+
+        gradients = unrolled(train, validation)
+        # The forward passes note no hits here; a row of alpha that neither batch hits has a gradient of exact zeros.
+        hits = {dim: own.any(dim=1) for dim, own in zip(self._alpha.dims, gradients, strict=True)}
+        flags = self._guard.flags(torch.stack([loss.detach().sum() for loss in losses]))
+        loss, output = results[0]
+        self._step_alpha(loss, gradients, hits, flags)
+        return loss, output
+
+    def _forward_again(self, batch: Pipelineable) -> Tensor:
+        """Loss of a batch that has left the queue: its input_dist is made anew, in a context of its own."""
+        context = self._context_type(index=self.contexts[0].index, version=1)
+        self.start_sparse_data_dist(batch, context)
+        self.wait_sparse_data_dist(context)
+        self._set_module_context(context)
+        try:
+            loss, _ = self._model(batch)
+        finally:
+            self._set_module_context(self.contexts[0])
+        return loss
 
     def _backward(self, losses: Tensor) -> None:
         if self.level is Level.UPPER:
@@ -191,26 +249,25 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
             super()._backward(losses)
         self._guard.check_dense_gradients(self._place())
 
-    def _upper_step(self, loss: Tensor) -> None:
-        """d loss / d alpha, the same on every rank, then alpha's step."""
+    def _step_alpha(self, loss: Tensor, own: list[Tensor], own_hits: dict[int, Tensor], flags: Tensor) -> None:
+        """Averages the gradient over ranks, then alpha's step, the same on every rank."""
         dims = self._alpha.dims
-        own = torch.autograd.grad(loss.sum(), [self._alpha.of(dim) for dim in dims], materialize_grads=True)
-        gradients, hits, flags = self._all_reduce(dict(zip(dims, own, strict=True)), self._guard.flags(loss))
+        gradients, hits, flags = self._all_reduce(dict(zip(dims, own, strict=True)), own_hits, flags)
         self._guard.check_loss(loss, self._place(), flags)
         for dim in dims:
             self._guard.check_alpha_gradient(gradients[dim], dim, self._place())
         self.alpha_optimizer.step(gradients, hits)
 
     def _all_reduce(
-        self, gradients: dict[int, Tensor], flags: Tensor
+        self, gradients: dict[int, Tensor], hits: dict[int, Tensor], flags: Tensor
     ) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
         """Mean of the gradients, union of the hits and sum of the loss's flags over ranks, in one collective."""
         group = self._process_group
         world_size = dist.get_world_size(group) if group is not None else 1
         if world_size == 1:
-            return gradients, self._hits, flags
+            return gradients, hits, flags
         dims = self._alpha.dims
-        parts = [part.flatten() for dim in dims for part in (gradients[dim], self._hits[dim].float())]
+        parts = [part.flatten() for dim in dims for part in (gradients[dim], hits[dim].float())]
         flat = torch.cat([*parts, flags])
         dist.all_reduce(flat, group=group)
         shared_gradients, shared_hits, start = {}, {}, 0
@@ -246,16 +303,3 @@ class _LowerLevelOptimizer:
 
     def step(self) -> None:
         self._pipeline._finish_step()
-
-
-@contextmanager
-def _nothing_moves(model: nn.Module) -> Iterator[None]:
-    """No DDP synchronisation and no running statistics: a forward pass that leaves no trace."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel):
-                stack.enter_context(module.no_sync())
-            elif isinstance(module, _NormBase) and module.track_running_stats:
-                module.track_running_stats = False
-                stack.callback(setattr, module, "track_running_stats", True)
-        yield

@@ -37,6 +37,8 @@ from tests.tiny import make_recipe
 CPU = torch.device("cpu")
 STEPS = 20
 STEPS_UNDER_PRESSURE = 40
+STEPS_UNROLLED = 8
+UNROLLED_STEP = 1.0
 HANG = timedelta(seconds=15)
 STOPS = (
     (Level.LOWER, "loss"),
@@ -76,12 +78,13 @@ def alpha_of(pipeline: BilevelTrainPipeline) -> dict[str, torch.Tensor]:
 
 
 def run_steps(pipeline: BilevelTrainPipeline, stream: BilevelStream, steps: int) -> dict[str, Any]:
-    """Steps, noting the level and loss of each and the hits that every upper step was given."""
-    losses, levels, hits = [], [], []
+    """Steps, noting the level and loss of each, and what every upper step was given."""
+    losses, levels, hits, alpha_gradients = [], [], [], []
     original = pipeline.alpha_optimizer.step
 
     def step(gradients: dict[int, torch.Tensor], hit: dict[int, torch.Tensor]) -> None:
         hits.append({str(dim): rows.clone() for dim, rows in hit.items()})
+        alpha_gradients.append({str(dim): gradient.clone() for dim, gradient in gradients.items()})
         original(gradients, hit)
 
     pipeline.alpha_optimizer.step = step
@@ -89,7 +92,7 @@ def run_steps(pipeline: BilevelTrainPipeline, stream: BilevelStream, steps: int)
         before = pipeline.upper_steps
         losses.append(pipeline.progress(stream)[0].clone())
         levels.append("upper" if pipeline.upper_steps > before else "lower")
-    return {"losses": torch.stack(losses), "levels": levels, "hits": hits}
+    return {"losses": torch.stack(losses), "levels": levels, "hits": hits, "alpha_gradients": alpha_gradients}
 
 
 def everything(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -178,6 +181,23 @@ def search_under_pressure(rank: int, folder: Path, group: dist.ProcessGroup) -> 
     pipeline, stream, _ = make_pipeline("mixed", group, (rank,), pressure=pressure)
     run_steps(pipeline, stream, STEPS_UNDER_PRESSURE)
     return {"alpha": alpha_of(pipeline), "is_released": pipeline.alpha_optimizer.is_released}
+
+
+def run_unrolled(group: dist.ProcessGroup, halves: tuple[int, ...]) -> dict[str, Any]:
+    """Some steps with one-step unrolled gradients, and what all of it came to."""
+    pipeline, stream, model = make_pipeline("data_parallel", group, halves, unrolled_step=UNROLLED_STEP)
+    found = run_steps(pipeline, stream, STEPS_UNROLLED)
+    return found | {"alpha": alpha_of(pipeline), "dense": dense_of(model), "tables": tables_of(model)}
+
+
+def search_unrolled(rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+    """With unrolled gradients, and how fused tables refuse them."""
+    try:
+        make_pipeline("mixed", group, (rank,), unrolled_step=UNROLLED_STEP)
+        refusal = "none"
+    except NotImplementedError as error:
+        refusal = str(error)
+    return run_unrolled(group, (rank,)) | {"refusal": refusal}
 
 
 def upper_steps_move_alpha_alone(optimizer: str, rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -280,6 +300,7 @@ def scenarios() -> dict[str, Scenario]:
     for kind in KINDS:
         found[f"search {kind}"] = lambda *args, kind=kind: search_and_fold(kind, *args)
     found["pressure"] = search_under_pressure
+    found["unrolled"] = search_unrolled
     for optimizer in ("adam", "rowwise_adagrad"):
         found[f"upper {optimizer}"] = lambda *args, name=optimizer: upper_steps_move_alpha_alone(name, *args)
     found["metrics"] = metrics

@@ -28,6 +28,7 @@ from tests.distributed.scenarios import (
     make_pipeline,
     run_rank,
     run_steps,
+    run_unrolled,
     tables_of,
 )
 
@@ -118,6 +119,25 @@ def test_both_ranks_hold_the_same_alpha_after_a_ramp(ranks: Ranks) -> None:
     assert second["is_released"]
     assert_same(first["alpha"], second["alpha"])
     assert any((alpha == 0).any() for alpha in first["alpha"].values())
+
+
+def test_unrolled_gradients_of_two_ranks_equal_those_of_one(ranks: Ranks, gloo: dist.ProcessGroup) -> None:
+    first, second = ranks["unrolled"]
+    for key in ("alpha", "dense", "tables"):
+        assert_same(first[key], second[key])
+    alone = run_unrolled(gloo, (0, 1))
+    torch.testing.assert_close(
+        torch.stack([first["losses"], second["losses"]]).mean(0), alone["losses"], atol=1e-5, rtol=0
+    )
+    assert len(alone["alpha_gradients"]) == 3
+    for step, expected in enumerate(alone["alpha_gradients"]):
+        for dim, gradient in expected.items():
+            assert (first["alpha_gradients"][step][dim] - gradient).norm() < 1e-3 * gradient.norm()
+            assert torch.equal(first["hits"][step][dim], alone["hits"][step][dim])
+    for key in ("dense", "tables"):
+        torch.testing.assert_close(first[key], alone[key], atol=1e-5, rtol=0)
+    assert first["refusal"] == second["refusal"]
+    assert "supported for one-step unrolling is the dense compute kernel" in first["refusal"]
 
 
 def hit_rows(halves: tuple[int, ...], upper_step: int) -> dict[str, torch.Tensor]:
