@@ -2,9 +2,14 @@
 
 Pressure goes beyond the paper. NOTE[DIFF]: the paper lets validation loss alone move alpha, and prunes what happens to
 be small; nothing drives alpha to zero, and from compression 4 on the result is worse than a smaller table. Here a
-number lambda is added to the normalised gradient and adapts so that the mean of alpha follows a straight line down
-towards the requested size (the ramp); it is zero where validation loss alone takes alpha down faster. Then exactly as
-many columns as the budget allows are kept, lambda fades, and both levels train on (the release).
+number lambda is added to the normalised gradient and adapts so that the mean of alpha falls towards the requested size
+(the ramp); it is zero where validation loss alone takes alpha down faster. On the way columns die, those of smallest
+alpha first: at least as many as a line of their own asks for, so that the weights have time to adapt to every loss and
+the ramp does not end in a cliff. Then exactly as many columns as the budget allows are kept, lambda fades, and both
+levels train on (the release).
+
+Both lines fall geometrically: at share p of the ramp, the mean to :math:`(0.6 t)^p` and the living columns to
+:math:`t^p` of the whole, where t is the requested density. Each step takes the same share of what is left.
 """
 
 from __future__ import annotations
@@ -29,6 +34,15 @@ FIRST_PRESSURE = 0.1
 MEAN_SHARE = 0.6
 """The mean of alpha is led to this share of the requested density: by then about that density of columns is alive."""
 
+FLOOR = 0.005
+"""Under pressure a living alpha goes no lower: columns die in their order, not because alphas sink together."""
+
+FADE_SHARE = 0.15
+"""Share of the ramp in which a column fades out before it dies."""
+
+FADED_TO = 0.02
+"""What is left of its alpha when it dies."""
+
 SWING = 88.0
 """How many times alpha could cross the way of the ramp, if its normalised gradient always pointed one way."""
 
@@ -46,20 +60,22 @@ class Pressure:
     Attributes:
         size: what the tables have to come down to.
         ramp_steps: upper steps in which the mean of alpha is led from 1 to the size.
-        snap_below: alphas that fall below are 0 for good (and alphas that survive the ramp stay above).
+        column_sharing: weight of a column's mean alpha over all blocks beside the block's own alpha, in the order in
+            which columns die. 0: every block loses the columns it needs least. The more, the more the blocks keep the
+            same ones, which models want that take dot products between features and have a network behind them.
 
     Example:
-        >>> Pressure(size=Size(compression_ratio=4), ramp_steps=2000).snap_below
-        0.05
+        >>> Pressure(size=Size(compression_ratio=4), ramp_steps=2000).ramp_steps
+        2000
     """
 
     size: Size
     ramp_steps: int
-    snap_below: float = 0.05
+    column_sharing: float = 0.0
 
     def __post_init__(self) -> None:
         check(self.ramp_steps >= 1, "ramp_steps", "expected at least 1", self.ramp_steps)
-        check(0 < self.snap_below < 1, "snap_below", "expected a number between 0 and 1", self.snap_below)
+        check(self.column_sharing >= 0, "column_sharing", "expected a number >= 0", self.column_sharing)
 
 
 class AlphaOptimizer:
@@ -92,8 +108,9 @@ class AlphaOptimizer:
         self._costs = seen if budget is None else budget.cost_per_alpha_row(blocks)
         self._target = 1.0 if budget is None else budget.share(blocks)
         self._amount = float("inf") if budget is None else budget.amount
+        self._total = sum(float(self._costs[dim].sum()) * dim for dim in alpha.dims)
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
-        self._floors = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
+        self._floor = 0.0 if pressure is None else FLOOR
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
         self.num_steps = 0
         self.last_density = 1.0
@@ -107,8 +124,8 @@ class AlphaOptimizer:
 
     @property
     def is_released(self) -> bool:
-        """True once the ramp is over and the columns to keep are settled."""
-        return self._is_released
+        """True once the ramp is over and the columns to keep are settled; always without pressure."""
+        return self._pressure is None or self._is_released
 
     def density(self) -> float:
         """Share of the tables' cost whose alpha is not zero."""
@@ -133,8 +150,8 @@ class AlphaOptimizer:
             average.copy_(torch.where(hit, torch.lerp(fresh, average, self._averaging), average))
             direction = torch.where(hit, average + self.pressure_now, torch.zeros_like(average))
             alpha = self._alpha.of(dim)
-            step_and_clip_(alpha, direction, self.learning_rate, floor=self._floors[dim])
-            pushes_out = ((alpha >= 1) & (average < 0)) | ((alpha <= self._floors[dim]) & (average > 0))
+            step_and_clip_(alpha, direction, self.learning_rate, floor=self._floor)
+            pushes_out = ((alpha >= 1) & (average < 0)) | ((alpha <= self._floor) & (average > 0))
             average.masked_fill_(pushes_out, 0.0)
             alpha.masked_fill_(self._dead[dim], 0.0)
         self.num_steps += 1
@@ -143,43 +160,64 @@ class AlphaOptimizer:
             self._follow_ramp(self._pressure)
 
     def _follow_ramp(self, pressure: Pressure) -> None:
-        if self._is_released:
+        if self.is_released:
             self.pressure_now *= 1 - ADAPTATION
             self.learning_rate *= 1 - RELEASE_DECAY / pressure.ramp_steps
             return
-        wanted = 1 - (1 - MEAN_SHARE * self._target) * self.num_steps / pressure.ramp_steps
+        progress = self.num_steps / pressure.ramp_steps
+        wanted = (MEAN_SHARE * self._target) ** progress
         change = ADAPTATION * max(self.pressure_now, FIRST_PRESSURE)
         self.pressure_now = max(0.0, self.pressure_now + (change if self.mean() > wanted else -change))
-        falling = {dim: self._alpha.of(dim) < pressure.snap_below for dim in self._alpha.dims}
-        left = self._alpha.weighted({dim: (~falling[dim]).double() for dim in falling}, self._costs)
-        if left <= self._target or self.num_steps >= pressure.ramp_steps:
-            self._settle(pressure.snap_below)
-            return
-        for dim in self._alpha.dims:
-            self._dead[dim] |= falling[dim]
-            self._alpha.of(dim).masked_fill_(self._dead[dim], 0.0)
+        self._is_released = progress >= 1
+        if self._is_released:
+            self._let_die(~self._first(self._amount, pressure))
+        else:
+            self._let_die(~self._first(self._line(progress), pressure))
+            self._fade(~self._first(self._line(progress + FADE_SHARE), pressure), pressure.ramp_steps)
+        self.last_density = self.density()
 
-    def _settle(self, floor: float) -> None:
-        """Keeps the columns of largest alpha until the budget is reached, and lets none of them die any more.
+    def _line(self, progress: float) -> float:
+        """What the living columns may cost."""
+        return max(self._amount, self._target**progress * self._total)
 
-        The last one may exceed the budget by a part of its cost, which pruning takes off after merging: there, columns
-        are those of one table and so much finer.
+    def _first(self, amount: float, pressure: Pressure) -> Tensor:
+        """The columns of highest score, as many as cost `amount`: bool, one after the other over all embedding_dims.
+
+        The last one may exceed it by a part of its cost, which pruning takes off after merging: there, columns are
+        those of one table and so much finer.
         """
         dims = self._alpha.dims
-        scores = torch.cat([self._alpha.of(dim).masked_fill(self._dead[dim], -1.0).cpu().flatten() for dim in dims])
+        scores = torch.cat([self._scores(dim, pressure.column_sharing).cpu().flatten() for dim in dims])
         costs = torch.cat([self._costs[dim].repeat_interleave(dim) for dim in dims])
         order = torch.argsort(scores, descending=True, stable=True)
         spent_before = costs[order].cumsum(0) - costs[order]
-        kept = torch.zeros(scores.numel(), dtype=torch.bool)
-        kept[order] = (spent_before < self._amount * (1 - 1e-9)) & (scores[order] >= 0)
-        for dim, mask in zip(dims, kept.split([self._alpha.of(dim).numel() for dim in dims]), strict=True):
+        first = torch.zeros(scores.numel(), dtype=torch.bool)
+        first[order] = (spent_before < amount * (1 - 1e-9)) & (scores[order] >= 0)
+        return first
+
+    def _scores(self, dim: int, column_sharing: float) -> Tensor:
+        """``(A, D)``: alpha[s, k] + column_sharing * mean over s of alpha[s, k]; -1 for the dead."""
+        alpha = self._alpha.of(dim)
+        shares = (self._costs[dim] / self._costs[dim].sum()).to(alpha)
+        return (alpha + column_sharing * (shares @ alpha)).masked_fill(self._dead[dim], -1.0)
+
+    def _let_die(self, columns: Tensor) -> None:
+        for dim, dead in self._per_dim(columns):
+            self._dead[dim] = dead
+            self._alpha.of(dim).masked_fill_(dead, 0.0)
+
+    def _fade(self, columns: Tensor, ramp_steps: int) -> None:
+        factor = FADED_TO ** (1 / max(1.0, FADE_SHARE * ramp_steps))
+        for dim, dying in self._per_dim(columns):
             alpha = self._alpha.of(dim)
-            alive = mask.view(alpha.shape).to(alpha.device)
-            self._dead[dim] = ~alive
-            self._floors[dim] = alive.to(alpha.dtype) * floor
-            alpha.masked_fill_(~alive, 0.0).clamp_(min=self._floors[dim])
-        self._is_released = True
-        self.last_density = self.density()
+            alpha.copy_(torch.where(dying, alpha * factor, alpha))
+
+    def _per_dim(self, columns: Tensor) -> list[tuple[int, Tensor]]:
+        alphas = [(dim, self._alpha.of(dim)) for dim in self._alpha.dims]
+        parts = columns.split([alpha.numel() for _, alpha in alphas])
+        return [
+            (dim, part.view(alpha.shape).to(alpha.device)) for (dim, alpha), part in zip(alphas, parts, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a continued search needs, as tensors."""
@@ -191,7 +229,6 @@ class AlphaOptimizer:
         }
         for dim in self._alpha.dims:
             state[f"average/{dim}"] = self._averages[dim]
-            state[f"floor/{dim}"] = self._floors[dim]
             state[f"dead/{dim}"] = self._dead[dim]
         return state
 
@@ -201,5 +238,4 @@ class AlphaOptimizer:
         self.learning_rate, self.pressure_now = float(state["learning_rate"]), float(state["pressure_now"])
         for dim in self._alpha.dims:
             self._averages[dim].copy_(state[f"average/{dim}"])
-            self._floors[dim].copy_(state[f"floor/{dim}"])
             self._dead[dim].copy_(state[f"dead/{dim}"])

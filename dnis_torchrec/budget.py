@@ -22,6 +22,10 @@ UNSPENT_SHARE = 0.03
 BYTE_FORMS = ("mixed_dimension_fp32", "csr_fp32")
 
 
+class SizeOutOfReachError(ValueError):
+    """A size that the tables cannot be brought to."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """A requested size of all tables together: exactly one of the three.
@@ -94,8 +98,9 @@ class Budget:
             blocks: the blocks that are retained or dropped.
 
         Raises:
-            ValueError: if not even one column of the cheapest block fits; the message gives the smallest size that
-                does. If training looked up no row at all.
+            SizeOutOfReachError: if not even one column of the cheapest block fits; the message gives the smallest size
+                that does.
+            ValueError: if training looked up no row at all.
         """
         costs, fixed, unit = _costs(size, blocks)
         name, value = size.given
@@ -188,6 +193,6 @@ def _refuse(size: Size, blocks: RowBlocks, cheapest: float, fixed: float) -> Non
     name, received = size.given
     if name == "compression_ratio":
         limit = math.floor(100 * _dense_parameters(blocks) / cheapest) / 100  # rounded up, it could not be met
-        raise ValueError(describe(name, f"expected at most {limit:.2f} for these tables and blocks", received))
+        raise SizeOutOfReachError(describe(name, f"expected at most {limit:.2f} for these tables and blocks", received))
     smallest = int(fixed + cheapest)
-    raise ValueError(describe(name, f"expected at least {smallest} for these tables and blocks", received))
+    raise SizeOutOfReachError(describe(name, f"expected at least {smallest} for these tables and blocks", received))

@@ -4,6 +4,8 @@ epochs    0 .. warm_up    .. + ramp          .. + release (until the selection l
 lower     weights learn throughout
 upper     still           mean of alpha led  lambda fades, alpha of the kept columns learns on
                           to the size
+
+Without pressure (the paper's search) there is no ramp: alpha learns on validation loss alone from the warm-up on.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dnis_torchrec.checkpoint import load_checkpoint
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.frequency import FrequencyCounts, count_frequencies
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
-from dnis_torchrec.pruning import prune
+from dnis_torchrec.pruning import STRUCTURES, prune
 from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask, check_labels
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.swap import merge_, prepare_
@@ -42,19 +44,28 @@ class SearchConfig:
 
     Attributes:
         size: the requested size of all tables.
+        pressure: lead alpha to the size while training. NOTE[DIFF]: False is the paper's search, where validation loss
+            alone moves alpha and pruning has to reach the size afterwards.
+        unrolled: take the gradient of alpha through one unrolled step of the weights (see `hypergradient`), at the
+            learning rate of the tables; needs tables without a fused optimizer.
+        structure: what pruning drops at the end, see `prune`. With pressure whole columns are dead by then.
         num_blocks: S.
         scope: see `blocks_from_counts`.
         strategy: see `blocks_from_counts`.
         warm_up_epochs: epochs of lower steps alone.
         ramp_epochs: epochs in which the mean of alpha is led to the size.
-        release_epochs: epochs at most after the ramp.
+        release_epochs: epochs at most after the ramp; without pressure the epochs of the ramp are added to them.
         patience: epochs of the release without a better selection loss before stopping.
+        column_sharing: see `Pressure`.
         upper_every: lower steps per upper step.
         alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
     """
 
     size: Size
+    pressure: bool = True
+    unrolled: bool = False
+    structure: str = "block"
     num_blocks: int = 10
     scope: str = "global"
     strategy: str = "equal_rows"
@@ -62,6 +73,7 @@ class SearchConfig:
     ramp_epochs: int = 12
     release_epochs: int = 14
     patience: int = 3
+    column_sharing: float = 0.0
     upper_every: int = 1
     alpha_learning_rate: float | None = None
     alpha_averaging: float = 0.98
@@ -69,6 +81,12 @@ class SearchConfig:
     def __post_init__(self) -> None:
         for name in ("num_blocks", "warm_up_epochs", "ramp_epochs", "release_epochs", "patience", "upper_every"):
             check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
+        check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
+
+    @property
+    def epochs(self) -> int:
+        """Epochs at most."""
+        return self.warm_up_epochs + self.ramp_epochs + self.release_epochs
 
     @staticmethod
     def of(recipe: Recipe, size: Size, settings: Mapping[str, Any] | None = None) -> SearchConfig:
@@ -79,7 +97,14 @@ class SearchConfig:
             size: see `size`.
             settings: any field by name, instead of the recipe's or the default.
         """
-        names = ("num_blocks", "warm_up_epochs", "ramp_epochs", "release_epochs", "alpha_learning_rate")
+        names = (
+            "num_blocks",
+            "warm_up_epochs",
+            "ramp_epochs",
+            "release_epochs",
+            "column_sharing",
+            "alpha_learning_rate",
+        )
         return SearchConfig(size=size, **{name: getattr(recipe, name) for name in names} | dict(settings or {}))
 
 
@@ -137,12 +162,17 @@ class SearchEvents:
         on_start: called with the number of lower steps of an epoch, the counts and the blocks, before training.
         on_step: called after every lower step with its loss and the density of alpha.
         on_epoch: called with the record of every epoch.
+        on_alpha: called after that with the record, alpha (embedding_dim -> ``(A, D)``, to be read only) and whether
+            it was the last epoch.
         should_stop: asked after every step; True saves the state and ends the search.
     """
 
     on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = field(default=lambda steps, counts, blocks: None)
     on_step: Callable[[float, float], None] = field(default=lambda loss, density: None)
     on_epoch: Callable[[EpochRecord], None] = field(default=lambda record: None)
+    on_alpha: Callable[[EpochRecord, Mapping[int, torch.Tensor], bool], None] = field(
+        default=lambda record, alpha, is_last: None
+    )
     should_stop: Callable[[], bool] = field(default=lambda: False)
 
 
@@ -224,25 +254,29 @@ def search(
     events.on_start(steps_per_epoch, counts, blocks)
     model, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, device)
     schedule = LevelSchedule(warm_up_steps=config.warm_up_epochs * steps_per_epoch, upper_every=config.upper_every)
-    searching = config.warm_up_epochs + config.ramp_epochs
+    pressure = Pressure(
+        size=config.size,
+        ramp_steps=max(1, config.ramp_epochs * steps_per_epoch // config.upper_every),
+        column_sharing=config.column_sharing,
+    )
     pipeline = BilevelTrainPipeline(
         model,
         optimizer,
         device,
-        pressure=Pressure(size=config.size, ramp_steps=config.ramp_epochs * steps_per_epoch // config.upper_every),
+        pressure=pressure if config.pressure else None,
         alpha_learning_rate=config.alpha_learning_rate,
         alpha_averaging=config.alpha_averaging,
+        unrolled_step=recipe.table_learning_rate if config.unrolled else None,
     )
     stream = BilevelStream(recipe.data.train, recipe.data.validation, schedule)
     model.train()
-    history = _epochs(pipeline, stream, recipe, config, checkpoints, steps_per_epoch, events)
+    history, best = _epochs(pipeline, stream, recipe, config, checkpoints, steps_per_epoch, events)
     pipeline.detach()
     load_checkpoint(checkpoints / "best", model)
     wrapper_alpha = pipeline.alpha
     alpha = {dim: wrapper_alpha.of(dim).detach().cpu().clone() for dim in wrapper_alpha.dims}
     plain = cast(TrainTask, merge_(model)).model
-    scheme = prune(plain, blocks, counts, size=config.size)
-    best = min((r for r in history if r.epoch >= searching - 1), key=lambda record: record.selection_loss)
+    scheme = prune(plain, blocks, counts, size=config.size, structure=config.structure)
     return SearchOutcome(
         model=plain,
         scheme=scheme,
@@ -250,7 +284,7 @@ def search(
         blocks=blocks,
         alpha=alpha,
         history=tuple(history),
-        best_epoch=best.epoch,
+        best_epoch=best,
     )
 
 
@@ -262,12 +296,15 @@ def _epochs(
     checkpoints: Path,
     steps_per_epoch: int,
     events: SearchEvents,
-) -> list[EpochRecord]:
-    """Runs every epoch; the best one after the ramp, in size and in selection loss, ends up in ``checkpoints/best``."""
+) -> tuple[list[EpochRecord], int]:
+    """Runs every epoch; the best one after the ramp, in selection loss, ends up in ``checkpoints/best``.
+
+    Returns:
+        The history, and the number of the best epoch.
+    """
     history: list[EpochRecord] = []
     stopping = EarlyStopping(checkpoints / "best", config.patience)
-    searching = config.warm_up_epochs + config.ramp_epochs
-    for epoch in range(searching + config.release_epochs):
+    for epoch in range(config.epochs):
         losses, until = [], (epoch + 1) * steps_per_epoch
         steps_until = stream.schedule.steps_for(until)
         while pipeline.lower_steps + pipeline.upper_steps < steps_until:
@@ -296,6 +333,10 @@ def _epochs(
         history.append(record)
         events.on_epoch(record)
         pipeline.save(checkpoints / "last")
-        if pipeline.alpha_optimizer.is_released and stopping.update(epoch, selection_loss, pipeline.save):
+        is_candidate = pipeline.alpha_optimizer.is_released and epoch >= config.warm_up_epochs
+        is_over = is_candidate and stopping.update(epoch, selection_loss, pipeline.save)
+        alpha = {dim: pipeline.alpha.of(dim) for dim in pipeline.alpha.dims}
+        events.on_alpha(record, alpha, is_over or epoch == config.epochs - 1)
+        if is_over:
             break
-    return history
+    return history, stopping.best_epoch

@@ -137,6 +137,33 @@ class _Select(torch.autograd.Function):
         return grad_pooled, grad_alpha, None
 
 
+class _SelectBlocks(torch.autograd.Function):
+    """out[b] = sum over s of pooled[b, s] * alpha[s], products a few samples at a time, as in `_Select`.
+
+    As an einsum it is a batch of D tiny matrix products, for which every operand is copied first: ten times as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pooled: Tensor, alpha: Tensor) -> Tensor:
+        ctx.save_for_backward(alpha, pooled if ctx.needs_input_grad[1] else None)
+        out = torch.empty(pooled.shape[0], pooled.shape[2], dtype=pooled.dtype, device=pooled.device)
+        for chunk in _chunks(pooled):
+            torch.sum(pooled[chunk] * alpha, 1, out=out[chunk])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        alpha, pooled = ctx.saved_tensors
+        grad_pooled = grad_alpha = None
+        if ctx.needs_input_grad[0]:
+            grad_pooled = grad.unsqueeze(1) * alpha
+        if ctx.needs_input_grad[1]:
+            grad_alpha = torch.zeros_like(alpha)
+            for chunk in _chunks(grad):
+                grad_alpha += (pooled[chunk] * grad[chunk].unsqueeze(1)).sum(0)
+        return grad_pooled, grad_alpha
+
+
 def _multiply_by_rows(values: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     for chunk in _chunks(rows):
@@ -145,10 +172,10 @@ def _multiply_by_rows(values: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-def _chunks(rows: Tensor) -> Iterator[slice]:
+def _chunks(samples: Tensor) -> Iterator[slice]:
     """Samples to work on at once: all of them on a GPU, where a launch costs more than a cache miss."""
-    step = SAMPLES_PER_CHUNK if rows.device.type == "cpu" else max(1, len(rows))
-    for start in range(0, len(rows), step):
+    step = SAMPLES_PER_CHUNK if samples.device.type == "cpu" else max(1, len(samples))
+    for start in range(0, len(samples), step):
         yield slice(start, start + step)
 
 
@@ -188,7 +215,7 @@ def select_per_block(pooled: Tensor, alpha: Tensor) -> Tensor:
         >>> select_per_block(torch.ones(1, 2, 2), torch.tensor([[1.0, 0.5], [1.0, 0.0]])).tolist()
         [[2.0, 0.5]]
     """
-    return torch.einsum("bsd,sd->bd", pooled, alpha)
+    return _SelectBlocks.apply(pooled, alpha)
 
 
 def normalise_gradient(gradient: Tensor, hits: Tensor) -> Tensor:
@@ -212,14 +239,14 @@ def normalise_gradient(gradient: Tensor, hits: Tensor) -> Tensor:
     return torch.where(hits.unsqueeze(1), normalised, torch.zeros_like(normalised))
 
 
-def step_and_clip_(alpha: Tensor, direction: Tensor, learning_rate: float, *, floor: Tensor) -> Tensor:
+def step_and_clip_(alpha: Tensor, direction: Tensor, learning_rate: float, *, floor: float = 0.0) -> Tensor:
     """One projected descent step: ``alpha <- clip(alpha - learning_rate * direction, floor, 1)``.
 
     Args:
         alpha: ``(A, D)``, changed in place.
         direction: ``(A, D)``.
         learning_rate: step length.
-        floor: ``(A, D)``, the least value each alpha may take: 0 in the paper.
+        floor: the least value that alpha may take: 0 in the paper.
 
     Returns:
         `alpha`.
@@ -228,8 +255,8 @@ def step_and_clip_(alpha: Tensor, direction: Tensor, learning_rate: float, *, fl
         ValueError: if the learning rate is not positive.
 
     Example:
-        >>> step_and_clip_(torch.ones(1, 2), torch.tensor([[1.0, -1.0]]), 0.1, floor=torch.zeros(1, 2)).tolist()
+        >>> step_and_clip_(torch.ones(1, 2), torch.tensor([[1.0, -1.0]]), 0.1).tolist()
         [[0.8999999761581421, 1.0]]
     """
     check(learning_rate > 0, "learning_rate", "expected a number above 0", learning_rate)
-    return alpha.sub_(direction, alpha=learning_rate).clamp_(max=1.0).clamp_(min=floor)
+    return alpha.sub_(direction, alpha=learning_rate).clamp_(min=floor, max=1.0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.alpha_optimizer import MAX_LEARNING_RATE, AlphaOptimizer, Pressure
+from dnis_torchrec.alpha_optimizer import FLOOR, MAX_LEARNING_RATE, AlphaOptimizer, Pressure
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Size
 from dnis_torchrec.frequency import FrequencyCounts
@@ -96,7 +96,7 @@ def test_the_ramp_lands_on_the_size_and_stays(ratio: float) -> None:
     assert optimizer.pressure_now < 0.31 * pressures[299]
     assert all(0 <= float(a) <= 1 for a in (alpha.of(DIM).min(), alpha.of(DIM).max()))
     survivors = alpha.of(DIM)[alpha.of(DIM) > 0]
-    assert float(survivors.min()) >= 0.05
+    assert float(survivors.min()) >= FLOOR
     assert means[10] > means[100] > means[250]
 
 
@@ -104,6 +104,38 @@ def test_the_columns_that_validation_likes_survive() -> None:
     _, alpha, liked, _, _, _ = run_ramp(2)
     alive = alpha.of(DIM) > 0
     assert float(liked[alive].mean()) < float(liked[~alive].mean()) - 0.2
+
+
+@pytest.mark.parametrize("validation", [0.0, 1.0, -1.0], ids=["still", "takes all down", "holds all up"])
+def test_columns_die_along_their_line_whatever_validation_does(validation: float) -> None:
+    torch.manual_seed(0)
+    ratio, steps, column = 8, 200, 1 / (3 * DIM)
+    pressure = Pressure(size=Size(compression_ratio=ratio), ramp_steps=steps)
+    _, optimizer = make_optimizer(pressure=pressure, learning_rate=0.02)
+    for step in range(1, steps + 1):
+        before = optimizer.density()
+        optimizer.step({DIM: validation + 0.1 * torch.randn(3, DIM)}, {DIM: HIT})
+        assert optimizer.density() < ratio ** (-step / steps) + column
+        assert optimizer.density() > before - 4 * column  # no cliff
+    assert optimizer.is_released
+    assert 1 / ratio <= optimizer.density() < 1 / ratio + column
+
+
+def kept_with_sharing(column_sharing: float) -> torch.Tensor:
+    torch.manual_seed(0)
+    pressure = Pressure(size=Size(compression_ratio=2), ramp_steps=200, column_sharing=column_sharing)
+    alpha, optimizer = make_optimizer(pressure=pressure)
+    liked = -torch.rand(3, DIM)
+    for _ in range(200):
+        optimizer.step({DIM: liked + 0.3 * torch.randn(3, DIM)}, {DIM: HIT})
+    return alpha.of(DIM) > 0
+
+
+def test_blocks_that_share_keep_the_same_columns() -> None:
+    apart, together = kept_with_sharing(0.0), kept_with_sharing(100.0)
+    assert together.sum() == apart.sum() == 12
+    assert together.any(0).sum() == 4
+    assert apart.any(0).sum() > 5
 
 
 def test_what_is_dead_stays_dead() -> None:
@@ -156,7 +188,7 @@ def test_bad_settings_are_refused(settings: dict[str, float], message: str) -> N
         make_optimizer(**settings)
 
 
-@pytest.mark.parametrize("fields", [{"ramp_steps": 0}, {"ramp_steps": 5, "snap_below": 1.0}])
+@pytest.mark.parametrize("fields", [{"ramp_steps": 0}, {"ramp_steps": 5, "column_sharing": -0.1}])
 def test_bad_pressure_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected"):
         Pressure(size=Size(compression_ratio=2), **fields)
