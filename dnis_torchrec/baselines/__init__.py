@@ -1,6 +1,38 @@
 """What a search is compared with, at the same size, with the same data, early stopping and export."""
 
+from collections.abc import Mapping
+
+from dnis_torchrec.baselines import dnis, magnitude, mde, nis, random_search, uniform
 from dnis_torchrec.baselines.magnitude import MagnitudePruning
+from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.trained_scheme import train_scheme
 from dnis_torchrec.baselines.uniform import train_uniform, uniform_dim
 
-__all__ = ["MagnitudePruning", "train_uniform", "uniform_dim"]
+METHODS: Mapping[str, Method] = {
+    "dense": uniform.dense,
+    "uniform": uniform.uniform,
+    "uniform-grid": uniform.uniform_grid,
+    "random": random_search.random_search,
+    "mde": mde.mde,
+    "magnitude": magnitude.magnitude,
+    "magnitude-iterative": magnitude.magnitude_iterative,
+    "nis-se": nis.nis_se,
+    "nis-me": nis.nis_me,
+    "dnis-paper": dnis.dnis_paper,
+    "dnis-unrolled": dnis.dnis_unrolled,
+    "dnis": dnis.dnis,
+    "dnis-retrained": dnis.dnis_retrained,
+}
+"""Every method of a comparison by its name."""
+
+__all__ = [
+    "METHODS",
+    "MagnitudePruning",
+    "Method",
+    "MethodResult",
+    "MethodTask",
+    "SizeNotMetError",
+    "train_scheme",
+    "train_uniform",
+    "uniform_dim",
+]

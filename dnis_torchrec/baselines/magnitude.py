@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.baselines.uniform import MAX_EPOCHS
+from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.trained_scheme import columns_of_dims, keep_columns_, row_blocks
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
-from dnis_torchrec.pruning import RetainedMask, keep_largest_
+from dnis_torchrec.checks import describe
+from dnis_torchrec.pruning import RetainedMask, keep_largest_, prune
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
+from dnis_torchrec.search import table_configs
+from dnis_torchrec.swap import unshard_
 from dnis_torchrec.table_shards import collections, local_shards
-from dnis_torchrec.training import evaluate, rest_optimizer, shard, train_plainly
+from dnis_torchrec.training import PlainTraining, evaluate, rest_optimizer, shard, train_plainly
+
+NUM_STAGES = 5
+"""Prunings of the iterative method, each of the same share of what the one before left."""
 
 
 class MagnitudePruning:
@@ -26,21 +38,31 @@ class MagnitudePruning:
         device: where to train.
         folder: existing folder for checkpoints.
         patience: epochs without a better selection loss before stopping, in training and fine-tuning alike.
+        max_epochs: epochs of each training at most.
     """
 
-    def __init__(self, recipe: Recipe, *, seed: int, device: torch.device, folder: Path, patience: int) -> None:
-        self._recipe, self._seed, self._device, self._patience = recipe, seed, device, patience
-        self._folder = folder
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        seed: int,
+        device: torch.device,
+        folder: Path,
+        patience: int,
+        max_epochs: int = MAX_EPOCHS,
+    ) -> None:
+        self._recipe, self._seed, self._device = recipe, seed, device
+        self._patience, self._max_epochs, self._folder = patience, max_epochs, folder
         self._model, _ = shard(TrainTask(recipe.model, recipe.loss), recipe, device)
-        self._dense = self._train(None)
-        save_checkpoint(folder / "dense", self._model)
         self._shards = [part for module in collections(self._model).values() for part in local_shards(module)]
         self._dense_parameters = sum(part.weight.numel() for part in self._shards)
+        self._dense = self._train(None)
+        save_checkpoint(folder / "dense", self._model)
 
     def dense_row(self) -> ReportRow:
         """The row of the uncompressed model."""
         load_checkpoint(self._folder / "dense", self._model)
-        return self._row("dense", self._dense_parameters, self._dense)
+        return self._row("dense", self._dense_parameters, self._dense.seconds)
 
     def pruned_row(self, compression_ratio: float) -> ReportRow:
         """Prunes the dense model to a size, fine-tunes what is left, and evaluates it.
@@ -50,22 +72,33 @@ class MagnitudePruning:
         """
         load_checkpoint(self._folder / "dense", self._model)
         num_keep = int(self._dense_parameters / compression_ratio)
-        keep_largest_(self._shards, num_keep)
-        seconds = self._train(RetainedMask(self._model))
-        return self._row("magnitude", num_keep, self._dense + seconds)
+        trained = self.prune_(num_keep)
+        return self._row("magnitude", num_keep, self._dense.seconds + trained.seconds)
 
-    def _train(self, mask: RetainedMask | None) -> float:
-        trained = train_plainly(
+    def prune_(self, num_keep: int) -> PlainTraining:
+        """Prunes the model from the state that it is in, and trains what is left on to its best epoch.
+
+        Args:
+            num_keep: values to keep of all tables.
+        """
+        keep_largest_(self._shards, num_keep)
+        return self._train(RetainedMask(self._model))
+
+    def unshard_(self) -> nn.Module:
+        """The plain model in its present state; the last call to make."""
+        return cast(TrainTask, unshard_(self._model)).model
+
+    def _train(self, mask: RetainedMask | None) -> PlainTraining:
+        return train_plainly(
             self._model,
             rest_optimizer(self._model, self._recipe),
             self._recipe,
             self._device,
-            max_epochs=MAX_EPOCHS,
+            max_epochs=self._max_epochs,
             patience=self._patience,
             folder=self._folder,
             mask=mask,
         )
-        return trained.seconds
 
     def _row(self, method: str, parameters: int, seconds: float) -> ReportRow:
         csr = 0
@@ -82,3 +115,101 @@ class MagnitudePruning:
             seed=self._seed,
             seconds=seconds,
         )
+
+
+def magnitude(task: MethodTask) -> MethodResult:
+    """One-shot: train densely, keep the largest values that the budget pays for in CSR form, train these on.
+
+    Rows never seen in training are zero from the start, as in every other method.
+
+    Args:
+        task: what to train, how large.
+
+    Raises:
+        SizeNotMetError: if the budget does not even pay for CSR's row pointers and one value; before training.
+    """
+    return _pruned_in_stages(task, 1)
+
+
+def magnitude_iterative(task: MethodTask) -> MethodResult:
+    """Iterative: prune a share, train what is left to its best epoch, and again, down to the budget in five stages.
+
+    Every stage keeps the same share of the values, so that the sizes are a geometric series; each has the early
+    stopping that a whole training has.
+
+    Args:
+        task: what to train, how large.
+
+    Raises:
+        SizeNotMetError: as `magnitude`.
+    """
+    return _pruned_in_stages(task, NUM_STAGES)
+
+
+def stage_sizes(num_all: int, num_keep: int, num_stages: int) -> list[int]:
+    """Values to keep in each stage: a geometric series from all of them, exclusive, to `num_keep`, inclusive.
+
+    Example:
+        >>> stage_sizes(1000, 125, 3)
+        [500, 250, 125]
+    """
+    share = (num_keep / num_all) ** (1 / num_stages)
+    return [round(num_all * share**stage) for stage in range(1, num_stages)] + [num_keep]
+
+
+def affordable_values(tables: Iterable[EmbeddingBagConfig], num_bytes: int) -> int:
+    """Single values that CSR tables of so many bytes hold: 4 per value, 1 or 2 per column, 4 per row pointer.
+
+    Args:
+        tables: the tables; one of more than 256 dims makes every column number take 2 bytes.
+        num_bytes: of all tables together.
+
+    Raises:
+        SizeNotMetError: if it is none; the message gives the smallest size that holds one.
+
+    Example:
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> affordable_values([table], 4 * 5 + 5 * 3 + 4)
+        3
+    """
+    tables = list(tables)
+    pointers = sum(4 * (table.num_embeddings + 1) for table in tables)
+    per_value = 6 if any(table.embedding_dim > 256 for table in tables) else 5
+    if num_bytes < pointers + per_value:
+        requirement = f"expected at least {pointers + per_value} bytes for these tables in CSR form"
+        raise SizeNotMetError(describe("magnitude pruning", requirement, num_bytes))
+    num_all = sum(table.num_embeddings * table.embedding_dim for table in tables)
+    return min(num_all, (num_bytes - pointers) // per_value)
+
+
+def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
+    recipe = task.build(None)
+    tables = table_configs(recipe.model)
+    num_keep = affordable_values(tables, task.embedding_bytes())
+    counts, blocks = row_blocks(task)
+    started = time.monotonic()
+    every_column = {t.name: torch.full((blocks.routings[t.name].num_blocks,), t.embedding_dim) for t in tables}
+    num_seen = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column)).parameters
+    torch.manual_seed(task.seed)
+    pruning = MagnitudePruning(
+        recipe,
+        seed=task.seed,
+        device=task.device,
+        folder=task.folder,
+        patience=task.patience,
+        max_epochs=task.max_epochs,
+    )
+    num_keep = min(num_keep, num_seen)
+    trained = [pruning.prune_(size) for size in stage_sizes(num_seen, num_keep, num_stages)][-1]
+    model = pruning.unshard_()
+    scheme = prune(model, blocks, counts, threshold=0.0, structure="element")
+    seconds = time.monotonic() - started
+    return MethodResult(
+        model=model,
+        scheme=scheme,
+        form="csr_fp32",
+        selection_loss=trained.selection_loss,
+        seconds=seconds,
+        seconds_of_trials=seconds,
+        settings={"stages": num_stages},
+    )

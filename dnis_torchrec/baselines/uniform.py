@@ -1,19 +1,123 @@
-"""Uniform tables: every row of every table has the same, smaller embedding_dim, trained from scratch."""
+"""Uniform tables: every row of every table has the same embedding_dim, trained from scratch."""
 
 from __future__ import annotations
 
+import bisect
 import tempfile
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from dnis_torchrec.checks import check
+from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.trained_scheme import best_of, scheme_result, uniform_scheme_
+from dnis_torchrec.checks import check, describe
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.training import evaluate, shard, train_plainly
 
-MAX_EPOCHS = 60
+GRID_STEP = 4
+"""Embedding dims of the grid are 4, 8, 12 and so on up to the recipe's own (Cheng, Shen, Huang, 2020: 4 to 64)."""
+
+FUSED_MULTIPLE = 4
+"""FBGEMM's fused kernels train tables of such embedding dims only: any other D is trained as the first D columns of the
+next wider tables, which makes the same function of the ids."""
+
+
+def dense(task: MethodTask) -> MethodResult:
+    """The uncompressed model: the recipe as it is, at every requested size the same.
+
+    Args:
+        task: what to train; its compression_ratio is not looked at.
+    """
+    return _uniform_of(task, None)
+
+
+def uniform(task: MethodTask) -> MethodResult:
+    """Uniform tables of the requested size.
+
+    The embedding_dim is the smallest whose float32 tables take AT LEAST the budget: rounded up, unlike every other
+    method's size, so that this competitor never has fewer bytes than the search it is held against.
+
+    Args:
+        task: what to train, how large.
+    """
+    return _uniform_of(task, smallest_dim(task, task.embedding_bytes()))
+
+
+def uniform_grid(task: MethodTask) -> MethodResult:
+    """Grid search over uniform tables: every D of 4, 8, .. up to the recipe's own, the best that is within the budget.
+
+    All of them are trained and count as trials, whatever the budget: with compression_ratio 1 the result is the best
+    uniform dimension of any size. `MethodTask.num_trials` does not shorten the grid.
+
+    Args:
+        task: what to train, how large.
+
+    Raises:
+        SizeNotMetError: if even the narrowest tables of the grid take more than the budget; before training.
+    """
+    budget = task.embedding_bytes()
+    dims = range(GRID_STEP, smallest_dim(task, task.dense_bytes()) + 1, GRID_STEP)
+    smallest = dense_table_bytes(task.build(GRID_STEP).model)
+    if not dims or smallest > budget:
+        requirement = f"expected at least {smallest}, the bytes of tables of embedding_dim {GRID_STEP}"
+        raise SizeNotMetError(describe("uniform grid", requirement, budget, "use 'uniform'"))
+    return best_of((_uniform_of(task, dim) for dim in dims), budget)
+
+
+def smallest_dim(task: MethodTask, num_bytes: int) -> int:
+    """The smallest embedding_dim of a recipe whose float32 tables take at least so many bytes.
+
+    Args:
+        task: builds the recipe at several dims; tables may follow embedding_dim in any rising way.
+        num_bytes: at most what the recipe's own tables take.
+    """
+    widest = max(table.embedding_dim for table in table_configs(task.build(None).model))
+    dims = range(1, widest + 1)
+    index = bisect.bisect_left(dims, num_bytes, key=lambda dim: dense_table_bytes(task.build(dim).model))
+    return dims[min(index, len(dims) - 1)]
+
+
+def dense_table_bytes(model: nn.Module) -> int:
+    """Bytes of a plain model's tables in float32: the sum of 4 N D.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"])
+        >>> dense_table_bytes(EmbeddingBagCollection(tables=[table]))
+        160
+    """
+    return sum(4 * table.num_embeddings * table.embedding_dim for table in table_configs(model))
+
+
+def trainable_dim(embedding_dim: int) -> int:
+    """The smallest embedding_dim, not below the given one, that every kernel trains.
+
+    Example:
+        >>> [trainable_dim(dim) for dim in (1, 4, 13)]
+        [4, 4, 16]
+    """
+    return -(-embedding_dim // FUSED_MULTIPLE) * FUSED_MULTIPLE
+
+
+def table_widths(model: nn.Module) -> dict[str, int]:
+    """table -> embedding_dim of a plain model."""
+    return {table.name: table.embedding_dim for table in table_configs(model)}
+
+
+def _uniform_of(task: MethodTask, embedding_dim: int | None) -> MethodResult:
+    """Trains tables of one embedding_dim, None for the recipe's own."""
+    if embedding_dim is None or embedding_dim == trainable_dim(embedding_dim):
+        recipe, form = task.build(embedding_dim), "dense_fp32"
+        widths = table_widths(recipe.model)
+    else:
+        recipe, form = task.build(trainable_dim(embedding_dim)), "mixed_dimension_fp32"
+        widths = table_widths(task.build(embedding_dim).model)
+    settings = {} if embedding_dim is None else {"embedding_dim": embedding_dim}
+    return scheme_result(task, recipe, uniform_scheme_(recipe.model, widths), form=form, settings=settings)
 
 
 def uniform_dim(embedding_dim: int, compression_ratio: float) -> int:
@@ -43,7 +147,7 @@ def train_uniform(
     Returns:
         Its row: test metrics, parameters, bytes, seconds.
     """
-    parameters = sum(table.num_embeddings * table.embedding_dim for table in table_configs(recipe.model))
+    parameters = dense_table_bytes(recipe.model) // 4
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, device)
     with tempfile.TemporaryDirectory() as folder:
         trained = train_plainly(

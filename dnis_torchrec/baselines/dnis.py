@@ -1,0 +1,95 @@
+"""The search itself as a method among the others: with pressure, as in the paper, and its scheme trained anew."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.trained_scheme import train_scheme
+from dnis_torchrec.budget import Size, SizeOutOfReachError
+from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.search import SearchConfig, search
+from dnis_torchrec.training import evaluate
+
+WHOLE_COLUMNS, SINGLE_VALUES = "mixed_dimension_fp32", "csr_fp32"
+
+
+def dnis(task: MethodTask) -> MethodResult:
+    """The search with pressure (`dnis_torchrec.search.search`): one run, whole columns of blocks, no fine-tuning.
+
+    Raises:
+        SizeNotMetError: if the size is out of reach for whole columns.
+    """
+    return _searched(task, WHOLE_COLUMNS, {})
+
+
+def dnis_paper(task: MethodTask) -> MethodResult:
+    """The search as in the paper: first order, no pressure, then the smallest values are dropped and that is all.
+
+    Source: Cheng, Shen, Huang, Differentiable Neural Input Search for Recommender Systems, 2020, algorithm 1; alpha
+    learns at 0.01 without a running mean.
+
+    Raises:
+        SizeNotMetError: if the size is out of reach.
+    """
+    return _searched(task, SINGLE_VALUES, _PAPER)
+
+
+def dnis_unrolled(task: MethodTask) -> MethodResult:
+    """As `dnis_paper`, with the gradient of alpha through one unrolled step of the weights (second order).
+
+    Raises:
+        SizeNotMetError: if the size is out of reach.
+        NotImplementedError: for tables with a fused optimizer.
+    """
+    return _searched(task, SINGLE_VALUES, {**_PAPER, "unrolled": True})
+
+
+def dnis_retrained(task: MethodTask) -> MethodResult:
+    """The scheme that `dnis` finds, its weights thrown away and trained from scratch.
+
+    Raises:
+        SizeNotMetError: if the size is out of reach for whole columns.
+    """
+    found = dnis(task)
+    started = time.monotonic()
+    model, trained = train_scheme(task, task.build(None), found.scheme)
+    seconds = found.seconds + time.monotonic() - started
+    return replace(
+        found, model=model, selection_loss=trained.selection_loss, seconds=seconds, seconds_of_trials=seconds
+    )
+
+
+_PAPER: dict[str, Any] = {
+    "pressure": False,
+    "structure": "element",
+    "alpha_learning_rate": 0.01,
+    "alpha_averaging": 0.0,
+}
+
+
+def _searched(task: MethodTask, form: str, settings: dict[str, Any]) -> MethodResult:
+    recipe = task.build(None)
+    size = Size(embedding_bytes=task.embedding_bytes(), form=form)
+    config = SearchConfig.of(recipe, size, {"patience": task.patience, **settings})
+    torch.manual_seed(task.seed)
+    started = time.monotonic()
+    try:
+        outcome = search(recipe, config, task.folder, task.device)
+    except SizeOutOfReachError as error:
+        raise SizeNotMetError(str(error)) from error
+    seconds = time.monotonic() - started
+    found = TrainTask(outcome.model, recipe.loss)
+    return MethodResult(
+        model=outcome.model,
+        scheme=outcome.scheme,
+        form=form,
+        selection_loss=evaluate(found, recipe.data.selection, recipe.loss, task.device)["loss"],
+        seconds=seconds,
+        seconds_of_trials=seconds,
+        settings={"num_blocks": config.num_blocks, "epochs": len(outcome.history), "best_epoch": outcome.best_epoch},
+    )

@@ -1,0 +1,122 @@
+"""NIS-SE and NIS-ME as methods of the comparison: search, take the most probable choice, train it from scratch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.nis.affordable import most_probable_within, trim
+from dnis_torchrec.baselines.nis.controller import Controller
+from dnis_torchrec.baselines.nis.grid import Grid, multi_size_grid, single_size_grid
+from dnis_torchrec.baselines.nis.supernet import train_controller
+from dnis_torchrec.baselines.trained_scheme import byte_budget, keep_columns_, scheme_result
+from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.budget import Budget
+from dnis_torchrec.checks import describe
+from dnis_torchrec.frequency import count_frequencies
+from dnis_torchrec.search import table_configs
+
+NUM_DIMENSION_BLOCKS = 4
+TRIMMED_SHARE = 0.01
+"""Share of the budget by which a choice may overshoot it before columns are taken off. Half the width of all tables
+costs half their bytes and some for the index: without it, that choice would be out of reach at compression 2."""
+
+
+def nis_se(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS) -> MethodResult:
+    """Neural Input Search with single-size embeddings: each table keeps its v most frequent blocks at one width.
+
+    Args:
+        task: what to make.
+        num_dimension_blocks: T, widths to choose from; 4 by default.
+
+    Returns:
+        The chosen scheme, trained from scratch to its own best epoch. `seconds` counts the search too.
+
+    Raises:
+        SizeNotMetError: if no choice that retains anything takes as few bytes; before training.
+        ValueError: for a recipe without a validation stream.
+        NonFiniteError: if a training loss is NaN or infinite.
+    """
+    return _run(task, lambda *stages: single_size_grid(*stages, num_dimension_blocks=num_dimension_blocks))
+
+
+def nis_me(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS) -> MethodResult:
+    """Neural Input Search with multi-size embeddings: each dimension block is kept for its own v most frequent blocks.
+
+    NOTE[DIFF]: the paper projects every width to a common one with learned matrices. Here absent dimensions are zero,
+    as in every other scheme, and the model's own first layer does what a projection would.
+
+    Args:
+        task: what to make.
+        num_dimension_blocks: T, dimension blocks of a table; 4 by default.
+
+    Returns:
+        The chosen scheme, trained from scratch to its own best epoch. `seconds` counts the search too.
+
+    Raises:
+        SizeNotMetError: if no choice that retains anything takes as few bytes; before training.
+        ValueError: for a recipe without a validation stream.
+        NonFiniteError: if a training loss is NaN or infinite.
+    """
+    return _run(task, lambda *stages: multi_size_grid(*stages, num_dimension_blocks=num_dimension_blocks))
+
+
+def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> MethodResult:
+    started = time.monotonic()
+    recipe, embedding_bytes = task.build(None), task.embedding_bytes()
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    blocks = blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks, scope="table")
+    grid = make_grid(blocks, byte_budget(task, blocks))
+    _check_size(grid, embedding_bytes)
+    controller = train_controller(recipe, grid, embedding_bytes, device=task.device, seed=task.seed)
+    retained, how = chosen(grid, controller)
+    final = task.build(None)
+    scheme = keep_columns_(final.model, blocks, counts, retained)
+    dims = {f"dims of {table}": " ".join(map(str, mask.sum(1).tolist())) for table, mask in retained.items()}
+    result = scheme_result(task, final, scheme, settings=dims | {"choice": how})
+    seconds = time.monotonic() - started
+    return replace(result, seconds=seconds, seconds_of_trials=seconds)
+
+
+def _check_size(grid: Grid, embedding_bytes: int) -> None:
+    smallest = embedding_bytes - grid.budget.amount + grid.smallest_cost
+    if smallest > embedding_bytes:
+        requirement, remedy = f"expected at least {smallest:.0f} bytes for NIS", "ask for a lower compression ratio"
+        raise SizeNotMetError(describe("embedding_bytes", requirement, embedding_bytes, remedy))
+
+
+def chosen(grid: Grid, controller: Controller) -> tuple[dict[str, Tensor], str]:
+    """What the controller chose, brought within the budget.
+
+    The most probable option of each choice, if it retains anything and overshoots the budget by at most
+    `TRIMMED_SHARE`; else the most probable combination of which that is true. Single columns are then taken off for
+    what is still too much.
+
+    Args:
+        grid: the choices, of which some are within the budget.
+        controller: after the search.
+
+    Returns:
+        table -> ``(S, D)`` bool, and how it came about, in words.
+    """
+    amount = grid.budget.amount
+    picked, how = controller.most_probable(), "most probable"
+    if not 0 < grid.cost(picked) <= amount * (1 + TRIMMED_SHARE):
+        picked, how = _most_probable_within(grid, controller, amount * (1 + TRIMMED_SHARE)), "most probable in budget"
+    if grid.cost(picked) <= amount:
+        return grid.retained(picked), how
+    trimmed = trim(grid.retained(picked), grid.budget.column_costs, grid.cost(picked) - amount)
+    if any(bool(mask.any()) for mask in trimmed.values()):
+        return trimmed, f"{how}, trimmed"
+    return grid.retained(_most_probable_within(grid, controller, amount)), "most probable in budget"
+
+
+def _most_probable_within(grid: Grid, controller: Controller, amount: float) -> list[int]:
+    log_p = controller.log_probabilities()
+    of_choices = [row[: len(choice.costs)] for row, choice in zip(log_p, grid.choices, strict=True)]
+    return most_probable_within(of_choices, [choice.costs for choice in grid.choices], amount)

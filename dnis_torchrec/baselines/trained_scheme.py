@@ -1,0 +1,226 @@
+"""Training a given MixedDimensionScheme from scratch: what every method that chooses sizes beforehand shares.
+
+A method says which columns of which blocks a table keeps; the dropped values of a fresh recipe are zero from the first
+step to the last, so that what is trained is the mixed-dimension table itself, in the dense model's own code.
+
+Shapes: N rows of a table, D embedding_dim, S blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.budget import Budget, Size, SizeOutOfReachError
+from dnis_torchrec.checks import check_known
+from dnis_torchrec.frequency import FrequencyCounts, count_frequencies
+from dnis_torchrec.pruning import RetainedMask, prune
+from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.search import table_configs
+from dnis_torchrec.swap import unshard_
+from dnis_torchrec.table_shards import collections, local_shards
+from dnis_torchrec.training import PlainTraining, shard, train_plainly
+
+
+def row_blocks(task: MethodTask) -> tuple[FrequencyCounts, RowBlocks]:
+    """Training counts of a task's tables, and the blocks that a search of the same recipe makes of them.
+
+    Args:
+        task: whose recipe, at its own embedding_dim, is counted. Only its training split is read.
+    """
+    recipe = task.build(None)
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    return counts, blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks)
+
+
+def byte_budget(task: MethodTask, blocks: RowBlocks) -> Budget:
+    """What a task lets the tables cost in the mixed-dimension form, column by column.
+
+    Raises:
+        SizeNotMetError: if not even one column of the cheapest block fits.
+    """
+    try:
+        return Budget.of(Size(embedding_bytes=task.embedding_bytes()), blocks)
+    except SizeOutOfReachError as error:
+        raise SizeNotMetError(str(error)) from error
+
+
+def columns_of_dims(blocks: RowBlocks, dims: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The columns to keep where block s of a table keeps its first ``dims[s]``.
+
+    Args:
+        blocks: tables and their D.
+        dims: table -> ``(S,)`` integers in 0..D.
+
+    Returns:
+        table -> ``(S, D)`` bool.
+
+    Example:
+        >>> table = {"t": torch.tensor([1])}
+        >>> routing = RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3]))
+        >>> blocks = RowBlocks("global", "explicit", {"t": routing}, {"t": 3}, {}, table, table)
+        >>> columns_of_dims(blocks, {"t": torch.tensor([3, 1])})["t"].int().tolist()
+        [[1, 1, 1], [1, 0, 0]]
+    """
+    return {table: torch.arange(blocks.embedding_dims[table]) < dim.unsqueeze(1) for table, dim in dims.items()}
+
+
+def keep_columns_(
+    model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts, kept: Mapping[str, Tensor]
+) -> MixedDimensionScheme:
+    """Zeroes every column of a block that is not kept, and every row never seen in training, in place.
+
+    Args:
+        model: a plain model.
+        blocks: blocks of its tables.
+        counts: training counts.
+        kept: table -> ``(S, D)`` bool.
+
+    Returns:
+        The scheme of what is kept; rows never seen are stored nowhere.
+
+    Raises:
+        ValueError: for an unknown table.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
+        >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
+        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
+        >>> kept = columns_of_dims(blocks, {"t": torch.tensor([4, 1])})
+        >>> keep_columns_(EmbeddingBagCollection(tables=[table]), blocks, counts, kept).parameters
+        9
+    """
+    for table in kept:
+        check_known("table", table, blocks.routings)
+    _zero_dropped_(model, blocks.routings, kept)
+    return prune(model, blocks, counts, threshold=0.0)
+
+
+def uniform_scheme_(model: nn.Module, widths: Mapping[str, int]) -> MixedDimensionScheme:
+    """Zeroes all but the first columns of every table, in place; every row is stored, seen in training or not.
+
+    Args:
+        model: a plain model.
+        widths: table -> columns to keep.
+
+    Returns:
+        The scheme of what is kept.
+    """
+    tables = table_configs(model)
+    counts = FrequencyCounts({t.name: torch.ones(t.num_embeddings, dtype=torch.int64) for t in tables}, {}, 1)
+    blocks = blocks_from_counts(counts, tables, num_blocks=1)
+    kept = columns_of_dims(blocks, {table: torch.tensor([width]) for table, width in widths.items()})
+    return keep_columns_(model, blocks, counts, kept)
+
+
+def train_scheme(task: MethodTask, recipe: Recipe, scheme: MixedDimensionScheme) -> tuple[nn.Module, PlainTraining]:
+    """Trains the retained columns of a scheme from scratch, to the best epoch on the selection split.
+
+    Args:
+        task: seed, device, early stopping and folder.
+        recipe: fresh, with the tables of the scheme; its model is used up.
+        scheme: which columns of which blocks to train; of a scheme of single elements, every column that holds one.
+
+    Returns:
+        The plain model, zero wherever the scheme drops, and how its training went.
+    """
+    torch.manual_seed(task.seed)
+    tables = scheme.tables.items()
+    _zero_dropped_(recipe.model, {name: t.routing for name, t in tables}, {name: t.retained for name, t in tables})
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, task.device)
+    is_full = scheme.parameters == scheme.dense_parameters
+    trained = train_plainly(
+        model,
+        optimizer,
+        recipe,
+        task.device,
+        max_epochs=task.max_epochs,
+        patience=task.patience,
+        folder=task.folder,
+        mask=None if is_full else RetainedMask(model),
+    )
+    return cast(TrainTask, unshard_(model)).model, trained
+
+
+def scheme_result(
+    task: MethodTask,
+    recipe: Recipe,
+    scheme: MixedDimensionScheme,
+    *,
+    form: str = "mixed_dimension_fp32",
+    extra_bytes: int = 0,
+    settings: Mapping[str, float | str] | None = None,
+) -> MethodResult:
+    """Trains a scheme from scratch (`train_scheme`) and makes a method's result of it, of one trial.
+
+    Args:
+        task: see `train_scheme`.
+        recipe: see `train_scheme`.
+        scheme: see `train_scheme`.
+        form: see `MethodResult`.
+        extra_bytes: see `MethodResult`.
+        settings: see `MethodResult`.
+    """
+    started = time.monotonic()
+    whole_columns = {name: replace(table, num_retained=table.block_area) for name, table in scheme.tables.items()}
+    model, trained = train_scheme(task, recipe, scheme)
+    seconds = time.monotonic() - started
+    return MethodResult(
+        model=model,
+        scheme=MixedDimensionScheme(whole_columns),
+        form=form,
+        extra_bytes=extra_bytes,
+        selection_loss=trained.selection_loss,
+        seconds=seconds,
+        seconds_of_trials=seconds,
+        settings=settings or {},
+    )
+
+
+def best_of(trials: Iterable[MethodResult], num_bytes: int) -> MethodResult:
+    """The trial of the lowest selection loss among those within a size; earlier ones first among equals.
+
+    Args:
+        trials: results, trained one after the other as they are asked for, so that only the best one is held.
+        num_bytes: trials of more bytes are counted, never chosen.
+
+    Returns:
+        That result, with the number and the wall time of all trials.
+
+    Raises:
+        SizeNotMetError: if none is within the size.
+    """
+    started, num_trials, best = time.monotonic(), 0, None
+    for trial in trials:
+        num_trials += 1
+        if trial.embedding_bytes() <= num_bytes and (best is None or trial.selection_loss < best.selection_loss):
+            best = trial
+    if best is None:
+        raise SizeNotMetError(f"none of {num_trials} trials comes to at most {num_bytes} bytes; ask for more")
+    return replace(best, trials=num_trials, seconds_of_trials=time.monotonic() - started)
+
+
+@torch.no_grad()
+def _zero_dropped_(model: nn.Module, routings: Mapping[str, RowRouting], kept: Mapping[str, Tensor]) -> None:
+    """Zeroes what is dropped. A kept value that starts at zero is made the smallest float: zero says "dropped"."""
+    for module in collections(model).values():
+        for table in local_shards(module):
+            if table.table not in kept:
+                continue
+            columns = kept[table.table]
+            or_none = torch.cat([columns, torch.zeros(1, columns.shape[1], dtype=torch.bool)])
+            for part, rows, _ in table.chunks():
+                is_kept = or_none[routings[table.table].block_of(torch.arange(rows.start, rows.stop))].to(part.device)
+                part.masked_fill_(part == 0, torch.finfo(part.dtype).tiny).mul_(is_kept)

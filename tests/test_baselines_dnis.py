@@ -1,0 +1,66 @@
+"""The search as methods of a comparison: each within its bytes, exported, loaded, and the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dnis_torchrec.baselines import METHODS, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.method import MethodResult
+from dnis_torchrec.training import process_group
+from tests import tiny
+
+RATIO = 3.0
+
+
+def run(name: str, folder: Path, ratio: float = RATIO) -> MethodResult:
+    with process_group() as device:
+        task = MethodTask(
+            build=lambda dim: tiny.demo(None, seed=0, embedding_dim=dim),
+            compression_ratio=ratio,
+            seed=0,
+            device=device,
+            folder=folder,
+        )
+        return METHODS[name](task)
+
+
+@pytest.mark.parametrize("name", ["dnis", "dnis-paper", "dnis-unrolled", "dnis-retrained"])
+def test_a_result_is_within_its_bytes_and_nearly_uses_them(name: str, tmp_path: Path) -> None:
+    result = run(name, tmp_path)
+    dense = result.scheme.form_bytes()["dense_fp32"]
+    assert 0.85 * dense / RATIO < result.embedding_bytes() <= dense / RATIO
+    tables = dict(result.model.named_parameters())
+    stored = sum(int((tables[k] != 0).sum()) for k in tables if ".embedding_bags." in k)
+    assert stored == result.scheme.parameters
+
+
+def test_the_paper_prunes_single_values_and_never_releases(tmp_path: Path) -> None:
+    result = run("dnis-paper", tmp_path)
+    assert result.form == "csr_fp32"
+    assert not all(table.is_block_structured for table in result.scheme.tables.values())
+
+
+def test_unrolled_is_another_gradient(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    first, second = run("dnis-paper", tmp_path / "first"), run("dnis-unrolled", tmp_path / "second")
+    assert first.selection_loss != second.selection_loss
+
+
+def test_retraining_keeps_the_scheme_and_not_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "found").mkdir()
+    (tmp_path / "anew").mkdir()
+    found, anew = run("dnis", tmp_path / "found"), run("dnis-retrained", tmp_path / "anew")
+    for name, table in found.scheme.tables.items():
+        assert torch.equal(table.retained, anew.scheme.tables[name].retained)
+    assert found.selection_loss != anew.selection_loss
+    assert anew.seconds > 0
+
+
+@pytest.mark.parametrize("name", ["dnis", "dnis-paper"])
+def test_a_size_out_of_reach_is_told(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SizeNotMetError, match="embedding_bytes: expected at least"):
+        run(name, tmp_path, ratio=15)

@@ -1,0 +1,75 @@
+"""Magnitude pruning through the interface: exact sizes, stages that only ever drop, masks that hold in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dnis_torchrec.baselines import METHODS, SizeNotMetError, magnitude
+from dnis_torchrec.baselines.magnitude import NUM_STAGES, affordable_values, stage_sizes
+from dnis_torchrec.baselines.trained_scheme import row_blocks
+from dnis_torchrec.search import table_configs
+from tests.test_baselines_methods import DIM, build, make_task
+
+POINTERS = 4 * (41 + 13)
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("magnitude", 1), ("magnitude-iterative", NUM_STAGES)])
+def test_stages_prune_on_from_what_the_stage_before_left(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_stages: int
+) -> None:
+    seen: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def watched(shards, num_keep: int) -> None:
+        before = [part.weight != 0 for part in shards]
+        keep_largest_(shards, num_keep)
+        seen.append((num_keep, before, [part.weight != 0 for part in shards]))
+
+    keep_largest_ = magnitude.keep_largest_
+    monkeypatch.setattr(magnitude, "keep_largest_", watched)
+    task = make_task(tmp_path, 4)
+    counts, _ = row_blocks(task)
+    num_seen = sum(int((~counts.never_seen(table)).sum()) for table in counts.counts) * DIM
+    result = METHODS[name](task)
+    num_keep = (task.embedding_bytes() - POINTERS) // 5
+    assert [size for size, _, _ in seen] == stage_sizes(num_seen, num_keep, num_stages)
+    assert len(seen) == num_stages
+    for (_, before, _), (_, _, left) in zip(seen[1:], seen[:-1], strict=True):
+        assert all(not bool((b & ~kept).any()) for b, kept in zip(before, left, strict=True))
+    last = seen[-1][2]
+    assert sum(int(mask.sum()) for mask in last) == num_keep == result.scheme.parameters
+    for mask, table in zip(last, result.scheme.tables.values(), strict=True):
+        weight = result.model.get_submodule(table.collection).embedding_bags[table.name].weight
+        assert torch.equal(weight != 0, mask)
+        assert not bool(weight[counts.never_seen(table.name)].any())
+
+
+def test_stages_train_from_the_pruned_weights_with_the_early_stopping_of_a_whole_training(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = []
+
+    def watched(*arguments, **options):
+        rules.append((options["patience"], options["max_epochs"], options["mask"] is not None))
+        return train_plainly(*arguments, **options)
+
+    train_plainly = magnitude.train_plainly
+    monkeypatch.setattr(magnitude, "train_plainly", watched)
+    METHODS["magnitude-iterative"](make_task(tmp_path, 4, patience=1, max_epochs=1))
+    assert rules == [(1, 1, False)] + NUM_STAGES * [(1, 1, True)]
+
+
+def test_a_budget_beyond_all_values_keeps_those_that_were_seen(gloo, tmp_path: Path) -> None:
+    task = make_task(tmp_path, 1)
+    counts, _ = row_blocks(task)
+    num_seen = sum(int((~counts.never_seen(table)).sum()) for table in counts.counts) * DIM
+    assert METHODS["magnitude"](task).scheme.parameters == min(num_seen, (task.embedding_bytes() - POINTERS) // 5)
+
+
+def test_affordable_values_are_counted_to_the_byte() -> None:
+    tables = table_configs(build(None).model)
+    assert [affordable_values(tables, POINTERS + more) for more in (5, 9, 10, 10**6)] == [1, 1, 2, 52 * DIM]
+    with pytest.raises(SizeNotMetError, match=rf"expected at least {POINTERS + 5} bytes .* got {POINTERS + 4}"):
+        affordable_values(tables, POINTERS + 4)

@@ -1,0 +1,128 @@
+"""Every method without an upper level, through the one interface: its size, what it reads, its export, its errors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dnis_torchrec import TrainTask, export
+from dnis_torchrec.baselines import METHODS, MethodResult, MethodTask, SizeNotMetError, magnitude, trained_scheme
+from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.training import evaluate
+from tests.tiny import make_batch, make_recipe
+
+CPU = torch.device("cpu")
+DIM = 16
+SIZED = ("uniform-grid", "random", "mde", "magnitude", "magnitude-iterative")
+PLAIN = ("dense", "uniform", *SIZED)
+"""Methods that learn on training data alone."""
+
+
+class Forbidden:
+    """A split that no method may read."""
+
+    def __iter__(self) -> Iterator:
+        raise AssertionError("read a split that it has no business with")
+
+
+def build(embedding_dim: int | None, **how) -> Recipe:
+    """A fresh tiny recipe whose validation and test splits are out of reach."""
+    recipe = make_recipe(embedding_dim=embedding_dim or DIM, **how)
+    return replace(recipe, data=replace(recipe.data, validation=Forbidden(), test=Forbidden()))
+
+
+def make_task(folder: Path, ratio: float, *, make: Callable[[int | None], Recipe] = build, **fields) -> MethodTask:
+    """A cell that trains in a fraction of a second."""
+    defaults = {"seed": 0, "patience": 1, "max_epochs": 2, "num_trials": 2}
+    return MethodTask(build=make, compression_ratio=ratio, device=CPU, folder=folder, **defaults | fields)
+
+
+def served(result: MethodResult, artifact: Path) -> nn.Module:
+    """The result's model with every weight lost and taken back from its artifact, tables in their serving form."""
+    export(result.model, result.scheme, artifact)
+    lost = copy.deepcopy(result.model)
+    with torch.no_grad():
+        for parameter in lost.parameters():
+            parameter.fill_(7.0)
+    return drop_in_(lost, artifact)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_result_is_within_its_budget_and_serves_what_was_selected(gloo, tmp_path: Path, name: str) -> None:
+    for ratio in (1.7, 4.0):
+        task = make_task(tmp_path, ratio)
+        result = METHODS[name](task)
+        if name == "dense":
+            assert result.embedding_bytes() == task.dense_bytes()
+        elif name == "uniform":
+            assert task.embedding_bytes() <= result.embedding_bytes() < task.embedding_bytes() + 4 * 52 + 200
+        else:
+            assert 0.6 * task.embedding_bytes() < result.embedding_bytes() <= task.embedding_bytes()
+        recipe = make_recipe()
+        selection_loss = evaluate(TrainTask(result.model, recipe.loss), recipe.data.selection, recipe.loss, CPU)["loss"]
+        assert selection_loss == pytest.approx(result.selection_loss, abs=1e-6)
+        assert 0 < result.seconds <= result.seconds_of_trials + 1e-3
+        batch = make_batch(32, 9)
+        with torch.no_grad():
+            expected = result.model(batch.dense_features, batch.sparse_features)
+            again = served(result, tmp_path / f"artifact_{ratio}")(batch.dense_features, batch.sparse_features)
+        torch.testing.assert_close(again, expected, atol=1e-6, rtol=0)
+        assert result.embedding_bytes() == result.scheme.form_bytes()[result.form] + result.extra_bytes
+
+
+@pytest.mark.parametrize("name", ["uniform", "mde", "random", "magnitude-iterative"])
+def test_fused_tables_train_too(gloo, tmp_path: Path, name: str) -> None:
+    task = make_task(tmp_path, 3, make=lambda dim: build(dim, optimizer="rowwise_adagrad"), num_trials=1)
+    result = METHODS[name](task)
+    assert result.selection_loss < 0.75
+    for table in result.scheme.tables.values():
+        bag = result.model.get_submodule(table.collection).embedding_bags[table.name]
+        dropped = ~torch.cat([table.retained, torch.zeros(1, table.embedding_dim, dtype=torch.bool)])
+        assert not bool(bag.weight[dropped[table.routing.all_blocks()]].any())
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_an_impossible_size_is_refused_before_anything_is_trained(
+    gloo, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (trained_scheme, magnitude):
+        monkeypatch.setattr(module, "train_plainly", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(SizeNotMetError, match="expected at least"):
+        METHODS[name](make_task(tmp_path, 60))
+
+
+class Dropping(nn.Module):
+    """A model with dropout, so that training itself draws random numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense_features: torch.Tensor, sparse_features) -> torch.Tensor:
+        return nn.functional.dropout(self.model(dense_features, sparse_features), 0.3, self.training)
+
+
+@pytest.mark.parametrize("name", ["random", "mde", "magnitude"])
+def test_the_same_seed_gives_the_same_result(gloo, tmp_path: Path, name: str) -> None:
+    def dropping(dim: int | None) -> Recipe:
+        recipe = build(dim)
+        torch.seed()  # a recipe may leave the global generator anywhere
+        return replace(recipe, model=Dropping(recipe.model))
+
+    first, second = (METHODS[name](make_task(tmp_path, 2, make=dropping)) for _ in range(2))
+    assert first.selection_loss == second.selection_loss
+    assert first.settings == second.settings
+    assert first.trials == second.trials == (1 if name == "magnitude" else 2)
+    assert first.seconds_of_trials >= first.seconds
+
+
+def test_random_search_draws_by_the_seed(gloo, tmp_path: Path) -> None:
+    drawn = [METHODS["random"](make_task(tmp_path, 2, seed=seed, num_trials=1)).settings for seed in (0, 1)]
+    assert drawn[0] != drawn[1]
