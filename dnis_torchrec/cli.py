@@ -1,4 +1,4 @@
-"""`dnis`: search, prune, export, evaluate and report from the command line. Parses and prints; jobs.py does the work.
+"""`dnis`: search, prune, export, evaluate, report, compare. Parses and prints; jobs.py and comparison/ do the work.
 
 Exit codes: 0 when all went well, 2 for wrong arguments, 1 otherwise. Results go to standard output, progress and
 logs to standard error.
@@ -17,9 +17,22 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
+from dnis_torchrec.baselines.method import MAX_EPOCHS
 from dnis_torchrec.budget import Size
 from dnis_torchrec.checks import check
+from dnis_torchrec.comparison import (
+    Compared,
+    Comparison,
+    comparison_table,
+    missing_lines,
+    parse_names,
+    parse_seeds,
+    parse_sizes,
+    run_comparison,
+    write_json,
+)
 from dnis_torchrec.export.exporting import ARTIFACT_FORMS
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search
@@ -28,6 +41,8 @@ from dnis_torchrec.report import ReportRow, rows_table
 from dnis_torchrec.run_folder import RunFolder
 from dnis_torchrec.search import SearchInterrupted
 
+ROWS_WIDTH, COMPARISON_WIDTH = 100, 150
+
 app = typer.Typer(
     name="dnis",
     help="Finds how many embedding dimensions each part of each table deserves; exports tables of just that size.\n\n"
@@ -35,7 +50,8 @@ app = typer.Typer(
     "  dnis search examples.movielens:mf --data DIR --compression 5 --out RUN\n\n"
     "  dnis export RUN --out ARTIFACT\n\n"
     "  dnis evaluate ARTIFACT --data DIR\n\n"
-    "  dnis report RUN",
+    "  dnis report RUN\n\n"
+    "  dnis compare examples.movielens:mf --data DIR --methods uniform,magnitude,dnis --out COMPARISON",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -74,6 +90,7 @@ def search(
         list[str] | None,
         typer.Option(help="Train beside, at the same size: `dense`, `uniform`, `magnitude`. May be repeated."),
     ] = None,
+    embedding_dim: Annotated[int | None, typer.Option(help="D to start from; the recipe's own if not given.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="Blocks per table set; the recipe's own if not given.")] = None,
     scope: Annotated[
         str, typer.Option(help="`global`: tables of equal embedding_dim share alpha; `table`.")
@@ -105,6 +122,7 @@ def search(
             out=out,
             size=size,
             settings={name: value for name, value in settings.items() if value is not None},
+            embedding_dim=embedding_dim,
             seed=seed,
             baselines=tuple(baseline or ()),
             overwrite=overwrite,
@@ -201,13 +219,81 @@ def evaluate(
 
 
 @app.command()
-def report(run: RunArgument) -> None:
-    """Writes RUN/report.html, one self-contained page, and prints the table of results."""
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `dnis search` wrote.")],
+) -> None:
+    """Writes report.html, one self-contained page, and figures/ into the first RUN, and prints the table of results.
+
+    Further runs may differ from the first in size, seed, D and S: they add rows, and metric against D and against S.
+    """
     with _arguments():
-        rows = RunFolder.open(run).rows()
-    page = run_report(run)
-    _print_rows(list(rows))
+        rows = [row for run in runs for row in RunFolder.open(run).rows()]
+        page = run_report(runs[0], runs[1:])
+    _print_rows(rows)
     typer.echo(f"report: {page}")
+
+
+@app.command()
+def compare(
+    recipe: RecipeArgument,
+    methods: Annotated[
+        str, typer.Option("--methods", help="Names with commas between them; `dense`, uncompressed, is always added.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the comparison; what has finished there is kept.")],
+    data: DataOption = None,
+    sizes: Annotated[
+        str, typer.Option("--sizes", help="Bytes of the uncompressed tables over bytes wanted, each above 1.")
+    ] = "2,4,10",
+    seeds: Annotated[
+        str, typer.Option("--seeds", help="How many, from 0 on; or with commas: which (`7,` is one).")
+    ] = "3",
+    patience: Annotated[int, typer.Option(help="Epochs without a better selection loss before a training stops.")] = 3,
+    max_epochs: Annotated[int, typer.Option(help="Epochs of one training at most.")] = MAX_EPOCHS,
+    trials: Annotated[
+        int | None, typer.Option(help="Of methods that need several; each method's own number if not given.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Cells at a time, a process each; one per core (or GPU) if not given.")
+    ] = None,
+    artifacts: Annotated[
+        bool, typer.Option("--artifacts", help="Export every cell that runs, to OUT/cells/CELL/artifact.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write OUT/comparison.json here.")] = None,
+) -> None:
+    """Compares methods at the same bytes: methods x sizes x seeds, same splits, same early stopping.
+
+    Methods that learn nothing on the validation split get it as training data in a second row, METHOD+validation.
+
+    Writes OUT/comparison.json, .csv and .html. Run again, it goes on where it stopped and tries again what crashed.
+    """
+    with _arguments():
+        load_recipe(recipe)
+        _check_data(data)
+        if json_file is not None:
+            check(json_file.parent.is_dir(), f"--json {json_file}", "expected an existing folder", json_file.parent)
+        comparison = Comparison(
+            recipe=recipe,
+            data=data,
+            out=out,
+            methods=parse_names(methods, "--methods"),
+            sizes=parse_sizes(sizes, "--sizes"),
+            seeds=parse_seeds(seeds, "--seeds"),
+            patience=patience,
+            max_epochs=max_epochs,
+            trials=trials,
+            artifacts=artifacts,
+            jobs=jobs,
+        )
+    try:
+        compared = run_comparison(comparison)
+    except KeyboardInterrupt as error:
+        typer.echo("error: interrupted; what has finished is kept, the same command goes on from there", err=True)
+        raise typer.Exit(1) from error
+    if json_file is not None:
+        write_json(json_file, compared.content)
+    _print_compared(compared, out)
+    if compared.crashes:
+        raise typer.Exit(1)
 
 
 def main() -> None:
@@ -254,5 +340,21 @@ def _check_data(data: Path | None) -> None:
 
 
 def _print_rows(rows: list[ReportRow] | tuple[ReportRow, ...]) -> None:
-    width = max(100, Console().width)
-    Console(width=width, file=sys.stdout).print(rows_table(rows))
+    _print(rows_table(rows), ROWS_WIDTH)
+
+
+def _print_compared(compared: Compared, out: Path) -> None:
+    _print(comparison_table(compared.content), COMPARISON_WIDTH)
+    for line in missing_lines(compared.content.rows):
+        typer.echo(line, err=True)
+    typer.echo(f"comparison: {out / 'comparison.html'}")
+    if compared.crashes:
+        files = "\n".join(f"  {file}" for file in compared.crashes.values())
+        typer.echo(
+            f"error: {len(compared.crashes)} cells crashed; the same command tries them again:\n{files}", err=True
+        )
+
+
+def _print(table: Table, at_least: int) -> None:
+    """Prints a table as wide as the terminal, or as `at_least` where that is less or there is none."""
+    Console(width=max(at_least, Console().width), file=sys.stdout).print(table)

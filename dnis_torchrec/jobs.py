@@ -1,38 +1,42 @@
 """Jobs: what each `dnis` command does, as a function. The command line only parses; a notebook calls these.
 
-Results are returned; progress goes to the console and TensorBoard through `ConsoleEvents`.
+Results are returned; progress goes to the console and TensorBoard through `dnis_torchrec.progress`.
 """
 
 from __future__ import annotations
 
 import platform
-import signal
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from dnis_torchrec.baselines import MagnitudePruning, train_uniform, uniform_dim
-from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Size
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.export import load, load_dense_state, read_manifest, read_scheme, write_artifact
-from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.progress import console_events
 from dnis_torchrec.pruning import RetainedMask, prune
 from dnis_torchrec.recipe import Recipe, TrainTask, load_recipe
-from dnis_torchrec.report import BlockSummary, ReportContent, ReportRow, write_report
+from dnis_torchrec.report import (
+    ReportContent,
+    ReportRow,
+    RunResults,
+    block_summaries,
+    combine,
+    count_rows,
+    named_alpha,
+    write_report,
+)
 from dnis_torchrec.run_folder import RunFolder, load_state_
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search import EpochRecord, SearchConfig, SearchEvents, search, table_configs
+from dnis_torchrec.search import SearchConfig, search, table_configs
 from dnis_torchrec.swap import unshard_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate, primary_metric, process_group, shard, train_plainly
@@ -50,6 +54,7 @@ class SearchJob:
         out: run folder to make.
         size: the requested size.
         settings: fields of `SearchConfig` to set otherwise than the recipe does.
+        embedding_dim: D to start from, or None for the recipe's own.
         seed: of weights, splits and batch order.
         baselines: what to train beside, at the same size: of ``"dense"``, ``"uniform"``, ``"magnitude"``.
         overwrite: replace a run that stands at `out`.
@@ -60,6 +65,7 @@ class SearchJob:
     out: Path
     size: Size
     settings: Mapping[str, Any] = field(default_factory=dict)
+    embedding_dim: int | None = None
     seed: int = 0
     baselines: tuple[str, ...] = ()
     overwrite: bool = False
@@ -95,7 +101,7 @@ def run_search(job: SearchJob) -> list[ReportRow]:
         SearchInterrupted: on SIGINT, after the state was saved.
         NonFiniteError: if training diverges; the last good checkpoint stays.
     """
-    recipe = build_recipe(job.recipe, job.data, seed=job.seed)
+    recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)
     config = SearchConfig.of(recipe, job.size, job.settings)
     run = RunFolder.create(job.out, overwrite=job.overwrite)
     dense_dim = max(table.embedding_dim for table in table_configs(recipe.model))
@@ -137,7 +143,7 @@ def _baselines(
     rows, ratio = [], scheme.compression_ratio
     with tempfile.TemporaryDirectory() as folder:
         if {"dense", "magnitude"} & set(job.baselines):
-            recipe = build_recipe(job.recipe, job.data, seed=job.seed)
+            recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)
             pruning = MagnitudePruning(recipe, seed=job.seed, device=device, folder=Path(folder), patience=patience)
             rows += [pruning.dense_row()] if "dense" in job.baselines else []
             rows += [pruning.pruned_row(ratio)] if "magnitude" in job.baselines else []
@@ -179,7 +185,7 @@ def run_prune(
     """
     source = RunFolder.open(run_path)
     head = source.read_head()
-    recipe = build_recipe(head["recipe"], data, seed=head["seed"])
+    recipe = build_recipe(head["recipe"], data, seed=head["seed"], embedding_dim=head.get("embedding_dim"))
     load_state_(recipe.model, source.state(), str(run_path))
     counts, blocks = source.counts(), source.blocks()
     started = time.monotonic()
@@ -257,7 +263,7 @@ def run_evaluate(path: Path, data: Path | None) -> dict[str, Any]:
     """
     is_artifact = (path / "manifest.json").is_file()
     head = read_manifest(path)["run"] if is_artifact else RunFolder.open(path).read_head()
-    recipe = build_recipe(head["recipe"], data, seed=head["seed"])
+    recipe = build_recipe(head["recipe"], data, seed=head["seed"], embedding_dim=head.get("embedding_dim"))
     if is_artifact:
         scheme = read_scheme(path)
         drop_in_(recipe.model, path)
@@ -311,44 +317,55 @@ def drop_in_(model: nn.Module, artifact: Path) -> nn.Module:
     return model
 
 
-def run_report(run_path: Path) -> Path:
-    """Writes RUN/report.html.
+def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
+    """Writes RUN/report.html, and its figures as PNG and SVG in RUN/figures.
+
+    Args:
+        run_path: the finished run that the report is about.
+        others: further finished runs of the same recipe. Those that differ in size or seed add rows; those that differ
+            in embedding_dim or in the number of blocks make the figures of the metric against D and against S.
 
     Returns:
-        Its path.
+        The path of the page.
+
+    Raises:
+        ValueError: if a run is none, is not finished, or differs from the first in something else.
     """
     run = RunFolder.open(run_path)
-    head = run.read_head()
+    head, scheme, blocks = run.read_head(), run.scheme(), run.blocks()
+    runs = combine([_run_results(path) for path in (run_path, *others)])
+    needs_tables = not all(table.is_block_structured for table in scheme.tables.values())
     content = ReportContent(
         title=f"{head['recipe']}: embedding dimensions found by search",
         recipe=head["recipe"],
         configuration=head["configuration"],
-        rows=run.rows(),
+        rows=runs.rows,
         primary_metric=head["primary_metric"],
         higher_is_better=head["higher_is_better"],
-        alpha={f"embedding_dim {dim}": alpha for dim, alpha in run.alpha().items()},
-        blocks=block_summaries(run.scheme(), run.blocks()),
+        alpha=named_alpha(run.alpha(), blocks),
+        blocks=block_summaries(scheme, blocks),
         history=tuple(head["history"]),
+        row_distribution=count_rows(scheme, run.counts(), run.tables() if needs_tables else None),
+        by_embedding_dim=runs.by_embedding_dim,
+        by_num_blocks=runs.by_num_blocks,
         notes=tuple(head["notes"]),
         versions=head["versions"],
     )
-    return write_report(run_path / "report.html", content)
+    return write_report(run_path / "report.html", content, figure_folder=run_path / "figures")
 
 
-def block_summaries(scheme: MixedDimensionScheme, blocks: RowBlocks) -> tuple[BlockSummary, ...]:
-    """Retained dims and frequency of every block of every table."""
-    return tuple(
-        BlockSummary(
-            table=name,
-            block=block,
-            num_rows=int(rows),
-            occurrences=int(blocks.occurrences[name][block]),
-            retained_dims=int(table.dims[block]),
-            embedding_dim=table.embedding_dim,
-        )
-        for name, table in scheme.tables.items()
-        for block, rows in enumerate(table.routing.row_counts())
-        if rows
+def _run_results(path: Path) -> RunResults:
+    run = RunFolder.open(path)
+    head = run.read_head()
+    # A run of an older version lacks the settings that came later: their defaults are what it did.
+    settings = SearchConfig.__dataclass_fields__.values()
+    defaults = {setting.name: setting.default for setting in settings if setting.default is not MISSING}
+    return RunResults(
+        name=str(path),
+        recipe=head["recipe"],
+        configuration=defaults | head["configuration"],
+        embedding_dim=max(table["embedding_dim"] for table in head["scheme"].values()),
+        rows=run.rows(),
     )
 
 
@@ -367,70 +384,12 @@ def scheme_row(
     )
 
 
-@contextmanager
-def console_events(run: RunFolder) -> Iterator[SearchEvents]:
-    """Progress on standard error (tqdm), TensorBoard events in RUN/tensorboard, and Ctrl-C that stops after the step.
-
-    Yields:
-        Events to hand to `search`.
-    """
-    from torch.utils.tensorboard import SummaryWriter  # imports slowly; no other job needs it
-
-    stop = _StopRequest()
-    with (
-        SummaryWriter(str(run.path / "tensorboard")) as writer,
-        tqdm(unit="step", dynamic_ncols=True, disable=None) as bar,
-        stop,
-    ):
-        smoothed: list[float] = []
-
-        def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
-            run.save_stages(counts, blocks)
-
-        def on_step(loss: float, density: float) -> None:
-            smoothed.append(loss if not smoothed else 0.98 * smoothed[-1] + 0.02 * loss)
-            del smoothed[:-1]
-            bar.set_postfix_str(f"loss {smoothed[0]:.4f}, alpha density {density:.3f}", refresh=False)
-            bar.update()
-
-        def on_epoch(record: EpochRecord) -> None:
-            for name, value in asdict(record).items():
-                if name not in ("epoch", "step"):
-                    writer.add_scalar(name, value, record.step)
-            losses = f"train loss {record.train_loss:.4f}, selection loss {record.selection_loss:.4f}"
-            alpha = f"alpha mean {record.alpha_mean:.3f}, density {record.alpha_density:.3f}"
-            bar.write(f"epoch {record.epoch}: {losses}, {alpha}", file=sys.stderr)
-
-        yield SearchEvents(on_start=on_start, on_step=on_step, on_epoch=on_epoch, should_stop=stop.is_requested)
-
-
-class _StopRequest:
-    """Turns the first SIGINT into a request to stop after the current step; a second one interrupts at once."""
-
-    def __init__(self) -> None:
-        self._requested = False
-        self._previous: Any = None
-
-    def is_requested(self) -> bool:
-        return self._requested
-
-    def __enter__(self) -> _StopRequest:
-        self._previous = signal.signal(signal.SIGINT, self._request)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
-    def _request(self, *_: object) -> None:
-        self._requested = True
-        signal.signal(signal.SIGINT, self._previous)
-
-
 def _head(job: SearchJob, recipe: Recipe, config: SearchConfig) -> dict[str, Any]:
-    metric, higher = primary_metric(recipe.loss)
+    metric, higher = primary_metric(recipe.loss, recipe.data.test)
     return {
         "recipe": job.recipe,
         "seed": job.seed,
+        "embedding_dim": job.embedding_dim,
         "configuration": asdict(config),
         "primary_metric": metric,
         "higher_is_better": higher,

@@ -24,6 +24,7 @@ LAYERS = (
     {"train_pipeline", "training"},
     {"report", "search"},
     {"baselines", "run_folder"},
+    {"progress"},
     {"jobs"},
     {"comparison"},
     {"cli"},

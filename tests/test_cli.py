@@ -121,6 +121,8 @@ def test_report_is_one_self_contained_page(run: Path) -> None:
         (["search", "nowhere:demo", "--compression", 4], "expected a module 'nowhere'"),
         (["search", "demo", "--compression", 4], "expected 'module:function'"),
         (["search", "tests.tiny:demo", "--compression", 4, "--baseline", "unifrom"], "did you mean 'uniform'?"),
+        (["compare", "tests.tiny:demo", "--methods", "unifrom"], "did you mean 'uniform'"),
+        (["compare", "tests.tiny:dmeo", "--methods", "uniform"], "did you mean 'demo'?"),
         (["search", "tests.tiny:demo", "--compression", 4, "--data", "no/such"], "expected a folder, got none"),
         (["search", "tests.tiny:demo", "--compression", 4, "--sed", 1], "No such option"),
         (["export", "no/such"], "expected a folder written by `dnis search`, got no run.json in it"),
@@ -187,6 +189,6 @@ def test_help_teaches() -> None:
     done = dnis("--help")
     assert done.returncode == 0
     assert "A typical session" in done.stdout
-    for command in ("search", "prune", "export", "evaluate", "report"):
+    for command in ("search", "prune", "export", "evaluate", "report", "compare"):
         assert command in done.stdout
         assert dnis(command, "--help").returncode == 0

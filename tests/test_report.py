@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from matplotlib.colors import to_hex
 from rich.console import Console
 
 from dnis_torchrec.report import BlockSummary, ReportContent, ReportRow, figures, tables
@@ -259,116 +258,21 @@ def test_subject_is_chosen_by_position_not_by_metric() -> None:
     assert make_content(rows=rows[:1]).subject.method == "uniform"
 
 
-# Figures
-
-
-def test_alpha_heatmap_sorts_columns_and_shares_one_scale() -> None:
-    shuffled = make_alpha()[:, torch.randperm(8, generator=torch.Generator().manual_seed(0))]
-    figure = figures.alpha_per_block({"8": shuffled, "user": make_alpha(2, 4)})
-    panels = [axis for axis in figure.axes if axis.images]
-    assert len(panels) == 2
-    assert len(figure.axes) == 3
-    assert [axis.get_title(loc="left") for axis in panels] == ["tables of D = 8", "user"]
-    assert all(axis.images[0].get_clim() == (0, 1) for axis in panels)
-    shown = panels[0].images[0].get_array()
-    assert (~shown.mask).sum(axis=0).tolist() == [4, 4, 3, 3, 2, 2, 1, 1]
-    assert [text.get_text().strip() for text in panels[0].texts] == ["non-zero", "8", "6", "4", "2"]
-
-
-@pytest.mark.parametrize("num_tables", [1, 26])
-def test_frequency_figure_has_one_collection_per_table(num_tables: int) -> None:
-    blocks = make_blocks(*(f"table_{index}" for index in range(num_tables)))
-    figure = figures.retained_dims_against_frequency(blocks)
-    (axis,) = figure.axes
-    assert len(axis.collections) == num_tables
-    looks = {(to_hex(dots.get_facecolor()[0]), str(dots.get_paths()[0].vertices)) for dots in axis.collections}
-    assert len(looks) == num_tables
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"table_{i}" for i in range(num_tables)]
-    points = axis.collections[0].get_offsets()
-    assert points[:, 1].tolist() == [0, 1, 4, 8]
-    assert points[1:, 0].tolist() == pytest.approx([1000 / 30, 10_000 / 20, 100_000 / 10])
-    assert axis.xaxis.get_major_formatter()(points[0, 0]) == "never"
-
-
-def test_frequency_figure_where_no_row_was_ever_seen() -> None:
-    block = BlockSummary(table="t", block=0, num_rows=0, occurrences=0, retained_dims=0, embedding_dim=8)
-    (axis,) = figures.retained_dims_against_frequency([block]).axes
-    assert len(axis.collections) == 1
-
-
-def test_quality_figure_draws_one_line_per_method_through_the_means() -> None:
-    rows = (*make_rows(), make_row("zero", 6400.0, parameters=0, metrics={"auc": 0.6}))
-    figure = figures.quality_against_size(rows, "auc", higher_is_better=True)
-    (axis,) = figure.axes
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["dnis", "uniform", "magnitude", "dense", "zero (no embeddings at all)"]
-    lines = dict(zip(labels, figure.legends[0].legend_handles, strict=True))
-    assert len(axis.lines) == len(labels) + 1, "one line each, and the level of the uncompressed model"
-    assert axis.lines[0].get_xydata().tolist() == [pytest.approx([4.01, 0.8105])]
-    assert axis.lines[1].get_xdata().tolist() == [2.0, 4.0]
-    assert len(axis.collections) == 4, "the seeds of each method"
-    assert axis.get_xlim()[1] < 5
-    assert axis.get_ylabel() == "auc (higher is better)"
-    assert len({to_hex(lines[label].get_color()) for label in labels}) == 5
-
-
-def test_quality_figure_with_one_method_only_and_metrics_absent() -> None:
-    rows = [make_row("dnis", 4.0), make_row("dnis", 8.0, metrics={})]
-    (axis,) = figures.quality_against_size(rows, "auc", higher_is_better=True).axes
-    assert len(axis.lines) == 1
-    assert axis.lines[0].get_xdata().tolist() == [4.0]
-    with pytest.raises(ValueError, match="metric 'mse': expected at least one row"):
-        figures.quality_against_size(rows, "mse", higher_is_better=False)
-
-
-def test_bytes_figure_labels_bars_in_megabytes() -> None:
-    (axis,) = figures.bytes_per_form(
-        {"csr_fp32": 640_000, "dense_fp32": 2_560_000, "padded": 5_120_000, "none": 0}
-    ).axes
-    assert len(axis.patches) == 3
-    assert axis.get_xscale() == "log"
-    labels = [text.get_text().replace(tables.TIMES, "x") for text in axis.texts]
-    assert labels == ["5.12 MB (2x larger)", "2.56 MB", "0.64 MB (4x smaller)"]
-    with pytest.raises(ValueError, match="expected at least one form above 0 bytes"):
-        figures.bytes_per_form({"none": 0})
-
-
-def test_history_figure_has_twin_panels_and_draws_what_is_there() -> None:
-    losses, density = figures.search_history(make_content().history).axes
-    assert [len(losses.lines), len(density.lines), len(density.collections)] == [2, 2, 1]
-    losses, density = figures.search_history([{"train_loss": 1.0}, {"train_loss": math.nan}, {"train_loss": 0.5}]).axes
-    assert [len(losses.lines), len(density.lines), len(density.collections)] == [1, 0, 0]
-    assert losses.lines[0].get_xdata().tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "draw", [figures.alpha_per_block, figures.retained_dims_against_frequency, figures.search_history]
-)
-def test_figures_of_nothing_are_refused(draw) -> None:
-    with pytest.raises(ValueError, match="leave the figure out"):
-        draw({})
-
-
-def test_figures_are_saved_and_deterministic(tmp_path) -> None:
-    for number in (1, 2):
-        figures.save_png(figures.alpha_per_block({"8": make_alpha()}), tmp_path / f"{number}.png")
-        figures.save_svg(figures.alpha_per_block({"8": make_alpha()}), tmp_path / f"{number}.svg")
-    assert (tmp_path / "1.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "1.png").read_bytes() == (tmp_path / "2.png").read_bytes()
-    assert "<svg" in (tmp_path / "1.svg").read_text()
-    assert (tmp_path / "1.svg").read_bytes() == (tmp_path / "2.svg").read_bytes()
-    with pytest.raises(ValueError, match="expected letters, digits and dashes"):
-        figures.inline_svg(figures.alpha_per_block({"8": make_alpha()}), 'a" onload="')
-
-
 # Page
+
+
+@pytest.fixture
+def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are drawn, but not turned into SVG, which takes most of a page's time."""
+    monkeypatch.setattr(figures, "inline_svg", lambda figure, name: "<svg></svg>")
 
 
 def test_page_holds_all_sections_in_order_and_loads_nothing() -> None:
     page = render_report(make_content())
     reader = PageReader(page)
     assert [section for section in reader.values("id") if section in SECTIONS] == SECTIONS
-    assert reader.tags.count("svg") == reader.tags.count("figure") == 5
+    names = ["pareto", "quality", "pruning-rate", "history", "alpha", "alpha-distribution", "frequency", "bytes"]
+    assert [name for name in reader.values("id") if name.startswith("figure-")] == [f"figure-{n}" for n in names]
     assert "script" not in reader.tags
     assert "link" not in reader.tags
     assert "http://" not in page
@@ -391,6 +295,7 @@ def test_ids_are_unique_and_every_reference_is_met() -> None:
     assert set(references) <= set(ids)
 
 
+@pytest.mark.usefixtures("quick_figures")
 def test_page_tells_key_numbers_and_marks_the_best() -> None:
     reader = PageReader(render_report(make_content()))
     text = " ".join(reader.text.split())
@@ -425,43 +330,58 @@ def test_page_escapes_hostile_names() -> None:
     assert reader.text.count(HOSTILE) >= 8
 
 
-def test_names_that_matplotlib_would_hide_or_typeset_are_drawn() -> None:
-    figure = figures.retained_dims_against_frequency(make_blocks("_hidden", "$x$"))
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_hidden", "$x$"]
-    assert not any(text.get_parse_math() for text in figure.legends[0].get_texts())
-
-
 def test_page_is_deterministic_and_written_atomically(tmp_path) -> None:
-    path = write_report(tmp_path / "report.html", make_content())
-    first = path.read_bytes()
-    write_report(path, make_content())
-    assert path.read_bytes() == first
+    path = tmp_path / "report.html"
+    path.write_text("an older one")
+    assert write_report(path, make_content()) == path
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
-    assert first.decode() == render_report(make_content())
+    assert path.read_text() == render_report(make_content())
 
 
+def test_figures_are_written_beside_the_page_and_old_ones_go(tmp_path) -> None:
+    few = {"history": (), "blocks": (), "rows": (make_row("dnis", bytes={}),)}
+    write_report(tmp_path / "report.html", make_content(**few), figure_folder=tmp_path / "figures")
+    names = {"quality", "alpha", "alpha-distribution"}
+    written = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    (tmp_path / "figures" / "mine.png").touch()
+    write_report(tmp_path / "report.html", make_content(**few, alpha={}), figure_folder=tmp_path / "figures")
+    assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"quality", "mine"}
+    with pytest.raises(ValueError, match="expected an existing folder"):
+        write_report(tmp_path / "report.html", make_content(**few), figure_folder=tmp_path / "no" / "figures")
+
+
+@pytest.mark.usefixtures("quick_figures")
 @pytest.mark.parametrize(
     ("changes", "num_figures", "told"),
     [
-        ({"history": ()}, 4, "No history of a search was recorded."),
-        ({"alpha": {}}, 4, "No alpha was recorded."),
-        ({"blocks": ()}, 4, "No blocks were recorded."),
-        ({"rows": (make_row("dnis", bytes={}),)}, 4, "No export form was measured."),
-        ({"primary_metric": "mse"}, 4, "No row has the metric mse"),
-        ({"rows": (make_row("dnis", metrics={}),)}, 4, "not measured"),
-        ({"versions": {}}, 5, "No versions were recorded."),
-        ({"rows": (make_row("dnis"),), "blocks": make_blocks("only")}, 5, "1.6k of 6.4k parameters"),
-        ({"rows": (make_row("zero", 6400.0, parameters=0),)}, 5, "hold no parameters at all"),
-        ({"notes": (), "configuration": {}}, 5, "Notes and limits"),
+        ({"history": ()}, 7, "No history of a search was recorded."),
+        ({"alpha": {}}, 6, "No alpha was recorded."),
+        ({"blocks": ()}, 7, "No blocks were recorded."),
+        ({"rows": (make_row("dnis", bytes={}),)}, 5, "No export form was measured."),
+        ({"primary_metric": "mse"}, 5, "No row has the metric mse"),
+        ({"rows": (make_row("dnis", metrics={}),)}, 5, "not measured"),
+        ({"versions": {}}, 8, "No versions were recorded."),
+        ({"rows": (make_row("dnis"),), "blocks": make_blocks("only")}, 7, "1.6k of 6.4k parameters"),
+        ({"rows": (make_row("zero", 6400.0, parameters=0),)}, 7, "hold no parameters at all"),
+        ({"notes": (), "configuration": {}}, 8, "Notes and limits"),
     ],
 )
 def test_page_says_what_is_missing(changes: dict, num_figures: int, told: str) -> None:
     reader = PageReader(render_report(make_content(**changes)))
-    assert reader.tags.count("svg") == num_figures
+    assert reader.tags.count("figure") == num_figures
     assert told in " ".join(reader.text.split())
     assert [section for section in reader.values("id") if section in SECTIONS] == SECTIONS
 
 
+@pytest.mark.usefixtures("quick_figures")
+def test_a_difference_on_fewer_seeds_than_the_mean_says_so() -> None:
+    rows = (make_row("dnis", seed=0), make_row("dnis", seed=1), make_row("dense", 1.0))
+    text = " ".join(PageReader(render_report(make_content(rows=rows))).text.split())
+    assert "0.8000 at 1\N{MULTIPLICATION SIGN}; on the one seed that both have" in text
+
+
+@pytest.mark.usefixtures("quick_figures")
 def test_rivals_of_another_size_or_seed_are_not_compared() -> None:
     far = make_content(rows=(make_row("dnis", 8.0), make_row("uniform", 4.0)))
     assert "same size" not in render_report(far).split('id="quality"')[0]

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.report.row_distribution import RowDistribution
 
 SAME_SIZE_RATIO = 1.05
 """Rows of one method whose compression ratios differ by no more than this factor are seeds of the same experiment."""
@@ -336,6 +337,9 @@ class ReportContent:
         blocks: what became of every block.
         history: one mapping per epoch with the keys step, epoch, train_loss, selection_loss, alpha_density, alpha_mean
             and pressure; a key may be missing.
+        row_distribution: rows by frequency and retained dims, None if it is not known.
+        by_embedding_dim: name of a line -> ``(D, row)`` of runs that differ in embedding_dim.
+        by_num_blocks: name of a line -> ``(S, row)`` of runs that differ in the number of blocks.
         notes: limits of the data, shown beside the figures.
         versions: package -> version.
 
@@ -353,6 +357,9 @@ class ReportContent:
     alpha: dict[str, Tensor] = field(default_factory=dict)
     blocks: tuple[BlockSummary, ...] = ()
     history: tuple[dict[str, float], ...] = ()
+    row_distribution: RowDistribution | None = None
+    by_embedding_dim: Mapping[str, Sequence[tuple[float, ReportRow]]] = field(default_factory=dict)
+    by_num_blocks: Mapping[str, Sequence[tuple[float, ReportRow]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
 

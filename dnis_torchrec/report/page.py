@@ -1,17 +1,23 @@
-"""The report as one self-contained HTML page: inline SVG and CSS, no script, nothing loaded from anywhere."""
+"""The report as one self-contained HTML page: inline SVG and CSS, no script, nothing loaded from anywhere.
+
+The same figures can be written beside it as files.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from dnis_torchrec.checks import check
 from dnis_torchrec.report import figures
 from dnis_torchrec.report.content import ReportContent, RowGroup, json_text, write_text
+from dnis_torchrec.report.pareto import pareto_chart, pareto_points
+from dnis_torchrec.report.rendering import render
 from dnis_torchrec.report.tables import (
     PLUS_MINUS,
     best_groups,
@@ -24,11 +30,23 @@ from dnis_torchrec.report.tables import (
     group_metric,
     is_higher_better,
     metric_names,
-    smallest_form,
 )
 
 SAME_SIZE_LIMIT = 1.25
 """A uniform table counts as a rival of the same size up to this factor between the compression ratios."""
+FIGURES = (
+    "quality",
+    "pruning-rate",
+    "embedding-dim",
+    "num-blocks",
+    "history",
+    "alpha",
+    "alpha-distribution",
+    "frequency",
+    "row-distribution",
+    "bytes",
+)
+"""Names of all figures that a report may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,34 +66,39 @@ class KeyNumber:
     tone: str = ""
 
 
-def write_report(path: Path, content: ReportContent) -> Path:
+def write_report(path: Path, content: ReportContent, *, figure_folder: Path | None = None) -> Path:
     """Writes the report as one HTML file, atomically; the same content gives the same bytes.
 
     Args:
         path: the file, usually ``RUN/report.html``; an older one is replaced.
         content: what to show.
+        figure_folder: folder for every figure as PNG and as SVG, usually ``RUN/figures``; made if it does not exist.
+            Figures of an older report that this one lacks are deleted.
 
     Returns:
         `path`.
 
     Raises:
-        ValueError: if the folder does not exist.
+        ValueError: if the folder of `path` or of `figure_folder` does not exist.
     """
-    return write_text(path, render_report(content))
+    drawn = draw_figures(content)
+    written = write_text(path, _page(content, drawn))
+    if figure_folder is not None:
+        _write_figures(figure_folder, drawn)
+    return written
 
 
 def render_report(content: ReportContent) -> str:
     """The page of `write_report` as a string."""
-    environment = Environment(
-        loader=PackageLoader("dnis_torchrec.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    subject = content.subject
-    return environment.get_template("report.html.j2").render(
+    return _page(content, draw_figures(content))
+
+
+def _page(content: ReportContent, drawn: Mapping[str, Figure]) -> str:
+    subject, metric = content.subject, content.primary_metric
+    points = pareto_points(content.groups, metric)
+    pareto = pareto_chart(points, metric, higher_is_better=content.higher_is_better) if points else ""
+    return render(
+        "report.html.j2",
         content=content,
         subject=subject,
         sentence=_sentence(content),
@@ -83,29 +106,54 @@ def render_report(content: ReportContent) -> str:
         quality=_quality_table(content),
         blocks=content.blocks,
         forms=_form_table(subject),
-        figures=_draw(content),
+        pareto=Markup(pareto),
+        figures={name: Markup(figures.inline_svg(figure, name)) for name, figure in drawn.items()},
         configuration=json_text(content.configuration, "ReportContent.configuration"),
         format_count=format_count,
         num_seeds=max(len(group.rows) for group in content.groups),
     )
 
 
-def _draw(content: ReportContent) -> dict[str, Markup]:
-    """Draws the figures for which there is something to show, by name."""
+def _write_figures(folder: Path, drawn: Mapping[str, Figure]) -> None:
+    check(folder.parent.is_dir(), str(folder), "expected an existing folder", str(folder.parent), "create it first")
+    folder.mkdir(exist_ok=True)
+    for name in FIGURES:
+        png, svg = folder / f"{name}.png", folder / f"{name}.svg"
+        if name in drawn:
+            figures.save_png(drawn[name], png)
+            figures.save_svg(drawn[name], svg)
+        else:
+            png.unlink(missing_ok=True)
+            svg.unlink(missing_ok=True)
+
+
+def draw_figures(content: ReportContent) -> dict[str, Figure]:
+    """Draws the figures for which there is something to show; names are of `FIGURES`."""
     drawn: dict[str, Figure] = {}
-    metric = content.primary_metric
-    if any(metric in row.metrics for row in content.rows):
-        higher = content.higher_is_better
-        drawn["quality"] = figures.quality_against_size(content.rows, metric, higher_is_better=higher)
+    metric, higher = content.primary_metric, content.higher_is_better
+    measured = [row for row in content.rows if metric in row.metrics]
+    if measured:
+        drawn["quality"] = figures.quality_against_size(measured, metric, higher_is_better=higher)
+    if any(row.method.startswith("magnitude") for row in measured):
+        drawn["pruning-rate"] = figures.quality_against_pruning_rate(measured, metric, higher_is_better=higher)
+    for name, setting, series in (
+        ("embedding-dim", "embedding_dim D", content.by_embedding_dim),
+        ("num-blocks", "number of blocks S", content.by_num_blocks),
+    ):
+        if any(metric in row.metrics for points in series.values() for _, row in points):
+            drawn[name] = figures.quality_against_setting(series, setting, metric, higher_is_better=higher)
     if content.history:
         drawn["history"] = figures.search_history(content.history)
     if content.alpha:
         drawn["alpha"] = figures.alpha_per_block(content.alpha)
+        drawn["alpha-distribution"] = figures.alpha_distribution(content.alpha)
     if content.blocks:
         drawn["frequency"] = figures.retained_dims_against_frequency(content.blocks)
+    if content.row_distribution is not None:
+        drawn["row-distribution"] = figures.joint_distribution(content.row_distribution)
     if any(size > 0 for size in content.subject.rows[0].bytes.values()):
         drawn["bytes"] = figures.bytes_per_form(content.subject.rows[0].bytes)
-    return {name: Markup(figures.inline_svg(figure, name)) for name, figure in drawn.items()}
+    return drawn
 
 
 def _dense_group(content: ReportContent) -> RowGroup | None:
@@ -175,6 +223,8 @@ def _comparison(content: ReportContent, other: RowGroup, label: str) -> list[Key
     detail = f"{group_metric(other, content.primary_metric)} at {format_ratio(other.compression_ratio)}"
     if num_pairs > 1:
         detail += f"; mean of {num_pairs} paired seeds"
+    elif len(content.subject.rows) > 1:
+        detail += "; on the one seed that both have"
     size = format_metric(abs(change))
     if float(size) == 0:
         return [KeyNumber(label=label, value="equal", detail=detail)]
@@ -183,7 +233,7 @@ def _comparison(content: ReportContent, other: RowGroup, label: str) -> list[Key
 
 
 def _quality_table(content: ReportContent) -> dict[str, list]:
-    """Headings and lines of the quality table; a cell is a text and whether it is the best of its column."""
+    """Headings and lines of the quality table; a metric is mean, deviation and whether it is the best of its column."""
     groups = content.groups
     metrics = sorted(metric_names(content.rows), key=lambda name: name != content.primary_metric)
     best = {}
@@ -196,14 +246,27 @@ def _quality_table(content: ReportContent) -> dict[str, list]:
             "is_subject": group == content.subject,
             "ratio": format_ratio(group.compression_ratio),
             "parameters": format_count(group.parameters),
-            "size": smallest_form(group),
-            "metrics": [(group_metric(group, name), index in best[name]) for name in metrics],
+            "smallest": _smallest_form(group),
+            "metrics": [(*_mean_and_deviation(group, name), index in best[name]) for name in metrics],
             "seeds": format_seeds(group.seeds),
             "time": format_seconds(group.seconds),
         }
         for index, group in enumerate(groups)
     ]
     return {"metrics": metrics, "lines": lines}
+
+
+def _mean_and_deviation(group: RowGroup, metric: str) -> tuple[str, str]:
+    """On two lines of a narrow column."""
+    mean, deviation = group.mean(metric), group.deviation(metric)
+    spread = "" if deviation is None else f"{PLUS_MINUS} {format_metric(deviation)}"
+    return ("-" if mean is None else format_metric(mean)), spread
+
+
+def _smallest_form(group: RowGroup) -> tuple[str, str]:
+    """Size and name of the smallest export form, on two lines of a narrow column; a dash if there is none."""
+    form, size = min(group.rows[0].bytes.items(), key=lambda item: item[1], default=("", None))
+    return ("-" if size is None else format_megabytes(size)), form
 
 
 def _form_table(subject: RowGroup) -> list[dict[str, str]]:

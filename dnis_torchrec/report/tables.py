@@ -121,7 +121,7 @@ def is_higher_better(metric: str) -> bool | None:
     words = metric.lower().split("@")[0].split("_")
     if {"auc", "accuracy", "hit", "ndcg", "recall", "precision", "map", "mrr"} & set(words):
         return True
-    return False if {"mse", "rmse", "mae", "loss", "logloss", "entropy"} & set(words) else None
+    return False if {"mse", "rmse", "mae", "loss", "logloss", "entropy", "ne"} & set(words) else None
 
 
 def best_groups(groups: Sequence[RowGroup], metric: str, higher_is_better: bool) -> frozenset[int]:

@@ -1,0 +1,199 @@
+"""A cell of a comparison, one method at one size under one seed, and what it leaves on disk.
+
+OUT/cells/<cell>/task.json      what the cell is asked for
+                 log.txt        what its process printed
+                 result.json    once it has finished, or cannot meet its size; such a cell is never run again
+                 crash.txt      the traceback, if it crashed; such a cell is run again by the next call
+                 artifact/      what it exports to, if asked for
+                 work/          checkpoints, while it runs
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.report import ReportRow
+from dnis_torchrec.report.content import json_text, write_text
+
+FORMAT = "dnis-torchrec-cell"
+FORMAT_VERSION = 1
+DENSE = "dense"
+"""The method that trains the uncompressed model; it has no size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One method at one size under one seed.
+
+    Attributes:
+        method: its name in the registry.
+        size: bytes of the uncompressed float32 tables over bytes wanted, above 1; None for the uncompressed model.
+        seed: of the splits and of everything else that is random.
+        with_validation: train on the alpha-validation split as well, for a method that needs none.
+
+    Example:
+        >>> cell = Cell(method="uniform", size=2.5, seed=0, with_validation=True)
+        >>> cell.row_name, cell.name
+        ('uniform+validation', 'uniform+validation-size2.5-seed0')
+    """
+
+    method: str
+    size: float | None
+    seed: int
+    with_validation: bool = False
+
+    @property
+    def row_name(self) -> str:
+        """What the method is called in tables."""
+        return f"{self.method}+validation" if self.with_validation else self.method
+
+    @property
+    def name(self) -> str:
+        """Name of the cell's folder; no two cells share one."""
+        size = "" if self.size is None else f"-size{self.size:.15g}"
+        return f"{self.row_name}{size}-seed{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellTask:
+    """What the process of a cell is asked for.
+
+    Attributes:
+        cell: which.
+        rules: what all cells of the comparison share: recipe, data, embedding_dims, patience, max_epochs, trials.
+        registry: ``module:name`` of the mapping from method name to `Method`.
+        cells_at_once: how many share the machine, which its times depend on.
+        artifact: whether to export the result.
+    """
+
+    cell: Cell
+    rules: Mapping[str, Any]
+    registry: str
+    cells_at_once: int
+    artifact: bool
+
+    def write(self, folder: Path) -> None:
+        """Writes task.json and takes away what an earlier try left."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "crash.txt").unlink(missing_ok=True)
+        write_text(folder / "task.json", json_text(asdict(self), str(folder)) + "\n")
+
+    @staticmethod
+    def read(folder: Path) -> CellTask:
+        """Reads task.json."""
+        fields = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+        return CellTask(**(fields | {"cell": Cell(**fields["cell"])}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedCell:
+    """What a cell measured.
+
+    Attributes:
+        row: size and test metrics; `seconds` is the wall time of the one run that is reported.
+        dense_bytes: of the uncompressed float32 tables.
+        form: the export form whose bytes are compared.
+        embedding_bytes: bytes of the tables in that form, with everything that serving needs beside it.
+        extra_bytes: how many of them lie beside the form.
+        selection_loss: what the method chose by.
+        trials: runs that it took to choose this one.
+        seconds_of_trials: wall time of all runs.
+        settings: what the method chose.
+        device: what it trained on.
+        cells_at_once: how many cells shared the machine.
+    """
+
+    row: ReportRow
+    dense_bytes: int
+    form: str
+    embedding_bytes: int
+    extra_bytes: int
+    selection_loss: float
+    trials: int
+    seconds_of_trials: float
+    settings: Mapping[str, float | str]
+    device: str
+    cells_at_once: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """A finished cell.
+
+    Attributes:
+        cell: which.
+        rules: what it was run under.
+        versions: package -> version.
+        trained: what it measured; None if the method cannot meet the size.
+        reason: why it cannot.
+    """
+
+    cell: Cell
+    rules: Mapping[str, Any]
+    versions: Mapping[str, str]
+    trained: TrainedCell | None = None
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of result.json: one flat object, a row of report.json with more keys."""
+        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "cell": asdict(self.cell)}
+        if self.trained is None:
+            return head | {"reason": self.reason, "rules": dict(self.rules), "versions": dict(self.versions)}
+        measured = {name: value for name, value in vars(self.trained).items() if name != "row"}
+        row = self.trained.row.to_json() | {"size": self.cell.size}
+        return head | row | measured | {"rules": dict(self.rules), "versions": dict(self.versions)}
+
+    @staticmethod
+    def from_json(described: Mapping[str, Any]) -> CellResult:
+        """Reads what `to_json` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: if it is something else.
+        """
+        check(
+            (described["format"], described["format_version"]) == (FORMAT, FORMAT_VERSION),
+            "cell",
+            f"expected {FORMAT} {FORMAT_VERSION}",
+            described["format_version"],
+        )
+        shared = {"cell": Cell(**described["cell"]), "rules": described["rules"], "versions": described["versions"]}
+        if "reason" in described:
+            return CellResult(**shared, reason=described["reason"])
+        names = [name for name in TrainedCell.__dataclass_fields__ if name != "row"]
+        measured = {name: described[name] for name in names}
+        return CellResult(**shared, trained=TrainedCell(row=ReportRow.from_json(described), **measured))
+
+    def write(self, folder: Path) -> None:
+        """Writes result.json, whole or not at all.
+
+        Raises:
+            ValueError: if a number is not finite.
+        """
+        write_text(folder / "result.json", json_text(self.to_json(), str(folder)) + "\n")
+
+
+def read_result(folder: Path) -> CellResult | None:
+    """The result of a cell, None if it has none or the file is damaged; such a cell is to be run again."""
+    try:
+        return CellResult.from_json(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+    except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def read_crash(folder: Path) -> str | None:
+    """The last line of a crashed cell's traceback, None if it did not crash."""
+    file = folder / "crash.txt"
+    if not file.is_file():
+        return None
+    lines = file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no message"
+
+
+def write_crash(folder: Path, text: str) -> None:
+    """Writes crash.txt."""
+    write_text(folder / "crash.txt", text.rstrip() + "\n")

@@ -1,0 +1,227 @@
+"""What a comparison is asked for: methods x sizes x seeds, and the rules that all its cells share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dnis_torchrec.baselines.method import MAX_EPOCHS
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.comparison.cells import DENSE, Cell, CellResult, CellTask, read_result
+from dnis_torchrec.comparison.processes import default_jobs
+from dnis_torchrec.comparison.registry import REGISTRY, load_registry
+from dnis_torchrec.jobs import build_recipe
+from dnis_torchrec.search import table_configs
+from dnis_torchrec.training import primary_metric
+
+LEARNS_ON_VALIDATION = ("dnis", "nis")
+"""Beginnings of the names of methods that learn on the alpha-validation split; the others get a second row with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What `dnis compare` is asked for.
+
+    The uncompressed model (``"dense"``) is always among the methods: every other row is compared with it, seed by seed.
+
+    Attributes:
+        recipe: ``module:function``.
+        data: folder of the data, or None for a recipe that makes its own.
+        out: folder of the comparison; an older one of the same rules goes on.
+        methods: names of the registry.
+        sizes: compression ratios, bytes of the uncompressed float32 tables over bytes wanted, each above 1.
+        seeds: each gives its own splits and initial weights.
+        patience: epochs without a better selection loss before any training stops.
+        max_epochs: epochs of one training at most.
+        trials: of methods that need several; None for each method's own number.
+        artifacts: whether to export every cell that runs.
+        jobs: cells at a time; None for `default_jobs`.
+        registry: ``module:name`` of the mapping from method name to `Method`.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    recipe: str
+    data: Path | None
+    out: Path
+    methods: tuple[str, ...]
+    sizes: tuple[float, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    patience: int = 3
+    max_epochs: int = MAX_EPOCHS
+    trials: int | None = None
+    artifacts: bool = False
+    jobs: int | None = None
+    registry: str = REGISTRY
+
+    def __post_init__(self) -> None:
+        for name in self.methods:
+            check_known("method", name, load_registry(self.registry))
+        for place, values in (("methods", self.methods), ("sizes", self.sizes), ("seeds", self.seeds)):
+            check(bool(values), place, "expected at least one", "none")
+            check(len(set(values)) == len(values), place, "expected each once", list(values))
+        for size in self.sizes:
+            check(math.isfinite(size) and size > 1, "sizes", "expected compression ratios above 1", size)
+        for seed in self.seeds:
+            check(seed >= 0, "seeds", "expected integers >= 0", seed)
+        for place in ("patience", "max_epochs", "trials", "jobs"):
+            value = getattr(self, place)
+            check(value is None or value >= 1, place, "expected at least 1", value)
+        is_ours = not self.out.exists() or (self.out / "cells").is_dir() or not any(self.out.iterdir())
+        remedy = "choose another folder"
+        check(is_ours, f"folder {self.out}", "expected a new folder or one of a comparison", "another one", remedy)
+        self.check_rules(self.rules())
+
+    def cells(self) -> tuple[Cell, ...]:
+        """All cells, seed by seed, so that what is there early can be compared; the uncompressed model first."""
+        cells = []
+        for seed in self.seeds:
+            for method in (DENSE, *(name for name in self.methods if name != DENSE)):
+                for size in (None,) if method == DENSE else self.sizes:
+                    own_split = (False,) if method.startswith(LEARNS_ON_VALIDATION) else (False, True)
+                    cells += [Cell(method=method, size=size, seed=seed, with_validation=on) for on in own_split]
+        return tuple(cells)
+
+    def folder(self, cell: Cell) -> Path:
+        """Folder of a cell."""
+        return self.out / "cells" / cell.name
+
+    def task(self, cell: Cell, rules: Mapping[str, Any]) -> CellTask:
+        """What the process of a cell is asked for."""
+        return CellTask(
+            cell=cell,
+            rules=rules,
+            registry=self.registry,
+            cells_at_once=self.num_jobs,
+            artifact=self.artifacts,
+        )
+
+    @property
+    def num_jobs(self) -> int:
+        """Cells at a time."""
+        return default_jobs() if self.jobs is None else self.jobs
+
+    def rules(self) -> dict[str, Any]:
+        """What all cells share; results under other rules are never put beside each other."""
+        return {
+            "recipe": self.recipe,
+            "data": None if self.data is None else str(self.data.resolve()),
+            "patience": self.patience,
+            "max_epochs": self.max_epochs,
+            "trials": self.trials,
+        }
+
+    def finished(self) -> dict[Cell, CellResult]:
+        """Results of the cells that need not be run."""
+        found = {cell: read_result(self.folder(cell)) for cell in self.cells()}
+        return {cell: result for cell, result in found.items() if result is not None}
+
+    def check_rules(self, rules: Mapping[str, Any]) -> None:
+        """Checks that no finished cell below `out` was run under other rules.
+
+        Raises:
+            ValueError: naming the cell, the rule and both values.
+        """
+        for folder in sorted((self.out / "cells").glob("*")):
+            result = read_result(folder)
+            for name, value in rules.items():
+                there = value if result is None else result.rules.get(name)
+                place = f"{folder}, {name}"
+                remedy = "give the arguments of the older comparison, or another --out"
+                check(there == value, place, f"expected {there!r} as when it was run", repr(value), remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFacts:
+    """What a comparison needs to know of its recipe.
+
+    Attributes:
+        embedding_dims: table -> D.
+        primary_metric: the metric it is judged by.
+        higher_is_better: its direction.
+        notes: limits of the data.
+    """
+
+    embedding_dims: Mapping[str, int]
+    primary_metric: str
+    higher_is_better: bool
+    notes: tuple[str, ...]
+
+
+def recipe_facts(comparison: Comparison) -> RecipeFacts:
+    """Builds the recipe once and checks that it has all four splits.
+
+    Raises:
+        ValueError: if the recipe refuses the data, or a split is missing or empty.
+    """
+    place = f"recipe {comparison.recipe!r}"
+    recipe = build_recipe(comparison.recipe, comparison.data, seed=comparison.seeds[0])
+    for name in ("train", "validation", "selection", "test"):
+        stream = getattr(recipe.data, name)
+        remedy = f"give its DataSplits a {name} part of its own"
+        check(not _is_empty(stream), place, f"expected at least one {name} batch", "none", remedy)
+    metric, higher = primary_metric(recipe.loss, recipe.data.test)
+    return RecipeFacts(
+        embedding_dims={table.name: table.embedding_dim for table in table_configs(recipe.model)},
+        primary_metric=metric,
+        higher_is_better=higher,
+        notes=tuple(recipe.notes),
+    )
+
+
+def _is_empty(stream: Iterable[object] | None) -> bool:
+    return stream is None or next(iter(stream), None) is None
+
+
+def parse_names(text: str, place: str) -> tuple[str, ...]:
+    """Words between commas.
+
+    Raises:
+        ValueError: if one is empty.
+
+    Example:
+        >>> parse_names("uniform, dnis", "--methods")
+        ('uniform', 'dnis')
+    """
+    names = tuple(part.strip() for part in text.split(","))
+    check(all(names), place, "expected names with commas between them", repr(text))
+    return names
+
+
+def parse_sizes(text: str, place: str) -> tuple[float, ...]:
+    """Numbers between commas.
+
+    Raises:
+        ValueError: if one is no number.
+
+    Example:
+        >>> parse_sizes("2,4.5", "--sizes")
+        (2.0, 4.5)
+    """
+    return tuple(_numbers(parse_names(text, place), float, place, "expected numbers with commas between them"))
+
+
+def parse_seeds(text: str, place: str) -> tuple[int, ...]:
+    """How many seeds from 0 on, or, with a comma in it, the seeds themselves.
+
+    Raises:
+        ValueError: if one is no integer.
+
+    Example:
+        >>> parse_seeds("3", "--seeds"), parse_seeds("0,5,7", "--seeds"), parse_seeds("5,", "--seeds")
+        ((0, 1, 2), (0, 5, 7), (5,))
+    """
+    parts = parse_names(text.strip().removesuffix(","), place)
+    seeds = _numbers(parts, int, place, "expected a number of seeds, or seeds with commas between them")
+    return tuple(seeds) if "," in text else tuple(range(seeds[0]))
+
+
+def _numbers(parts: Sequence[str], kind: type, place: str, requirement: str) -> list:
+    try:
+        return [kind(part) for part in parts]
+    except ValueError as error:
+        raise ValueError(describe(place, requirement, repr(",".join(parts)))) from error

@@ -1,0 +1,117 @@
+"""The whole comparison: run what is not finished, then put everything side by side."""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from tqdm import tqdm
+
+from dnis_torchrec.checks import describe
+from dnis_torchrec.comparison.cells import Cell, read_crash, read_result
+from dnis_torchrec.comparison.outputs import joined_versions, write_frame, write_json
+from dnis_torchrec.comparison.plan import Comparison, RecipeFacts, recipe_facts
+from dnis_torchrec.comparison.processes import run_cells
+from dnis_torchrec.comparison.summary import comparison_rows
+from dnis_torchrec.report.compare_content import ComparisonContent
+from dnis_torchrec.report.compare_page import write_comparison
+from dnis_torchrec.report.tables import format_metric, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What a comparison came to.
+
+    Attributes:
+        content: the rows, as OUT/comparison.json, comparison.csv and comparison.html hold them.
+        crashes: cells that crashed -> the file with the traceback.
+    """
+
+    content: ComparisonContent
+    crashes: Mapping[Cell, Path]
+
+
+def run_comparison(comparison: Comparison) -> Compared:
+    """Runs the cells that have not finished, each in its own process, and writes tables and page into `out`.
+
+    Raises:
+        ValueError: before anything is trained, if the recipe refuses the data or lacks a split, if cells in `out` were
+            run under other rules, or if another comparison is at work there.
+        KeyboardInterrupt: on Ctrl-C; the processes have ended, finished cells stay.
+    """
+    facts = recipe_facts(comparison)
+    rules = comparison.rules() | {"embedding_dims": dict(facts.embedding_dims)}
+    comparison.check_rules(rules)
+    comparison.out.mkdir(parents=True, exist_ok=True)
+    with _alone(comparison.out):
+        finished = comparison.finished()
+        folders = {}
+        for cell in comparison.cells():
+            if cell not in finished:
+                folders[comparison.folder(cell)] = cell
+                comparison.task(cell, rules).write(comparison.folder(cell))
+        total, ended = len(comparison.cells()), count(len(finished) + 1)
+        with tqdm(total=total, initial=len(finished), unit="cell", disable=None) as bar:
+
+            def on_done(folder: Path) -> None:
+                bar.update()
+                told = _told(folder, facts.primary_metric)
+                bar.write(f"[{next(ended)}/{total}] {folders[folder].name}: {told}", file=sys.stderr)
+
+            run_cells(list(folders), jobs=comparison.num_jobs, on_done=on_done)
+        return _written(comparison, facts)
+
+
+def _written(comparison: Comparison, facts: RecipeFacts) -> Compared:
+    """Gathers all cells and writes comparison.json, comparison.csv and comparison.html."""
+    finished = comparison.finished()
+    crashes = {cell: read_crash(comparison.folder(cell)) for cell in comparison.cells() if cell not in finished}
+    rows = comparison_rows(
+        comparison.cells(),
+        finished,
+        {cell: crash or "" for cell, crash in crashes.items()},
+        primary_metric=facts.primary_metric,
+        higher_is_better=facts.higher_is_better,
+    )
+    content = ComparisonContent(
+        recipe=comparison.recipe,
+        rows=rows,
+        primary_metric=facts.primary_metric,
+        higher_is_better=facts.higher_is_better,
+        rules=comparison.rules() | {"embedding_dims": dict(facts.embedding_dims)},
+        notes=facts.notes,
+        versions=joined_versions(list(finished.values())),
+    )
+    write_json(comparison.out / "comparison.json", content)
+    write_frame(comparison.out / "comparison.csv", rows)
+    write_comparison(comparison.out / "comparison.html", content)
+    return Compared(content=content, crashes={cell: comparison.folder(cell) / "crash.txt" for cell in crashes})
+
+
+def _told(folder: Path, metric: str) -> str:
+    """What became of a cell, in a few words."""
+    result = read_result(folder)
+    if result is None:
+        return f"crashed, see {folder / 'crash.txt'}: {read_crash(folder)}"
+    if result.trained is None:
+        return f"size not met: {result.reason}"
+    row = result.trained.row
+    measured = f"{metric} {format_metric(row.metrics[metric])} in " if metric in row.metrics else ""
+    return measured + format_seconds(result.trained.seconds_of_trials)
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Keeps a second comparison out of the folder, which would run the same cells; the lock goes with the process."""
+    with (out / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            remedy = "wait for it, or choose another --out"
+            raise ValueError(describe(f"folder {out}", "expected no comparison at work", "one", remedy)) from error
+        yield

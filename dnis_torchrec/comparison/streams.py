@@ -1,0 +1,47 @@
+"""The alpha-validation split as training data, for methods that need no alpha: nobody wins by data."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from operator import itemgetter
+
+from torchrec.datasets.utils import Batch
+
+from dnis_torchrec.recipe import Recipe
+
+
+class InterleavedBatches:
+    """Several streams as one: every batch of each, spread evenly over the epoch.
+
+    Iterating again iterates the streams again, so an epoch has the new order that they give it.
+
+    Args:
+        streams: each can be iterated again and again.
+
+    Example:
+        >>> "".join(InterleavedBatches("abcdef", "XY"))
+        'abXcdeYf'
+    """
+
+    def __init__(self, *streams: Iterable[Batch]) -> None:
+        self._streams = streams
+        self._lengths: list[int] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._lengths:
+            self._lengths = [sum(1 for _ in stream) for stream in self._streams]
+        placed = (_placed(stream, length) for stream, length in zip(self._streams, self._lengths, strict=True))
+        return map(itemgetter(1), heapq.merge(*placed, key=itemgetter(0)))
+
+
+def _placed(stream: Iterable[Batch], length: int) -> Iterator[tuple[float, Batch]]:
+    """(place in the epoch, in (0, 1), batch) for every batch."""
+    return (((index + 0.5) / length, batch) for index, batch in enumerate(stream))
+
+
+def train_on_validation(recipe: Recipe) -> Recipe:
+    """The recipe with its validation batches among the training batches; selection and test stay as they are."""
+    data = recipe.data
+    return replace(recipe, data=replace(data, train=InterleavedBatches(data.train, data.validation)))

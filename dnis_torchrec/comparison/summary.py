@@ -1,0 +1,96 @@
+"""From finished cells to rows: means and spread over seeds, differences within each seed, the Pareto front."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from dnis_torchrec.comparison.cells import DENSE, Cell, CellResult, TrainedCell
+from dnis_torchrec.report.compare_content import ComparisonRow, Difference
+from dnis_torchrec.report.content import RowGroup
+from dnis_torchrec.report.pareto import pareto_front
+
+
+def comparison_rows(
+    cells: Sequence[Cell],
+    finished: Mapping[Cell, CellResult],
+    crashes: Mapping[Cell, str],
+    *,
+    primary_metric: str,
+    higher_is_better: bool,
+) -> tuple[ComparisonRow, ...]:
+    """One row per method and size, in the order of the cells.
+
+    Args:
+        cells: of the whole comparison.
+        finished: results; a cell without one, or that cannot meet its size, leaves its seed out.
+        crashes: what to say of each cell without a result.
+        primary_metric: metric of the Pareto front.
+        higher_is_better: its direction.
+    """
+    by_row: dict[tuple[str, float | None], list[Cell]] = {}
+    for cell in cells:
+        by_row.setdefault((cell.row_name, cell.size), []).append(cell)
+    trained = {cell: result.trained for cell, result in finished.items() if result.trained is not None}
+    dense = {cell.seed: value for cell, value in trained.items() if cell.row_name == DENSE}
+    reasons = {cell: _missing_reason(cell, finished, crashes) for cell in cells if cell not in trained}
+    rows = [_row(group, trained, dense, reasons) for group in by_row.values()]
+    return _marked(rows, primary_metric, higher_is_better)
+
+
+def _missing_reason(cell: Cell, finished: Mapping[Cell, CellResult], crashes: Mapping[Cell, str]) -> str:
+    return finished[cell].reason if cell in finished else f"crashed: {crashes[cell]}"
+
+
+def _row(
+    cells: Sequence[Cell],
+    trained: Mapping[Cell, TrainedCell],
+    dense: Mapping[int, TrainedCell],
+    reasons: Mapping[Cell, str],
+) -> ComparisonRow:
+    measured = [trained[cell] for cell in cells if cell in trained]
+    group = RowGroup(method=cells[0].row_name, rows=tuple(value.row for value in measured))
+    missing = {cell.seed: reasons[cell] for cell in cells if cell in reasons}
+    if not measured:
+        return ComparisonRow(method=group.method, size=cells[0].size, group=group, missing=missing)
+    return ComparisonRow(
+        method=group.method,
+        size=cells[0].size,
+        group=group,
+        missing=missing,
+        forms=tuple(dict.fromkeys(value.form for value in measured)),
+        embedding_bytes=statistics.fmean(value.embedding_bytes for value in measured),
+        extra_bytes=statistics.fmean(value.extra_bytes for value in measured),
+        bytes_ratio=statistics.fmean(value.dense_bytes / max(1, value.embedding_bytes) for value in measured),
+        trials=statistics.fmean(value.trials for value in measured),
+        seconds_of_trials=statistics.fmean(value.seconds_of_trials for value in measured),
+        cells_at_once=max(value.cells_at_once for value in measured),
+        difference=_differences(group, RowGroup(method=DENSE, rows=tuple(value.row for value in dense.values()))),
+    )
+
+
+def _differences(group: RowGroup, dense: RowGroup) -> dict[str, Difference]:
+    """metric -> the group minus the uncompressed model, within each seed that both have."""
+    theirs = {row.seed: row.metrics for row in dense.rows}
+    differences: dict[str, list[float]] = {}
+    for row in group.rows:
+        for name, value in row.metrics.items():
+            if name in theirs.get(row.seed, {}):
+                differences.setdefault(name, []).append(value - theirs[row.seed][name])
+    return {
+        name: Difference(
+            mean=statistics.fmean(values),
+            deviation=statistics.stdev(values) if len(values) > 1 else None,
+            num_seeds=len(values),
+        )
+        for name, values in differences.items()
+    }
+
+
+def _marked(rows: Sequence[ComparisonRow], metric: str, higher_is_better: bool) -> tuple[ComparisonRow, ...]:
+    """Marks the Pareto front."""
+    points = {index: point for index, row in enumerate(rows) if (point := row.point(metric)) is not None}
+    places = list(points)
+    front = {places[position] for position in pareto_front(list(points.values()), higher_is_better=higher_is_better)}
+    return tuple(replace(row, pareto=index in front) for index, row in enumerate(rows))

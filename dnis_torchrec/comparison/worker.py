@@ -1,0 +1,138 @@
+"""The process of one cell: ``python -m dnis_torchrec.comparison.worker OUT/cells/CELL``. It ends with its parent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.comparison.cells import CellResult, CellTask, TrainedCell, write_crash
+from dnis_torchrec.comparison.registry import load_registry
+from dnis_torchrec.comparison.streams import train_on_validation
+from dnis_torchrec.export.of_model import export
+from dnis_torchrec.jobs import build_recipe, versions
+from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.report import ReportRow
+from dnis_torchrec.search import table_configs
+from dnis_torchrec.training import evaluate, process_group
+
+SECONDS_TO_END = 10
+
+
+def run_cell(folder: Path) -> CellResult:
+    """Runs one cell in this process and writes its result.json.
+
+    The test split is read once, after the method has returned.
+
+    Args:
+        folder: of the cell, with its task.json.
+
+    Raises:
+        Exception: whatever the method raises, except that it cannot meet the size.
+    """
+    task = CellTask.read(folder)
+    cell, rules = task.cell, task.rules
+    method = load_registry(task.registry)[cell.method]
+
+    def build(embedding_dim: int | None) -> Recipe:
+        data = None if rules["data"] is None else Path(rules["data"])
+        recipe = build_recipe(rules["recipe"], data, seed=cell.seed, embedding_dim=embedding_dim)
+        return train_on_validation(recipe) if cell.with_validation else recipe
+
+    with process_group() as device, _work_folder(folder) as work:
+        torch.manual_seed(cell.seed)
+        method_task = MethodTask(
+            build=build,
+            compression_ratio=1 if cell.size is None else cell.size,
+            seed=cell.seed,
+            device=device,
+            folder=work,
+            patience=rules["patience"],
+            max_epochs=rules["max_epochs"],
+            num_trials=rules["trials"],
+        )
+        try:
+            made = method(method_task)
+        except SizeNotMetError as error:
+            result = CellResult(cell=cell, rules=rules, versions=versions(), reason=str(error))
+        else:
+            trained = _measure(task, made, build(None), device)
+            result = CellResult(cell=cell, rules=rules, versions=versions(), trained=trained)
+            if task.artifact:
+                export(made.model, made.scheme, folder / "artifact", run={"cell": cell.name}, overwrite=True)
+    result.write(folder)
+    return result
+
+
+@contextmanager
+def _work_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder for checkpoints, gone afterwards, with what a killed process left in it."""
+    work = folder / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work)
+
+
+def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.device) -> TrainedCell:
+    """Evaluates on the test split and gathers what the method cost."""
+    # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
+    dense_parameters = sum(table.num_embeddings * table.embedding_dim for table in table_configs(recipe.model))
+    row = ReportRow(
+        method=task.cell.row_name,
+        compression_ratio=dense_parameters / max(1, made.scheme.parameters),
+        parameters=made.scheme.parameters,
+        bytes=made.scheme.form_bytes(),
+        metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), recipe.data.test, recipe.loss, device),
+        seed=task.cell.seed,
+        seconds=made.seconds,
+    )
+    return TrainedCell(
+        row=row,
+        dense_bytes=4 * dense_parameters,
+        form=made.form,
+        embedding_bytes=made.embedding_bytes(),
+        extra_bytes=made.extra_bytes,
+        selection_loss=made.selection_loss,
+        trials=made.trials,
+        seconds_of_trials=made.seconds_of_trials,
+        settings=dict(made.settings),
+        device=device.type,
+        cells_at_once=task.cells_at_once,
+    )
+
+
+def main() -> None:
+    """Entry point of the process: exit code 0 with a result.json, 1 with a crash.txt."""
+    folder = Path(sys.argv[1])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        run_cell(folder)
+    except Exception:
+        write_crash(folder, traceback.format_exc())
+        sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the comparison that started it is gone, however it went: its end of the pipe closes."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(SECONDS_TO_END)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""What a comparison comes to: one row per method and size. Plain frozen values."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.report.content import RowGroup
+from dnis_torchrec.report.pareto import ParetoPoint
+from dnis_torchrec.report.tables import form_names, metric_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A metric minus that of the uncompressed model within each seed.
+
+    Attributes:
+        mean: over the seeds.
+        deviation: sample standard deviation, None below two seeds.
+        num_seeds: how many seeds both have.
+    """
+
+    mean: float
+    deviation: float | None
+    num_seeds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """One method at one size, over all seeds; numbers are means over the seeds that finished.
+
+    Attributes:
+        method: its name; ``"<method>+validation"`` trained on the alpha-validation split as well.
+        size: the compression ratio asked for, in bytes; None for the uncompressed model.
+        group: a row per seed that finished; none of them in an empty row.
+        missing: seed -> why it is not in `group`.
+        forms: the export forms whose bytes are compared, one unless seeds differ in it.
+        embedding_bytes: bytes in that form, with everything that serving needs beside it.
+        extra_bytes: how many of them lie beside the form.
+        bytes_ratio: bytes of the uncompressed float32 tables over `embedding_bytes`.
+        trials: runs that it took to choose the one reported.
+        seconds_of_trials: wall time of all of them; `group.seconds` is that of the one reported.
+        cells_at_once: how many cells at most shared the machine while it was timed.
+        difference: metric -> difference to the uncompressed model.
+        pareto: whether no other row is as good in bytes and primary metric and better in one of them; False for a row
+            without all its seeds.
+    """
+
+    method: str
+    size: float | None
+    group: RowGroup
+    missing: Mapping[int, str] = field(default_factory=dict)
+    forms: tuple[str, ...] = ()
+    embedding_bytes: float = 0.0
+    extra_bytes: float = 0.0
+    bytes_ratio: float = 0.0
+    trials: float = 0.0
+    seconds_of_trials: float = 0.0
+    cells_at_once: int = 1
+    difference: Mapping[str, Difference] = field(default_factory=dict)
+    pareto: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no seed finished."""
+        return not self.group.rows
+
+    @property
+    def reason(self) -> str:
+        """Why seeds are missing, each reason once with its seeds; ``""`` if none is."""
+        seeds: dict[str, list[str]] = {}
+        for seed, reason in self.missing.items():
+            seeds.setdefault(reason, []).append(str(seed))
+        if self.is_empty and len(seeds) == 1:
+            return next(iter(seeds))
+        return "; ".join(f"seed {', '.join(numbers)}: {reason}" for reason, numbers in seeds.items())
+
+    def point(self, metric: str) -> ParetoPoint | None:
+        """The row's place in the Pareto chart.
+
+        None for a row without all its seeds, whose mean is not that of the others' splits, or without the metric.
+        """
+        mean = self.group.mean(metric)
+        if self.missing or mean is None or self.embedding_bytes <= 0:
+            return None
+        return ParetoPoint(
+            method=self.method,
+            bytes=self.embedding_bytes,
+            mean=mean,
+            deviation=self.group.deviation(metric),
+            compression_ratio=self.bytes_ratio,
+            num_seeds=len(self.group.rows),
+            seconds=self.group.seconds,
+            form=", ".join(self.forms),
+        )
+
+    def bytes(self) -> dict[str, int]:
+        """Export form -> bytes of all tables, mean over the seeds that have it."""
+        sizes = {form: [row.bytes[form] for row in self.group.rows if form in row.bytes] for form in self.form_names()}
+        return {form: round(statistics.fmean(values)) for form, values in sizes.items()}
+
+    def form_names(self) -> list[str]:
+        """Names of the export forms that a seed has."""
+        return form_names(self.group.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as comparison.json holds it: a row of report.json with means over seeds, and more keys.
+
+        An empty row has its method, size, seeds, ``"pareto"`` and ``"reason"``.
+        """
+        head = {"method": self.method, "size": self.size, "seeds": list(self.group.seeds)}
+        if self.is_empty:
+            return head | {"metrics": {}, "pareto": False, "reason": self.reason}
+        metrics = metric_names(self.group.rows)
+        spread = {name: self.group.deviation(name) for name in metrics}
+        row = {
+            "compression_ratio": self.group.compression_ratio,
+            "parameters": round(self.group.parameters),
+            "bytes": self.bytes(),
+            "metrics": {name: self.group.mean(name) for name in metrics},
+            "seed": self.group.seeds[0],
+            "seconds": self.group.seconds,
+            "spread": {name: value for name, value in spread.items() if value is not None},
+            "difference": {name: vars(value) for name, value in self.difference.items()},
+            "form": ", ".join(self.forms),
+            "embedding_bytes": round(self.embedding_bytes),
+            "extra_bytes": round(self.extra_bytes),
+            "bytes_ratio": self.bytes_ratio,
+            "trials": round(self.trials),
+            "seconds_of_trials": self.seconds_of_trials,
+            "cells_at_once": self.cells_at_once,
+            "pareto": self.pareto,
+        }
+        missing = {"missing": {str(seed): reason for seed, reason in self.missing.items()}} if self.missing else {}
+        return head | row | missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonContent:
+    """Everything that the page of a comparison shows.
+
+    Attributes:
+        recipe: ``module:function`` of the model and data.
+        rows: in the order in which they should be read.
+        primary_metric: the metric of the figures and the Pareto front.
+        higher_is_better: its direction.
+        rules: what all cells share, JSON-able.
+        notes: limits of the data.
+        versions: package -> version, several with commas between them if cells differ.
+
+    Raises:
+        ValueError: if there are no rows.
+    """
+
+    recipe: str
+    rows: tuple[ComparisonRow, ...]
+    primary_metric: str
+    higher_is_better: bool
+    rules: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check(len(self.rows) > 0, "ComparisonContent.rows", "expected at least one row", "none")
+
+    @property
+    def filled(self) -> tuple[ComparisonRow, ...]:
+        """Rows that have at least one seed."""
+        return tuple(row for row in self.rows if not row.is_empty)
+
+    @property
+    def metrics(self) -> list[str]:
+        """Metrics to show: the primary one first; ``"loss"`` only where there is nothing else, being one of them."""
+        names = metric_names(row for entry in self.rows for row in entry.group.rows)
+        shown = [name for name in names if name != "loss"] or names
+        return sorted(shown, key=lambda name: name != self.primary_metric)

@@ -1,0 +1,84 @@
+"""How many rows have which frequency and which retained dims: the joint distribution, small whatever the tables are.
+
+Shapes: N rows, F bins of frequency, D embedding_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.checks import check
+
+BINS_PER_DECADE = 4
+"""Bins of frequency per power of ten."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowDistribution:
+    """Number of rows by frequency and retained dims.
+
+    Attributes:
+        num_rows: ``(F, D + 1)`` int64. Line 0 counts rows that never occur, line f > 0 those with
+            ``10^((f - 1) / 4) <= frequency < 10^(f / 4)``; column r those that retain r dims.
+
+    Raises:
+        ValueError: if it is no matrix or counts no rows.
+
+    Example:
+        >>> counts, dims = torch.tensor([0, 1, 12, 12]), torch.tensor([0, 1, 2, 2])
+        >>> RowDistribution.of([(counts, dims)], embedding_dim=2).num_rows.tolist()
+        [[1, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 2]]
+    """
+
+    num_rows: Tensor
+
+    def __post_init__(self) -> None:
+        is_matrix = self.num_rows.dim() == 2 and self.num_rows.shape[1] > 1
+        check(is_matrix, "RowDistribution", "expected (F, D + 1)", tuple(self.num_rows.shape))
+        check(int(self.num_rows.sum()) > 0, "RowDistribution", "expected at least one row", "none")
+
+    @property
+    def embedding_dim(self) -> int:
+        """The largest D."""
+        return self.num_rows.shape[1] - 1
+
+    @staticmethod
+    def of(tables: Iterable[tuple[Tensor, Tensor]], embedding_dim: int) -> RowDistribution:
+        """Counts the rows of all tables together.
+
+        Args:
+            tables: of each table, the frequency of every row, ``(N,)`` int64, and its retained dims, ``(N,)`` int64.
+            embedding_dim: the largest D.
+
+        Raises:
+            ValueError: if two tensors of a table differ in length, or a value lies outside its range.
+        """
+        total = torch.zeros(1, embedding_dim + 1, dtype=torch.int64)
+        for counts, dims in tables:
+            same = counts.shape == dims.shape and counts.dim() == 1
+            check(same, "RowDistribution", "expected a frequency and retained dims per row", tuple(counts.shape))
+            within = bool((counts >= 0).all()) and bool(((dims >= 0) & (dims <= embedding_dim)).all())
+            requirement = f"expected frequencies >= 0 and retained dims in 0..{embedding_dim}"
+            check(within, "RowDistribution", requirement, "a value outside")
+            total = _add(total, _count(counts, dims, embedding_dim))
+        return RowDistribution(total)
+
+
+def _count(counts: Tensor, dims: Tensor, embedding_dim: int) -> Tensor:
+    bins = (counts.clamp(min=1).double().log10() * BINS_PER_DECADE).floor().long() + 1
+    bins[counts == 0] = 0
+    width = embedding_dim + 1
+    flat = torch.bincount(bins * width + dims)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % width)).view(-1, width)
+
+
+def _add(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two matrices of as many columns, the shorter one filled up with zeros."""
+    long, short = (one, other) if len(one) >= len(other) else (other, one)
+    total = long.clone()
+    total[: len(short)] += short
+    return total

@@ -1,0 +1,50 @@
+"""SearchImages: how alpha comes along, as images in TensorBoard while the search runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.report.figures import alpha_per_block, retained_dims_against_frequency
+from dnis_torchrec.report.of_run import named_alpha, searched_summaries
+
+SHARE_OF_TIME = 0.05
+"""Images may take this share of the time since the start; where epochs are short, some epochs have none."""
+
+
+class SearchImages:
+    """Draws alpha per block and retained dims against frequency into a TensorBoard log.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`.
+        blocks: the row blocks of the search.
+        clock: seconds, rising.
+    """
+
+    def __init__(self, writer: Any, blocks: RowBlocks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._writer = writer
+        self._blocks = blocks
+        self._clock = clock
+        self._started = clock()
+        self._spent = 0.0
+
+    def is_due(self) -> bool:
+        """Whether the images drawn so far took less than their share of the time."""
+        return self._spent <= SHARE_OF_TIME * (self._clock() - self._started)
+
+    def draw(self, alpha: Mapping[int, Tensor], step: int) -> None:
+        """Writes both images.
+
+        Args:
+            alpha: embedding_dim -> ``(A, D)``.
+            step: lower steps that led to it.
+        """
+        before = self._clock()
+        self._writer.add_figure("alpha_per_block", alpha_per_block(named_alpha(alpha, self._blocks)), step)
+        summaries = searched_summaries(alpha, self._blocks)
+        self._writer.add_figure("retained_dims_against_frequency", retained_dims_against_frequency(summaries), step)
+        self._spent += self._clock() - before

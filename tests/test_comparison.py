@@ -1,0 +1,370 @@
+"""Comparisons without processes: plan, splits, cells on disk, rows, spread, the Pareto front, tables and the page."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dnis_torchrec.comparison import Comparison, comparison_table, parse_names, parse_seeds, parse_sizes
+from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, TrainedCell, read_crash, read_result, write_crash
+from dnis_torchrec.comparison.outputs import joined_versions, missing_lines, rows_frame, write_json
+from dnis_torchrec.comparison.streams import InterleavedBatches
+from dnis_torchrec.comparison.summary import comparison_rows
+from dnis_torchrec.comparison.worker import run_cell
+from dnis_torchrec.report import ReportRow, read_rows
+from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
+from dnis_torchrec.report.compare_page import compared_lines, render_comparison
+from tests.tiny import make_recipe
+
+REGISTRY = "tests.comparison_methods:METHODS"
+LEVELS = {0: 0.70, 1: 0.72, 2: 0.80}
+"""Test loss of the uncompressed model under each seed."""
+
+
+def make_comparison(out: Path, **changes: object) -> Comparison:
+    fields = {"recipe": "tests.tiny:demo", "data": None, "methods": ("uniform", "dnis"), "sizes": (2.0, 4.0)}
+    return Comparison(**({"out": out, "registry": REGISTRY, "seeds": (0, 1), "jobs": 1} | fields | changes))
+
+
+def make_result(cell: Cell, loss: float, num_bytes: int, **changes: object) -> CellResult:
+    row = ReportRow(
+        method=cell.row_name,
+        compression_ratio=4096 / num_bytes,
+        parameters=num_bytes // 4,
+        bytes={"dense_fp32": num_bytes, "csr_fp32": num_bytes + 3},
+        metrics={"loss": loss, "mse": loss},
+        seed=cell.seed,
+        seconds=10.0 + cell.seed,
+    )
+    fields = {"form": "dense_fp32", "embedding_bytes": num_bytes, "extra_bytes": 0, "selection_loss": loss}
+    fields |= {"trials": 4, "seconds_of_trials": 40.0, "settings": {"dim": 2.0}, "device": "cpu", "cells_at_once": 2}
+    trained = TrainedCell(**({"row": row, "dense_bytes": 4096} | fields | changes))
+    return CellResult(cell=cell, rules={"patience": 3}, versions={"torch": "2"}, trained=trained)
+
+
+def make_rows(**changes: str) -> tuple[ComparisonRow, ...]:
+    """dense, uniform at 2 and 4, dnis at 4, under three seeds; `changes` say what crashed: dnis_0="why"."""
+    cells, finished, crashes = [], {}, {}
+    for seed, level in LEVELS.items():
+        for method, size, change in (("dense", None, 0), ("uniform", 2, 0.02), ("uniform", 4, 0.04), ("dnis", 4, 0.01)):
+            cell = Cell(method=method, size=size, seed=seed)
+            cells.append(cell)
+            if reason := changes.get(f"{method}_{seed}"):
+                crashes[cell] = reason
+            else:
+                finished[cell] = make_result(cell, level + change * (1 + seed), int(4096 / (size or 1)))
+    return comparison_rows(cells, finished, crashes, primary_metric="mse", higher_is_better=False)
+
+
+def make_content(rows: tuple[ComparisonRow, ...]) -> ComparisonContent:
+    return ComparisonContent(
+        recipe="tests.tiny:demo", rows=rows, primary_metric="mse", higher_is_better=False, rules={"patience": 3}
+    )
+
+
+def test_plan_has_each_method_at_each_size_and_a_second_row_for_those_that_need_no_alpha(tmp_path: Path) -> None:
+    comparison = make_comparison(tmp_path, seeds=(0,), methods=("uniform", "dense", "dnis"))
+    assert [cell.name for cell in comparison.cells()] == [
+        "dense-seed0",
+        "dense+validation-seed0",
+        *("uniform-size2-seed0", "uniform+validation-size2-seed0"),
+        *("uniform-size4-seed0", "uniform+validation-size4-seed0"),
+        *("dnis-size2-seed0", "dnis-size4-seed0"),
+    ]
+    names = [cell.name for cell in make_comparison(tmp_path, sizes=(2.0, 2.0000001, 1e7, 1.5)).cells()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"methods": ("unifrom",)},
+            "method 'unifrom': expected a known method, got 'unifrom'; did you mean 'uniform'?",
+        ),
+        ({"methods": ()}, "methods: expected at least one"),
+        ({"methods": ("dnis", "dnis")}, "methods: expected each once"),
+        ({"sizes": (2.0, 1.0)}, "sizes: expected compression ratios above 1, got 1.0"),
+        ({"sizes": (float("nan"),)}, "sizes: expected compression ratios above 1, got nan"),
+        ({"sizes": (2.0, 2)}, "sizes: expected each once"),
+        ({"seeds": ()}, "seeds: expected at least one"),
+        ({"seeds": (-1,)}, "seeds: expected integers >= 0, got -1"),
+        ({"patience": 0}, "patience: expected at least 1, got 0"),
+        ({"max_epochs": 0}, "max_epochs: expected at least 1, got 0"),
+        ({"trials": 0}, "trials: expected at least 1, got 0"),
+        ({"jobs": 0}, "jobs: expected at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        make_comparison(tmp_path, **changes)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(ValueError, match="expected a new folder or one of a comparison"):
+        make_comparison(tmp_path)
+    (tmp_path / "cells").mkdir()
+    make_comparison(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"), [(parse_names, "a,,b"), (parse_sizes, "2,x"), (parse_seeds, "three"), (parse_seeds, "1.5,")]
+)
+def test_lists_that_are_none_are_refused(parse, text: str) -> None:
+    with pytest.raises(ValueError, match=r"--here: expected .* with commas between them, got"):
+        parse(text, "--here")
+
+
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any),
+)
+def test_interleaving_keeps_each_stream_whole_in_order_and_spread(lengths: list[int]) -> None:
+    streams = [[(stream, index) for index in range(length)] for stream, length in enumerate(lengths)]
+    merged = InterleavedBatches(*streams)
+    first = list(merged)
+    assert sorted(first) == sorted(item for stream in streams for item in stream)
+    assert list(merged) == first
+    for stream, items in enumerate(streams):
+        places = [place for place, item in enumerate(first) if item[0] == stream]
+        assert [first[place] for place in places] == items
+        for index, place in enumerate(places):  # each lies where its share of the epoch is, give or take the others
+            assert abs(place / len(first) - index / len(items)) <= (len(streams) / len(first)) + 1 / len(items)
+
+
+def test_interleaving_has_the_new_order_of_every_epoch() -> None:
+    class Reversing:
+        """[0, 1, 2], then [2, 1, 0], and so on; it does not know its length."""
+
+        order = (2, 1, 0)
+
+        def __iter__(self):
+            self.order = self.order[::-1]
+            return iter(self.order)
+
+    merged = InterleavedBatches(Reversing(), "x")
+    first, second = list(merged), list(merged)
+    assert first != second
+    assert {*first} == {*second} == {0, 1, 2, "x"}
+
+
+def test_rows_with_validation_see_all_of_it_and_nothing_else(gloo, tmp_path: Path) -> None:
+    data, seen = make_recipe().data, {}
+    for method, with_validation in (("reader", False), ("reader", True), ("dnis-reader", False)):
+        cell = Cell(method=method, size=2, seed=0, with_validation=with_validation)
+        run_task(tmp_path, cell)
+        described = json.loads((tmp_path / f"{cell.name}.json").read_text())
+        seen[cell.row_name] = described["seen"]
+        assert described["rules"] == {"patience": 5, "max_epochs": 7, "trials": 2}
+
+    def labels(*names: str) -> list:
+        return sorted(batch.labels.tolist() for name in names for batch in getattr(data, name))
+
+    for epoch in range(2):
+        assert sorted(seen["reader"]["train"][epoch]) == labels("train")
+        assert sorted(seen["dnis-reader"]["train"][epoch]) == labels("train")
+        assert sorted(seen["reader+validation"]["train"][epoch]) == labels("train", "validation")
+        for name in ("selection", "test"):
+            assert sorted(seen["reader+validation"][name][epoch]) == labels(name)
+
+
+def run_task(out: Path, cell: Cell, *, artifact: bool = False) -> CellResult:
+    rules = {"recipe": "tests.tiny:demo", "data": None, "patience": 5, "max_epochs": 7, "trials": 2}
+    folder = out / "cells" / cell.name
+    CellTask(cell=cell, rules=rules, registry=REGISTRY, cells_at_once=1, artifact=artifact).write(folder)
+    return run_cell(folder)
+
+
+def test_a_cell_measures_what_the_method_made_against_the_uncompressed_tables(gloo, tmp_path: Path) -> None:
+    cell = Cell(method="uniform", size=4.0, seed=1)
+    result = run_task(tmp_path, cell, artifact=True)
+    trained = result.trained
+    assert trained is not None
+    assert (trained.row.parameters, trained.row.compression_ratio, trained.dense_bytes) == (104, 4.0, 4 * 416)
+    assert (trained.form, trained.embedding_bytes, trained.extra_bytes) == ("dense_fp32", 4 * 104 + 4, 4)
+    assert (trained.trials, trained.row.seconds, trained.seconds_of_trials) == (2, 1.5, 3.0)
+    assert {"auc", "logloss"} <= set(trained.row.metrics)
+    folder = tmp_path / "cells" / cell.name
+    assert read_result(folder) == result
+    assert (folder / "artifact" / "manifest.json").is_file()
+    assert not (folder / "work").exists()
+
+
+def test_a_size_that_cannot_be_met_is_a_finished_cell(gloo, tmp_path: Path) -> None:
+    cell = Cell(method="modest", size=8.0, seed=0)
+    result = run_task(tmp_path, cell)
+    assert result.trained is None
+    assert read_result(tmp_path / "cells" / cell.name) == result
+    (row,) = comparison_rows([cell], {cell: result}, {}, primary_metric="auc", higher_is_better=True)
+    reason = "compression_ratio: expected at most 4, got 8"
+    expected = {"method": "modest", "size": 8.0, "seeds": [], "metrics": {}, "pareto": False, "reason": reason}
+    assert row.to_json() == expected
+
+
+@pytest.mark.parametrize("keep", [0, 1, 40, -3])
+def test_a_half_written_result_counts_as_none(tmp_path: Path, keep: int) -> None:
+    cell = Cell(method="uniform", size=2.0, seed=0)
+    result = make_result(cell, 0.5, 100)
+    result.write(tmp_path)
+    assert read_result(tmp_path) == result
+    text = (tmp_path / "result.json").read_text()
+    (tmp_path / "result.json").write_text(text[:keep])
+    assert read_result(tmp_path) is None
+    (tmp_path / "result.json").write_text(text.replace('"trials"', '"trails"'))
+    assert read_result(tmp_path) is None
+    (tmp_path / "result.json").write_text("[]")
+    assert read_result(tmp_path) is None
+
+
+def test_a_result_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    cell = Cell(method="uniform", size=2.0, seed=0)
+    with pytest.raises(ValueError, match="JSON"):
+        make_result(cell, 0.5, 100, selection_loss=float("nan")).write(tmp_path)
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_a_new_try_takes_the_crash_away(tmp_path: Path) -> None:
+    write_crash(tmp_path, "Traceback\n  line\nRuntimeError: not today\n")
+    assert read_crash(tmp_path) == "RuntimeError: not today"
+    cell = Cell(method="uniform", size=2.0, seed=0)
+    task = CellTask(cell=cell, rules={"patience": 3}, registry=REGISTRY, cells_at_once=1, artifact=False)
+    task.write(tmp_path)
+    assert read_crash(tmp_path) is None
+    assert CellTask.read(tmp_path) == task
+
+
+def test_other_rules_are_refused_by_name(tmp_path: Path) -> None:
+    comparison = make_comparison(tmp_path / "out")
+    cell = comparison.cells()[0]
+    comparison.folder(cell).mkdir(parents=True)
+    dims = {"embedding_dims": {"user": 8}}
+    replace(make_result(cell, 0.5, 100), rules=comparison.rules() | dims).write(comparison.folder(cell))
+    assert list(make_comparison(tmp_path / "out", seeds=(0, 5), sizes=(3.0,)).finished()) == [cell]
+    for changes, told in (
+        ({"patience": 4}, "dense-seed0, patience: expected 3 as when it was run, got 4"),
+        ({"recipe": "tests.tiny:other"}, "recipe: expected 'tests.tiny:demo' as when it was run"),
+        ({"data": tmp_path}, "data: expected None as when it was run"),
+        ({"trials": 2}, "trials: expected None as when it was run, got 2"),
+        ({"max_epochs": 2}, "max_epochs: expected 60 as when it was run, got 2"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            make_comparison(tmp_path / "out", **changes)
+    with pytest.raises(ValueError, match="embedding_dims: expected"):
+        comparison.check_rules({"embedding_dims": {"user": 4}})
+
+
+small = st.integers(1, 5)
+
+
+@given(st.lists(st.tuples(small, small), min_size=1, max_size=12, unique=True), st.booleans())
+def test_pareto_front_is_what_nothing_dominates(points: list[tuple[int, int]], higher: bool) -> None:
+    def dominated(mine: tuple[int, int]) -> bool:
+        return any(
+            theirs[0] <= mine[0] and (theirs[1] >= mine[1] if higher else theirs[1] <= mine[1]) and theirs != mine
+            for theirs in points
+        )
+
+    cells = [Cell(method=f"m{index}", size=2, seed=0) for index in range(len(points))]
+    finished = {cell: make_result(cell, point[1], point[0]) for cell, point in zip(cells, points, strict=True)}
+    rows = comparison_rows(cells, finished, {}, primary_metric="mse", higher_is_better=higher)
+    assert [row.pareto for row in rows] == [not dominated(point) for point in points]
+
+
+def test_rows_hold_means_spread_and_differences_within_each_seed() -> None:
+    rows = {(row.method, row.size): row.to_json() for row in make_rows()}
+    row = rows["uniform", 4]
+    losses = [0.74, 0.80, 0.92]
+    assert row["metrics"]["mse"] == pytest.approx(statistics.fmean(losses))
+    assert row["spread"]["mse"] == pytest.approx(statistics.stdev(losses))
+    difference = row["difference"]["mse"]
+    assert difference == {"mean": pytest.approx(0.08), "deviation": pytest.approx(0.04), "num_seeds": 3}
+    assert rows["dense", None]["difference"]["mse"]["mean"] == 0
+    assert (row["seeds"], row["size"], row["trials"]) == ([0, 1, 2], 4, 4)
+    assert (row["seconds"], row["seconds_of_trials"]) == (11.0, 40.0)
+    assert (row["form"], row["embedding_bytes"], row["bytes_ratio"]) == ("dense_fp32", 1024, 4.0)
+    assert row["bytes"] == {"dense_fp32": 1024, "csr_fp32": 1027}
+    assert "reason" not in row
+    assert "missing" not in row
+    on_front = {key for key, value in rows.items() if value["pareto"]}
+    assert on_front == {("dense", None), ("dnis", 4)}  # uniform at 2 has more bytes than dnis at 4 and is worse
+
+
+def test_a_row_without_all_its_seeds_says_so_and_stands_aside_from_the_front() -> None:
+    rows = {(row.method, row.size): row for row in make_rows(dnis_2="RuntimeError: no", dense_0="ValueError: no")}
+    partial = rows["dnis", 4]
+    assert partial.to_json()["missing"] == {"2": "crashed: RuntimeError: no"}
+    assert partial.to_json()["seeds"] == [0, 1]
+    assert not partial.pareto  # without the worst seed its mean would beat everything
+    assert partial.difference["mse"].num_seeds == 1  # seed 0 lacks the uncompressed model
+    assert partial.difference["mse"].deviation is None
+    assert rows["uniform", 4].pareto
+    lines = {line.row.method: line for line in compared_lines(make_content(tuple(rows.values()))) if line.row.size == 4}
+    assert lines["dnis"].metrics == (("0.7250 ± 0.0212", False),)
+    assert lines["uniform"].metrics[0][1]
+    assert missing_lines(rows.values()) == [
+        "dense: seed 0: crashed: ValueError: no",
+        "dnis at 4: seed 2: crashed: RuntimeError: no",
+    ]
+
+
+def test_table_and_csv_and_json_say_the_same(tmp_path: Path) -> None:
+    crashed = {f"dnis_{seed}": "RuntimeError: no" for seed in LEVELS}
+    content = make_content(make_rows(**crashed))
+    out = io.StringIO()
+    Console(file=out, width=150).print(comparison_table(content))
+    lines = [line for line in out.getvalue().splitlines() if line.strip()]
+    assert [line.split()[0] for line in lines] == ["method", "dense", "uniform", "uniform", "dnis"]
+    assert "0.8200 ± 0.0917" in lines[3]
+    assert "+0.0800 ± 0.0400" in lines[3]
+    assert lines[1].endswith("*")
+    frame = rows_frame(content.rows)
+    assert frame["metrics.mse"][2] == pytest.approx(0.82)
+    assert frame["difference.mse.mean"][2] == pytest.approx(0.08)
+    assert frame["seeds"][2] == "0 1 2"
+    assert pd.isna(frame["metrics.mse"][3])
+    assert frame["reason"].tolist() == ["", "", "", "crashed: RuntimeError: no"]
+    write_json(tmp_path / "a.json", content)
+    described = json.loads((tmp_path / "a.json").read_text())
+    assert described["rows"] == json.loads(json.dumps([row.to_json() for row in content.rows]))
+    write_json(tmp_path / "b.json", make_content(make_rows()))
+    assert [row.method for row in read_rows(tmp_path / "b.json")] == ["dense", "uniform", "uniform", "dnis"]
+
+
+def test_page_shows_every_row_loads_nothing_and_escapes() -> None:
+    crashed = {f"dnis_{seed}": "<script>alert(1)</script>" for seed in LEVELS}
+    page = render_comparison(make_content(make_rows(**crashed)))
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "src=" not in page
+    assert "<script" not in page
+    for section in ("summary", "quality", "cost", "bytes", "rules", "versions"):
+        assert f'<section id="{section}">' in page
+    assert '<td class="worse">+0.0800 ± 0.0400</td>' in page
+    assert 'class="best">0.8200' in page
+    assert "csr_fp32" in page
+    assert '<div class="pareto">' in page
+    assert "while up to 2 cells shared the machine" in page
+
+
+def test_page_of_nothing_but_crashes() -> None:
+    everything = {f"{method}_{seed}": "E: no" for method in ("dense", "uniform", "dnis") for seed in LEVELS}
+    page = render_comparison(make_content(make_rows(**everything)))
+    assert "No method has finished" in page
+    assert "E: no" in page
+    assert "<svg" not in page
+
+
+def test_versions_of_all_cells() -> None:
+    result = make_result(Cell(method="dnis", size=2, seed=0), 0.5, 10)
+    other = replace(result, versions={"torch": "3", "python": "3.12"})
+    assert joined_versions([result, other, result]) == {"torch": "2, 3", "python": "3.12"}

@@ -1,0 +1,313 @@
+"""Comparisons with processes: several at a time, crashes, interrupts, resuming; the command from end to end.
+
+Most processes here are stand-ins that need no torch, so that they start at once: STAND_IN does to a cell's folder what
+the real one does.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import dnis_torchrec.comparison.run as run_module
+from dnis_torchrec import cli
+from dnis_torchrec.comparison import Comparison, run_comparison
+from dnis_torchrec.comparison.cells import Cell, CellTask, read_crash, read_result
+from dnis_torchrec.comparison.processes import COMMAND, SECONDS_TO_END, run_cells
+from dnis_torchrec.recipe import Recipe
+from tests import tiny
+from tests.test_cli import ROOT, Done, dnis, environment
+from tests.test_comparison import REGISTRY, make_comparison, make_result
+
+STAND_IN = """
+import json, os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+out = folder.parents[1]
+task = json.loads((folder / "task.json").read_text())
+with (out / "calls").open("a") as calls:
+    calls.write(folder.name + chr(10))
+size = task["cell"]["size"] or 1
+if size == 3 and not (out / "calm").exists():
+    (folder / "crash.txt").write_text("Traceback" + chr(10) + "RuntimeError: not today")
+    sys.exit(1)
+if size == 5:
+    print("so much memory", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if size in (7, 8):
+    (folder / "pid").write_text(str(os.getpid()))
+    time.sleep(60)
+if size == 9:
+    begin = time.time()
+    (folder / "begun").touch()
+    wanted = int(os.environ["AT_ONCE"])
+    while len(list(out.glob("cells/*/begun"))) < wanted and time.time() < begin + 60:
+        time.sleep(0.01)
+    time.sleep(0.3)  # in which one too many would begin
+    (folder / "times").write_text(json.dumps([begin, time.time(), os.environ.get("OMP_NUM_THREADS")]))
+result = json.loads((out / "canned.json").read_text())
+result |= {"cell": task["cell"], "rules": task["rules"], "seed": task["cell"]["seed"], "size": size}
+(folder / "result.json").write_text(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Folder of a comparison, with the result that stand-ins give."""
+    out = tmp_path / "out"
+    (out / "cells").mkdir(parents=True)
+    canned = make_result(Cell(method="uniform", size=2, seed=0), 0.5, 100).to_json()
+    (out / "canned.json").write_text(json.dumps(canned | {"metrics": {"auc": 0.8}}))
+    return out
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets comparisons run stand-ins."""
+    command = (sys.executable, "-c", STAND_IN)
+    monkeypatch.setattr(run_module, "run_cells", partial(run_cells, command=command))
+
+
+def make_folders(out: Path, *sizes: float, seeds: int = 1) -> list[Path]:
+    folders = []
+    for cell in (Cell(method="uniform", size=size, seed=seed) for size in sizes for seed in range(seeds)):
+        folders.append(out / "cells" / cell.name)
+        CellTask(cell=cell, rules={}, registry=REGISTRY, cells_at_once=1, artifact=False).write(folders[-1])
+    return folders
+
+
+def stand_in(folders: list[Path], *, jobs: int, on_done: Callable[[Path], None] = lambda folder: None) -> None:
+    run_cells(folders, jobs=jobs, on_done=on_done, command=(sys.executable, "-c", STAND_IN))
+
+
+def calls(out: Path) -> list[str]:
+    return sorted((out / "calls").read_text().split())
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_every_folder_ends_with_a_result_or_a_crash_and_one_crash_leaves_the_others_alone(out: Path) -> None:
+    folders, done = make_folders(out, 2, 3, 5, 4), []
+    stand_in(folders, jobs=2, on_done=done.append)
+    assert sorted(done) == sorted(folders)
+    assert [read_result(folder) is not None for folder in folders] == [True, False, False, True]
+    assert [read_crash(folder) for folder in folders] == [
+        None,
+        "RuntimeError: not today",
+        "the process was killed by signal 9",
+        None,
+    ]
+    assert "so much memory" in (folders[2] / "crash.txt").read_text()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_so_many_at_a_time_and_one_thread_each_if_several(
+    out: Path, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("AT_ONCE", str(jobs))  # each waits until so many have begun
+    folders = make_folders(out, 9, seeds=3)
+    stand_in(folders, jobs=jobs)
+    told = [json.loads((folder / "times").read_text()) for folder in folders]
+    at_once = [sum(begin <= other[0] < end for other in told) for begin, end, _ in told]
+    assert max(at_once) == jobs
+    assert {threads for _, _, threads in told} == {"3" if jobs == 1 else "1"}
+
+
+def test_an_interrupt_ends_all_processes_and_starts_no_other(out: Path) -> None:
+    folders = make_folders(out, 7, 2, 8, 4)  # the first and the third sleep, the fourth never has its turn
+    interrupted: list[float] = []
+
+    def interrupt(folder: Path) -> None:
+        while not (folders[0] / "pid").exists():
+            time.sleep(0.01)
+        interrupted.append(time.monotonic())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stand_in(folders, jobs=2, on_done=interrupt)
+    assert time.monotonic() - interrupted[0] < SECONDS_TO_END  # asked to end, they need not be killed
+    assert not is_alive(int((folders[0] / "pid").read_text()))
+    assert [read_result(folder) is not None for folder in folders] == [False, True, False, False]
+    assert folders[3].name not in calls(out)
+    assert read_crash(folders[0]) is None  # it did not crash: it was ended
+
+
+def test_a_real_process_ends_when_its_parent_is_gone(out: Path) -> None:
+    cell = Cell(method="sleeper", size=2, seed=0)
+    rules = {"recipe": "tests.tiny:demo", "data": None, "patience": 3, "max_epochs": 2, "trials": None}
+    folder = out / "cells" / cell.name
+    CellTask(cell=cell, rules=rules, registry=REGISTRY, cells_at_once=1, artifact=False).write(folder)
+    command = [*COMMAND, str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not (out / "calls").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert process.poll() is None
+            process.stdin.close()
+            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    assert read_result(folder) is None
+    assert read_crash(folder) is None
+    assert not (folder / "work").exists()
+
+
+def test_what_has_finished_is_never_run_again_and_what_crashed_is(out: Path, stand_ins: None) -> None:
+    comparison = make_comparison(out, methods=("dnis",), sizes=(2.0, 3.0), seeds=(0,))
+    first = run_comparison(comparison)
+    names = ["dense+validation-seed0", "dense-seed0", "dnis-size2-seed0", "dnis-size3-seed0"]
+    assert calls(out) == names
+    assert [cell.name for cell in first.crashes] == ["dnis-size3-seed0"]
+    assert "not today" in first.crashes[comparison.cells()[-1]].read_text()
+    assert [row.reason for row in first.content.rows] == ["", "", "", "crashed: RuntimeError: not today"]
+    run_comparison(comparison)
+    assert calls(out) == sorted([*names, "dnis-size3-seed0"])
+    (out / "calm").touch()
+    (out / "cells" / "dnis-size2-seed0" / "result.json").write_text('{"format": "dnis-torch')  # half-written
+    last = run_comparison(comparison)
+    assert calls(out) == sorted([*names, *["dnis-size3-seed0"] * 2, "dnis-size2-seed0"])
+    assert not last.crashes
+    assert not any(row.is_empty for row in last.content.rows)
+    assert not (out / "cells" / "dnis-size3-seed0" / "crash.txt").exists()
+    run_comparison(make_comparison(out, methods=("dnis",), sizes=(2.0, 3.0), seeds=(0, 1)))
+    assert len([name for name in calls(out) if "seed1" in name]) == 4
+    assert len(calls(out)) == 7 + 4
+
+
+def test_recipes_that_change_or_lack_a_split_are_refused_before_anything_runs(
+    out: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(0,))
+    run_comparison(comparison)
+    before = calls(out)
+
+    def changed(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
+        return tiny.make_recipe(seed=seed, embedding_dim=4)
+
+    def lacking(name: str) -> Callable[..., Recipe]:
+        def build(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
+            recipe = tiny.make_recipe(seed=seed)
+            object.__setattr__(recipe.data, name, None if name == "validation" else tiny.Repeatable([]))
+            return recipe
+
+        return build
+
+    more = make_comparison(out, methods=("dnis",), sizes=(2.0, 4.0), seeds=(0,))
+    monkeypatch.setattr(tiny, "demo", changed)
+    with pytest.raises(ValueError, match=r"embedding_dims: expected \{'user': 8, 'genre': 8\} as when it was run"):
+        run_comparison(more)
+    for name in ("validation", "selection", "test", "train"):
+        monkeypatch.setattr(tiny, "demo", lacking(name))
+        with pytest.raises(ValueError, match=f"'tests.tiny:demo': expected at least one {name} batch, got none; give"):
+            run_comparison(more)
+    assert calls(out) == before
+
+
+def test_a_second_comparison_at_work_in_the_folder_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(0,))
+
+    def meanwhile(folders: list[Path], *, jobs: int, on_done: Callable[[Path], None]) -> None:
+        run_comparison(comparison)
+
+    monkeypatch.setattr(run_module, "run_cells", meanwhile)
+    with pytest.raises(ValueError, match="expected no comparison at work, got one; wait for it"):
+        run_comparison(comparison)
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Done:
+    monkeypatch.setattr(cli, "Comparison", partial(Comparison, registry=REGISTRY))
+    return dnis("compare", "tests.tiny:demo", *arguments)
+
+
+def test_the_command_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, file = tmp_path / "out", tmp_path / "rows.json"
+    arguments = ("--methods", "dnis", "--sizes", 4, "--seeds", 1, "--out", out, "--json", file, "--artifacts")
+    done = compare(monkeypatch, *arguments)
+    assert done.returncode == 0, done.stderr
+    described = json.loads(file.read_text())
+    assert described == json.loads((out / "comparison.json").read_text())
+    assert described["recipe"] == "tests.tiny:demo"
+    assert "torch" in described["versions"]
+    rows = described["rows"]
+    assert [row["method"] for row in rows] == ["dense", "dense+validation", "dnis"]
+    assert [row["parameters"] for row in rows] == [416, 416, 104]
+    assert all(0 < row["metrics"]["auc"] < 1 for row in rows)
+    assert rows[2]["difference"]["auc"]["mean"] == rows[2]["metrics"]["auc"] - rows[0]["metrics"]["auc"]
+    assert pd.read_csv(out / "comparison.csv")["metrics.auc"].tolist() == [row["metrics"]["auc"] for row in rows]
+    assert "generated for tests" in (out / "comparison.html").read_text()
+    assert "dense+validation" in done.stdout
+    assert f"comparison: {out / 'comparison.html'}" in done.stdout
+    assert "[3/3] " in done.stderr
+    assert (out / "cells" / "dnis-size4-seed0" / "artifact" / "manifest.json").is_file()
+    number_of_calls = len((out / "calls").read_text().splitlines())
+    again = compare(monkeypatch, *arguments)
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+    assert len((out / "calls").read_text().splitlines()) == number_of_calls == 3
+
+
+def test_a_crash_is_told_after_everything_is_written_and_exits_with_1(
+    out: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = compare(monkeypatch, "--methods", "dnis", "--sizes", "2,3", "--seeds", "0,", "--out", out)
+    assert done.returncode == 1
+    crash = out / "cells" / "dnis-size3-seed0" / "crash.txt"
+    assert f"error: 1 cells crashed; the same command tries them again:\n  {crash}" in done.stderr
+    assert "dnis at 3: crashed: RuntimeError: not today" in done.stderr
+    assert "dnis" in done.stdout
+    assert (out / "comparison.html").is_file()
+
+
+def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(comparison: Comparison) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_comparison", interrupted)
+    done = compare(monkeypatch, "--methods", "dnis", "--out", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: interrupted; what has finished is kept, the same command goes on from there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "unifrom"], "did you mean 'uniform'?"),
+        (["--methods", "uniform,"], "--methods: expected names with commas between them, got 'uniform,'"),
+        (["--methods", "uniform", "--sizes", "two"], "--sizes: expected numbers with commas between them, got 'two'"),
+        (["--methods", "uniform", "--sizes", "1"], "sizes: expected compression ratios above 1, got 1.0"),
+        (["--methods", "uniform", "--seeds", "0"], "seeds: expected at least one, got none"),
+        (["--methods", "uniform", "--data", "no/such"], "expected a folder, got none"),
+        (["--methods", "uniform", "--json", "no/such/file.json"], "expected an existing folder, got no/such"),
+        ([], "Missing option '--methods'"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = compare(monkeypatch, *arguments, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_rules_than_those_of_the_folder_exit_with_2(
+    out: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--methods", "dnis", "--sizes", 2, "--seeds", 1, "--out", out)
+    assert compare(monkeypatch, *arguments).returncode == 0
+    done = compare(monkeypatch, *arguments, "--patience", 7)
+    assert done.returncode == 2
+    assert "patience: expected 3 as when it was run, got 7; give the arguments of the older comparison" in done.stderr
