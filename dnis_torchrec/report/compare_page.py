@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from dnis_torchrec.report import figures
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
@@ -132,6 +133,7 @@ def write_comparison(path: Path, content: ComparisonContent) -> Path:
 def render_comparison(content: ComparisonContent) -> str:
     """The page of `write_comparison` as a string."""
     lines = compared_lines(content)
+    quality = quality_figure(content)
     metric, higher = content.primary_metric, content.higher_is_better
     points = [point for row in content.rows if (point := row.point(metric)) is not None]
     return render(
@@ -142,7 +144,7 @@ def render_comparison(content: ComparisonContent) -> str:
         missing=[line for line in lines if line.row.missing],
         forms=list(dict.fromkeys(form for row in content.rows for form in row.form_names())),
         pareto=Markup(pareto_chart(points, metric, higher_is_better=higher)) if points else "",
-        quality=_quality(content),
+        quality=None if quality is None else Markup(figures.inline_svg(quality, "quality")),
         rules=json_text(dict(content.rules), "ComparisonContent.rules"),
         sentence=_sentence(content),
         cells_at_once=max(row.cells_at_once for row in content.rows),
@@ -152,13 +154,11 @@ def render_comparison(content: ComparisonContent) -> str:
     )
 
 
-def _quality(content: ComparisonContent) -> Markup | None:
-    """The figure of quality against size, None if no row has the primary metric."""
+def quality_figure(content: ComparisonContent) -> Figure | None:
+    """Quality against size of every method, None if no row has the primary metric."""
     metric, higher = content.primary_metric, content.higher_is_better
     rows = [row for entry in content.rows for row in entry.group.rows if metric in row.metrics]
-    if not rows:
-        return None
-    return Markup(figures.inline_svg(figures.quality_against_size(rows, metric, higher_is_better=higher), "quality"))
+    return figures.quality_against_size(rows, metric, higher_is_better=higher) if rows else None
 
 
 def _sentence(content: ComparisonContent) -> str:
