@@ -1,4 +1,4 @@
-"""`dnis`: search, prune, export, evaluate, report, compare. Parses and prints; jobs.py and comparison/ do the work.
+"""The `dnis` command: parses and prints; jobs.py, comparison/ and planning/ do the work.
 
 Exit codes: 0 when all went well, 2 for wrong arguments, 1 otherwise. Results go to standard output, progress and
 logs to standard error.
@@ -33,9 +33,10 @@ from dnis_torchrec.comparison import (
     run_comparison,
     write_json,
 )
-from dnis_torchrec.export.exporting import ARTIFACT_FORMS
+from dnis_torchrec.export.exporting import ARTIFACT_FORMS, read_scheme
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search
+from dnis_torchrec.planning import Cluster, compare_plans, parse_bytes, parse_tables, plan_table, tables_of_scheme
 from dnis_torchrec.recipe import load_recipe
 from dnis_torchrec.report import ReportRow, rows_table
 from dnis_torchrec.run_folder import RunFolder
@@ -212,9 +213,7 @@ def evaluate(
     result = run_evaluate(path, data)
     text = json.dumps(result, indent=1)
     if json_file is not None:
-        temporary = json_file.with_name(f"{json_file.name}.partial")
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, json_file)
+        _write(json_file, text)
     typer.echo(text)
 
 
@@ -296,6 +295,53 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.command()
+def plan(
+    artifact: Annotated[Path | None, typer.Argument(metavar="ARTIFACT", help="Folder `dnis export` wrote.")] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="Instead: `NAME=ROWSxDIM:ROWSxDIM,...`, a table and its blocks. May be repeated."),
+    ] = None,
+    world_size: Annotated[int, typer.Option("--world-size", help="Devices, one rank on each.")] = 8,
+    hbm: Annotated[str, typer.Option(help="Memory of one GPU: 80GB, 16GiB.")] = "80GB",
+    ddr: Annotated[
+        str, typer.Option(help="Host memory per rank that tables may take; on `cpu`, all there is.")
+    ] = "0GB",
+    compute: Annotated[str, typer.Option(help="`cuda` or `cpu`.")] = "cuda",
+    local_world_size: Annotated[int, typer.Option("--local-world-size", help="Devices of one host.")] = 8,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Samples per rank and step.")] = 512,
+    optimizer: Annotated[
+        str, typer.Option(help="Of the tables: `none`, `rowwise_adagrad`, `adam`.")
+    ] = "rowwise_adagrad",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write it here, rank by rank.")] = None,
+) -> None:
+    """Plans a cluster for the tables before and after pruning: storage per rank, step time, the fewest devices.
+
+    All figures are estimates of TorchRec's planner. No GPU is needed, and no memory for the tables.
+    """
+    with _arguments():
+        check((artifact is None) != (not table), "plan", "expected either ARTIFACT or --table", "both or neither")
+        cluster = Cluster(
+            world_size=world_size,
+            hbm_bytes=parse_bytes(hbm),
+            ddr_bytes=parse_bytes(ddr),
+            compute=compute,
+            local_world_size=local_world_size,
+            batch_size=batch_size,
+            optimizer=optimizer,
+        )
+        if json_file is not None:
+            check(json_file.parent.is_dir(), f"--json {json_file}", "expected an existing folder", json_file.parent)
+        if artifact is not None:
+            before, after = tables_of_scheme(read_scheme(artifact))
+        else:
+            before, after = parse_tables(table or ())
+    comparison = compare_plans(before, after, cluster)
+    if json_file is not None:
+        _write(json_file, json.dumps(comparison.to_json(), indent=1))
+    _print(plan_table(comparison), COMPARISON_WIDTH)
+
+
 def main() -> None:
     """Entry point: runs a command and turns errors into one line on standard error and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
@@ -337,6 +383,12 @@ def _check_free(out: Path, overwrite: bool) -> None:
 def _check_data(data: Path | None) -> None:
     if data is not None:
         check(data.is_dir(), f"--data {data}", "expected a folder", "none")
+
+
+def _write(file: Path, text: str) -> None:
+    temporary = file.with_name(f"{file.name}.partial")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, file)
 
 
 def _print_rows(rows: list[ReportRow] | tuple[ReportRow, ...]) -> None:

@@ -22,7 +22,7 @@ LAYERS = (
     {"alpha_optimizer", "table_shards"},
     {"checkpoint", "export", "finite", "hypergradient", "pruning", "swap"},
     {"train_pipeline", "training"},
-    {"report", "search"},
+    {"planning", "report", "search"},
     {"baselines", "run_folder"},
     {"progress"},
     {"jobs"},

@@ -1,57 +1,202 @@
-"""The TorchX component: its command line, and the job that comes out of it. Nothing is started."""
+"""The TorchX components: their command lines, the jobs that come out of them on every scheduler, and restarts.
 
+Dry runs start nothing. Those of docs/launching.md are read from it and run from a folder outside of the project.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from torchx.cli.argparse_util import ArgOnceAction, torchxconfig_run
+from torchx.cli.main import main as torchx
 from torchx.runner import get_runner
-from torchx.schedulers.local_scheduler import PopenRequest
+from torchx.specs import AppDef, AppState
 from torchx.specs.file_linter import validate
+from torchx.specs.finder import get_components
 
-from torchx_components.search import search
+from torchx_components.dnis import benchmark, compare, export, search
 
-COMPONENT = Path(__file__).parents[1] / "torchx_components" / "search.py"
-ARGUMENTS = ["--recipe", "examples.movielens:mf", "--data", "my data", "--compression", "10", "--out", "run"]
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "torchx_components" / "dnis.py"
+LAUNCHING = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+RESTARTS = {"PET_MAX_RESTARTS": "0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+SCHEDULERS = {
+    "local_cwd": "",
+    "slurm": "--mem=262144",
+    "lsf": "rusage[mem=262144]",
+    "aws_batch": "image:1",
+    "kubernetes": "image:1",
+}
+"""Scheduler -> what its request has to hold beside the command."""
 
 
-def test_search_builds_one_role_that_runs_the_command_line_under_torchrun() -> None:
-    app = search("examples.movielens:mf", "my data", 10, "run", seed=3, j="1x2", env={"OMP_NUM_THREADS": "1"})
+@pytest.fixture(autouse=True)
+def _several_commands_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchX remembers which options it has seen for as long as the process lives."""
+    monkeypatch.setattr(ArgOnceAction, "called_args", set())
+    monkeypatch.setattr(torchxconfig_run, "called_args", set())
 
+
+def needs(scheduler: str) -> None:
+    """Skips where TorchX cannot make the request; the other schedulers are written out without their packages."""
+    if scheduler == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
+        pytest.skip("TorchX makes requests for kubernetes with the package of that name")
+
+
+def command(app: AppDef) -> str:
     (role,) = app.roles
-    command = role.args[-1]
+    return role.args[-1] if role.entrypoint == "bash" else shlex.join([role.entrypoint, *role.args])
+
+
+def documented() -> list[str]:
+    """Every command of docs/launching.md that is a dry run."""
+    blocks = re.findall(r"```sh\n(.*?)```", LAUNCHING, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if " --dryrun" in line]
+
+
+def test_search_runs_under_torchrun_with_all_that_stands_after_the_dashes() -> None:
+    app = search("m:f", "--data", "my data", "--out", "run", j="2x4", max_restarts=3, max_retries=2)
     assert app.name == "dnis-search"
-    assert command.startswith("torchrun ")
-    assert "--nproc_per_node 2" in command
-    assert (
-        "-m dnis_torchrec search examples.movielens:mf --data 'my data' --compression 10 --out run --seed 3" in command
-    )
-    assert role.env["OMP_NUM_THREADS"] == "1"
+    assert command(app).startswith("torchrun ")
+    assert "--nnodes 2 --nproc_per_node 4" in command(app)
+    assert command(app).endswith("-m dnis_torchrec search m:f --data 'my data' --out run")
+    (role,) = app.roles
+    assert role.num_replicas == 2
+    assert role.max_retries == 2
     assert role.resource.memMB == 8192
+    assert role.env | RESTARTS | {"PET_MAX_RESTARTS": "3"} == role.env
 
 
-def test_search_leaves_the_environment_of_its_caller_alone() -> None:
-    env = {"OMP_NUM_THREADS": "1"}
-    search("m:f", "data", 2.0, "run", env=env)
-    assert env == {"OMP_NUM_THREADS": "1"}
+def test_benchmark_runs_any_module_under_torchrun() -> None:
+    app = benchmark("--json", "x.json", m="benchmarks.step_time", j="1x2")
+    assert app.name == "dnis-benchmark"
+    assert "--nproc_per_node 2" in command(app)
+    assert command(app).endswith("-m benchmarks.step_time --json x.json")
+    assert app.roles[0].env | RESTARTS == app.roles[0].env
 
 
-def test_torchx_accepts_the_signature_and_its_docstring() -> None:
-    assert validate(str(COMPONENT), "search") == []
+@pytest.mark.parametrize("component", [export, compare])
+def test_jobs_of_one_process_do_without_torchrun(component) -> None:
+    app = component("a b", "--out", "x", max_retries=2, h="aws_p4d.24xlarge", env={"A": "1"})
+    assert command(app) == f"python -m dnis_torchrec {component.__name__} 'a b' --out x"
+    (role,) = app.roles
+    assert (app.name, role.max_retries, role.num_replicas) == (f"dnis-{component.__name__}", 2, 1)
+    assert role.resource.gpu == 8
+    assert role.env == {"A": "1"}
 
 
-def test_a_dry_run_on_this_machine_gives_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("component", [search, export, compare])
+def test_storage_is_mounted_and_the_environment_stays_the_callers(component) -> None:
+    env = {"PET_MAX_RESTARTS": "7"}
+    app = component("x", mounts=["type=bind", "src=/a", "dst=/b"], image="image:1", env=env, cpu=3, memMB=100)
+    (role,) = app.roles
+    assert (role.mounts[0].src_path, role.mounts[0].dst_path, role.image) == ("/a", "/b", "image:1")
+    assert (role.resource.cpu, role.resource.memMB) == (3, 100)
+    assert role.env["PET_MAX_RESTARTS"] == "7"
+    assert env == {"PET_MAX_RESTARTS": "7"}
+
+
+@pytest.mark.parametrize("name", ["search", "export", "compare", "benchmark"])
+def test_torchx_accepts_every_signature_and_its_docstring(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate(str(FILE), name) == []
+    with pytest.raises(SystemExit) as stopped:
+        torchx(["run", "--dryrun", f"{FILE}:{name}", "--help"])
+    assert stopped.value.code == 0
+    described = " ".join(capsys.readouterr().out.split())
+    assert "named resource" in described
+    assert "TIP" not in described  # TorchX's stand-in for a missing docstring
+
+
+def test_the_components_stand_beside_torchxs_own() -> None:
+    names = set(get_components())
+    assert {name for name in names if name.startswith("dnis.")} == {
+        "dnis.benchmark",
+        "dnis.compare",
+        "dnis.export",
+        "dnis.search",
+    }
+    assert {"dist.ddp", "dist.spmd", "utils.echo", "utils.python", "utils.sh", "serve.torchserve"} <= names
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("name", ["search", "export", "compare", "benchmark"])
+def test_every_scheduler_gets_the_command(
+    scheduler: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs(scheduler)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOGLEVEL", "ERROR")
+    queue = ["-cfg", "queue=q"] if scheduler in ("aws_batch", "kubernetes") else []
+    module = ["-m", "a.module"] if name == "benchmark" else []
+    options = ["-h", "gpu.xlarge" if name != "export" else "cpu.xlarge", "--image", "image:1", *module]
+    torchx(
+        ["run", "-s", scheduler, "--workspace", "", "--dryrun", *queue, f"dnis.{name}", *options, "--", "x", "--out=y"]
+    )
+    application, request = capsys.readouterr().out.split("=== SCHEDULER REQUEST ===")
+    told = "".join(request.split()).replace("'", "").replace('"', "").replace("-,", "")
+    assert "a.module" in told if module else "dnis_torchrec" in told
+    assert re.search(rf"{'' if module else name}(,|\\n|-)*x(,|\\n|-)*--out=y", told), request
+    if name != "export":
+        assert SCHEDULERS[scheduler] in request
+        assert "'gpu': 8" in application
+
+
+@pytest.mark.parametrize("line", documented())
+def test_the_documented_dry_runs_run_from_any_folder(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, *arguments = shlex.split(line)
+    plain = arguments == ["run", "--dryrun"]
+    scheduler = "local_cwd" if plain else arguments[arguments.index("-s") + 1]
+    needs(scheduler)
+    monkeypatch.chdir(ROOT if plain else tmp_path)  # the demo is named by the project's .torchxconfig
+    monkeypatch.setenv("LOGLEVEL", "ERROR")
+    assert program == "torchx"
+    torchx(arguments)
+    application, request = capsys.readouterr().out.split("=== SCHEDULER REQUEST ===")
+    assert request.strip()
+    if plain:
+        told = re.sub(r"'\s*'", "", application)
+        assert "dnis_torchrec search examples.synthetic:demo --compression 5 --out runs/demo --overwrite" in told
+
+
+def test_the_documentation_shows_every_kind_of_machine() -> None:
+    schedulers = {line.split("-s ")[1].split()[0] for line in documented() if "-s " in line}
+    assert schedulers == set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("line", [line for line in LAUNCHING.splitlines() if line.startswith("dnis plan --table")])
+def test_the_documented_plan_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dnis_torchrec.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", shlex.split(line))
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not stopped.value.code
+    assert (tmp_path / "plan.json").is_file()
+
+
+def test_a_job_on_this_machine_is_restarted_until_it_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fails_once.py").write_text(
+        "import os, pathlib, sys\n"
+        "tries = pathlib.Path(sys.argv[1])\n"
+        "tries.open('a').write(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "sys.exit(tries.read_text() == '0')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TORCHX_CONTEXT_NAME", "tests")
+    arguments = ["-m", "fails_once", "--max_restarts", "1", "--env", f"PYTHONPATH={tmp_path}", "--", "tries"]
     with get_runner() as runner:
-        info = runner.dryrun_component(f"{COMPONENT}:search", ARGUMENTS, "local_cwd", cfg={"log_dir": str(tmp_path)})
-
-    assert isinstance(info.request, PopenRequest)
-    (replicas,) = info.request.role_params.values()
-    (replica,) = replicas
-    assert replica.args[0] == "bash"
-    assert "--data 'my data' --compression 10.0 --out run --seed 0" in replica.args[-1]
-
-
-@pytest.mark.parametrize("missing", ["--recipe", "--data", "--compression", "--out"])
-def test_what_the_search_needs_is_required(missing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    at = ARGUMENTS.index(missing)
-    with get_runner() as runner, pytest.raises(SystemExit):
-        runner.dryrun_component(f"{COMPONENT}:search", ARGUMENTS[:at] + ARGUMENTS[at + 2 :], "local_cwd")
-    assert missing in capsys.readouterr().err
+        app = runner.run_component("dnis.benchmark", arguments, "local_cwd", cfg={"log_dir": str(tmp_path / "logs")})
+        status = runner.wait(app, wait_interval=0.1)
+    assert status is not None
+    assert status.state == AppState.SUCCEEDED
+    assert (tmp_path / "tries").read_text() == "01"

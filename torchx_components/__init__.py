@@ -1,1 +1,1 @@
-"""TorchX components, one per job: ``torchx run torchx_components/search.py:search --help``."""
+"""TorchX components, one per job: ``torchx run dnis.search --help``. How to launch what where: docs/launching.md."""

@@ -1,0 +1,106 @@
+"""The machines to plan for, none of which has to be at hand. Shapes: W ranks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from torchrec.distributed.planner import Topology
+
+from dnis_torchrec.checks import check, check_known, describe
+
+COMPUTE_DEVICES = ("cuda", "cpu")
+OPTIMIZERS = ("none", "rowwise_adagrad", "adam")
+"""Table optimizers whose state is counted; ``"none"`` for serving, and for SGD."""
+
+RESERVED_RATIO = 0.15
+"""Share of a device's memory kept free of tables, for dense weights and activations: TorchRec's own default."""
+
+_BYTES = {unit: 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB", "PB"))}
+_BYTES |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB", "PIB"), start=1)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The machines to plan for.
+
+    Attributes:
+        world_size: W, one rank per device.
+        hbm_bytes: memory of one GPU; not looked at on ``"cpu"``.
+        ddr_bytes: host memory of one rank. On ``"cuda"``, 0 keeps every table in GPU memory; more lets the planner put
+            tables into host memory behind a cache on the GPU.
+        compute: ``"cuda"`` or ``"cpu"``.
+        local_world_size: ranks of one host, of which there are whole ones from the second host on.
+        batch_size: samples per rank and step.
+        optimizer: of the tables; a name in `OPTIMIZERS`.
+
+    Raises:
+        ValueError: for a world size that does not fill its hosts, a device without memory, an unknown name.
+
+    Example:
+        >>> Cluster(world_size=16, hbm_bytes=parse_bytes("80GB")).table_bytes_per_rank
+        68000000000
+    """
+
+    world_size: int
+    hbm_bytes: int = 0
+    ddr_bytes: int = 0
+    compute: str = "cuda"
+    local_world_size: int = 8
+    batch_size: int = 512
+    optimizer: str = "rowwise_adagrad"
+
+    def __post_init__(self) -> None:
+        check_known("compute", self.compute, COMPUTE_DEVICES)
+        check_known("optimizer", self.optimizer, OPTIMIZERS)
+        check(self.local_world_size >= 1, "local_world_size", "expected at least 1", self.local_world_size)
+        check(self.batch_size >= 1, "batch_size", "expected at least 1", self.batch_size)
+        requirement = f"expected 1..{self.local_world_size}, or whole hosts of {self.local_world_size} ranks"
+        whole = self.world_size % self.local_world_size == 0 or self.world_size < self.local_world_size
+        check(self.world_size >= 1 and whole, "world_size", requirement, self.world_size)
+        memory, option = (self.hbm_bytes, "hbm") if self.compute == "cuda" else (self.ddr_bytes, "ddr")
+        remedy = f"tell the memory per rank, such as --{option} 80GB"
+        check(memory > 0, option, f"expected more than 0 bytes on {self.compute!r}", memory, remedy)
+        check(self.ddr_bytes >= 0, "ddr", "expected at least 0 bytes", self.ddr_bytes)
+
+    @property
+    def table_bytes_per_rank(self) -> int:
+        """Memory of a rank that tables may take: all of it but `RESERVED_RATIO`."""
+        hbm = self.hbm_bytes if self.compute == "cuda" else 0
+        return _usable(hbm) + _usable(self.ddr_bytes)
+
+    def resized(self, world_size: int) -> Cluster:
+        """The same machines, another number of them."""
+        return replace(self, world_size=world_size)
+
+    def topology(self) -> Topology:
+        """The cluster as TorchRec's planner wants it."""
+        return Topology(
+            world_size=self.world_size,
+            compute_device=self.compute,
+            hbm_cap=_usable(self.hbm_bytes),
+            ddr_cap=_usable(self.ddr_bytes),
+            local_world_size=min(self.local_world_size, self.world_size),
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as ``"80GB"`` (10^9), ``"512MB"`` or ``"16GiB"`` (2^30).
+
+    Raises:
+        ValueError: for anything else.
+
+    Example:
+        >>> parse_bytes("80GB"), parse_bytes("1.5 GiB")
+        (80000000000, 1610612736)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    unit = match[2].upper() if match else ""
+    remedy = "units are B, KB, MB, GB, TB, PB (powers of 1000) and KiB .. PiB (powers of 1024)"
+    if match is None or unit not in _BYTES:
+        raise ValueError(describe("size", "expected a number and a unit, such as 80GB", repr(text), remedy))
+    return int(float(match[1]) * _BYTES[unit])
+
+
+def _usable(memory: int) -> int:
+    return int(memory * (1 - RESERVED_RATIO))

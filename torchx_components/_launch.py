@@ -1,0 +1,67 @@
+"""What all jobs share. Outside of the file with the components, where TorchX takes every function for one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchx import specs
+from torchx.components import dist
+
+MODULE = "dnis_torchrec"
+
+
+def torchrun(
+    job: str,
+    module: str,
+    args: Sequence[str],
+    j: str,
+    node: Mapping[str, Any],
+    env: Mapping[str, str] | None,
+    max_restarts: int,
+    max_retries: int,
+) -> specs.AppDef:
+    """One role that runs a module under torchrun, with what a restart there takes.
+
+    Args:
+        job: the component's name.
+        module: what ``python -m`` would run.
+        args: its arguments.
+        j: nodes x processes per node.
+        node: resources, image and mounts of a node, as `torchx.components.dist.ddp` names them.
+        env: environment variables; they win over those set here.
+        max_restarts: times that torchrun restarts the processes.
+        max_retries: times that the scheduler starts the job again.
+    """
+    environment = {
+        "PET_MAX_RESTARTS": str(max_restarts),
+        # Restarted workers would find the gloo addresses of the dead ones in the agent's store.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **(env or {}),
+    }
+    return dist.ddp(*args, m=module, name=f"dnis-{job}", j=j, env=environment, max_retries=max_retries, **node)
+
+
+def one_process(
+    job: str, args: Sequence[str], node: Mapping[str, Any], env: Mapping[str, str] | None, max_retries: int
+) -> specs.AppDef:
+    """One role that runs a `dnis` command in one process, which torchrun has nothing to do for.
+
+    It would be in the way of `dnis compare`, whose processes would all take themselves for rank 0 of its job.
+
+    Args:
+        job: the command, and the component's name.
+        args: its arguments.
+        node: resources, image and mounts of the node, as `torchrun` takes them.
+        env: environment variables.
+        max_retries: times that the scheduler starts the job again.
+    """
+    role = specs.Role(
+        name=MODULE,
+        image=node["image"],
+        entrypoint="python",
+        args=["-m", MODULE, job, *args],
+        env=dict(env or {}),
+        max_retries=max_retries,
+        resource=specs.resource(cpu=node["cpu"], gpu=node.get("gpu"), memMB=node["memMB"], h=node["h"]),
+        mounts=specs.parse_mounts(node["mounts"] or []),
+    )
+    return specs.AppDef(name=f"dnis-{job}", roles=[role])

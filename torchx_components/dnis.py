@@ -1,0 +1,137 @@
+"""dnis_torchrec's jobs as TorchX components: the same command on this machine and on a cluster.
+
+    torchx run dnis.search -- examples.synthetic:demo --compression 5 --out RUN
+    torchx run --scheduler slurm --dryrun dnis.compare -h gpu.xlarge -- RECIPE --data DIR --methods dnis --out OUT
+
+Before ``--`` stands what the machines are, after it what the program of the same name takes. TorchX refuses an option
+that comes twice: write ``--baseline=dense --baseline=uniform``. Registered as ``dnis.*`` in pyproject.toml.
+"""
+
+# TorchX reads the signature and its docstring as the command line: types are str, int, float, bool, Optional, List and
+# Dict, spelled out (annotations that are only strings, as under `from __future__ import annotations`, are refused).
+from typing import Dict, List, Optional
+
+import torchx
+from torchx import specs
+
+from torchx_components import _launch
+
+
+def search(
+    *args: str,
+    j: str = "1x1",
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 8192,
+    image: str = torchx.IMAGE,
+    mounts: Optional[List[str]] = None,
+    env: Optional[Dict[str, str]] = None,
+    max_restarts: int = 0,
+    max_retries: int = 0,
+) -> specs.AppDef:
+    """Runs `dnis search`: finds the retained dims, writes a run folder.
+
+    Args:
+        args: after `--`: arguments of `dnis search`; a restarted search needs `--overwrite` and begins anew
+        j: nodes x processes per node; `dnis search` runs on one process today and refuses more
+        h: named resource of a node, such as gpu.small or aws_p4d.24xlarge; takes precedence over cpu, gpu and memMB
+        cpu: CPU cores of a node
+        gpu: GPUs of a node
+        memMB: memory of a node in MB
+        image: container image, for schedulers that run one
+        mounts: storage to mount, as in type=bind,src=/shared,dst=/shared
+        env: environment variables of the job, as in OMP_NUM_THREADS=8,LOGLEVEL=INFO
+        max_restarts: times that torchrun restarts the processes on their nodes
+        max_retries: times that the scheduler starts the job again
+    """
+    node = {"h": h, "cpu": cpu, "gpu": gpu, "memMB": memMB, "image": image, "mounts": mounts}
+    return _launch.torchrun("search", _launch.MODULE, ["search", *args], j, node, env, max_restarts, max_retries)
+
+
+def export(
+    *args: str,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    memMB: int = 8192,
+    image: str = torchx.IMAGE,
+    mounts: Optional[List[str]] = None,
+    env: Optional[Dict[str, str]] = None,
+    max_retries: int = 0,
+) -> specs.AppDef:
+    """Runs `dnis export` in one process, on the CPU: makes an artifact from a run folder.
+
+    Args:
+        args: after `--`: arguments of `dnis export`
+        h: named resource of the node, such as cpu.xlarge; takes precedence over cpu and memMB
+        cpu: CPU cores
+        memMB: memory in MB
+        image: container image, for schedulers that run one
+        mounts: storage to mount, as in type=bind,src=/shared,dst=/shared
+        env: environment variables of the job, as in OMP_NUM_THREADS=8,LOGLEVEL=INFO
+        max_retries: times that the scheduler starts the job again
+    """
+    node = {"h": h, "cpu": cpu, "memMB": memMB, "image": image, "mounts": mounts}
+    return _launch.one_process("export", args, node, env, max_retries)
+
+
+def compare(
+    *args: str,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 8192,
+    image: str = torchx.IMAGE,
+    mounts: Optional[List[str]] = None,
+    env: Optional[Dict[str, str]] = None,
+    max_retries: int = 0,
+) -> specs.AppDef:
+    """Runs `dnis compare` on one node; it starts a process per cell itself, and goes on where an earlier try stopped.
+
+    Args:
+        args: after `--`: arguments of `dnis compare`
+        h: named resource of the node, such as gpu.xlarge or aws_p4d.24xlarge; takes precedence over cpu, gpu and memMB
+        cpu: CPU cores
+        gpu: GPUs
+        memMB: memory in MB
+        image: container image, for schedulers that run one
+        mounts: storage to mount, as in type=bind,src=/shared,dst=/shared
+        env: environment variables of the job, as in OMP_NUM_THREADS=8,LOGLEVEL=INFO
+        max_retries: times that the scheduler starts the job again
+    """
+    node = {"h": h, "cpu": cpu, "gpu": gpu, "memMB": memMB, "image": image, "mounts": mounts}
+    return _launch.one_process("compare", args, node, env, max_retries)
+
+
+def benchmark(
+    *args: str,
+    m: str,
+    j: str = "1x1",
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 8192,
+    image: str = torchx.IMAGE,
+    mounts: Optional[List[str]] = None,
+    env: Optional[Dict[str, str]] = None,
+    max_restarts: int = 0,
+    max_retries: int = 0,
+) -> specs.AppDef:
+    """Runs a benchmark, or any other module.
+
+    Args:
+        args: after `--`: arguments of the module
+        m: the module, such as benchmarks.step_time
+        j: nodes x processes per node, where the module runs on several
+        h: named resource of a node, such as gpu.small or aws_p4d.24xlarge; takes precedence over cpu, gpu and memMB
+        cpu: CPU cores of a node
+        gpu: GPUs of a node
+        memMB: memory of a node in MB
+        image: container image, for schedulers that run one
+        mounts: storage to mount, as in type=bind,src=/shared,dst=/shared
+        env: environment variables of the job, as in OMP_NUM_THREADS=8,LOGLEVEL=INFO
+        max_restarts: times that torchrun restarts the processes on their nodes
+        max_retries: times that the scheduler starts the job again
+    """
+    node = {"h": h, "cpu": cpu, "gpu": gpu, "memMB": memMB, "image": image, "mounts": mounts}
+    return _launch.torchrun("benchmark", m, list(args), j, node, env, max_restarts, max_retries)
