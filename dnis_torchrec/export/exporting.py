@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from dnis_torchrec.export.artifact import (
 )
 from dnis_torchrec.export.sparse import SCIPY_FORMATS, SparseTable, sparse_table, write_scipy
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
+from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.mixed_dimension import (
     MixedDimensionEmbeddingBagCollection,
     block_tables,
@@ -36,7 +38,7 @@ from dnis_torchrec.serving.mixed_dimension import (
 )
 
 ARTIFACT_FORMS = ("mixed_dimension", "csr")
-"""Forms that `write_artifact` knows; `load` takes the first that an artifact holds."""
+"""Forms that `write_artifact` knows and `load` serves."""
 SCHEME_FILE = "scheme.safetensors"
 DENSE_STATE_FILE = "dense_state.safetensors"
 TABLE_FIELDS = {
@@ -141,13 +143,37 @@ def read_scheme(path: Path | str) -> MixedDimensionScheme:
     return _scheme_of(path, read_manifest(path))
 
 
+@overload
 def load(
-    path: Path | str, *, collection: str | None = None, device: torch.device | str = "cpu"
+    path: Path | str, *, form: Literal["csr"], collection: str | None = None, device: torch.device | str = "cpu"
+) -> CsrEmbeddingBagCollection:
+    """Serves the exact sparse rows."""
+
+
+@overload
+def load(
+    path: Path | str,
+    *,
+    form: Literal["mixed_dimension"] = "mixed_dimension",
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
 ) -> MixedDimensionEmbeddingBagCollection:
-    """Builds the serving module from an artifact, from form ``"mixed_dimension"`` if present, else from ``"csr"``.
+    """Serves a table per block."""
+
+
+def load(
+    path: Path | str,
+    *,
+    form: str = "mixed_dimension",
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
+) -> MixedDimensionEmbeddingBagCollection | CsrEmbeddingBagCollection:
+    """Builds a serving module from an artifact.
 
     Args:
         path: the artifact's folder.
+        form: ``"mixed_dimension"``, made from the exact sparse rows where the artifact holds only those; or ``"csr"``,
+            whose buffers stay in the artifact's files, memory-mapped, while they are on the CPU.
         collection: FQN of the collection in the model; needed only if the artifact holds several.
         device: where the tables go.
 
@@ -155,10 +181,15 @@ def load(
         A drop-in for the model's EmbeddingBagCollection.
 
     Raises:
-        ValueError: if the artifact is damaged, foreign or newer, or `collection` is needed or unknown.
+        ValueError: if the artifact is damaged, foreign or newer, lacks the form, or `collection` is needed or unknown.
     """
+    check_known("form", form, ARTIFACT_FORMS)
     manifest = read_manifest(path)
     scheme = _of_collection(path, _scheme_of(path, manifest), collection)
+    if form == "csr":
+        tables = {name: _read_csr(path, manifest, table) for name, table in scheme.tables.items()}
+        rows = {name: CsrTable(embedding_dim=t.embedding_dim, **t.to_tensors()) for name, t in tables.items()}
+        return CsrEmbeddingBagCollection(scheme, rows).to(device)
     module = MixedDimensionEmbeddingBagCollection(scheme, device="meta")
     for name, table in scheme.tables.items():
         if "mixed_dimension" in manifest["forms"]:

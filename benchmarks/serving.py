@@ -1,0 +1,323 @@
+"""What pruned tables cost in service: latency beside dense tables, bytes beside what no encoding could do without.
+
+    python -m benchmarks.serving [--quick] [--artifact PATH] --json FILE
+
+Cases: `simulated`, 95 % of all values pruned one by one (one table of 1M rows, or 26 of 40,000; D = 64);
+`simulated_blocks`, 26 tables whose blocks retain fewer columns the rarer their rows; and any artifact, served from
+its files. Ids follow Zipf's law, rows sorted by frequency. One table is looked up from plain tensors, against
+nn.EmbeddingBag in fp32; several from a KeyedJaggedTensor that nobody has used before, against torchrec's
+EmbeddingBagCollection in fp32.
+
+In every round all forms take turns, in random order, on the same fresh ids. `latency_ratio` is the median over rounds
+of a form's time over the dense one's of the same round, `ratio_quartiles` its middle half. `bytes_over_floor` counts
+every byte of the module's tables and indices over 4 bytes per non-zero value plus the entropy of the mask, taken per
+block and column. Run it with OMP_WAIT_POLICY=passive, and two threads on an otherwise idle machine only: a core that
+somebody else needs makes torch's threads wait for each other, whichever form is looked up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchrec
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.export import load, load_csr, read_manifest, read_scheme
+from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving import CsrEmbeddingBagCollection, MixedDimensionEmbeddingBagCollection, load_operator
+from dnis_torchrec.serving.csr_build import instruction_set
+
+EMBEDDING_DIM, DENSITY = 64, 0.05
+NUM_EMBEDDINGS, NUM_TABLES, NUM_EMBEDDINGS_OF_MANY = 1_000_000, 26, 40_000
+BATCH_SIZES, POOLINGS, THREADS = (1, 64, 1024, 4096), (1, 20), (1, 2)
+BLOCK_ENDS, BLOCK_DIMS = (0.001, 0.005, 0.02, 0.1, 0.4, 1.0), (64, 48, 24, 8, 4, 2)
+"""`simulated_blocks`: where blocks of rows end, as a share of N, and the columns that they retain: 94 % pruned."""
+
+VALUE_DTYPES = {"csr_fp32": torch.float32, "csr_fp16": torch.float16, "csr_int8": torch.int8}
+CALLS_PER_TURN, BAGS_PER_TURN = 4, 32
+"""A turn times at least so many calls, of so many bags together, after one that is not timed: that one brings back what
+the other forms drove from the caches, as in a service, where nobody takes turns."""
+
+
+@dataclass
+class Case:
+    """Pruned tables, and the forms that serve them."""
+
+    name: str
+    scheme: MixedDimensionScheme
+    tables: dict[str, Tensor]
+    forms: dict[str, nn.Module]
+    rows_by_frequency: dict[str, Tensor]
+
+    @property
+    def features(self) -> list[tuple[str, TableScheme]]:
+        """Every (feature, table), in the modules' order."""
+        return [(feature, table) for table in self.scheme.tables.values() for feature in table.feature_names]
+
+
+def simulated(num_tables: int, num_embeddings: int, forms: Sequence[str]) -> Case:
+    """Tables whose values were pruned one by one, at random."""
+    torch.manual_seed(0)
+    routing = RowRouting(num_embeddings, 1, boundaries=torch.tensor([0, num_embeddings]))
+    retained = torch.ones(1, EMBEDDING_DIM, dtype=torch.bool)
+    tables = {}
+    for index in range(num_tables):
+        tables[f"t{index}"] = torch.randn(num_embeddings, EMBEDDING_DIM)
+        tables[f"t{index}"][torch.rand(num_embeddings, EMBEDDING_DIM) >= DENSITY] = 0
+    return serve("simulated", tables, routing, retained, forms)
+
+
+def simulated_blocks(num_tables: int, num_embeddings: int, forms: Sequence[str]) -> Case:
+    """Tables of which whole columns of blocks were pruned."""
+    torch.manual_seed(0)
+    boundaries = torch.tensor([0, *(round(end * num_embeddings) for end in BLOCK_ENDS)])
+    routing = RowRouting(num_embeddings, len(BLOCK_DIMS), boundaries=boundaries)
+    retained = torch.arange(EMBEDDING_DIM) < torch.tensor(BLOCK_DIMS).unsqueeze(1)
+    retained = retained[:, torch.randperm(EMBEDDING_DIM)]
+    mask = retained[routing.all_blocks()]
+    tables = {f"t{index}": torch.randn(num_embeddings, EMBEDDING_DIM) * mask for index in range(num_tables)}
+    return serve("simulated_blocks", tables, routing, retained, forms)
+
+
+def serve(name: str, tables: dict[str, Tensor], routing: RowRouting, retained: Tensor, forms: Sequence[str]) -> Case:
+    """The modules of a simulated case."""
+    scheme = MixedDimensionScheme(
+        {
+            table: TableScheme(
+                name=table,
+                collection="ebc",
+                num_embeddings=routing.num_embeddings,
+                embedding_dim=EMBEDDING_DIM,
+                pooling="sum",
+                feature_names=(f"{table}_id",),
+                is_weighted=False,
+                routing=routing,
+                retained=retained,
+                num_retained=int(weight.count_nonzero()),
+            )
+            for table, weight in tables.items()
+        }
+    )
+    modules: dict[str, nn.Module] = {
+        form: CsrEmbeddingBagCollection.from_tables(scheme, tables, value_dtype=VALUE_DTYPES[form])
+        for form in forms
+        if form in VALUE_DTYPES
+    }
+    if "mixed_dimension_fp32" in forms:
+        modules["mixed_dimension_fp32"] = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    rows = {table: torch.arange(routing.num_embeddings) for table in tables}
+    return Case(name, scheme, tables, modules, rows)
+
+
+def of_artifact(path: Path) -> list[Case]:
+    """One case for each unweighted collection of an artifact; rows that retain most count as the most frequent."""
+    scheme, held = read_scheme(path), read_manifest(path)["forms"]
+    cases = []
+    for collection in sorted({t.collection for t in scheme.tables.values() if not t.is_weighted}):
+        part = MixedDimensionScheme({n: t for n, t in scheme.tables.items() if t.collection == collection})
+        sparse = {name: load_csr(path, name) for name in part.tables}
+        rows = {name: table.row_pointers.diff().argsort(descending=True) for name, table in sparse.items()}
+        forms: dict[str, nn.Module] = {"csr_fp32": load(path, form="csr", collection=collection)}
+        tables = {name: table.to_dense() for name, table in sparse.items()}
+        for form in ("csr_fp16", "csr_int8"):
+            forms[form] = CsrEmbeddingBagCollection.from_tables(part, tables, value_dtype=VALUE_DTYPES[form])
+        if "mixed_dimension" in held:
+            forms["mixed_dimension_fp32"] = load(path, form="mixed_dimension", collection=collection)
+        cases.append(Case(f"{path.resolve().name}:{collection}", part, tables, forms, rows))
+    return cases
+
+
+def floor_bytes(case: Case) -> float:
+    """Bytes that no encoding of the tables could do without."""
+    total = 0.0
+    for name, table in case.scheme.tables.items():
+        present = case.tables[name] != 0
+        num_blocks = table.routing.num_blocks + 1  # one for the rows of no block
+        counts = torch.zeros(num_blocks, table.embedding_dim, dtype=torch.float64)
+        counts.index_add_(0, table.routing.all_blocks(), present.double())
+        rows = table.routing.row_counts(include_unassigned=True).unsqueeze(1)
+        share = (counts / rows.clamp(min=1)).clamp(0, 1)
+        bits = torch.special.entr(share) + torch.special.entr(1 - share)
+        total += 4 * int(present.sum()) + float((rows * bits).sum()) / torch.tensor(2.0).log().item() / 8
+    return total
+
+
+def resident_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers: the tables, and whatever is needed to find a row in them."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def draw_ids(case: Case, batch_size: int, pooling: int) -> Tensor:
+    """Ids for one call, feature by feature, after Zipf's law: the logarithm of a row's rank is uniform."""
+    ids = []
+    for _, table in case.features:
+        uniform = torch.rand(batch_size * pooling, dtype=torch.float64)
+        rank = (table.num_embeddings**uniform).long().sub(1).clamp(0, table.num_embeddings - 1)
+        ids.append(case.rows_by_frequency[table.name][rank])
+    return torch.cat(ids)
+
+
+def dense_collection(case: Case) -> EmbeddingBagCollection:
+    """torchrec's own collection of the same tables."""
+    configs = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=list(table.feature_names),
+            pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
+        )
+        for name, table in case.scheme.tables.items()
+    ]
+    collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    for name, bag in collection.embedding_bags.items():
+        bag.weight = nn.Parameter(case.tables[name])
+    return collection
+
+
+def contenders(case: Case) -> tuple[str, dict[str, Callable[[Any], Any]]]:
+    """The dense baseline's name, and what each contender (the baseline first) does with a batch."""
+    if len(case.features) > 1:
+        modules: dict[str, nn.Module] = {"dense": dense_collection(case), **case.forms}
+        return "torchrec.EmbeddingBagCollection", modules
+    ((name, weight),) = case.tables.items()
+    mode = case.scheme.tables[name].pooling
+    dense = nn.EmbeddingBag.from_pretrained(weight, mode=mode, include_last_offset=True)
+    calls: dict[str, Callable[[Any], Any]] = {"dense": lambda batch: dense(*batch)}
+    for form, module in case.forms.items():
+        if isinstance(module, CsrEmbeddingBagCollection):
+            calls[form] = lambda batch, module=module: module.lookup(*batch)
+    return "nn.EmbeddingBag", calls
+
+
+def measure(case: Case, batch_size: int, pooling: int, rounds: int) -> tuple[str, dict[str, list[float]]]:
+    """Microseconds per call of every contender in every round; they take turns."""
+    baseline, calls = contenders(case)
+    keys = [feature for feature, _ in case.features]
+    num_bags = len(keys) * batch_size
+    lengths, offsets = torch.full((num_bags,), pooling), torch.arange(0, num_bags * pooling + 1, pooling)
+    per_turn = max(CALLS_PER_TURN, BAGS_PER_TURN // batch_size)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+
+    def batches(all_ids: list[Tensor]) -> list[Any]:
+        if baseline == "nn.EmbeddingBag":
+            return [(ids, offsets) for ids in all_ids]
+        return [KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, stride=batch_size) for ids in all_ids]
+
+    with torch.inference_mode():
+        for index in range(-2, rounds):
+            all_ids = [draw_ids(case, batch_size, pooling) for _ in range(1 + per_turn)]
+            for name in random.sample(list(calls), len(calls)):
+                call, (first, *turn) = calls[name], batches(all_ids)
+                call(first)
+                start = time.perf_counter()
+                for batch in turn:
+                    call(batch)
+                seconds = time.perf_counter() - start
+                if index >= 0:
+                    times[name].append(1e6 * seconds / per_turn)
+    return baseline, times
+
+
+def check_equal(case: Case) -> None:
+    """Every exact form gives what the dense tables give: a fast wrong answer is not worth a row."""
+    keys = [feature for feature, _ in case.features]
+    batch = KeyedJaggedTensor(keys=keys, values=draw_ids(case, 16, 3), lengths=torch.full((16 * len(keys),), 3))
+    expected = dense_collection(case)(batch).values()
+    for form, module in case.forms.items():
+        if form.endswith("fp32"):
+            torch.testing.assert_close(module(batch).values(), expected, rtol=1e-5, atol=1e-5)
+
+
+def rows_of(case: Case, poolings: Sequence[int], threads: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """The rows of one case."""
+    check_equal(case)
+    floor, rows = floor_bytes(case), []
+    for num_threads in threads:
+        torch.set_num_threads(num_threads)
+        for pooling in poolings:
+            for batch_size in BATCH_SIZES:
+                baseline, times = measure(case, batch_size, pooling, rounds)
+                for form in list(times)[1:]:
+                    ratios = [a / b for a, b in zip(times[form], times["dense"], strict=True)]
+                    quartiles = statistics.quantiles(ratios, n=4)
+                    size = resident_bytes(case.forms[form])
+                    row = {
+                        "case": case.name,
+                        "form": form,
+                        "batch": batch_size,
+                        "pooling": pooling,
+                        "threads": num_threads,
+                        "tables": len(case.scheme.tables),
+                        "latency_ratio": round(statistics.median(ratios), 3),
+                        "bytes_over_floor": round(size / floor, 3),
+                        "resident_bytes": size,
+                        "baseline": baseline,
+                        "latency_us": round(statistics.median(times[form]), 2),
+                        "baseline_us": round(statistics.median(times["dense"]), 2),
+                        "ratio_quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
+                        "rounds": rounds,
+                    }
+                    print_row(row)
+                    rows.append(row)
+    return rows
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """One line of the table."""
+    low, high = row["ratio_quartiles"]
+    print(
+        f"{row['case']:>18} {row['form']:>20} {row['tables']:>6} {row['threads']:>7} {row['pooling']:>7} "
+        f"{row['batch']:>5} {row['latency_us']:>10.1f} us {row['latency_ratio']:>6.2f} [{low:.2f}, {high:.2f}] "
+        f"{row['bytes_over_floor']:>6.2f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measures, prints a table, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="9 rounds, not 200; one thread; 26 tables: pooling 1")
+    parser.add_argument("--artifact", type=Path, help="an artifact with form csr, measured too")
+    parser.add_argument("--json", type=Path, help="file to write")
+    arguments = parser.parse_args()
+    rounds = 9 if arguments.quick else 200
+    poolings_of_many, threads = (POOLINGS[:1], THREADS[:1]) if arguments.quick else (POOLINGS, THREADS)
+    compiled = instruction_set() if load_operator() else "not compiled"
+    print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores, CSR lookup: {compiled}")
+    print(f"{'case':>18} {'form':>20} tables threads pooling batch   latency          ratio to dense bytes/floor")
+    torch.set_num_threads(1)
+    rows = rows_of(simulated(1, NUM_EMBEDDINGS, list(VALUE_DTYPES)), POOLINGS, threads, rounds)
+    torch.set_num_threads(1)
+    many = simulated(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr_fp32", "csr_int8"])
+    rows += rows_of(many, poolings_of_many, threads, rounds)
+    del many
+    torch.set_num_threads(1)
+    blocks = simulated_blocks(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr_fp32", "mixed_dimension_fp32"])
+    rows += rows_of(blocks, poolings_of_many, threads, rounds)
+    if arguments.artifact:
+        for case in of_artifact(arguments.artifact):
+            rows += rows_of(case, poolings_of_many, threads, rounds)
+    if arguments.json:
+        temporary = arguments.json.with_name(f"{arguments.json.name}.partial")
+        fields = {"instruction_set": compiled, "torch": str(torch.__version__), "rows": rows}
+        temporary.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

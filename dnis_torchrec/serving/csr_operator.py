@@ -1,0 +1,200 @@
+"""The operator ``dnis_torchrec::csr_embedding_bag``: all features of a collection, from compressed sparse rows.
+
+Two implementations of one meaning: compiled for the CPU (csrc/csr_embedding_bag.cpp, built by csr_build.py), and from
+torch's own operators for every other device and where nothing can be compiled. A fake one lets torch.export through.
+
+Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_dim, V values of a table.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.serving.csr_build import NO_COMPILE, build
+
+NAMESPACE, NAME = "dnis_torchrec", "csr_embedding_bag"
+SCHEMA = (
+    f"{NAME}(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, Tensor layout, "
+    "int[]? keys, SymInt batch_size, int width, bool zero_unknown) -> Tensor"
+)
+"""The same as in the C++ source, which defines it where the library is loaded without Python."""
+
+_lock = threading.Lock()
+
+
+def load_operator() -> bool:
+    """Makes ``torch.ops.dnis_torchrec.csr_embedding_bag`` there, compiling it if need be; modules do so by themselves.
+
+    Call it before running an exported program in a process that builds no CSR module. Further calls do nothing.
+    Without a compiler, or with ``DNIS_NO_COMPILE=1``, torch's own operators do the work: same results, many times
+    slower.
+
+    Returns:
+        Whether the compiled implementation is used on the CPU.
+
+    Warns:
+        RuntimeWarning: if it could not be compiled, with the reason.
+
+    Example:
+        >>> load_operator() in (True, False)
+        True
+    """
+    with _lock:
+        return _load_operator()
+
+
+@functools.cache
+def _load_operator() -> bool:
+    compiled = _load_library()
+    if not compiled:
+        torch.library.define(f"{NAMESPACE}::{NAME}", SCHEMA.removeprefix(NAME))
+    # on the CPU the compiled implementation goes before this one
+    torch.library.impl(f"{NAMESPACE}::{NAME}", "CompositeExplicitAutograd", torch_csr_embedding_bag)
+    torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake_csr_embedding_bag)
+    return compiled
+
+
+def _load_library() -> bool:
+    if os.environ.get(NO_COMPILE, "0") not in ("", "0"):
+        return False
+    try:
+        torch.ops.load_library(build())
+    except (OSError, RuntimeError) as error:
+        slow = "lookups run on torch's operators, many times slower"
+        warnings.warn(f"{error}\n{slow}; {NO_COMPILE}=1 silences this", RuntimeWarning, stacklevel=5)
+        return False
+    return True
+
+
+def torch_csr_embedding_bag(
+    ids: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    tables: Sequence[Tensor],
+    layout: Tensor,
+    keys: Sequence[int] | None,
+    batch_size: int,
+    width: int,
+    zero_unknown: bool,
+) -> Tensor:
+    """The operator's meaning, from torch's own operators; same arguments and result as the compiled one.
+
+    For feature f read from table t, with ids i_1 .. i_L of a bag and weights w (1 if there are none),
+    ``out[bag, first_column + columns[p]] = sum over i, p of w_i * scale_i * values[p]``, p running from
+    ``row_pointers[i]`` to ``row_pointers[i + 1]``; MEAN divides by L.
+
+    Args:
+        ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
+        offsets: ``(keys * B + 1,)`` int32 or int64: bag b of key k holds ids ``offsets[k * B + b]`` up to the next.
+        per_sample_weights: ``(I,)`` float32, or None.
+        tables: for each table its values, ``(V,)`` float32, float16 or int8, its columns, ``(V,)`` uint8 or uint16, its
+            row_pointers, ``(N + 1,)`` int32 or int64, and, if the values are int8, its scales, ``(N,)`` bfloat16. One
+            list, because torch takes longer to hand four over than to look a bag up.
+        layout: ``(F, 4)`` int64, on the CPU for lookups there: per feature its table, its first output column, D,
+            and 1 for MEAN.
+        keys: per feature the position of its key among those of `offsets`; None: the features in order.
+        batch_size: B.
+        width: output columns, the sum of D over features.
+        zero_unknown: ids outside a table contribute zero (and count in L); otherwise they raise.
+
+    Returns:
+        ``(B, width)`` float32.
+
+    Raises:
+        ValueError: for an id outside its table, and for offsets, row pointers or columns that point out of theirs.
+
+    Example:
+        >>> columns, row_pointers = torch.tensor([1, 0, 1], dtype=torch.uint8), torch.tensor([0, 1, 1, 3])
+        >>> table, layout = [torch.tensor([2.0, 3.0, 4.0]), columns, row_pointers], torch.tensor([[0, 0, 2, 0]])
+        >>> ids, offsets = torch.tensor([0, 2, 1]), torch.tensor([0, 2, 3])
+        >>> torch_csr_embedding_bag(ids, offsets, None, table, layout, None, 2, 2, False).tolist()
+        [[3.0, 6.0], [0.0, 0.0]]
+    """
+    out = torch.zeros(batch_size, width, device=ids.device)
+    of_tables, bounds = _split_tables(tables), offsets.long()
+    for feature, (index, first_column, embedding_dim, is_mean) in enumerate(layout.tolist()):
+        key, place, table = feature if keys is None else keys[feature], f"{NAME}: feature {feature}", of_tables[index]
+        bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
+        first, last, lengths = int(bags[0]), int(bags[-1]), bags.diff()
+        rising = first >= 0 and last <= ids.numel() and bool((lengths >= 0).all())
+        check(rising, place, "expected rising offsets up to the number of ids", "others")
+        bag = torch.repeat_interleave(lengths, output_size=last - first)
+        row, num_rows = ids[first:last].long(), table.row_pointers.numel() - 1
+        is_row = (row >= 0) & (row < num_rows)
+        if not zero_unknown:
+            _check_all(is_row, place, f"expected ids in 0..{num_rows - 1}", row)
+        known = is_row.nonzero().squeeze(1)
+        weights = None if per_sample_weights is None else per_sample_weights[first:last][known]
+        entry, column, value = _values_of_rows(table, row[known], weights, place)
+        _check_all(column < embedding_dim, place, "expected columns below embedding_dim", column)
+        pooled = out.new_zeros(batch_size * embedding_dim)
+        pooled.index_add_(0, bag[known][entry] * embedding_dim + column, value)
+        pooled = pooled.view(batch_size, embedding_dim)
+        if is_mean:
+            pooled /= lengths.clamp(min=1).unsqueeze(1)
+        out[:, first_column : first_column + embedding_dim] = pooled
+    return out
+
+
+class _Buffers(NamedTuple):
+    values: Tensor
+    columns: Tensor
+    row_pointers: Tensor
+    scales: Tensor | None
+
+
+def _split_tables(tensors: Sequence[Tensor]) -> list[_Buffers]:
+    """The buffers of each table, from those of all."""
+    tables, rest = [], iter(tensors)
+    for values in rest:
+        columns, row_pointers = next(rest), next(rest)
+        tables.append(_Buffers(values, columns, row_pointers, next(rest) if values.dtype == torch.int8 else None))
+    return tables
+
+
+def _check_all(condition: Tensor, place: str, requirement: str, values: Tensor) -> None:
+    """Raises a ValueError with the first of `values` for which `condition` does not hold."""
+    if not bool(condition.all()):
+        raise ValueError(describe(place, requirement, int(values[~condition][0])))
+
+
+def _values_of_rows(table: _Buffers, rows: Tensor, weights: Tensor | None, place: str) -> tuple[Tensor, Tensor, Tensor]:
+    """All values of the given rows, one row after the other: which row (by position), which column, and the value."""
+    begin, end = table.row_pointers[rows].long(), table.row_pointers[rows + 1].long()
+    rising = (begin >= 0) & (begin <= end) & (end <= table.values.numel())
+    _check_all(rising, place, "expected rising row pointers up to the number of values", rows)
+    count = end - begin
+    entry = torch.repeat_interleave(count)
+    # counted from the first value of the first row, each row's values begin where those of the rows before it end
+    position = torch.arange(entry.numel(), device=rows.device) - (count.cumsum(0) - count - begin)[entry]
+    factor = torch.ones(rows.numel(), device=rows.device) if weights is None else weights
+    if table.scales is not None:
+        factor = factor * table.scales[rows].float()
+    if table.columns.dtype == torch.uint16:  # torch gathers uint16 only through its signed twin
+        column = table.columns.view(torch.int16)[position].long() & 0xFFFF
+    else:
+        column = table.columns[position].long()
+    return entry, column, table.values[position].float() * factor[entry]
+
+
+def _fake_csr_embedding_bag(
+    ids: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    tables: Sequence[Tensor],
+    layout: Tensor,
+    keys: Sequence[int] | None,
+    batch_size: int,
+    width: int,
+    zero_unknown: bool,
+) -> Tensor:
+    return ids.new_empty((batch_size, width), dtype=torch.float32)

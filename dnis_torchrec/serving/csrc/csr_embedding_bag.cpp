@@ -1,0 +1,350 @@
+// dnis_torchrec::csr_embedding_bag: bags of all features of a collection, pooled from tables in compressed sparse rows.
+//
+// Built against torch's stable ABI: it compiles in seconds, and one build serves every torch from 2.11 on.
+// Shapes: B batch, F features, N rows of a table, V values of a table, I ids of a batch.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define DNIS_X86 1
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t WINDOW = 64;              // ids whose rows are asked of memory ahead of their use
+constexpr int64_t RUN_LENGTH = 8;           // from here on a row is worth a look whether its columns are neighbours
+constexpr int64_t ROWS_PER_THREAD = 4'096;  // rows and bags that outweigh waking a thread
+
+struct Half {
+  uint16_t bits;
+};
+
+enum class ValueKind { FLOAT, HALF, INT8 };
+
+// int32 or int64, as they come.
+struct Integers {
+  const void* data = nullptr;
+  bool is_wide = false;
+
+  int64_t operator[](int64_t index) const {
+    return is_wide ? static_cast<const int64_t*>(data)[index] : static_cast<const int32_t*>(data)[index];
+  }
+  void prefetch(int64_t index) const {
+    __builtin_prefetch(static_cast<const char*>(data) + index * (is_wide ? sizeof(int64_t) : sizeof(int32_t)));
+  }
+};
+
+struct Table {
+  const void* values;      // (V,) of `kind`
+  const void* columns;     // (V,) uint8 or uint16
+  const uint16_t* scales;  // (N,) bfloat16, INT8 only
+  Integers row_pointers;   // (N + 1,)
+  int64_t num_embeddings;
+  int64_t num_values;
+  ValueKind kind;
+  bool has_wide_columns;
+
+  void prefetch(int64_t id) const {
+    if (id >= 0 && id < num_embeddings) row_pointers.prefetch(id);
+  }
+};
+
+struct Feature {
+  const Table* table;
+  int64_t key;           // its place among the keys of the batch
+  int64_t first_column;  // of the output
+  int64_t embedding_dim;
+  bool is_mean;
+};
+
+struct Bags {
+  Integers ids;          // (I,)
+  Integers offsets;      // (keys * B + 1,)
+  const float* weights;  // (I,) or null
+  float* out;            // (B, width)
+  int64_t num_ids;
+  int64_t batch_size;
+  int64_t width;
+  bool zero_unknown;
+};
+
+template <typename Value, typename Column>
+struct Row {
+  const Value* values;
+  const Column* columns;
+  int64_t length;
+  float factor;  // per-sample weight times scale
+};
+
+// The first thing found wrong: what, and at which id (OFFSETS: which offset).
+struct Fault {
+  enum Kind { NONE, UNKNOWN_ID, OFFSETS, ROW_POINTERS, COLUMNS };
+  Kind kind = NONE;
+  int64_t position = 0;
+
+  void note(Kind found, int64_t where) {
+    if (kind == NONE) *this = {found, where};
+  }
+};
+
+inline float float_of_bits(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+namespace baseline {
+#define DNIS_LEVEL 0
+#include "csr_kernel.h"
+#undef DNIS_LEVEL
+}  // namespace baseline
+
+#ifdef DNIS_X86
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+namespace avx2 {
+#define DNIS_LEVEL 1
+#include "csr_kernel.h"
+#undef DNIS_LEVEL
+}  // namespace avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512vl,avx512bw"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,avx512f,avx512vl,avx512bw")
+#endif
+namespace avx512 {
+#define DNIS_LEVEL 2
+#include "csr_kernel.h"
+#undef DNIS_LEVEL
+}  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // DNIS_X86
+
+struct InstructionSet {
+  const char* name;
+  Fault (*pool)(const Feature&, const Bags&, int64_t, int64_t);
+};
+
+constexpr InstructionSet BASELINE{"baseline", baseline::pool};
+#ifdef DNIS_X86
+constexpr InstructionSet AVX2{"avx2", avx2::pool};
+constexpr InstructionSet AVX512{"avx512", avx512::pool};
+#endif
+
+// The widest instruction set of this machine, or up to `limit` ("baseline", "avx2", "avx512").
+const InstructionSet* widest_instruction_set(const std::string& limit) {
+#ifdef DNIS_X86
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512bw");
+  if (has_avx512 && limit == "avx512") return &AVX512;
+  if (has_avx2 && (limit == "avx512" || limit == "avx2")) return &AVX2;
+#endif
+  return &BASELINE;
+}
+
+std::atomic<const InstructionSet*> instruction_set{widest_instruction_set("avx512")};
+
+void check(bool condition, const char* argument, const char* requirement) {
+  if (!condition) throw std::invalid_argument(std::string("csr_embedding_bag: ") + argument + ": expected " + requirement);
+}
+
+Integers integers(const Tensor& tensor, const char* argument) {
+  const ScalarType dtype = tensor.scalar_type();
+  check(dtype == ScalarType::Long || dtype == ScalarType::Int, argument, "int32 or int64");
+  check(tensor.dim() == 1 && tensor.is_contiguous(), argument, "one contiguous dimension");
+  return {tensor.const_data_ptr(), dtype == ScalarType::Long};
+}
+
+// Reads one table from `tensors`, values first, and moves on to the next.
+Table make_table(const std::vector<Tensor>& tensors, size_t& next) {
+  check(tensors.size() - next >= 3, "tables", "values, columns and row_pointers of each");
+  const Tensor &values = tensors[next], &columns = tensors[next + 1], &row_pointers = tensors[next + 2];
+  next += 3;
+  Table table{};
+  const ScalarType value_dtype = values.scalar_type(), column_dtype = columns.scalar_type();
+  check(
+      value_dtype == ScalarType::Float || value_dtype == ScalarType::Half || value_dtype == ScalarType::Char,
+      "values", "float32, float16 or int8");
+  check(column_dtype == ScalarType::Byte || column_dtype == ScalarType::UInt16, "columns", "uint8 or uint16");
+  check(values.is_contiguous() && columns.is_contiguous(), "values and columns", "contiguous ones");
+  table.kind = value_dtype == ScalarType::Float  ? ValueKind::FLOAT
+               : value_dtype == ScalarType::Half ? ValueKind::HALF
+                                                 : ValueKind::INT8;
+  table.has_wide_columns = column_dtype == ScalarType::UInt16;
+  table.values = values.const_data_ptr();
+  table.columns = columns.const_data_ptr();
+  table.num_values = values.numel();
+  table.row_pointers = integers(row_pointers, "row_pointers");
+  table.num_embeddings = row_pointers.numel() - 1;
+  check(columns.numel() == table.num_values, "columns", "one for each value");
+  check(table.num_embeddings >= 0, "row_pointers", "one more than rows");
+  if (table.kind == ValueKind::INT8) {
+    check(next < tensors.size(), "tables", "scales after int8 values");
+    const Tensor& scales = tensors[next++];
+    const bool fits = scales.scalar_type() == ScalarType::BFloat16 && scales.is_contiguous() &&
+                      scales.numel() == table.num_embeddings;
+    check(fits, "scales", "one bfloat16 for each row of int8 values");
+    table.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
+  }
+  return table;
+}
+
+std::vector<Table> make_tables(const std::vector<Tensor>& tensors) {
+  std::vector<Table> tables;
+  tables.reserve(tensors.size() / 3);
+  for (size_t next = 0; next < tensors.size();) tables.push_back(make_table(tensors, next));
+  return tables;
+}
+
+std::vector<Feature> make_features(
+    const Tensor& layout, const std::optional<std::vector<int64_t>>& keys, const std::vector<Table>& tables,
+    int64_t num_keys, int64_t width) {
+  const bool fits = layout.dim() == 2 && layout.size(1) == 4 && layout.scalar_type() == ScalarType::Long &&
+                    layout.is_contiguous() && layout.is_cpu();
+  check(fits, "layout", "int64 of shape (F, 4)");
+  const int64_t num_features = layout.size(0);
+  check(!keys || static_cast<int64_t>(keys->size()) == num_features, "keys", "one for each feature");
+  const int64_t* fields = static_cast<const int64_t*>(layout.const_data_ptr());
+  std::vector<Feature> features(num_features);
+  for (int64_t f = 0; f < num_features; ++f, fields += 4) {
+    const int64_t table = fields[0], first_column = fields[1], embedding_dim = fields[2];
+    const int64_t key = keys ? (*keys)[f] : f;
+    check(table >= 0 && table < static_cast<int64_t>(tables.size()), "layout", "tables that exist");
+    check(
+        first_column >= 0 && embedding_dim >= 0 && first_column <= width && embedding_dim <= width - first_column,
+        "layout", "columns within the output");
+    check(key >= 0 && key < num_keys, "offsets", "bags for each feature");
+    features[f] = {&tables[table], key, first_column, embedding_dim, fields[3] != 0};
+  }
+  return features;
+}
+
+Tensor empty_output(int64_t batch_size, int64_t width) {
+  const int64_t sizes[] = {batch_size, width}, strides[] = {width, 1};
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+std::string describe(const Fault& fault, size_t feature, const Feature& fields, const Bags& bags) {
+  const std::string place = "csr_embedding_bag: feature " + std::to_string(feature) + ": expected ";
+  switch (fault.kind) {
+    case Fault::UNKNOWN_ID:
+      return place + "ids in 0.." + std::to_string(fields.table->num_embeddings - 1) + ", got " +
+             std::to_string(bags.ids[fault.position]);
+    case Fault::OFFSETS:
+      return place + "rising offsets up to the number of ids, got others at " + std::to_string(fault.position);
+    case Fault::ROW_POINTERS:
+      return place + "rising row pointers up to the number of values, got others at row " +
+             std::to_string(bags.ids[fault.position]);
+    default:
+      return place + "columns below embedding_dim, got others in row " + std::to_string(bags.ids[fault.position]);
+  }
+}
+
+// Pools every bag of every feature. Bags are spread over torch's threads where there is enough to do; each writes its
+// own part of the output, so the result does not depend on how many threads there are.
+void pool_all(const std::vector<Feature>& features, const Bags& bags) {
+  const int64_t num_bags = static_cast<int64_t>(features.size()) * bags.batch_size;
+  std::mutex mutex;
+  Fault fault;
+  size_t faulty = features.size();
+  const auto pool = instruction_set.load()->pool;
+  const auto pool_range = [&](int64_t begin, int64_t end) {
+    for (int64_t next = begin; next < end;) {
+      const int64_t f = next / bags.batch_size, first_bag = next - f * bags.batch_size;
+      const int64_t last_bag = std::min(bags.batch_size, first_bag + end - next);
+      const Fault found = pool(features[f], bags, first_bag, last_bag);
+      if (found.kind != Fault::NONE) {
+        const std::lock_guard<std::mutex> guard(mutex);
+        const size_t feature = static_cast<size_t>(f);
+        if (feature < faulty || (feature == faulty && found.position < fault.position)) {
+          fault = found;
+          faulty = feature;
+        }
+      }
+      next += last_bag - first_bag;
+    }
+  };
+  if (num_bags + bags.num_ids < 2 * ROWS_PER_THREAD) {
+    pool_range(0, num_bags);
+  } else {
+    const int64_t rows_per_bag = 1 + bags.num_ids / num_bags;
+    torch::stable::parallel_for(0, num_bags, std::max<int64_t>(1, ROWS_PER_THREAD / rows_per_bag), pool_range);
+  }
+  if (fault.kind != Fault::NONE) throw std::invalid_argument(describe(fault, faulty, features[faulty], bags));
+}
+
+Tensor csr_embedding_bag(
+    const Tensor& ids, const Tensor& offsets, const std::optional<Tensor>& per_sample_weights,
+    const std::vector<Tensor>& tensors, const Tensor& layout, const std::optional<std::vector<int64_t>>& keys,
+    int64_t batch_size, int64_t width, bool zero_unknown) {
+  check(batch_size >= 0 && width >= 0, "batch_size and width", "none below 0");
+  Bags bags{};
+  bags.ids = integers(ids, "ids");
+  bags.num_ids = ids.numel();
+  bags.offsets = integers(offsets, "offsets");
+  bags.batch_size = batch_size;
+  bags.width = width;
+  bags.zero_unknown = zero_unknown;
+  if (per_sample_weights) {
+    const bool fits = per_sample_weights->scalar_type() == ScalarType::Float && per_sample_weights->is_contiguous() &&
+                      per_sample_weights->numel() == bags.num_ids;
+    check(fits, "per_sample_weights", "one contiguous float32 for each id");
+    bags.weights = static_cast<const float*>(per_sample_weights->const_data_ptr());
+  }
+  Tensor out = empty_output(batch_size, width);
+  if (batch_size == 0 || width == 0) return out;
+  bags.out = static_cast<float*>(out.mutable_data_ptr());
+  const std::vector<Table> tables = make_tables(tensors);
+  const int64_t num_keys = (offsets.numel() - 1) / batch_size;
+  const std::vector<Feature> features = make_features(layout, keys, tables, num_keys, width);
+  if (!features.empty()) pool_all(features, bags);
+  return out;
+}
+
+}  // namespace
+
+// Which instruction set the lookups run on, and, with a limit, from now on up to that one.
+extern "C" const char* dnis_instruction_set(const char* limit) {
+  if (limit != nullptr) instruction_set = widest_instruction_set(limit);
+  return instruction_set.load()->name;
+}
+
+STABLE_TORCH_LIBRARY(dnis_torchrec, library) {
+  library.def(
+      "csr_embedding_bag(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, Tensor layout, "
+      "int[]? keys, SymInt batch_size, int width, bool zero_unknown) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CPU, library) {
+  library.impl("csr_embedding_bag", TORCH_BOX(&csr_embedding_bag));
+}

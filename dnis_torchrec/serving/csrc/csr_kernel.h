@@ -1,0 +1,191 @@
+// The lookup itself, compiled once per instruction set: csr_embedding_bag.cpp includes this file in a namespace and a
+// target region of its own, with DNIS_LEVEL 0 (what the compiler may assume anyway), 1 (AVX2, F16C) or 2 (AVX-512).
+// Nothing of the standard library here: a shared inline function compiled for one instruction set could be called on a
+// machine without it.
+//
+// Every level gives the same bits: one multiplication and one addition per value, in the order of the ids, never fused.
+// Whatever ids, offsets and tables hold, nothing outside the buffers is read or written.
+
+inline float as_float(float value) { return value; }
+
+inline float as_float(int8_t value) { return static_cast<float>(value); }
+
+inline float as_float(Half value) {
+#if DNIS_LEVEL >= 1
+  return _cvtsh_ss(value.bits);
+#else
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
+  if (magnitude >= 0x0f800000u) return float_of_bits(sign | (magnitude + 0x70000000u));  // infinity, NaN
+  const float shifted = float_of_bits(magnitude) * 0x1p112f;  // exponent bias 15 -> 127; exact, subnormals too
+  return sign != 0 ? -shifted : shifted;
+#endif
+}
+
+#if DNIS_LEVEL >= 2
+inline __m256 load8(__mmask8 lanes, const float* values) { return _mm256_maskz_loadu_ps(lanes, values); }
+
+inline __m256 load8(__mmask8 lanes, const Half* values) {
+  return _mm256_cvtph_ps(_mm_maskz_loadu_epi16(lanes, values));
+}
+
+inline __m256 load8(__mmask8 lanes, const int8_t* values) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, values)));
+}
+
+inline __m256i load8(__mmask8 lanes, const uint8_t* columns) {
+  return _mm256_cvtepu8_epi32(_mm_maskz_loadu_epi8(lanes, columns));
+}
+
+inline __m256i load8(__mmask8 lanes, const uint16_t* columns) {
+  return _mm256_cvtepu16_epi32(_mm_maskz_loadu_epi16(lanes, columns));
+}
+#endif
+
+// out[k] += factor * values[k], or = where out is known to be zero: a row, or part of one, on neighbouring columns.
+template <bool first, typename Value>
+inline void add_run(float* out, const Value* values, int64_t length, float factor) {
+  int64_t k = 0;
+#if DNIS_LEVEL >= 1
+  if constexpr (sizeof(Value) == sizeof(Half)) {  // compilers vectorise the other two by themselves
+    for (; k + 8 <= length; k += 8) {
+      const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values + k)));
+      __m256 sum = _mm256_mul_ps(wide, _mm256_set1_ps(factor));
+      if constexpr (!first) sum = _mm256_add_ps(_mm256_loadu_ps(out + k), sum);
+      _mm256_storeu_ps(out + k, sum);
+    }
+  }
+#endif
+  for (; k < length; ++k) {
+    const float scaled = as_float(values[k]) * factor;
+    out[k] = first ? scaled : out[k] + scaled;
+  }
+}
+
+// out[columns[k]] += factor * values[k], or = where out is known to be zero, so that nothing waits for the zeros to
+// arrive in memory. False if a column lies outside the row; then some of it was added.
+template <bool first, typename Value, typename Column>
+inline bool add_scattered(float* out, const Row<Value, Column>& row, uint32_t embedding_dim) {
+#if DNIS_LEVEL >= 2
+  // Eight at a time and the rest masked out: how many columns a row retains cannot be predicted, and a branch that is
+  // mispredicted costs more than all the values of a short row.
+  for (int64_t k = 0; k < row.length; k += 8) {
+    const int64_t left = row.length - k;
+    const __mmask8 lanes = static_cast<__mmask8>(left >= 8 ? 0xff : (1 << left) - 1);
+    const __m256i columns = load8(lanes, row.columns + k);
+    const __mmask8 outside = _mm256_mask_cmpge_epu32_mask(lanes, columns, _mm256_set1_epi32(embedding_dim));
+    if (__builtin_expect(outside != 0, 0)) return false;
+    __m256 sum = _mm256_mul_ps(load8(lanes, row.values + k), _mm256_set1_ps(row.factor));
+    if constexpr (!first) {
+      const __m256 before = _mm256_mmask_i32gather_ps(_mm256_setzero_ps(), lanes, columns, out, sizeof(float));
+      sum = _mm256_add_ps(before, sum);
+    }
+    _mm256_mask_i32scatter_ps(out, lanes, columns, sum, sizeof(float));
+  }
+#else
+  for (int64_t k = 0; k < row.length; ++k) {
+    const uint32_t column = row.columns[k];
+    if (__builtin_expect(column >= embedding_dim, 0)) return false;
+    const float scaled = as_float(row.values[k]) * row.factor;
+    out[column] = first ? scaled : out[column] + scaled;
+  }
+#endif
+  return true;
+}
+
+template <bool first, typename Value, typename Column>
+inline bool add_row(float* out, const Row<Value, Column>& row, uint32_t embedding_dim) {
+  if (row.length >= RUN_LENGTH) {
+    const int64_t begin = row.columns[0], last = row.columns[row.length - 1];
+    if (last - begin + 1 == row.length && last < embedding_dim) {
+      add_run<first>(out + begin, row.values, row.length, row.factor);
+      return true;
+    }
+  }
+  return add_scattered<first>(out, row, embedding_dim);
+}
+
+// Finds the rows of `count` ids from `first` on and asks memory for them: all the row pointers of a window are on their
+// way before the first row is added. An id that is not in the table, or whose row pointers make no sense, gives an
+// empty row and a fault.
+template <typename Value, typename Column>
+inline void find_rows(
+    Row<Value, Column>* rows, const Table& table, const Bags& bags, int64_t first, int64_t count, Fault& fault) {
+  const Value* values = static_cast<const Value*>(table.values);
+  const Column* columns = static_cast<const Column*>(table.columns);
+  for (int64_t k = 0; k < count; ++k) {
+    Row<Value, Column>& row = rows[k];
+    row.length = 0;
+    const int64_t id = bags.ids[first + k];
+    if (__builtin_expect(id < 0 || id >= table.num_embeddings, 0)) {
+      if (!bags.zero_unknown) fault.note(Fault::UNKNOWN_ID, first + k);
+      continue;
+    }
+    const int64_t begin = table.row_pointers[id], end = table.row_pointers[id + 1];
+    if (__builtin_expect(begin < 0 || begin > end || end > table.num_values, 0)) {
+      fault.note(Fault::ROW_POINTERS, first + k);
+      continue;
+    }
+    row.values = values + begin;
+    row.columns = columns + begin;
+    row.length = end - begin;
+    row.factor = bags.weights != nullptr ? bags.weights[first + k] : 1.0f;
+    if (sizeof(Value) == sizeof(int8_t)) row.factor *= float_of_bits(static_cast<uint32_t>(table.scales[id]) << 16);
+    __builtin_prefetch(row.values);
+    __builtin_prefetch(row.columns);
+  }
+  for (int64_t k = first + count; k < first + count + WINDOW && k < bags.num_ids; ++k) table.prefetch(bags.ids[k]);
+}
+
+template <typename Value, typename Column>
+Fault pool_typed(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
+  const Table& table = *feature.table;
+  const uint32_t embedding_dim = static_cast<uint32_t>(feature.embedding_dim);
+  const int64_t first_offset = feature.key * bags.batch_size;
+  const int64_t last_id = bags.offsets[first_offset + last_bag];
+  Row<Value, Column> rows[WINDOW];
+  int64_t window_begin = 0, window_end = 0;
+  Fault fault;
+  for (int64_t bag = first_bag; bag < last_bag; ++bag) {
+    float* out = bags.out + bag * bags.width + feature.first_column;
+    for (uint32_t d = 0; d < embedding_dim; ++d) out[d] = 0.0f;
+    const int64_t begin = bags.offsets[first_offset + bag], end = bags.offsets[first_offset + bag + 1];
+    if (__builtin_expect(begin < 0 || begin > end || end > last_id || last_id > bags.num_ids, 0)) {
+      fault.note(Fault::OFFSETS, first_offset + bag);
+      continue;
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      if (i >= window_end || i < window_begin) {
+        window_begin = i;
+        window_end = i + WINDOW < last_id ? i + WINDOW : last_id;
+        find_rows(rows, table, bags, window_begin, window_end - window_begin, fault);
+      }
+      const Row<Value, Column>& row = rows[i - window_begin];
+      const bool inside = i == begin ? add_row<true>(out, row, embedding_dim) : add_row<false>(out, row, embedding_dim);
+      if (__builtin_expect(!inside, 0)) fault.note(Fault::COLUMNS, i);
+    }
+    if (feature.is_mean && end - begin > 1) {
+      const float length = static_cast<float>(end - begin);
+      for (uint32_t d = 0; d < embedding_dim; ++d) out[d] /= length;
+    }
+  }
+  return fault;
+}
+
+template <typename Value>
+inline Fault pool_valued(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
+  return feature.table->has_wide_columns ? pool_typed<Value, uint16_t>(feature, bags, first_bag, last_bag)
+                                         : pool_typed<Value, uint8_t>(feature, bags, first_bag, last_bag);
+}
+
+// Pools bags [first_bag, last_bag) of one feature.
+Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
+  switch (feature.table->kind) {
+    case ValueKind::HALF:
+      return pool_valued<Half>(feature, bags, first_bag, last_bag);
+    case ValueKind::INT8:
+      return pool_valued<int8_t>(feature, bags, first_bag, last_bag);
+    default:
+      return pool_valued<float>(feature, bags, first_bag, last_bag);
+  }
+}
