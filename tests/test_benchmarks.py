@@ -1,0 +1,227 @@
+"""The benchmarks run, write what they promise, and compare ratios only. No assertion here looks at a clock."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import against_naive, compare_ratios, step_time
+
+SMALL = {"batch_size": 32, "num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3}
+
+
+def small(name: str, **fields: int) -> step_time.Shape:
+    """A shape that takes a moment."""
+    varied = {"num_tables": None, "pooling": None, **SMALL, **fields}
+    return step_time.vary(step_time.SHAPES[name], **varied)
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process what a benchmark would start one for; the memory is then anybody's."""
+    monkeypatch.setattr(step_time, "peak_memory", lambda shape, which: {"plain": 100, "bilevel": 110}[which])
+    monkeypatch.setattr(step_time, "ROUNDS", 2)
+    monkeypatch.setattr(step_time, "QUICK_ROUNDS", 2)
+    monkeypatch.setattr(step_time, "WARM_UP_ROUNDS", 1)
+    monkeypatch.setattr(step_time, "PROFILED_ROUNDS", 1)
+    monkeypatch.setattr(against_naive, "run_apart", against_naive.run_here)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_step_time_measures_every_shape_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, options = tmp_path / "times.json", []
+    for name, value in SMALL.items():
+        options += [f"--{name.replace('_', '-')}", str(value)]
+    step_time.main(["--quick", *options, "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["shape"] for row in rows] == ["criteo", "dlrm_v2", "movielens"]
+    for row in rows:
+        assert {name: row[name] for name in SMALL} == SMALL
+        assert row["rounds"] == 2
+        assert row["peak_memory_ratio"] == 1.1
+        assert min(row["lower_ratio"], row["upper_ratio"]) > 0
+        assert row["pair_ratio"] > max(row["lower_ratio"], row["upper_ratio"])
+        parts = row["breakdown"]
+        assert sum(parts["plain"].values()) == pytest.approx(1, abs=0.01)
+        assert parts["plain"]["select"] == 0
+        assert parts["lower"]["select"] > 0
+        assert parts["upper"]["select"] > 0
+        for part in ("lookup", "input_dist", "dense_forward", "backward"):
+            assert parts["plain"][part] > 0, part
+            assert parts["lower"][part] > 0, part
+    text = capsys.readouterr().out
+    assert all(f"\n{row['shape']}: batch_size=32" in text for row in rows)
+
+
+def test_every_combination_of_values_is_a_shape() -> None:
+    arguments = step_time.parse(["--shape", "criteo", "--batch-size", "16,32", "--pooling", "1,5", "--num-tables", "2"])
+    shapes = step_time.chosen_shapes(arguments)
+    assert [(s.batch_size, s.poolings) for s in shapes] == [(16, (1, 1)), (16, (5, 5)), (32, (1, 1)), (32, (5, 5))]
+    assert {s.num_embeddings for s in shapes} == {(40_000, 40_000)}
+
+
+@pytest.mark.parametrize(
+    "argv", [["--num-tables", "3"], ["--batch-size", "0"], ["--batch-size", "x"], ["--shape", "other"]]
+)
+def test_a_wrong_command_line_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step_time.parse(argv)
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_batches_have_the_bags_of_their_shape() -> None:
+    shape = small("dlrm_v2", num_tables=3)
+    features = step_time.make_batches(shape, 1, seed=0)[0].sparse_features
+    assert features.keys() == shape.features == ["c0", "c1", "c2"]
+    assert features.lengths().view(3, -1)[:, 0].tolist() == list(shape.poolings) == [3, 2, 1]
+    assert int(features.values().max()) < 50
+    assert int(features.values().min()) >= 0
+
+
+def test_the_bilevel_steps_are_of_the_level_whose_time_they_are_taken_for() -> None:
+    shape, levels = small("movielens"), []
+    train, validation = step_time.make_batches(shape, 2, seed=0), step_time.make_batches(shape, 2, seed=1)
+
+    with step_time.process_group() as device:
+        plain = step_time.Plain(shape, train, validation, device)
+        bilevel = step_time.Bilevel(shape, train, validation, device)
+
+        def note(name: str) -> nullcontext:
+            levels.append((name, bilevel.pipeline.level.value))
+            return nullcontext()
+
+        for _ in range(3):
+            step_time.take_turns(plain, bilevel, note)
+    assert [pair for pair in levels if pair[0] != "plain"] == 3 * [("lower", "lower"), ("upper", "upper")]
+
+
+def test_every_moment_of_a_step_belongs_to_its_innermost_part() -> None:
+    step = SimpleNamespace(name="step plain", cpu_parent=None, self_cpu_time_total=1.0)
+    forward = SimpleNamespace(name="## forward 3 ##", cpu_parent=step, self_cpu_time_total=2.0)
+    backward_name = "autograd::engine::evaluate_function: MmBackward0"
+    backward = SimpleNamespace(name=backward_name, cpu_parent=forward, self_cpu_time_total=3.0)
+    product = SimpleNamespace(name="aten::mm", cpu_parent=backward, self_cpu_time_total=4.0)
+    between = SimpleNamespace(name="aten::ones", cpu_parent=None, self_cpu_time_total=100.0)
+    parts = step_time.breakdown([step, forward, backward, product, between])["plain"]
+    assert {part: share for part, share in parts.items() if share} == {
+        "other": 0.1,
+        "dense_forward": 0.2,
+        "backward": 0.7,
+    }
+
+
+def test_both_sides_train_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same weights and alpha at 1 the two models predict the same; both learn alpha and stay in [0, 1]."""
+    monkeypatch.setattr(against_naive, "BATCH_SIZE", 64)
+    naive = against_naive.NaiveFactorisation(100)
+    tables = against_naive.build_tables({"user": 50, "item": 50}, against_naive.EMBEDDING_DIM)
+    for name, table in zip(("user", "item"), naive.tables, strict=True):
+        tables.embedding_bags[name].weight.data.copy_(table.weight.data)
+    batch = against_naive.make_batches(100, 1, seed=0)[0]
+    dnis = against_naive.Factorisation(tables)(batch.dense_features, batch.sparse_features)
+    torch.testing.assert_close(naive(batch.sparse_features.values().view(2, -1)), dnis)
+    batches = against_naive.make_batches(100, 2, seed=1)
+    data = against_naive.DataSplits(train=batches, validation=batches, selection=batches, test=())
+    monkeypatch.setattr(against_naive, "NaiveFactorisation", lambda rows: naive)
+    for pair, selection_loss in against_naive.naive_side(100, 0.01, data):
+        before = selection_loss()
+        for _ in range(30):
+            pair()
+        assert selection_loss() < before
+    assert naive.alpha.min() >= 0
+    assert naive.alpha.max() <= 1
+    assert not naive.alpha.equal(torch.ones_like(naive.alpha))
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(("target", "not_reached"), [(2.0, []), (0.0, ["naive", "dnis"])])
+def test_against_naive_writes_rows_and_says_who_never_got_there(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    target: float,
+    not_reached: list[str],
+) -> None:
+    monkeypatch.setattr(against_naive, "TARGET_LOSS", target)
+    monkeypatch.setattr(against_naive, "BATCH_SIZE", 64)
+    monkeypatch.setattr(against_naive, "TRAIN_BATCHES", 3)
+    monkeypatch.setattr(against_naive, "QUICK_MAX_PAIRS", 4)
+    monkeypatch.setattr(against_naive, "LEARNING_RATES", {"naive": (0.01,), "dnis": (0.03,)})
+    real, peaks = against_naive.run_here, {"naive": 200, "dnis": 50}
+    monkeypatch.setattr(
+        against_naive,
+        "run_apart",
+        lambda side, *rest: against_naive.Run(**vars(real(side, *rest)) | {"peak_bytes": peaks[side]}),
+    )
+    path = tmp_path / "naive.json"
+    against_naive.main(["--quick", "--num-rows", "200,400", "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["num_rows"] for row in rows] == [200, 400]
+    for row in rows:
+        assert row["memory_ratio"] == 0.25
+        assert row["not_reached"] == not_reached
+        assert (row["time_ratio"] is None) == bool(not_reached)
+        assert row["dnis"]["pairs"] == (4 if not_reached else 2)
+        assert row["dnis"]["best_loss"] < 2
+    assert ("so there is no time to compare" in capsys.readouterr().out) == bool(not_reached)
+
+
+def test_each_side_takes_the_learning_rate_that_needs_fewest_pairs() -> None:
+    pairs = {0.01: 50, 0.03: 20, 0.1: 10}
+
+    def run(side: str, num_rows: int, learning_rate: float, max_pairs: int) -> against_naive.Run:
+        reached = learning_rate != 0.1
+        loss = 0.01 * learning_rate
+        return against_naive.Run(
+            seconds=1.0, pairs=pairs[learning_rate], is_reached=reached, best_loss=loss, peak_bytes=1
+        )
+
+    assert against_naive.tuned_learning_rate("naive", 100, 100, run) == 0.03
+
+
+def test_ratios_are_the_only_thing_that_is_compared() -> None:
+    row = {"shape": "criteo", "lower_ratio": 1.1, "plain_ms": 120.0, "lower_quartiles": [1.0, 1.2]}
+    assert compare_ratios.ratios_of("step_time", [row]) == {"step_time criteo lower_ratio": 1.1}
+    row = {"num_rows": 100, "time_ratio": None, "memory_ratio": 0.5, "time_ratio_range": None}
+    assert compare_ratios.ratios_of("against_naive", [row]) == {"against_naive 100 memory_ratio": 0.5}
+
+
+def test_what_moved_is_marked() -> None:
+    committed = {"a time_ratio": 1.0, "b time_ratio": 1.0, "b memory_ratio": 1.0, "c memory_ratio": 1.0, "d_ratio": 1.0}
+    measured = {
+        "a time_ratio": 1.19,
+        "b time_ratio": 0.7,
+        "b memory_ratio": 1.15,
+        "c memory_ratio": 0.95,
+        "e_ratio": 2.0,
+    }
+    comparisons = compare_ratios.compare(committed, measured)
+    assert {c.name: c.verdict for c in comparisons} == {
+        "a time_ratio": "",
+        "b time_ratio": "moved -30%",
+        "b memory_ratio": "moved +15%",
+        "c memory_ratio": "",
+        "d_ratio": "gone",
+        "e_ratio": "new",
+    }
+    assert compare_ratios.table(comparisons).splitlines()[-1].startswith("2 moved by more than 20%")
+
+
+def test_update_writes_what_the_next_run_is_compared_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_ratios, "COMMITTED", tmp_path / "ratios.json")
+    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": 2.0})
+    compare_ratios.main(["--update", "--note", "a toaster"])
+    assert "no committed ratios yet" in capsys.readouterr().out
+    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": 3.0})
+    compare_ratios.main([])
+    text = capsys.readouterr().out
+    assert "a toaster" in text
+    assert "moved +50%" in text
+    assert json.loads((tmp_path / "ratios.json").read_text())["ratios"] == {"a_ratio": 2.0}
