@@ -1,0 +1,69 @@
+"""What the commands share: the application itself, options, checks of arguments, printing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dnis_torchrec.checks import check
+
+app = typer.Typer(
+    name="dnis",
+    help="Finds how many embedding dimensions each part of each table deserves; exports tables of just that size.\n\n"
+    "A typical session:\n\n"
+    "  dnis search examples.movielens:mf --data DIR --compression 5 --out RUN\n\n"
+    "  dnis export RUN --out ARTIFACT\n\n"
+    "  dnis evaluate ARTIFACT --data DIR\n\n"
+    "  dnis report RUN\n\n"
+    "  dnis compare examples.movielens:mf --data DIR --methods uniform,magnitude,dnis --out COMPARISON",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE", help="`module:function`, looked for from the current folder."),
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `dnis search` wrote.")]
+DataOption = Annotated[
+    Path | None, typer.Option("--data", help="Folder of the data; recipes that generate their own need none.")
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")]
+
+
+@contextmanager
+def arguments() -> Iterator[None]:
+    """What fails in here is the caller's arguments: exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def check_data(data: Path | None) -> None:
+    """Refuses a --data that is no folder."""
+    if data is not None:
+        check(data.is_dir(), f"--data {data}", "expected a folder", "none")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = file.with_name(f"{file.name}.partial")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, file)
+
+
+def print_table(table: Table, at_least: int) -> None:
+    """Prints a table as wide as the terminal, or as `at_least` where that is less or there is none."""
+    Console(width=max(at_least, Console().width), file=sys.stdout).print(table)

@@ -1,0 +1,101 @@
+"""`dnis compare`: methods x sizes x seeds at the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dnis_torchrec.baselines.method import MAX_EPOCHS
+from dnis_torchrec.checks import check
+from dnis_torchrec.cli.app import DataOption, RecipeArgument, app, arguments, check_data, print_table
+from dnis_torchrec.comparison import (
+    Compared,
+    Comparison,
+    comparison_table,
+    missing_lines,
+    parse_names,
+    parse_seeds,
+    parse_sizes,
+    run_comparison,
+    write_json,
+)
+from dnis_torchrec.recipe import load_recipe
+
+COMPARISON_WIDTH = 150
+
+
+@app.command()
+def compare(
+    recipe: RecipeArgument,
+    methods: Annotated[
+        str, typer.Option("--methods", help="Names with commas between them; `dense`, uncompressed, is always added.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the comparison; what has finished there is kept.")],
+    data: DataOption = None,
+    sizes: Annotated[
+        str, typer.Option("--sizes", help="Bytes of the uncompressed tables over bytes wanted, each above 1.")
+    ] = "2,4,10",
+    seeds: Annotated[
+        str, typer.Option("--seeds", help="How many, from 0 on; or with commas: which (`7,` is one).")
+    ] = "3",
+    patience: Annotated[int, typer.Option(help="Epochs without a better selection loss before a training stops.")] = 3,
+    max_epochs: Annotated[int, typer.Option(help="Epochs of one training at most.")] = MAX_EPOCHS,
+    trials: Annotated[
+        int | None, typer.Option(help="Of methods that need several; each method's own number if not given.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Cells at a time, a process each; one per core (or GPU) if not given.")
+    ] = None,
+    artifacts: Annotated[
+        bool, typer.Option("--artifacts", help="Export every cell that runs, to OUT/cells/CELL/artifact.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write OUT/comparison.json here.")] = None,
+) -> None:
+    """Compares methods at the same bytes: methods x sizes x seeds, same splits, same early stopping.
+
+    Methods that learn nothing on the validation split get it as training data in a second row, METHOD+validation.
+
+    Writes OUT/comparison.json, .csv and .html. Run again, it goes on where it stopped and tries again what crashed.
+    """
+    with arguments():
+        load_recipe(recipe)
+        check_data(data)
+        if json_file is not None:
+            check(json_file.parent.is_dir(), f"--json {json_file}", "expected an existing folder", json_file.parent)
+        comparison = Comparison(
+            recipe=recipe,
+            data=data,
+            out=out,
+            methods=parse_names(methods, "--methods"),
+            sizes=parse_sizes(sizes, "--sizes"),
+            seeds=parse_seeds(seeds, "--seeds"),
+            patience=patience,
+            max_epochs=max_epochs,
+            trials=trials,
+            artifacts=artifacts,
+            jobs=jobs,
+        )
+    try:
+        compared = run_comparison(comparison)
+    except KeyboardInterrupt as error:
+        typer.echo("error: interrupted; what has finished is kept, the same command goes on from there", err=True)
+        raise typer.Exit(1) from error
+    if json_file is not None:
+        write_json(json_file, compared.content)
+    _print_compared(compared, out)
+    if compared.crashes:
+        raise typer.Exit(1)
+
+
+def _print_compared(compared: Compared, out: Path) -> None:
+    print_table(comparison_table(compared.content), COMPARISON_WIDTH)
+    for line in missing_lines(compared.content.rows):
+        typer.echo(line, err=True)
+    typer.echo(f"comparison: {out / 'comparison.html'}")
+    if compared.crashes:
+        files = "\n".join(f"  {file}" for file in compared.crashes.values())
+        typer.echo(
+            f"error: {len(compared.crashes)} cells crashed; the same command tries them again:\n{files}", err=True
+        )

@@ -1,0 +1,212 @@
+"""`dnis search`, `prune`, `export`, `evaluate` and `report`: one run, from data to artifact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dnis_torchrec.budget import Size
+from dnis_torchrec.checks import check
+from dnis_torchrec.cli.app import (
+    DataOption,
+    OverwriteOption,
+    RecipeArgument,
+    RunArgument,
+    app,
+    arguments,
+    check_data,
+    print_table,
+    write_text,
+)
+from dnis_torchrec.export.exporting import ARTIFACT_FORMS
+from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search
+from dnis_torchrec.recipe import load_recipe
+from dnis_torchrec.report import ReportRow, rows_table
+from dnis_torchrec.run_folder import RunFolder
+
+ROWS_WIDTH = 100
+
+CompressionOption = Annotated[
+    float | None,
+    typer.Option("--compression", help="Parameters of the uncompressed tables over those wanted, above 1."),
+]
+BytesOption = Annotated[
+    int | None, typer.Option("--embedding-bytes", help="Instead of --compression: bytes of all tables in form --form.")
+]
+FormOption = Annotated[str, typer.Option("--form", help="mixed_dimension_fp32 or csr_fp32; index bytes are counted.")]
+
+
+@app.command()
+def search(
+    recipe: RecipeArgument,
+    out: Annotated[Path, typer.Option("--out", help="Run folder to make.")],
+    data: DataOption = None,
+    compression: CompressionOption = None,
+    embedding_bytes: BytesOption = None,
+    form: FormOption = "mixed_dimension_fp32",
+    seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(help="Train beside, at the same size: `dense`, `uniform`, `magnitude`. May be repeated."),
+    ] = None,
+    embedding_dim: Annotated[int | None, typer.Option(help="D to start from; the recipe's own if not given.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks per table set; the recipe's own if not given.")] = None,
+    scope: Annotated[
+        str, typer.Option(help="`global`: tables of equal embedding_dim share alpha; `table`.")
+    ] = "global",
+    strategy: Annotated[str, typer.Option(help="How rows are cut: equal_rows, equal_mass, decades.")] = "equal_rows",
+    warm_up_epochs: Annotated[int | None, typer.Option(help="Epochs before alpha moves.")] = None,
+    ramp_epochs: Annotated[int | None, typer.Option(help="Epochs in which alpha is led to the size.")] = None,
+    release_epochs: Annotated[int | None, typer.Option(help="Epochs at most after the ramp.")] = None,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Searches: counts, blocks, learns alpha on validation loss, merges, prunes; writes RUN and its report.json.
+
+    The search ends at the requested size; nothing else has to be tuned. Ctrl-C saves and stops.
+    """
+    with arguments():
+        size = _size(compression, embedding_bytes, form)
+        load_recipe(recipe)
+        settings = {
+            "num_blocks": num_blocks,
+            "scope": scope,
+            "strategy": strategy,
+            "warm_up_epochs": warm_up_epochs,
+            "ramp_epochs": ramp_epochs,
+            "release_epochs": release_epochs,
+        }
+        job = SearchJob(
+            recipe=recipe,
+            data=data,
+            out=out,
+            size=size,
+            settings={name: value for name, value in settings.items() if value is not None},
+            embedding_dim=embedding_dim,
+            seed=seed,
+            baselines=tuple(baseline or ()),
+            overwrite=overwrite,
+        )
+        _check_free(out, overwrite)
+        check_data(data)
+    _print_rows(run_search(job))
+    typer.echo(f"run: {out}")
+
+
+@app.command()
+def prune(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option("--out", help="Run folder to make.")],
+    data: DataOption = None,
+    compression: CompressionOption = None,
+    embedding_bytes: BytesOption = None,
+    form: FormOption = "mixed_dimension_fp32",
+    threshold: Annotated[float | None, typer.Option(help="Instead of a size: drop magnitudes up to this.")] = None,
+    structure: Annotated[
+        str, typer.Option(help="`block`: whole columns of blocks; `element`: single values.")
+    ] = "block",
+    scope: Annotated[
+        str, typer.Option(help="`global`: one budget; `table`: every table to the same ratio.")
+    ] = "global",
+    fine_tune_epochs: Annotated[int, typer.Option(help="Epochs at most of masked fine-tuning; 0 for none.")] = 10,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Prunes a finished RUN further, fine-tunes what is left with the mask held, and writes a new run."""
+    with arguments():
+        check(
+            (threshold is None) or (compression is None and embedding_bytes is None),
+            "--threshold",
+            "expected no size",
+            "one",
+        )
+        size = None if threshold is not None else _size(compression, embedding_bytes, form)
+        RunFolder.open(run)
+        _check_free(out, overwrite)
+    row = run_prune(
+        run,
+        data,
+        out,
+        size=size,
+        threshold=threshold,
+        structure=structure,
+        scope=scope,
+        max_epochs=fine_tune_epochs,
+        overwrite=overwrite,
+    )
+    _print_rows([row])
+    typer.echo(f"run: {out}")
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option("--out", help="Artifact folder to write.")],
+    form: Annotated[list[str] | None, typer.Option(help="`mixed_dimension`, `csr`; both if not given.")] = None,
+    scipy: Annotated[list[str] | None, typer.Option(help="Also write scipy `.npz` files: `csr`, `coo`.")] = None,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Exports a finished RUN as an artifact: manifest.json and safetensors, ready to serve."""
+    with arguments():
+        RunFolder.open(run)
+        check(
+            overwrite or not out.exists(),
+            f"artifact {out}",
+            "expected a folder that does not exist",
+            "an existing one",
+            "choose another --out, or --overwrite",
+        )
+    path = run_export(run, out, forms=form or ARTIFACT_FORMS, scipy_formats=scipy or (), overwrite=overwrite)
+    typer.echo(f"artifact: {path}")
+
+
+@app.command()
+def evaluate(
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_ARTIFACT", help="What `dnis search` or `dnis export` wrote.")],
+    data: DataOption = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+) -> None:
+    """Evaluates on the test split: a run's model, or an artifact's serving module dropped into the model."""
+    with arguments():
+        check(path.is_dir(), str(path), "expected a run or an artifact", "no such folder")
+        check_data(data)
+    result = run_evaluate(path, data)
+    text = json.dumps(result, indent=1)
+    if json_file is not None:
+        write_text(json_file, text)
+    typer.echo(text)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `dnis search` wrote.")],
+) -> None:
+    """Writes report.html, one self-contained page, and figures/ into the first RUN, and prints the table of results.
+
+    Further runs may differ from the first in size, seed, D and S: they add rows, and metric against D and against S.
+    """
+    with arguments():
+        rows = [row for run in runs for row in RunFolder.open(run).rows()]
+        page = run_report(runs[0], runs[1:])
+    _print_rows(rows)
+    typer.echo(f"report: {page}")
+
+
+def _size(compression: float | None, embedding_bytes: int | None, form: str) -> Size:
+    return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form)
+
+
+def _check_free(out: Path, overwrite: bool) -> None:
+    remedy = "choose another --out, or --overwrite a run"
+    check(
+        overwrite or not out.exists(),
+        f"run folder {out}",
+        "expected a folder that does not exist",
+        "an existing one",
+        remedy,
+    )
+
+
+def _print_rows(rows: list[ReportRow] | tuple[ReportRow, ...]) -> None:
+    print_table(rows_table(rows), ROWS_WIDTH)
