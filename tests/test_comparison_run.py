@@ -97,6 +97,20 @@ def is_alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+def test_a_cell_knows_nothing_of_a_torchrun_around_it(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With RANK and MASTER_PORT of its parent a cell would wait for ranks that are none of its own."""
+    told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "job"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OUTLIVES", "all of them")
+    program = "import os, sys, json; json.dump(dict(os.environ), open(sys.argv[1] + '/seen.json', 'w'))"
+    (folder,) = make_folders(out, 2)
+    run_cells([folder], jobs=1, on_done=lambda folder: None, command=(sys.executable, "-c", program))
+    seen = json.loads((folder / "seen.json").read_text())
+    assert seen["OUTLIVES"] == "all of them"
+    assert not told.keys() & seen.keys()
+
+
 def test_every_folder_ends_with_a_result_or_a_crash_and_one_crash_leaves_the_others_alone(out: Path) -> None:
     folders, done = make_folders(out, 2, 3, 5, 4), []
     stand_in(folders, jobs=2, on_done=done.append)
@@ -228,7 +242,7 @@ def test_a_second_comparison_at_work_in_the_folder_is_refused(out: Path, monkeyp
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Done:
-    monkeypatch.setattr(cli, "Comparison", partial(Comparison, registry=REGISTRY))
+    monkeypatch.setattr(cli.compare, "Comparison", partial(Comparison, registry=REGISTRY))
     return dnis("compare", "tests.tiny:demo", *arguments)
 
 
@@ -276,7 +290,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
     def interrupted(comparison: Comparison) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_comparison", interrupted)
+    monkeypatch.setattr(cli.compare, "run_comparison", interrupted)
     done = compare(monkeypatch, "--methods", "dnis", "--out", tmp_path / "out")
     assert (done.returncode, done.stdout) == (1, "")
     assert "error: interrupted; what has finished is kept, the same command goes on from there" in done.stderr

@@ -19,6 +19,9 @@ COMMAND = (sys.executable, "-m", "dnis_torchrec.comparison.worker")
 SECONDS_TO_END = 15
 """Longer than a worker gives itself."""
 
+TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""Beginnings of the names of torchrun's environment variables."""
+
 
 def default_jobs() -> int:
     """Cells at a time if nothing is said: one per GPU, else one per core that this process may use."""
@@ -89,8 +92,11 @@ def run_cells(
 
 
 def _environment(slot: int, jobs: int) -> Mapping[str, str]:
-    """The environment of the processes that run in one slot, one after the other."""
-    environment = dict(os.environ)
+    """The environment of the processes that run in one slot, one after the other.
+
+    What torchrun told this process is left out: a cell is a job of one rank, of its own.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES)}
     if jobs > 1:
         environment["OMP_NUM_THREADS"] = "1"
     if count := torch.cuda.device_count():
