@@ -50,6 +50,7 @@ $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 	@$(BIN)/python -P dnis_torchrec/_dependencies.py $(FLAVOUR)
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@$(BIN)/python -W ignore -c 'import torchrec'
+	@$(BIN)/python -c 'from dnis_torchrec.serving import load_operator; load_operator()'
 	@touch $@
 
 demo: $(STAMP)

@@ -3,10 +3,10 @@
     python -m benchmarks.serving [--quick] [--artifact PATH] --json FILE
 
 Cases: `simulated`, 95 % of all values pruned one by one (one table of 1M rows, or 26 of 40,000; D = 64);
-`simulated_blocks`, 26 tables whose blocks retain fewer columns the rarer their rows; and any artifact, served from
-its files. Ids follow Zipf's law, rows sorted by frequency. One table is looked up from plain tensors, against
-nn.EmbeddingBag in fp32; several from a KeyedJaggedTensor that nobody has used before, against torchrec's
-EmbeddingBagCollection in fp32.
+`simulated_blocks`, 26 tables whose blocks retain fewer columns the rarer their rows; and any artifact: each collection,
+and each table of it alone, in every form that it holds and in every CSR form. Ids follow Zipf's law, rows sorted by
+frequency. The simulated single table is looked up from plain tensors, against nn.EmbeddingBag in fp32; all else from a
+KeyedJaggedTensor that nobody has used before, against torchrec's EmbeddingBagCollection in fp32.
 
 In every round all forms take turns, in random order, on the same fresh ids. `latency_ratio` is the median over rounds
 of a form's time over the dense one's of the same round, `ratio_quartiles` its middle half. `bytes_over_floor` counts
@@ -23,7 +23,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.export import load, load_csr, read_manifest, read_scheme
+from dnis_torchrec.export import Shard, load_csr, read_manifest, read_scheme
+from dnis_torchrec.export.form_registry import form_named
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving import CsrEmbeddingBagCollection, MixedDimensionEmbeddingBagCollection, load_operator
+from dnis_torchrec.serving import CsrEmbeddingBagCollection, load_operator
 from dnis_torchrec.serving.csr_build import instruction_set
 
 EMBEDDING_DIM, DENSITY = 64, 0.05
@@ -47,7 +48,9 @@ BATCH_SIZES, POOLINGS, THREADS = (1, 64, 1024, 4096), (1, 20), (1, 2)
 BLOCK_ENDS, BLOCK_DIMS = (0.001, 0.005, 0.02, 0.1, 0.4, 1.0), (64, 48, 24, 8, 4, 2)
 """`simulated_blocks`: where blocks of rows end, as a share of N, and the columns that they retain: 94 % pruned."""
 
-VALUE_DTYPES = {"csr_fp32": torch.float32, "csr_fp16": torch.float16, "csr_int8": torch.int8}
+CSR_FORMS = ("csr", "csr_fp16", "csr_int8")
+EXACT_FORMS = {"csr": "csr_fp32", "mixed_dimension": "mixed_dimension_fp32"}
+"""Forms without loss, and what the rows call them."""
 CALLS_PER_TURN, BAGS_PER_TURN = 4, 32
 """A turn times at least so many calls, of so many bags together, after one that is not timed: that one brings back what
 the other forms drove from the caches, as in a service, where nobody takes turns."""
@@ -55,13 +58,14 @@ the other forms drove from the caches, as in a service, where nobody takes turns
 
 @dataclass
 class Case:
-    """Pruned tables, and the forms that serve them."""
+    """Pruned tables, and the forms that serve them; `is_plain`: without KeyedJaggedTensor, beside nn.EmbeddingBag."""
 
     name: str
     scheme: MixedDimensionScheme
     tables: dict[str, Tensor]
     forms: dict[str, nn.Module]
     rows_by_frequency: dict[str, Tensor]
+    is_plain: bool = False
 
     @property
     def features(self) -> list[tuple[str, TableScheme]]:
@@ -112,33 +116,39 @@ def serve(name: str, tables: dict[str, Tensor], routing: RowRouting, retained: T
             for table, weight in tables.items()
         }
     )
-    modules: dict[str, nn.Module] = {
-        form: CsrEmbeddingBagCollection.from_tables(scheme, tables, value_dtype=VALUE_DTYPES[form])
-        for form in forms
-        if form in VALUE_DTYPES
-    }
-    if "mixed_dimension_fp32" in forms:
-        modules["mixed_dimension_fp32"] = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
     rows = {table: torch.arange(routing.num_embeddings) for table in tables}
-    return Case(name, scheme, tables, modules, rows)
+    return Case(name, scheme, tables, modules_of(scheme, tables, forms), rows, is_plain=len(tables) == 1)
 
 
-def of_artifact(path: Path) -> list[Case]:
-    """One case for each unweighted collection of an artifact; rows that retain most count as the most frequent."""
+def modules_of(scheme: MixedDimensionScheme, tables: dict[str, Tensor], forms: Sequence[str]) -> dict[str, nn.Module]:
+    """A serving module of every form, made as an artifact's reader makes it."""
+    modules = {}
+    for name in forms:
+        form, shards = form_named(name), {}
+        for table, fields in scheme.tables.items():
+            weight, num_rows = tables[table], fields.num_embeddings
+            tensors = form.encode(fields, lambda first, last, weight=weight: weight[first:last], 0, num_rows)
+            shards[table] = [Shard(place=table, first_row=0, num_rows=num_rows, tensors=tensors)]
+        modules[EXACT_FORMS.get(name, name)] = form.build(scheme, shards, device="cpu", unknown_ids="error")
+    return modules
+
+
+def of_artifact(path: Path) -> Iterator[Case]:
+    """Each unweighted collection of an artifact, then each of its tables; rows that retain most count as the most
+    frequent.
+    """
     scheme, held = read_scheme(path), read_manifest(path)["forms"]
-    cases = []
+    forms = list(dict.fromkeys([*CSR_FORMS, *held]))
     for collection in sorted({t.collection for t in scheme.tables.values() if not t.is_weighted}):
-        part = MixedDimensionScheme({n: t for n, t in scheme.tables.items() if t.collection == collection})
-        sparse = {name: load_csr(path, name) for name in part.tables}
-        rows = {name: table.row_pointers.diff().argsort(descending=True) for name, table in sparse.items()}
-        forms: dict[str, nn.Module] = {"csr_fp32": load(path, form="csr", collection=collection)}
-        tables = {name: table.to_dense() for name, table in sparse.items()}
-        for form in ("csr_fp16", "csr_int8"):
-            forms[form] = CsrEmbeddingBagCollection.from_tables(part, tables, value_dtype=VALUE_DTYPES[form])
-        if "mixed_dimension" in held:
-            forms["mixed_dimension_fp32"] = load(path, form="mixed_dimension", collection=collection)
-        cases.append(Case(f"{path.resolve().name}:{collection}", part, tables, forms, rows))
-    return cases
+        whole = {n: t for n, t in scheme.tables.items() if t.collection == collection}
+        parts = [whole] if len(whole) == 1 else [whole, *({name: table} for name, table in whole.items())]
+        for part in parts:
+            sparse = {name: load_csr(path, name) for name in part}
+            rows = {name: table.row_pointers.diff().argsort(descending=True) for name, table in sparse.items()}
+            tables = {name: table.to_dense() for name, table in sparse.items()}
+            name = ":".join([path.resolve().name, collection, *(part if part is not whole else ())])
+            part_scheme = MixedDimensionScheme(part)
+            yield Case(name, part_scheme, tables, modules_of(part_scheme, tables, forms), rows)
 
 
 def floor_bytes(case: Case) -> float:
@@ -191,7 +201,7 @@ def dense_collection(case: Case) -> EmbeddingBagCollection:
 
 def contenders(case: Case) -> tuple[str, dict[str, Callable[[Any], Any]]]:
     """The dense baseline's name, and what each contender (the baseline first) does with a batch."""
-    if len(case.features) > 1:
+    if not case.is_plain:
         modules: dict[str, nn.Module] = {"dense": dense_collection(case), **case.forms}
         return "torchrec.EmbeddingBagCollection", modules
     ((name, weight),) = case.tables.items()
@@ -199,7 +209,7 @@ def contenders(case: Case) -> tuple[str, dict[str, Callable[[Any], Any]]]:
     dense = nn.EmbeddingBag.from_pretrained(weight, mode=mode, include_last_offset=True)
     calls: dict[str, Callable[[Any], Any]] = {"dense": lambda batch: dense(*batch)}
     for form, module in case.forms.items():
-        if isinstance(module, CsrEmbeddingBagCollection):
+        if isinstance(module, CsrEmbeddingBagCollection):  # the other forms know KeyedJaggedTensors only
             calls[form] = lambda batch, module=module: module.lookup(*batch)
     return "nn.EmbeddingBag", calls
 
@@ -239,7 +249,7 @@ def check_equal(case: Case) -> None:
     batch = KeyedJaggedTensor(keys=keys, values=draw_ids(case, 16, 3), lengths=torch.full((16 * len(keys),), 3))
     expected = dense_collection(case)(batch).values()
     for form, module in case.forms.items():
-        if form.endswith("fp32"):
+        if form in EXACT_FORMS.values():
             torch.testing.assert_close(module(batch).values(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -288,29 +298,30 @@ def print_row(row: dict[str, Any]) -> None:
     )
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="9 rounds, not 200; one thread; 26 tables: pooling 1")
-    parser.add_argument("--artifact", type=Path, help="an artifact with form csr, measured too")
+    parser.add_argument("--quick", action="store_true", help="7 rounds, not 200; several tables: pooling 1")
+    parser.add_argument("--artifact", type=Path, help="an artifact with form csr, measured too, table by table")
     parser.add_argument("--json", type=Path, help="file to write")
-    arguments = parser.parse_args()
-    rounds = 9 if arguments.quick else 200
-    poolings_of_many, threads = (POOLINGS[:1], THREADS[:1]) if arguments.quick else (POOLINGS, THREADS)
+    arguments = parser.parse_args(argv)
+    rounds = 7 if arguments.quick else 200
+    poolings_of_many, threads = (POOLINGS[:1] if arguments.quick else POOLINGS), THREADS
     compiled = instruction_set() if load_operator() else "not compiled"
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores, CSR lookup: {compiled}")
     print(f"{'case':>18} {'form':>20} tables threads pooling batch   latency          ratio to dense bytes/floor")
     torch.set_num_threads(1)
-    rows = rows_of(simulated(1, NUM_EMBEDDINGS, list(VALUE_DTYPES)), POOLINGS, threads, rounds)
+    rows = rows_of(simulated(1, NUM_EMBEDDINGS, CSR_FORMS), POOLINGS, threads, rounds)
     torch.set_num_threads(1)
-    many = simulated(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr_fp32", "csr_int8"])
+    many = simulated(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr", "csr_int8"])
     rows += rows_of(many, poolings_of_many, threads, rounds)
     del many
     torch.set_num_threads(1)
-    blocks = simulated_blocks(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr_fp32", "mixed_dimension_fp32"])
+    blocks = simulated_blocks(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr", "mixed_dimension"])
     rows += rows_of(blocks, poolings_of_many, threads, rounds)
     if arguments.artifact:
         for case in of_artifact(arguments.artifact):
+            torch.set_num_threads(1)
             rows += rows_of(case, poolings_of_many, threads, rounds)
     if arguments.json:
         temporary = arguments.json.with_name(f"{arguments.json.name}.partial")

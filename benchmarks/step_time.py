@@ -1,12 +1,16 @@
 """What a bi-level step costs beside a plain training step, and what it is spent on.
 
-    python -m benchmarks.step_time [--quick] [--shape NAME] [--batch-size 1024,4096 ...] --json FILE
+    python -m benchmarks.step_time [--quick] [--shape NAME] [--batch-size 1024,4096 ...] [--ranks 1,2] --json FILE
 
 A plain TrainPipelineSparseDist of the unwrapped model and the bi-level pipeline of the wrapped one take turns, step by
 step, in one process: plain, lower, upper, plain, ... Ratios are medians over those rounds, with their quartiles: they
-hold on a busy machine too, the milliseconds do not. The breakdown gives each step's parts as shares of the plain step,
-by the PyTorch profiler, which slows small operators down more than large ones: read it as where to look. Peak memory is
-that of a process of its own, without what the imports take. CPU or one GPU, one rank.
+hold on a busy machine too, the milliseconds do not, and best of all do those of the CPU time that the process itself
+took (``_cpu_ratio``; it sees neither waiting nor a GPU). The breakdown gives each step's parts as shares of the plain
+step, by the PyTorch profiler, which slows small operators down more than large ones: read it as where to look. Peak
+memory is that of a process of its own on one rank, without what the imports take. ``output_volume_ratio`` is what the
+collections hand back, and so what the output all-to-all carries over ranks, beside the plain model's.
+
+CPU or one GPU. On several ranks, gloo on this machine's CPU, every rank has batches of its own and rank 0 reports.
 
 Shapes: `criteo`, `dlrm_v2` (multi-hot) and `movielens`, each varied by the options, every combination of the values
 given.
@@ -22,9 +26,10 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,11 +40,11 @@ import torchrec
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.step_breakdown import PARTS, STEPS, breakdown, record_modules, recorded
 from dnis_torchrec import (
     BilevelStream,
     BilevelTrainPipeline,
@@ -53,14 +58,14 @@ from dnis_torchrec import (
     count_frequencies,
     prepare_,
 )
-from dnis_torchrec.embedding_modules import SelectPooled
+from dnis_torchrec.batch_parts import BatchParts
+from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.training import process_group, shard
 from examples.models import build_tables
 from examples.models.collaborative import MatrixFactorization
 
 NUM_DENSE = 13
-STEPS = ("plain", "lower", "upper")
 ROUNDS, QUICK_ROUNDS, WARM_UP_ROUNDS, PROFILED_ROUNDS = 60, 6, 2, 3
 STEPS_FOR_MEMORY = 6
 
@@ -78,6 +83,8 @@ class Shape:
         batch_size: B.
         num_blocks: S.
         table_optimizer: see `dnis_torchrec.Recipe`.
+        upper_batch_parts: parts that a validation batch is cut into, see `dnis_torchrec.search.SearchConfig`.
+        ranks: W.
     """
 
     name: str
@@ -88,6 +95,8 @@ class Shape:
     batch_size: int = 4096
     num_blocks: int = 6
     table_optimizer: str = "rowwise_adagrad"
+    upper_batch_parts: int = 1
+    ranks: int = 1
 
     @property
     def features(self) -> list[str]:
@@ -184,13 +193,17 @@ class Bilevel:
     def __init__(self, shape: Shape, train: list[Batch], validation: list[Batch], device: torch.device) -> None:
         recipe = make_recipe(shape, train, validation)
         tables = table_configs(recipe.model)
-        counts = count_frequencies((batch.sparse_features for batch in train), tables)
+        counted = make_batches(shape, 2, seed=0)  # the same on all ranks
+        counts = count_frequencies((batch.sparse_features for batch in counted), tables)
         blocks = blocks_from_counts(counts, tables, num_blocks=shape.num_blocks)
-        model, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, device)
+        prepared = prepare_(recipe.model, blocks)
+        self.output_volume_ratio = output_volume_ratio(prepared)
+        model, optimizer = shard(TrainTask(prepared, recipe.loss), recipe, device)
         self.model = model.train()
         pressure = Pressure(size=Size(compression_ratio=8), ramp_steps=10_000)
         self.pipeline = BilevelTrainPipeline(model, optimizer, device, pressure=pressure)
-        self._stream = BilevelStream(train, validation, LevelSchedule(warm_up_steps=1, upper_every=1))
+        parts = BatchParts(validation, shape.upper_batch_parts)
+        self._stream = BilevelStream(train, parts, LevelSchedule(warm_up_steps=1, upper_every=1))
         self.pipeline.progress(self._stream)  # the warm-up step: from here on lower and upper alternate
 
     def step(self) -> None:
@@ -198,29 +211,55 @@ class Bilevel:
         self.pipeline.progress(self._stream)
 
 
+def output_volume_ratio(prepared: nn.Module) -> float:
+    """Columns that the collections inside wrappers hand back, over those that the wrapped ones did."""
+    wrappers = [m for m in prepared.modules() if isinstance(m, SoftSelectionEmbeddingBagCollection)]
+    columns = [
+        sum(config.embedding_dim * len(config.feature_names) for w in side for config in w.embedding_bag_configs())
+        for side in ([wrapper.embedding_bag_collection for wrapper in wrappers], wrappers)
+    ]
+    return columns[0] / columns[1]
+
+
 def take_turns(
     plain: Plain, bilevel: Bilevel, around: Callable[[str], AbstractContextManager[Any]]
 ) -> dict[str, float]:
-    """One round: milliseconds of a plain, a lower and an upper step, each taken inside ``around(name)``."""
+    """One round: milliseconds of a plain, a lower and an upper step, each taken inside ``around(name)``.
+
+    ``NAME_cpu`` is the CPU time that this process took, in all its threads.
+    """
     times = {}
     for name, pipeline in zip(STEPS, (plain, bilevel, bilevel), strict=True):
         with around(name):
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             pipeline.step()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             times[name] = 1000 * (time.perf_counter() - start)
+            times[f"{name}_cpu"] = 1000 * (time.process_time() - start_cpu)
     return times
 
 
-def measure(shape: Shape, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Times of the steps in turns, and the breakdown of some more rounds.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was seen of one shape.
 
-    Returns:
-        Step -> milliseconds of every round; step -> part -> share of the plain step.
+    Attributes:
+        times: step, and step with ``_cpu``, -> milliseconds of every round.
+        parts: step -> part -> share of the plain step.
+        output_volume_ratio: columns that the collections hand back, over the plain model's.
     """
-    train, validation = make_batches(shape, 8, seed=0), make_batches(shape, 4, seed=1)
-    times: dict[str, list[float]] = {name: [] for name in STEPS}
+
+    times: dict[str, list[float]]
+    parts: dict[str, dict[str, float]]
+    output_volume_ratio: float
+
+
+def measure(shape: Shape, rounds: int) -> Measured:
+    """Takes the steps in turns, and some more rounds for the breakdown; on one of several ranks, in step with them."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    train, validation = make_batches(shape, 8, seed=2 * rank), make_batches(shape, 4, seed=2 * rank + 1)
+    times: dict[str, list[float]] = {name: [] for step in STEPS for name in (step, f"{step}_cpu")}
     with process_group() as device:
         plain, bilevel = Plain(shape, train, validation, device), Bilevel(shape, train, validation, device)
         for index in range(WARM_UP_ROUNDS + rounds):
@@ -233,87 +272,29 @@ def measure(shape: Shape, rounds: int) -> tuple[dict[str, list[float]], dict[str
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             for _ in range(PROFILED_ROUNDS):
                 take_turns(plain, bilevel, lambda name: record_function(f"step {name}"))
-    return times, breakdown(profiler.events())
+    return Measured(times=times, parts=breakdown(profiler.events()), output_volume_ratio=bilevel.output_volume_ratio)
 
 
-PART_OF = (
-    ("_SelectBackward", "select"),
-    ("_SelectBlocksBackward", "select"),
-    ("select_pooled", "select"),
-    ("alpha_step", "optimizer"),
-    ("LookupFunction", "lookup"),
-    ("embedding_lookup", "lookup"),
-    ("autograd::engine::evaluate_function", "backward"),
-    ("## copy_batch_to_gpu", "copy"),
-    ("sparse_data_dist", "input_dist"),
-    ("## forward", "dense_forward"),
-    ("## backward", "backward"),
-    ("## optimizer", "optimizer"),
-    ("## zero_grad", "optimizer"),
-)
-"""What a profiled name begins or contains, and the part of a step that it and everything inside it belong to."""
-
-PARTS = (*dict.fromkeys(part for _, part in PART_OF), "other")
+def measure_on_rank(rank: int, shape: Shape, rounds: int, folder: str) -> None:
+    """One process of `measure_over_ranks`."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", shape.ranks)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=shape.ranks)
+    try:
+        measured = measure(shape, rounds)
+    finally:
+        torch.distributed.destroy_process_group()
+    if rank == 0:
+        (Path(folder) / "measured.json").write_text(json.dumps(asdict(measured)), encoding="utf-8")
 
 
-def part_of(names: Iterable[str]) -> str:
-    """Part of a step that an event belongs to.
-
-    A backward pass runs inside `## forward` in an upper step, so the innermost name that says something decides.
-    The lookup's part holds its backward with the fused table optimizer too.
-
-    Args:
-        names: of the event and those around it, innermost first.
-    """
-    known = (part for name in names for pattern, part in PART_OF if pattern in name)
-    return next(known, "other")
-
-
-def breakdown(events: Iterable[Any]) -> dict[str, dict[str, float]]:
-    """Step -> part -> its time as a share of the plain step; the parts of a step add up to it."""
-    times: dict[str, dict[str, float]] = {name: defaultdict(float) for name in STEPS}
-    for event in events:
-        around, names = event, []
-        while around is not None:
-            names.append(around.name)
-            around = around.cpu_parent
-        if names[-1].startswith("step "):
-            times[names[-1].removeprefix("step ")][part_of(names)] += event.self_cpu_time_total
-    whole = sum(times["plain"].values())
-    return {name: {part: round(own[part] / whole, 3) for part in PARTS} for name, own in times.items()}
-
-
-def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, seen by the profiler under a name."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with record_function(name):
-            return function(*args, **kwargs)
-
-    return call
-
-
-def record_modules(model: nn.Module) -> None:
-    """Lets the profiler see lookup and soft selection, inside the pipeline's own `## forward`."""
-    for module in model.modules():
-        if isinstance(module, SelectPooled | ShardedEmbeddingBagCollection):
-            name = "select_pooled" if isinstance(module, SelectPooled) else "embedding_lookup"
-            record_module(module, name)
-
-
-def record_module(module: nn.Module, name: str) -> None:
-    """Puts a module's forward under a name; by hooks, because a pipeline has put its own `forward` in place."""
-    running: list[record_function] = []
-
-    def begin(*_: Any) -> None:
-        running.append(record_function(name))
-        running[-1].__enter__()
-
-    def end(*_: Any) -> None:
-        running.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(begin)
-    module.register_forward_hook(end)
+def measure_over_ranks(shape: Shape, rounds: int) -> Measured:
+    """`measure` in as many processes as the shape has ranks; here if that is one."""
+    if shape.ranks == 1:
+        return measure(shape, rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(measure_on_rank, (shape, rounds, folder), nprocs=shape.ranks)
+        return Measured(**json.loads((Path(folder) / "measured.json").read_text(encoding="utf-8")))
 
 
 def peak_memory(shape: Shape, which: str) -> int:
@@ -321,6 +302,14 @@ def peak_memory(shape: Shape, which: str) -> int:
     command = [sys.executable, "-m", "benchmarks.step_time", "--memory-of", which, json.dumps(asdict(shape))]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return int(done.stdout.split()[-1])
+
+
+def memory_ratios(shapes: Sequence[Shape], at_once: int) -> list[float]:
+    """Peak memory of the bi-level pipeline over the plain one's, on one rank; so many processes run at once."""
+    with ThreadPoolExecutor(at_once) as pool:
+        runs = [(replace(shape, ranks=1), which) for shape in shapes for which in ("plain", "bilevel")]
+        peaks = list(pool.map(lambda run: peak_memory(*run), runs))
+    return [bilevel / plain for plain, bilevel in zip(peaks[::2], peaks[1::2], strict=True)]
 
 
 def run_for_memory(shape: Shape, which: str) -> int:
@@ -340,42 +329,52 @@ def spread(values: list[float]) -> list[float]:
     return [round(quartiles[0], 3), round(quartiles[2], 3)]
 
 
-def report(shape: Shape, times: dict[str, list[float]], parts: dict[str, Any], memory_ratio: float) -> dict[str, Any]:
+def ratios(measured: Measured, clock: str) -> dict[str, list[float]]:
+    """Lower, upper and both over the plain step, round by round; `clock` is ``""`` or ``"_cpu"``."""
+    times = measured.times
+    lower, upper = (
+        [own / plain for own, plain in zip(times[f"{name}{clock}"], times[f"plain{clock}"], strict=True)]
+        for name in ("lower", "upper")
+    )
+    return {"lower": lower, "upper": upper, "pair": [a + b for a, b in zip(lower, upper, strict=True)]}
+
+
+def report(shape: Shape, measured: Measured, memory_ratio: float) -> dict[str, Any]:
     """A row of the JSON file."""
-    lower = [a / b for a, b in zip(times["lower"], times["plain"], strict=True)]
-    upper = [a / b for a, b in zip(times["upper"], times["plain"], strict=True)]
-    pair = [a + b for a, b in zip(lower, upper, strict=True)]
+    wall, cpu = ratios(measured, ""), ratios(measured, "_cpu")
     return {
         "shape": shape.name,
-        "ranks": 1,
         "batch_size": shape.batch_size,
         "embedding_dim": shape.embedding_dim,
         "num_blocks": shape.num_blocks,
         "num_tables": len(shape.num_embeddings),
         "num_embeddings": max(shape.num_embeddings),
         "pooling": round(statistics.mean(shape.poolings), 2),
-        "plain_ms": round(statistics.median(times["plain"]), 2),
-        "lower_ratio": round(statistics.median(lower), 3),
-        "upper_ratio": round(statistics.median(upper), 3),
-        "pair_ratio": round(statistics.median(pair), 3),
+        "upper_batch_parts": shape.upper_batch_parts,
+        "ranks": shape.ranks,
+        "plain_ms": round(statistics.median(measured.times["plain"]), 2),
+        **{f"{name}_ratio": round(statistics.median(values), 3) for name, values in wall.items()},
+        **{f"{name}_cpu_ratio": round(statistics.median(values), 3) for name, values in cpu.items()},
         "peak_memory_ratio": round(memory_ratio, 3),
-        "lower_quartiles": spread(lower),
-        "upper_quartiles": spread(upper),
-        "pair_quartiles": spread(pair),
-        "breakdown": parts,
-        "rounds": len(lower),
+        "output_volume_ratio": round(measured.output_volume_ratio, 3),
+        **{f"{name}_quartiles": spread(values) for name, values in wall.items()},
+        **{f"{name}_cpu_quartiles": spread(values) for name, values in cpu.items()},
+        "breakdown": measured.parts,
+        "rounds": len(wall["lower"]),
         "threads": torch.get_num_threads(),
     }
 
 
 def print_row(row: dict[str, Any]) -> None:
     """The figures of one shape, and its breakdown."""
-    numbers = " ".join(f"{name}={row[name]}" for name in list(row)[2:8])
+    numbers = " ".join(f"{name}={row[name]}" for name in list(row)[1:9])
     print(f"\n{row['shape']}: {numbers} plain_ms={row['plain_ms']} rounds={row['rounds']}")
     for name in ("lower", "upper", "pair"):
-        low, high = row[f"{name}_quartiles"]
-        print(f"  {name:>11} {row[f'{name}_ratio']:6.3f} of the plain step [{low:.3f}, {high:.3f}]")
-    print(f"  {'peak memory':>11} {row['peak_memory_ratio']:6.3f} of plain training")
+        (low, high), (low_cpu, high_cpu) = row[f"{name}_quartiles"], row[f"{name}_cpu_quartiles"]
+        cpu = f"CPU time {row[f'{name}_cpu_ratio']:6.3f} [{low_cpu:.3f}, {high_cpu:.3f}]"
+        print(f"  {name:>13} {row[f'{name}_ratio']:6.3f} of the plain step [{low:.3f}, {high:.3f}]; {cpu}")
+    print(f"  {'peak memory':>13} {row['peak_memory_ratio']:6.3f} of plain training")
+    print(f"  {'output volume':>13} {row['output_volume_ratio']:6.3f} of the plain model's")
     print("  by the profiler, shares of the plain step")
     print("  ".join([f"{'':>9}", *(f"{part:>13}" for part in PARTS)]))
     for name, parts in row["breakdown"].items():
@@ -397,7 +396,16 @@ def numbers(text: str) -> list[int]:
     return values
 
 
-VARIED = ("batch_size", "embedding_dim", "num_blocks", "num_tables", "num_embeddings", "pooling")
+VARIED = (
+    "batch_size",
+    "embedding_dim",
+    "num_blocks",
+    "num_tables",
+    "num_embeddings",
+    "pooling",
+    "upper_batch_parts",
+    "ranks",
+)
 
 
 def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:
@@ -434,13 +442,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     shapes = chosen_shapes(arguments)
     # Before anything is built here: to the kernel, what a process has used counts for those that it starts.
-    memory = [peak_memory(shape, "bilevel") / peak_memory(shape, "plain") for shape in shapes]
+    memory = memory_ratios(shapes, at_once=2 if arguments.quick else 1)
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores")
     print(f"load of the machine at the start: {os.getloadavg()[0]:.1f}")
     rows = []
     for shape, memory_ratio in zip(shapes, memory, strict=True):
-        times, parts = measure(shape, QUICK_ROUNDS if arguments.quick else ROUNDS)
-        rows.append(report(shape, times, parts, memory_ratio))
+        measured = measure_over_ranks(shape, QUICK_ROUNDS if arguments.quick else ROUNDS)
+        rows.append(report(shape, measured, memory_ratio))
         print_row(rows[-1])
     if arguments.json:
         write_json(arguments.json, rows)

@@ -23,21 +23,25 @@ from dnis_torchrec.export import load
 from dnis_torchrec.export.of_model import export
 from dnis_torchrec.frequency import FrequencyCounts, count_frequencies, count_frequencies_in_frame
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
 from dnis_torchrec.pruning import RetainedMask, prune
 from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
+from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.swap import merge_, prepare_
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
 
 __all__ = [
     "BilevelStream",
     "BilevelTrainPipeline",
+    "CpuEmbeddingBagCollectionSharder",
     "DataSplits",
     "FrequencyCounts",
     "LevelSchedule",
     "MixedDimensionEmbeddingBagCollection",
     "MixedDimensionScheme",
+    "NarrowEmbeddingBagCollection",
     "Pressure",
     "Recipe",
     "RetainedMask",
@@ -48,9 +52,12 @@ __all__ = [
     "blocks_from_counts",
     "count_frequencies",
     "count_frequencies_in_frame",
+    "embedding_configs",
     "export",
     "load",
+    "make_sharding_plan",
     "merge_",
     "prepare_",
     "prune",
+    "shard_model",
 ]

@@ -239,3 +239,4 @@ class AlphaOptimizer:
         for dim in self._alpha.dims:
             self._averages[dim].copy_(state[f"average/{dim}"])
             self._dead[dim].copy_(state[f"dead/{dim}"])
+        self.last_density = self.density()

@@ -8,6 +8,7 @@ Shapes: B batch, F features, S blocks, I ids of a batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.block_operators import are_compiled, split_bags
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.row_routing import RowRouter, RowRouting
 
@@ -134,21 +136,42 @@ class BagSplitter(nn.Module):
             ValueError: if a feature is missing.
             NotImplementedError: if the features of the batch differ in stride.
         """
-        batch_size, num_keys = features.stride(), len(self._keys)
         bags = select_features(features, [split.feature for split in self._splits])
+        if self._starts is None and bags.values().device.type == "cpu" and are_compiled():
+            values, lengths, weights = self._split_at_once(bags)
+        else:
+            values, lengths, weights = self._split_by_sorting(bags)
+        return KeyedJaggedTensor(
+            keys=self._keys, values=values, weights=weights, lengths=lengths, stride=features.stride()
+        )
+
+    def _split_at_once(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """By the compiled operator: ids, lengths and weights of the split bags."""
+        none = self._slots.new_empty(0, dtype=torch.int64)
+        locators = [None if index is None else self._locators[index] for index in self._locator_of_split]
+        routings = [locator.router.routing_tensor() if isinstance(locator, _Rows) else none for locator in locators]
+        return split_bags(
+            bags.values().contiguous(),
+            bags.lengths().contiguous(),
+            bags.weights_or_none(),
+            routings,
+            self._slots.long(),
+            list(itertools.accumulate((len(split.keys) + 1 for split in self._splits), initial=0)),
+            bags.stride(),
+            len(self._keys),
+        )
+
+    def _split_by_sorting(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """By torch's own operators, on any device: the same."""
+        batch_size, num_keys = bags.stride(), len(self._keys)
         values, weights, lengths = bags.values(), bags.weights_or_none(), bags.lengths()
         located, block = self._locate(values.split(bags.length_per_key()))
         if self._starts is not None:
             located = located - self._starts.index_select(0, block).to(values.dtype)
         slot = self._slots.index_select(0, block)
         order = torch.argsort(slot, stable=True)[: int((slot < num_keys).sum())]
-        return KeyedJaggedTensor(
-            keys=self._keys,
-            values=located.index_select(0, order),
-            weights=None if weights is None else weights.index_select(0, order),
-            lengths=self._split_lengths(slot, lengths, batch_size),
-            stride=batch_size,
-        )
+        split_weights = None if weights is None else weights.index_select(0, order)
+        return located.index_select(0, order), self._split_lengths(slot, lengths, batch_size), split_weights
 
     def _split_lengths(self, slot: Tensor, lengths: Tensor, batch_size: int) -> Tensor:
         """Length of every split bag, ``(output keys * B,)`` of the dtype of `lengths`."""

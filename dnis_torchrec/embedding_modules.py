@@ -13,7 +13,8 @@ Shapes: B batch, D embedding_dim, S blocks, A rows of alpha of one D.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,44 +27,14 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.bag_splitting import BagSplitter, FeatureSplit
+from dnis_torchrec.block_operators import are_compiled, fill_rows_, select_pieces
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.pooled_pieces import PooledFeature, PooledPieces
 from dnis_torchrec.row_routing import RowRouter
 from dnis_torchrec.soft_selection import Alpha, select_per_block, select_per_sample
 
 JaggedByKey = dict[str, JaggedTensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PooledFeature:
-    """One output key of a collection: a feature read from a table.
-
-    Attributes:
-        feature: KJT key.
-        name: output key: the feature, or ``"feature@table"`` where several tables read it.
-        table: table name.
-        num_embeddings: N of the table.
-        embedding_dim: D.
-        is_multi_hot: whether bags may hold more than one id.
-        divides: whether pooled sums still have to be divided by the length of the whole bag (MEAN pooling).
-        first_alpha_row: row of alpha of block 0.
-        num_blocks: S.
-    """
-
-    feature: str
-    name: str
-    table: str
-    num_embeddings: int
-    embedding_dim: int
-    is_multi_hot: bool
-    divides: bool
-    first_alpha_row: int
-    num_blocks: int
-
-    @property
-    def block_keys(self) -> tuple[str, ...]:
-        """KJT keys that the child collection reads: one per block of a multi-hot feature, else the feature itself."""
-        return tuple(f"{self.name}/b{s}" for s in range(self.num_blocks)) if self.is_multi_hot else (self.feature,)
 
 
 class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
@@ -182,10 +153,7 @@ class SelectPooled(nn.Module):
         self.on_gradient: Callable[[str | None, Tensor], None] | None = None
         self._keys = [output.name for output in outputs]
         self._dims = [output.embedding_dim for output in outputs]
-        self._child_keys = [
-            key if output.is_multi_hot else output.name for output in outputs for key in output.block_keys
-        ]
-        self._child_dims = [output.embedding_dim for output in outputs for _ in output.block_keys]
+        self._pieces = PooledPieces(outputs, {dim: alpha.of(dim).numel() for dim in alpha.dims})
         tables = sorted({output.table for output in outputs if not output.is_multi_hot})
         self._router_of = {table: index for index, table in enumerate(tables)}
         self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
@@ -201,10 +169,34 @@ class SelectPooled(nn.Module):
         Returns:
             One key per output, in order.
         """
-        alpha = self._alpha[0]
-        values = self._in_order(pooled)
-        if alpha.is_upper:  # nothing behind the lookup may learn from validation data
-            values = values.detach()
+        values = pooled.values()
+        is_for_compiled = values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64)
+        select = self._select_at_once if is_for_compiled and are_compiled() else self._select_in_runs
+        return KeyedTensor(keys=self._keys, values=select(pooled, features, split), length_per_key=self._dims)
+
+    def _may_learn(self, values: Tensor) -> Tensor:
+        """In an upper step nothing behind the lookup may learn, for it would learn from validation data."""
+        return values.detach() if self._alpha[0].is_upper else values
+
+    def _select_at_once(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
+        """By the compiled operator, for all outputs in one pass."""
+        alpha, pieces = self._alpha[0], self._pieces
+        values, layout = self._may_learn(pooled.values()), pieces.layout(pooled.keys(), pooled.length_per_key())
+        rows = pieces.rows_of_multi_hot(split, len(values))
+        if pieces.single_id:
+            routings = [self._router(output).routing_tensor() for _, output in pieces.single_id]
+            fill_rows_(rows, features.values(), features.lengths(), routings, pieces.places(features.keys()))
+        if alpha.is_upper:
+            for dim, columns in pieces.of_dim.items():
+                alpha.record_hits(dim, rows if len(columns) == rows.shape[1] else rows[:, columns])
+        divisors = pieces.divisors(features, values)
+        flat = [alpha.of(dim).to(values.dtype).flatten() for dim in alpha.dims]
+        alphas = flat[0] if len(flat) == 1 else torch.cat(flat)
+        return select_pieces(values, alphas, rows, divisors, layout, sum(self._dims), watch=self._check_gradient)
+
+    def _select_in_runs(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
+        """By torch's own operators, a run of outputs after the other."""
+        values = self._may_learn(self._in_order(pooled))
         jagged, split_jagged = features.to_dict(), split.to_dict()
         widths = [sum(self._width(output) for output in run) for run in self._runs]
         parts = []
@@ -212,25 +204,23 @@ class SelectPooled(nn.Module):
             selected = self._select_per_block if run[0].is_multi_hot else self._select_per_sample
             parts.append(selected(part, run, jagged, split_jagged))
         merged = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        if merged.requires_grad and not alpha.is_upper:
-            merged.register_hook(self._check_gradient)
-        return KeyedTensor(keys=self._keys, values=merged, length_per_key=self._dims)
+        if merged.requires_grad and not self._alpha[0].is_upper:
+            merged.register_hook(lambda gradient: self._check_gradient(bool(torch.isfinite(gradient.sum())), gradient))
+        return merged
 
     def _in_order(self, pooled: KeyedTensor) -> Tensor:
-        """Values in the order of `_child_keys`; sharded collections may group keys by sharding type."""
-        if pooled.keys() == self._child_keys:
+        """Values in the order of the pieces; sharded collections may group keys by sharding type."""
+        if pooled.keys() == self._pieces.keys:
             return pooled.values()
         by_key = pooled.to_dict()
-        return torch.cat([by_key[key] for key in self._child_keys], dim=1)
+        return torch.cat([by_key[key] for key in self._pieces.keys], dim=1)
 
-    def _check_gradient(self, gradient: Tensor) -> None:
+    def _check_gradient(self, is_finite: bool, gradient: Tensor) -> None:
         """Runs before the tables' own backward, hence before a fused optimizer applies the gradient."""
         if self.on_gradient is not None:
-            self.on_gradient(self._table_with_bad(gradient), gradient)
+            self.on_gradient(None if is_finite else self._table_with_bad(gradient), gradient)
 
     def _table_with_bad(self, gradient: Tensor) -> str | None:
-        if bool(torch.isfinite(gradient.sum())):
-            return None
         parts = zip(self._outputs, gradient.split(self._dims, dim=1), strict=True)
         return next((output.table for output, part in parts if not bool(torch.isfinite(part).all())), None)
 
@@ -244,7 +234,7 @@ class SelectPooled(nn.Module):
         if alpha.is_upper:
             alpha.record_hits(dim, torch.cat(rows_of_ids))
         filled = [
-            _one_per_bag(rows, jagged[output.feature].lengths(), output)
+            _one_per_bag(rows, jagged[output.feature].lengths(), output.first_alpha_row)
             for rows, output in zip(rows_of_ids, run, strict=True)
         ]
         rows = torch.stack(filled, dim=1)
@@ -266,14 +256,17 @@ class SelectPooled(nn.Module):
 
     def _alpha_rows(self, output: PooledFeature, bags: JaggedTensor) -> Tensor:
         """Row of alpha of each id."""
-        return self._routers[self._router_of[output.table]](bags.values()) + output.first_alpha_row
+        return self._router(output)(bags.values()) + output.first_alpha_row
+
+    def _router(self, output: PooledFeature) -> RowRouter:
+        return cast(RowRouter, self._routers[self._router_of[output.table]])
 
 
-def _one_per_bag(rows: Tensor, lengths: Tensor, output: PooledFeature) -> Tensor:
-    """Row of alpha of each bag, ``(B,)``; an empty bag, whose embedding is zero, takes the first row."""
+def _one_per_bag(rows: Tensor, lengths: Tensor, row_of_empty: int) -> Tensor:
+    """Row of alpha of each bag, ``(B,)``; an empty bag, whose embedding is zero, takes any."""
     if rows.numel() == lengths.numel():
         return rows
-    filled = torch.full_like(lengths, output.first_alpha_row, dtype=torch.int64)
+    filled = torch.full_like(lengths, row_of_empty, dtype=torch.int64)
     return filled.masked_scatter(lengths > 0, rows)
 
 
@@ -336,20 +329,15 @@ def _child(
 ) -> EmbeddingBagCollection:
     """The collection that reads split bags: the same tables, under the same names, with the same weights.
 
-    Per-block bags are summed; MEAN is divided by the length of the whole bag afterwards. A weighted MEAN is always done
-    so, because nn.EmbeddingBag refuses weights with MEAN.
+    It always sums: MEAN is divided by the length of the whole bag afterwards, and a bag of one id is its own mean.
+    nn.EmbeddingBag refuses weights with MEAN, and TorchRec pools MEAN wrongly in some sharding plans (see `sharding`).
     """
-    sums = {output.table for output in outputs if output.is_multi_hot}
-    if wrapped.is_weighted():
-        sums |= {output.table for output in outputs}
-    changed = any(table.name in sums and table.pooling == PoolingType.MEAN for table in tables)
-    if splitter is None and not changed:
+    if splitter is None and all(table.pooling == PoolingType.SUM for table in tables):
         return wrapped
     configs = []
     for table in tables:
         keys = [key for output in outputs if output.table == table.name for key in output.block_keys]
-        pooling = PoolingType.SUM if table.name in sums else table.pooling
-        configs.append(replace(table, feature_names=keys, pooling=pooling))
+        configs.append(replace(table, feature_names=keys, pooling=PoolingType.SUM))
     child = EmbeddingBagCollection(tables=configs, is_weighted=wrapped.is_weighted(), device=torch.device("meta"))
     for name, bag in wrapped.embedding_bags.items():
         child.embedding_bags[name].weight = bag.weight

@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from tqdm import tqdm
 
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.report import SearchImages
 from dnis_torchrec.run_folder import RunFolder
 from dnis_torchrec.search import EpochRecord, SearchEvents
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def console_events(run: RunFolder) -> Iterator[SearchEvents]:
     """Progress on standard error (tqdm), TensorBoard events in RUN/tensorboard, and Ctrl-C that stops after the step.
 
+    Only rank 0 shows and writes anything.
+
     Yields:
         Events to hand to `search`.
     """
-    from torch.utils.tensorboard import SummaryWriter  # imports slowly; no other job needs it
-
     stop = _StopRequest()
-    with (
-        SummaryWriter(str(run.path / "tensorboard")) as writer,
-        tqdm(unit="step", dynamic_ncols=True, disable=None) as bar,
-        stop,
-    ):
+    if rank_of() != 0:
+        with stop:
+            yield SearchEvents(should_stop=stop.is_requested)
+        return
+    with _Curves(run) as curves, tqdm(unit="step", dynamic_ncols=True, disable=None) as bar, stop:
         smoothed: list[float] = []
-        images: list[SearchImages] = []
 
         def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
             run.save_stages(counts, blocks)
-            images.append(SearchImages(writer, blocks))
+            curves.start(blocks)
+
+        def on_resume(steps: int, history: Sequence[EpochRecord]) -> None:
+            bar.update(steps)
+            bar.unpause()  # steps of earlier attempts say nothing about the speed of this one
+            bar.write(f"resumed after lower step {steps}, in epoch {len(history)}", file=sys.stderr)
 
         def on_step(loss: float, density: float) -> None:
             smoothed.append(loss if not smoothed else 0.98 * smoothed[-1] + 0.02 * loss)
@@ -48,24 +59,65 @@ def console_events(run: RunFolder) -> Iterator[SearchEvents]:
             bar.update()
 
         def on_epoch(record: EpochRecord) -> None:
-            for name, value in asdict(record).items():
-                if name not in ("epoch", "step"):
-                    writer.add_scalar(name, value, record.step)
+            curves.draw(record)
             losses = f"train loss {record.train_loss:.4f}, selection loss {record.selection_loss:.4f}"
             alpha = f"alpha mean {record.alpha_mean:.3f}, density {record.alpha_density:.3f}"
             bar.write(f"epoch {record.epoch}: {losses}, {alpha}", file=sys.stderr)
 
-        def on_alpha(record: EpochRecord, alpha: Mapping[int, Tensor], is_last: bool) -> None:
-            if is_last or images[0].is_due():
-                images[0].draw(alpha, record.step)
-
         yield SearchEvents(
             on_start=on_start,
+            on_resume=on_resume,
             on_step=on_step,
             on_epoch=on_epoch,
-            on_alpha=on_alpha,
+            on_alpha=curves.draw_alpha,
             should_stop=stop.is_requested,
         )
+
+
+class _Curves:
+    """Curves and images in TensorBoard. A disk without room for them ends them, not the search."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._folder = run.path / "tensorboard"
+        self._writer: SummaryWriter | None = None
+        self._images: SearchImages | None = None
+
+    def start(self, blocks: RowBlocks) -> None:
+        """Opens the file of events."""
+        from torch.utils.tensorboard import SummaryWriter  # imports slowly; no other job needs it
+
+        with self._surviving():
+            self._writer = SummaryWriter(str(self._folder))
+            self._images = SearchImages(self._writer, blocks)
+
+    def draw(self, record: EpochRecord) -> None:
+        """Adds an epoch to every curve."""
+        with self._surviving():
+            for name, value in asdict(record).items():
+                if self._writer is not None and name not in ("epoch", "step"):
+                    self._writer.add_scalar(name, value, record.step)
+
+    def draw_alpha(self, record: EpochRecord, alpha: Mapping[int, Tensor], is_last: bool) -> None:
+        """Draws alpha now and then."""
+        with self._surviving():
+            if self._images is not None and (is_last or self._images.is_due()):
+                self._images.draw(alpha, record.step)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = self._images = None
+            logger.warning("%s: no more curves for TensorBoard, %s", self._folder, error)
+
+    def __enter__(self) -> _Curves:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._surviving():
+            if self._writer is not None:
+                self._writer.close()
 
 
 class _StopRequest:

@@ -211,6 +211,13 @@ class RowRouter(nn.Module):
         """Blocks of the given rows, as `RowRouting.block_of`."""
         return _block_of(ids, self.cuts, self.block_of_row)
 
+    def routing_tensor(self) -> Tensor:
+        """All of it in one tensor: ends of the blocks (int64), or the block of every row (uint8, uint16)."""
+        if self.cuts is not None:
+            return self.cuts
+        assert self.block_of_row is not None  # RowRouting has one of the two
+        return self.block_of_row
+
 
 def _block_of(ids: Tensor, cuts: Tensor | None, block_of_row: Tensor | None) -> Tensor:
     if cuts is not None:

@@ -5,17 +5,21 @@ counts.safetensors     training frequencies
 blocks.safetensors     row blocks
 alpha.safetensors      alpha before merging
 scheme.safetensors     retained dims (described in run.json)
-model.safetensors      the plain model, merged and pruned
+model.safetensors      the plain model, merged and pruned; model.rank<r>.safetensors if several ranks have searched
 report.json            rows of results
-checkpoints/           last good and best state while training
+checkpoints/           the last states while training, and the best one
+lock                   held by the job that writes the run
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +29,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.checkpoint import CheckpointFolder
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.model_parts import delete_parts, has_parts, load_parts, save_parts
+from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_rows, write_rows
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.table_shards import collections, ranks_of
 
 FORMAT = "dnis-torchrec-run"
 FORMAT_VERSION = 1
+
+
+class RunWriteError(RuntimeError):
+    """What a search found could not be written; its checkpoints are as they were."""
 
 
 class RunFolder:
@@ -55,9 +67,9 @@ class RunFolder:
         Raises:
             ValueError: if something stands there already and may not be overwritten.
         """
-        if path.exists():
+        if path.exists() and not _is_unused(path):
             is_run = (path / "run.json").is_file()
-            remedy = "choose another --out, or --overwrite a run" if is_run else "choose another --out"
+            remedy = "choose another --out, --resume the run or --overwrite it" if is_run else "choose another --out"
             check(
                 overwrite and is_run,
                 f"run folder {path}",
@@ -65,8 +77,9 @@ class RunFolder:
                 "an existing one",
                 remedy,
             )
-            shutil.rmtree(path)
-        (path / "checkpoints").mkdir(parents=True)
+            with RunFolder(path).lock():
+                shutil.rmtree(path)
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         return RunFolder(path)
 
     @staticmethod
@@ -96,7 +109,51 @@ class RunFolder:
 
     def has_checkpoint(self) -> bool:
         """Whether training got as far as its first checkpoint."""
-        return any(self.checkpoints.iterdir())
+        return bool(CheckpointFolder(self.checkpoints).steps())
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps other jobs from writing this run. The system lets go of it when this process ends, however it ends.
+
+        Works on local disks, and on NFS and other shared ones that pass flock on.
+
+        Raises:
+            ValueError: if another job, here or on another host, holds it.
+        """
+        file = self.path / "lock"
+        with file.open("a+", encoding="utf-8") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                handle.seek(0)
+                owner = handle.read().strip() or "another one"
+                remedy = "wait for it, or choose another --out"
+                place = f"run folder {self.path}"
+                raise ValueError(describe(place, "expected no other job at work in it", owner, remedy)) from error
+            handle.truncate(0)
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            handle.flush()
+            yield
+
+    def status(self) -> str | None:
+        """``"searching"``, ``"interrupted"`` or ``"finished"``; None if there is no run."""
+        return self.read_head().get("status") if (self.path / "run.json").is_file() else None
+
+    def check_same(self, fields: Mapping[str, Any]) -> None:
+        """Checks that the run was started with the recipe and settings that it is to be resumed with.
+
+        Raises:
+            ValueError: naming every difference.
+        """
+        head, wanted = _settings(self.read_head()), _settings(json.loads(json.dumps(fields)))
+        differences = [
+            f"{name} {head.get(name)} instead of {wanted.get(name)}"
+            for name in sorted(set(head) | set(wanted))
+            if head.get(name) != wanted.get(name)
+        ]
+        remedy = "repeat the run's own arguments to --resume it"
+        place = f"run folder {self.path}"
+        check(not differences, place, "expected a run with these settings", ", ".join(differences), remedy)
 
     def delete(self) -> None:
         """Deletes the folder and everything in it."""
@@ -131,10 +188,23 @@ class RunFolder:
         blocks.save(self.path / "blocks.safetensors")
 
     def save_model(self, model: nn.Module, scheme: MixedDimensionScheme, alpha: Mapping[int, Tensor]) -> None:
-        """Writes the merged and pruned model, its scheme and the alpha it came from."""
-        save_file({f"dim{dim}": value for dim, value in alpha.items()}, self.path / "alpha.safetensors")
-        save_file(_own(scheme.to_tensors()), self.path / "scheme.safetensors")
-        save_file(_own(model.state_dict()), self.path / "model.safetensors")
+        """Writes the merged and pruned model, its scheme and the alpha it came from.
+
+        Distributed: all ranks of a sharded model call it; each writes its own shards, rank 0 the rest.
+
+        Raises:
+            OSError: on all ranks, if one of them cannot write.
+        """
+        ranks = ranks_of(*collections(model).values())
+        with together(ranks.group):
+            if rank_of() == 0:
+                save_file({f"dim{dim}": value for dim, value in alpha.items()}, self.path / "alpha.safetensors")
+                save_file(_own(scheme.to_tensors()), self.path / "scheme.safetensors")
+                delete_parts(self.path)
+                if ranks.world_size == 1:
+                    save_file(_own(model.state_dict()), self.path / "model.safetensors")
+        if ranks.world_size > 1:
+            save_parts(self.path, model, ranks)
 
     def counts(self) -> FrequencyCounts:
         """Training frequencies."""
@@ -154,7 +224,7 @@ class RunFolder:
 
     def state(self) -> dict[str, Tensor]:
         """state_dict of the plain model."""
-        return self._tensors("model")
+        return load_parts(self.path) if has_parts(self.path) else self._tensors("model")
 
     def tables(self) -> dict[str, Tensor]:
         """Merged and pruned tables by name, ``(N, D)`` each."""
@@ -194,6 +264,17 @@ def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(value.data_ptr())
         owned[name] = value.detach().clone() if tied else value.detach().contiguous()
     return owned
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether a folder holds no more than what a job makes before it writes run.json."""
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
+    return names in ({"checkpoints"}, {"checkpoints", "lock"}) and not any((path / "checkpoints").iterdir())
+
+
+def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the outcome of a run, by name."""
+    return {name: head.get(name) for name in ("recipe", "seed", "embedding_dim")} | dict(head["configuration"])
 
 
 def _key(collection: str, name: str) -> str:

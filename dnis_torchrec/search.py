@@ -10,32 +10,50 @@ Without pressure (the paper's search) there is no ramp: alpha learns on validati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dnis_torchrec.alpha_optimizer import Pressure
+from dnis_torchrec.batch_parts import BatchParts
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size
-from dnis_torchrec.checkpoint import load_checkpoint
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.frequency import FrequencyCounts, count_frequencies
+from dnis_torchrec.data_over_ranks import check_same, for_counting, split_over_ranks
+from dnis_torchrec.frequency import FrequencyCounts, count_frequencies, sum_counts_
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.pruning import STRUCTURES, prune
+from dnis_torchrec.ranks import together
 from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask, check_labels
+from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.rotation import rotate_, rotation_groups
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.search_loop import EpochRecord, Saving, SearchEvents, SearchInterrupted, SearchLoop
 from dnis_torchrec.swap import merge_, prepare_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
-from dnis_torchrec.training import EarlyStopping, evaluate, shard
+from dnis_torchrec.training import shard
+
+__all__ = [
+    "EpochRecord",
+    "Saving",
+    "SearchConfig",
+    "SearchEvents",
+    "SearchInterrupted",
+    "SearchOutcome",
+    "count_training_data",
+    "search",
+    "table_configs",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +74,12 @@ class SearchConfig:
         ramp_epochs: epochs in which the mean of alpha is led to the size.
         release_epochs: epochs at most after the ramp; without pressure the epochs of the ramp are added to them.
         patience: epochs of the release without a better selection loss before stopping.
+        rotate: turn tables into their principal axes after the warm-up, where the model is `Rotatable` (see
+            `rotation`). NOTE[DIFF]: the paper does not.
         column_sharing: see `Pressure`.
         upper_every: lower steps per upper step.
+        upper_batch_parts: parts that a validation batch is cut into; an upper step takes one, and costs less (see
+            `BatchParts`).
         alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
     """
@@ -73,13 +95,16 @@ class SearchConfig:
     ramp_epochs: int = 12
     release_epochs: int = 14
     patience: int = 3
+    rotate: bool = True
     column_sharing: float = 0.0
     upper_every: int = 1
+    upper_batch_parts: int = 1
     alpha_learning_rate: float | None = None
     alpha_averaging: float = 0.98
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "warm_up_epochs", "ramp_epochs", "release_epochs", "patience", "upper_every"):
+        epochs = ("warm_up_epochs", "ramp_epochs", "release_epochs", "patience")
+        for name in ("num_blocks", *epochs, "upper_every", "upper_batch_parts"):
             check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
         check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
 
@@ -109,40 +134,18 @@ class SearchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochRecord:
-    """What one epoch of a search came to; one line of the history.
-
-    Attributes:
-        epoch: from 0.
-        step: lower steps so far.
-        train_loss: mean over the epoch.
-        selection_loss: on the selection split.
-        alpha_mean: mean of alpha, weighted by what each value costs.
-        alpha_density: share of values whose alpha is not zero.
-        pressure: lambda.
-    """
-
-    epoch: int
-    step: int
-    train_loss: float
-    selection_loss: float
-    alpha_mean: float
-    alpha_density: float
-    pressure: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class SearchOutcome:
     """What a search found.
 
     Attributes:
-        model: the plain model, merged and pruned.
+        model: the plain model, merged and pruned. On several ranks its collections stay sharded.
         scheme: the retained dims.
         counts: training frequencies.
         blocks: the row blocks.
         alpha: embedding_dim -> ``(A, D)`` as it was before merging.
         history: one record per epoch.
         best_epoch: the epoch that was kept.
+        seconds_before: what earlier attempts had taken until the checkpoint that this one went on from.
     """
 
     model: nn.Module
@@ -152,32 +155,7 @@ class SearchOutcome:
     alpha: dict[int, torch.Tensor]
     history: tuple[EpochRecord, ...]
     best_epoch: int
-
-
-@dataclass
-class SearchEvents:
-    """Who wants to know how a search goes; every call is optional.
-
-    Attributes:
-        on_start: called with the number of lower steps of an epoch, the counts and the blocks, before training.
-        on_step: called after every lower step with its loss and the density of alpha.
-        on_epoch: called with the record of every epoch.
-        on_alpha: called after that with the record, alpha (embedding_dim -> ``(A, D)``, to be read only) and whether
-            it was the last epoch.
-        should_stop: asked after every step; True saves the state and ends the search.
-    """
-
-    on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = field(default=lambda steps, counts, blocks: None)
-    on_step: Callable[[float, float], None] = field(default=lambda loss, density: None)
-    on_epoch: Callable[[EpochRecord], None] = field(default=lambda record: None)
-    on_alpha: Callable[[EpochRecord, Mapping[int, torch.Tensor], bool], None] = field(
-        default=lambda record, alpha, is_last: None
-    )
-    should_stop: Callable[[], bool] = field(default=lambda: False)
-
-
-class SearchInterrupted(RuntimeError):
-    """The search was asked to stop; its state was saved first."""
+    seconds_before: float = 0.0
 
 
 def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
@@ -196,7 +174,7 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
 
 
 def count_training_data(data: DataSplits, loss: nn.Module, tables: list[EmbeddingBagConfig]) -> FrequencyCounts:
-    """Counts the training split, and checks the labels of all splits on the way.
+    """Counts the training split, and checks the labels of all splits on the way. Local: each rank counts its part.
 
     Raises:
         ValueError: for an empty split, a label outside the loss's domain, or an id outside its table.
@@ -204,7 +182,8 @@ def count_training_data(data: DataSplits, loss: nn.Module, tables: list[Embeddin
     for name in ("validation", "selection", "test"):
         num_batches = sum(1 for _ in _checked(getattr(data, name), loss, name))
         check(num_batches > 0, f"{name} stream", "expected at least one batch", 0, "check the data splits")
-    return count_frequencies((batch.sparse_features for batch in _checked(data.train, loss, "train")), tables)
+    train = _checked(for_counting(data.train), loss, "train")
+    return count_frequencies((batch.sparse_features for batch in train), tables)
 
 
 def _checked(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterable[Batch]:
@@ -219,40 +198,92 @@ def search(
     checkpoints: Path,
     device: torch.device,
     events: SearchEvents | None = None,
+    saving: Saving | None = None,
 ) -> SearchOutcome:
     """Finds how many dimensions each block of each table deserves, at the requested size.
 
-    Needs a process group of one rank, which `dnis_torchrec.training.process_group` makes.
+    Needs a process group, which `dnis_torchrec.training.process_group` makes.
+
+    Distributed: every rank calls it with the same recipe and configuration. Its data is split over ranks (see
+    `data_over_ranks`), counts are added up, tables are sharded as the planner sees fit and stay so, and alpha, blocks,
+    scheme and history are the same on every rank.
 
     Args:
         recipe: model, data and loss. Its model is used up: take the one of the outcome.
         config: how to search.
-        checkpoints: existing folder for the last good state (``last``) and the best one (``best``).
+        checkpoints: folder for the last checkpoints and the best one (see `CheckpointFolder`).
         device: where to train.
         events: who listens.
+        saving: when to save, and whether to go on from what is in `checkpoints`.
 
     Returns:
         The merged and pruned model with its scheme.
 
     Raises:
-        ValueError: for bad data, blocks or a size that cannot be met, before training starts.
+        ValueError: for bad data, blocks or a size that cannot be met, before training starts; on all ranks alike.
         NonFiniteError: if a loss or gradient is NaN or infinite; the last good checkpoint stays.
-        SearchInterrupted: if `events` asked to stop; the state is in ``last``.
-        NotImplementedError: on several ranks.
+        SearchInterrupted: if `events` asked to stop; everything was saved first.
+        CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
     """
-    if dist.get_world_size() > 1:
-        supported = "supported is one process; BilevelTrainPipeline itself runs on several"
-        raise NotImplementedError(describe("search", supported, f"{dist.get_world_size()} ranks"))
+    ranks = Ranks.everyone()
     events = events or SearchEvents()
-    tables = table_configs(recipe.model)
-    counts = count_training_data(recipe.data, recipe.loss, tables)
+    recipe = replace(recipe, data=split_over_ranks(recipe.data, ranks))
+    with together():
+        tables = table_configs(recipe.model)
+        own_counts = count_training_data(recipe.data, recipe.loss, tables)
+    check_same(recipe.data, ranks)
+    counts = sum_counts_(own_counts, ranks)
     blocks = blocks_from_counts(
         counts, tables, num_blocks=config.num_blocks, scope=config.scope, strategy=config.strategy
     )
     Budget.of(config.size, blocks)
     steps_per_epoch = sum(1 for _ in recipe.data.train)
-    events.on_start(steps_per_epoch, counts, blocks)
-    model, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, device)
+    with together():
+        events.on_start(steps_per_epoch, counts, blocks)
+    turned = [table for group in rotation_groups(recipe.model) for table in group.tables] if config.rotate else []
+    task = TrainTask(prepare_(recipe.model, blocks), recipe.loss)
+    model, optimizer = shard(task, recipe, device, whole_rows=turned)
+    pipeline, stream = _pipeline(model, optimizer, device, recipe, config, steps_per_epoch)
+    model.train()
+    loop = SearchLoop(
+        pipeline,
+        stream,
+        recipe,
+        checkpoints,
+        saving or Saving(),
+        epochs=config.epochs,
+        warm_up_epochs=config.warm_up_epochs,
+        patience=config.patience,
+        steps_per_epoch=steps_per_epoch,
+        events=events,
+        after_warm_up=(lambda: rotate_(model, optimizer, counts)) if turned else None,
+    )
+    loop.run()
+    wrapper_alpha = pipeline.alpha
+    alpha = {dim: wrapper_alpha.of(dim).detach().cpu().clone() for dim in wrapper_alpha.dims}
+    plain = cast(TrainTask, get_unwrapped_module(merge_(model))).model
+    scheme = prune(plain, blocks, counts, size=config.size, structure=config.structure)
+    return SearchOutcome(
+        model=plain,
+        scheme=scheme,
+        counts=counts,
+        blocks=blocks,
+        alpha=alpha,
+        history=tuple(loop.history),
+        best_epoch=loop.best.epoch,
+        seconds_before=loop.seconds_before,
+    )
+
+
+def _pipeline(
+    model: DistributedModelParallel,
+    optimizer: KeyedOptimizerWrapper,
+    device: torch.device,
+    recipe: Recipe,
+    config: SearchConfig,
+    steps_per_epoch: int,
+) -> tuple[BilevelTrainPipeline, BilevelStream[Batch]]:
+    """Both levels of a search as it is configured, and what they read."""
     schedule = LevelSchedule(warm_up_steps=config.warm_up_epochs * steps_per_epoch, upper_every=config.upper_every)
     pressure = Pressure(
         size=config.size,
@@ -268,75 +299,6 @@ def search(
         alpha_averaging=config.alpha_averaging,
         unrolled_step=recipe.table_learning_rate if config.unrolled else None,
     )
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, schedule)
-    model.train()
-    history, best = _epochs(pipeline, stream, recipe, config, checkpoints, steps_per_epoch, events)
-    pipeline.detach()
-    load_checkpoint(checkpoints / "best", model)
-    wrapper_alpha = pipeline.alpha
-    alpha = {dim: wrapper_alpha.of(dim).detach().cpu().clone() for dim in wrapper_alpha.dims}
-    plain = cast(TrainTask, merge_(model)).model
-    scheme = prune(plain, blocks, counts, size=config.size, structure=config.structure)
-    return SearchOutcome(
-        model=plain,
-        scheme=scheme,
-        counts=counts,
-        blocks=blocks,
-        alpha=alpha,
-        history=tuple(history),
-        best_epoch=best,
-    )
-
-
-def _epochs(
-    pipeline: BilevelTrainPipeline,
-    stream: BilevelStream[Batch],
-    recipe: Recipe,
-    config: SearchConfig,
-    checkpoints: Path,
-    steps_per_epoch: int,
-    events: SearchEvents,
-) -> tuple[list[EpochRecord], int]:
-    """Runs every epoch; the best one after the ramp, in selection loss, ends up in ``checkpoints/best``.
-
-    Returns:
-        The history, and the number of the best epoch.
-    """
-    history: list[EpochRecord] = []
-    stopping = EarlyStopping(checkpoints / "best", config.patience)
-    for epoch in range(config.epochs):
-        losses, until = [], (epoch + 1) * steps_per_epoch
-        steps_until = stream.schedule.steps_for(until)
-        while pipeline.lower_steps + pipeline.upper_steps < steps_until:
-            before = pipeline.lower_steps
-            loss = pipeline.progress(stream)[0]
-            if pipeline.lower_steps > before:
-                losses.append(loss)
-                events.on_step(float(loss), pipeline.alpha_optimizer.last_density)
-            if events.should_stop():
-                pipeline.save(checkpoints / "last")
-                place, saved = f"epoch {epoch}, lower step {pipeline.lower_steps}", checkpoints / "last"
-                raise SearchInterrupted(
-                    f"{place}: stopped on request; weights, alpha and its state are saved in {saved}"
-                )
-        with pipeline.detached() as model:
-            selection_loss = evaluate(model, recipe.data.selection, recipe.loss, pipeline.device)["loss"]
-        record = EpochRecord(
-            epoch=epoch,
-            step=pipeline.lower_steps,
-            train_loss=float(torch.stack(losses).mean()),
-            selection_loss=selection_loss,
-            alpha_mean=pipeline.alpha_optimizer.mean(),
-            alpha_density=pipeline.alpha_optimizer.density(),
-            pressure=pipeline.alpha_optimizer.pressure_now,
-        )
-        history.append(record)
-        events.on_epoch(record)
-        pipeline.save(checkpoints / "last")
-        is_candidate = pipeline.alpha_optimizer.is_released and epoch >= config.warm_up_epochs
-        is_over = is_candidate and stopping.update(epoch, selection_loss, pipeline.save)
-        alpha = {dim: pipeline.alpha.of(dim) for dim in pipeline.alpha.dims}
-        events.on_alpha(record, alpha, is_over or epoch == config.epochs - 1)
-        if is_over:
-            break
-    return history, stopping.best_epoch
+    validation = BatchParts(recipe.data.validation, config.upper_batch_parts)
+    stream = BilevelStream(recipe.data.train, validation, schedule)
+    return pipeline, stream

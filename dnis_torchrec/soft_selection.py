@@ -84,11 +84,11 @@ class Alpha(nn.Module):
 
         Args:
             embedding_dim: D of the tables looked up.
-            rows: rows of alpha, any shape, int64.
+            rows: rows of alpha, any shape, integers; -1 for none.
         """
         if self._hits is not None:
             hits = self._hits[embedding_dim]
-            hits |= torch.bincount(rows.flatten(), minlength=len(hits)) > 0
+            hits |= torch.bincount(rows.flatten() + 1, minlength=len(hits) + 1)[1:] > 0
 
     def density(self, rows_per_alpha_row: Mapping[int, Tensor]) -> float:
         """Share of table values whose alpha is not zero, each row of alpha weighted by the table rows it serves."""

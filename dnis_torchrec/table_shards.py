@@ -6,22 +6,27 @@ no rank ever holds a foreign shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
 
 from dnis_torchrec.checks import describe
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.row_routing import RowRouter
 
 ROWS_PER_CHUNK = 1 << 16
-"""Rows that one in-place operation touches: bounds temporary memory to a few MB, however large the table."""
+"""Rows that one in-place operation touches, at most."""
+VALUES_PER_CHUNK = 1 << 18
+"""Values that one in-place operation touches: bounds temporary memory to a few MB, however large the table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +52,9 @@ class TableShard:
             ``(view of the weights, rows of the table, columns of the table)``.
         """
         columns = slice(self.first_column, self.first_column + self.weight.shape[1])
-        for start in range(0, self.weight.shape[0], ROWS_PER_CHUNK):
-            part = self.weight[start : start + ROWS_PER_CHUNK]
+        num_rows = max(1, min(ROWS_PER_CHUNK, VALUES_PER_CHUNK // max(1, self.weight.shape[1])))
+        for start in range(0, self.weight.shape[0], num_rows):
+            part = self.weight[start : start + num_rows]
             yield part, slice(self.first_row + start, self.first_row + start + len(part)), columns
 
 
@@ -103,6 +109,87 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
         else:
             shards.append(TableShard(table, value.detach()))
     return shards
+
+
+def ranks_of(*modules: nn.Module) -> Ranks:
+    """The ranks that hold the shards of some collections; this process alone if none of them is sharded.
+
+    Args:
+        modules: collections, plain or sharded, or wrappers around them, all of one model.
+    """
+    for module in modules:
+        inner = module.embedding_bag_collection if isinstance(module, SoftSelectionEmbeddingBagCollection) else module
+        if isinstance(inner, ShardedEmbeddingBagCollection) and inner._env.world_size > 1:
+            return Ranks(inner._env.process_group)
+    return Ranks()
+
+
+def table_configs_of(collection: nn.Module) -> list[EmbeddingBagConfig]:
+    """Tables of a collection as its user wrote them: whole, with the features that the model names. Local.
+
+    Args:
+        collection: an EmbeddingBagCollection, sharded or not, or a wrapper around one.
+    """
+    if isinstance(collection, ShardedEmbeddingBagCollection):
+        return list(collection._embedding_bag_configs)
+    return cast(EmbeddingBagCollectionInterface, collection).embedding_bag_configs()
+
+
+def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
+    """Checks that alpha has been folded into a collection. Local, no collective.
+
+    On one rank `merge_` leaves a plain collection; on several a sharded one, in a wrapper whose alpha is 1.
+
+    Args:
+        fqn: of the collection, for the error.
+        collection: plain, sharded or wrapped.
+        ranks: that hold the model.
+
+    Raises:
+        RuntimeError: if it is not merged.
+    """
+    place, received = f"FQN {fqn!r}", type(collection).__name__
+    if ranks.world_size == 1 and not isinstance(collection, EmbeddingBagCollection):
+        raise RuntimeError(describe(place, "expected a merged, unsharded collection", received, "call merge_ first"))
+    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+        alpha = collection.alpha
+        if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
+            raise RuntimeError(describe(place, "expected a merged collection", "alpha below 1", "call merge_ first"))
+
+
+def dense_state(model: nn.Module) -> dict[str, Tensor]:
+    """Everything in a model's state_dict that is no table and no alpha, named as in the plain model. Local."""
+    holders = list(collections(model))
+    state = get_unwrapped_module(model).state_dict()
+    return {name: value for name, value in state.items() if not any(_is_inside(name, fqn) for fqn in holders)}
+
+
+def num_copies(
+    shards: Mapping[str, Sequence[TableShard]], shapes: Mapping[str, tuple[int, int]], ranks: Ranks
+) -> dict[str, int]:
+    """On how many ranks each value of a table is held: 1 where tables are spread, W where they are replicated.
+
+    One all_reduce of a number per table.
+
+    Args:
+        shards: table -> what this rank holds of it, perhaps nothing; the same tables in the same order on every rank.
+        shapes: table -> ``(N, D)``.
+        ranks: that hold the tables.
+
+    Raises:
+        NotImplementedError: on all ranks, if a table is neither spread over the ranks nor whole on each.
+    """
+    held = torch.tensor([sum(shard.weight.numel() for shard in own) for own in shards.values()])
+    ranks.sum_(held)
+    copies = {}
+    for name, values in zip(shards, held.tolist(), strict=True):
+        whole = shapes[name][0] * shapes[name][1]
+        copies[name] = values // whole
+        if values not in (whole, ranks.world_size * whole):
+            supported = "supported are tables spread over the ranks, or whole on each of them"
+            received = f"{values} values on {ranks.world_size} ranks instead of {whole}"
+            raise NotImplementedError(describe(f"table {name!r}", supported, received))
+    return copies
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ the current one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,17 @@ from torchrec.distributed.train_pipeline.utils import TrainPipelineContext
 from torchrec.streamable import Pipelineable
 
 from dnis_torchrec.alpha_optimizer import AlphaOptimizer, Pressure
-from dnis_torchrec.checkpoint import save_checkpoint
+from dnis_torchrec.checkpoint import (
+    PlacedTensor,
+    TrainingState,
+    describe_tables,
+    finish_load_,
+    model_tensors,
+    optimizer_tensors,
+    read_checkpoint,
+    rng_tensors,
+    set_rng_,
+)
 from dnis_torchrec.checks import describe
 from dnis_torchrec.finite import FiniteGuard
 from dnis_torchrec.hypergradient import (
@@ -55,6 +65,21 @@ class BilevelTrainPipelineContext(TrainPipelineContext):
     level: Level = Level.LOWER
 
 
+@dataclass(frozen=True, kw_only=True)
+class _SharedGradient:
+    """What an upper step came to, while it is added up over ranks.
+
+    Attributes:
+        loss: of this rank.
+        flat: for every embedding_dim alpha's gradient and its hits; after them the loss's flags.
+        work: the all_reduce of `flat`; None on one rank.
+    """
+
+    loss: Tensor
+    flat: Tensor
+    work: dist.Work | None
+
+
 class BilevelTrainPipeline(TrainPipelineSparseDist):
     """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6).
 
@@ -66,9 +91,9 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
     at hand, already on the device.
 
     Distributed: tables and dense weights as TorchRec distributes them; alpha is replicated. An upper step all-reduces
-    one flat tensor (alpha's gradients, hits, and whether the loss is finite) over the model's process group, so every
-    rank takes the same step, or stops. A lower step adds one all_reduce of W numbers for the loss and one per wrapper
-    for its gradient, for the same reason.
+    one flat tensor (alpha's gradients, hits, and whether the loss is finite) over the model's process group, while the
+    next batch's input_dist begins, so every rank takes the same step, or stops. A lower step adds one all_reduce of W
+    numbers for the loss and one per wrapper for its gradient, for the same reason.
 
     Args:
         model: DistributedModelParallel around a prepared model whose forward takes a batch and returns
@@ -128,6 +153,8 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         self._guard = FiniteGuard(model, self._process_group)
         self._unrolled = None if unrolled_step is None else UnrolledHypergradient(model, self._alpha, unrolled_step)
         self._train_batch: Pipelineable | None = None
+        self._world_size = 1 if self._process_group is None else dist.get_world_size(self._process_group)
+        self._shared: _SharedGradient | None = None
         super().__init__(
             model,
             _LowerLevelOptimizer(self, optimizer),
@@ -147,9 +174,86 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         """Where the model is."""
         return self._device
 
-    def save(self, path: Path) -> None:
-        """Writes a checkpoint of this rank's weights, alpha and the upper level's state (see `save_checkpoint`)."""
-        save_checkpoint(path, self._model, self.alpha_optimizer.state_dict())
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the model; None for a model that is not distributed."""
+        return self._process_group
+
+    def state(self, stream: BilevelStream) -> TrainingState:
+        """Everything that goes on in a run, as `write_checkpoint` and `CheckpointSaver` take it. Local, no collective.
+
+        Weights, alpha, every optimizer's state, random numbers, and how far both streams were stepped on, whatever the
+        pipeline has read ahead. The tensors are live: copy the state before the next step.
+
+        Args:
+            stream: what the pipeline reads.
+        """
+        model, device = self._model, self._device
+        alpha_state = {name: PlacedTensor.of(value) for name, value in self.alpha_optimizer.state_dict().items()}
+        return TrainingState(
+            tensors=model_tensors(model)
+            | optimizer_tensors(model, self._dense_optimizer)
+            | {f"alpha_optimizer/{name}": placed for name, placed in alpha_state.items()}
+            | rng_tensors(device),
+            tables=describe_tables(model),
+            values={
+                "lower_steps": self.lower_steps,
+                "upper_steps": self.upper_steps,
+                "stream": stream.state_dict(self.lower_steps + self.upper_steps),
+            },
+        )
+
+    def restore(
+        self, path: Path, stream: BilevelStream, more: Mapping[str, PlacedTensor] | None = None
+    ) -> Mapping[str, Any]:
+        """Goes on from a checkpoint, with any number of ranks and any sharding of the same tables.
+
+        First takes one lower step that the checkpoint then overwrites: it gives the optimizers their state, and
+        DistributedDataParallel the buckets that an uninterrupted run has from its first step on, without which more
+        than two ranks would add up gradients in another order.
+
+        Distributed: the collectives of one lower step and of `read_checkpoint`.
+
+        Args:
+            path: the checkpoint.
+            stream: a new one of the run's data; goes to where the run was.
+            more: further tensors that were saved, to be read in place.
+
+        Returns:
+            The checkpoint's values, with whatever else its writer put there.
+
+        Raises:
+            RuntimeError: if this pipeline has already taken a step.
+            ValueError: if the checkpoint is damaged or of another run (see `read_checkpoint`).
+            NotImplementedError: for row-wise optimizer state of other column shards.
+        """
+        if self.contexts:
+            raise RuntimeError(describe("restore", "expected a pipeline before its first step", "one after it"))
+        batch = stream.first_train_batch().to(self._device)
+        self._dense_optimizer.zero_grad()
+        self._model(batch)[0].sum().backward()
+        self._dense_optimizer.step()
+        self._dense_optimizer.zero_grad()
+        own = self.state(stream)
+        own = replace(own, tensors={**own.tensors, **(more or {})})
+        values = read_checkpoint(path, own, self._process_group)
+        finish_load_(self._model, own.tensors)
+        alpha_state = self.alpha_optimizer.state_dict()
+        for name, value in alpha_state.items():
+            value.copy_(own.tensors[f"alpha_optimizer/{name}"].chunks[0].tensor.view(value.shape))
+        self.alpha_optimizer.load_state_dict(alpha_state)
+        self.lower_steps, self.upper_steps = values["lower_steps"], values["upper_steps"]
+        last_train_batch = stream.load_state_dict(values["stream"])
+        if self._unrolled is not None and last_train_batch is not None:
+            self._train_batch = last_train_batch.to(self._device)
+        set_rng_(own.tensors, self._device)
+        return values
+
+    def restore_weights(self, path: Path) -> None:
+        """Takes weights, buffers and alpha, and nothing else, from a checkpoint of this run (see `read_checkpoint`)."""
+        own = TrainingState(tensors=model_tensors(self._model), tables=describe_tables(self._model))
+        read_checkpoint(path, own, self._process_group, kinds=("table", "model"))
+        finish_load_(self._model, own.tensors)
 
     @property
     def level(self) -> Level:
@@ -197,14 +301,14 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         return self._first_order_step(batch) if self._unrolled is None else self._unrolled_step(batch, self._unrolled)
 
     def _first_order_step(self, batch: Pipelineable) -> tuple[Tensor, Any]:
-        """A forward pass that leaves no trace, then alpha's step."""
+        """A forward pass that leaves no trace, and alpha's gradient on its way to the other ranks."""
         with self._alpha.upper_level() as hits, without_synchronisation(self._model), frozen_statistics(self._model):
             loss, output = self._model(batch)
-            self._step_alpha(loss, first_order_gradient(loss, self._alpha), hits, self._guard.flags(loss))
+            self._share(loss, first_order_gradient(loss, self._alpha), hits, self._guard.flags(loss))
         return loss, output
 
     def _unrolled_step(self, batch: Pipelineable, unrolled: UnrolledHypergradient) -> tuple[Tensor, Any]:
-        """Passes of the latest training batch and of the validation batch, then alpha's step."""
+        """Passes of the latest training batch and of the validation batch, and alpha's gradient on its way."""
         train_batch = self._train_batch
         if train_batch is None:
             remedy = "let a BilevelStream begin with its warm-up"
@@ -226,7 +330,7 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         hits = {dim: own.any(dim=1) for dim, own in zip(self._alpha.dims, gradients, strict=True)}
         flags = self._guard.flags(torch.stack([loss.detach().sum() for loss in losses]))
         loss, output = results[0]
-        self._step_alpha(loss, gradients, hits, flags)
+        self._share(loss, gradients, hits, flags)
         return loss, output
 
     def _forward_again(self, batch: Pipelineable) -> Tensor:
@@ -249,34 +353,32 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
             super()._backward(losses)
         self._guard.check_dense_gradients(self._place())
 
-    def _step_alpha(self, loss: Tensor, own: list[Tensor], own_hits: dict[int, Tensor], flags: Tensor) -> None:
-        """Averages the gradient over ranks, then alpha's step, the same on every rank."""
-        dims = self._alpha.dims
-        gradients, hits, flags = self._all_reduce(dict(zip(dims, own, strict=True)), own_hits, flags)
-        self._guard.check_loss(loss, self._place(), flags)
-        for dim in dims:
-            self._guard.check_alpha_gradient(gradients[dim], dim, self._place())
-        self.alpha_optimizer.step(gradients, hits)
+    def _share(self, loss: Tensor, own: list[Tensor], hits: dict[int, Tensor], flags: Tensor) -> None:
+        """Begins the one collective of an upper step, which goes on while the next batch's input_dist begins."""
+        dims, work = self._alpha.dims, None
+        parts = [part.flatten() for dim, g in zip(dims, own, strict=True) for part in (g, hits[dim].to(g.dtype))]
+        flat = torch.cat([*parts, flags.to(parts[0].dtype)])
+        if self._world_size > 1:
+            work = dist.all_reduce(flat, group=self._process_group, async_op=True)
+        self._shared = _SharedGradient(loss=loss.detach(), flat=flat, work=work)
 
-    def _all_reduce(
-        self, gradients: dict[int, Tensor], hits: dict[int, Tensor], flags: Tensor
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
-        """Mean of the gradients, union of the hits and sum of the loss's flags over ranks, in one collective."""
-        group = self._process_group
-        world_size = dist.get_world_size(group) if group is not None else 1
-        if world_size == 1:
-            return gradients, hits, flags
-        dims = self._alpha.dims
-        parts = [part.flatten() for dim in dims for part in (gradients[dim], hits[dim].float())]
-        flat = torch.cat([*parts, flags])
-        dist.all_reduce(flat, group=group)
-        shared_gradients, shared_hits, start = {}, {}, 0
-        for dim in dims:
-            size, rows = gradients[dim].numel(), gradients[dim].shape[0]
-            shared_gradients[dim] = flat[start : start + size].view(rows, dim) / world_size
-            shared_hits[dim] = flat[start + size : start + size + rows] > 0
+    def _step_alpha(self) -> None:
+        """Alpha's step, the same on every rank: on the mean of the gradients and the union of the hits."""
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return
+        if shared.work is not None:
+            shared.work.wait()
+        gradients, hits, start = {}, {}, 0
+        for dim in self._alpha.dims:
+            rows, size = self._alpha.of(dim).shape[0], self._alpha.of(dim).numel()
+            gradients[dim] = shared.flat[start : start + size].view(rows, dim) / self._world_size
+            hits[dim] = shared.flat[start + size : start + size + rows] > 0
             start += size + rows
-        return shared_gradients, shared_hits, flat[start:]
+        self._guard.check_loss(shared.loss, self._place(), shared.flat[start:])
+        for dim, gradient in gradients.items():
+            self._guard.check_alpha_gradient(gradient, dim, self._place())
+        self.alpha_optimizer.step(gradients, hits)
 
     def _place(self) -> str:
         name = self.level.value
@@ -287,6 +389,7 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
             self._dense_optimizer.step()
             self.lower_steps += 1
         else:
+            self._step_alpha()
             self.upper_steps += 1
 
 

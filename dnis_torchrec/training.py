@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,10 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -37,7 +36,12 @@ from dnis_torchrec.finite import FiniteGuard
 from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.recipe import RankingBatch, Recipe, TrainTask
-from dnis_torchrec.table_shards import collections, local_shards
+from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+
+WHOLE_ROWS = frozenset(
+    kind.value for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
+)
+"""Sharding types, of those with fused kernels, that keep every row in one piece."""
 
 
 @contextmanager
@@ -67,21 +71,26 @@ def process_group() -> Iterator[torch.device]:
 
 
 def shard(
-    task: TrainTask, recipe: Recipe, device: torch.device
+    task: TrainTask, recipe: Recipe, device: torch.device, *, whole_rows: Collection[str] = ()
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     """Shards a model as the recipe's table optimizer needs it.
 
     ``"adam"`` on a CPU runs in the dense compute kernel, replicated over ranks (FBGEMM's fused CPU kernels know SGD
-    and Adagrad only); on a GPU it is fused into the tables' backward, as ``"rowwise_adagrad"`` is on both. The plan is
-    made on every rank alike, so that an impossible one raises everywhere instead of hanging all ranks but the first.
+    and Adagrad only); on a GPU it is fused into the tables' backward, as ``"rowwise_adagrad"`` is on both. Fused tables
+    are sharded as TorchRec's planner sees fit, the row-wise family included on CPUs too. A plan that cannot be made
+    raises on every rank alike (see `sharding`).
 
     Args:
         task: the model with its loss; prepared or not. Its tables are moved into TorchRec's kernels.
         recipe: optimizers and learning rates.
         device: where to train.
+        whole_rows: tables whose rows no plan may cut.
 
     Returns:
         The sharded model, with the weights that `task` had, and the optimizer of everything that is not fused.
+
+    Raises:
+        ValueError: on all ranks alike, if there is no plan for the tables.
     """
     fused = recipe.table_optimizer == "rowwise_adagrad" or device.type == "cuda"
     plain = [module for module in task.modules() if isinstance(module, EmbeddingBagCollection)]
@@ -89,26 +98,19 @@ def shard(
         optimizer_class = RowWiseAdagrad if recipe.table_optimizer == "rowwise_adagrad" else torch.optim.Adam
         for collection in plain:
             apply_optimizer_in_backward(optimizer_class, collection.parameters(), {"lr": recipe.table_learning_rate})
-    sharders, dense = [EmbeddingBagCollectionSharder()], ShardingType.DATA_PARALLEL.value
+    sharder, dense = CpuEmbeddingBagCollectionSharder(), ShardingType.DATA_PARALLEL.value
     if fused:  # small tables would be planned data_parallel, whose dense kernel leaves the fused optimizer out
-        kinds = [kind for kind in sharders[0].sharding_types(device.type) if kind != dense]
+        kinds = [kind for kind in sharder.sharding_types(device.type) if kind != dense]
         constraint = ParameterConstraints(sharding_types=kinds)
+        uncut = ParameterConstraints(sharding_types=[kind for kind in kinds if kind in WHOLE_ROWS])
     else:
         kernels = [EmbeddingComputeKernel.DENSE.value]
-        constraint = ParameterConstraints(sharding_types=[dense], compute_kernels=kernels)
+        constraint = uncut = ParameterConstraints(sharding_types=[dense], compute_kernels=kernels)
     tables = [config.name for collection in plain for config in collection.embedding_bag_configs()]
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=dist.get_world_size(), compute_device=device.type),
-        constraints=dict.fromkeys(tables, constraint),
-    )
-    # TorchRec initialises sharded tables anew and forgets the weights of a collection on a CPU; they are put back.
-    weights = {part.table: part.weight for module in collections(task).values() for part in local_shards(module)}
-    model = DistributedModelParallel(task, device=device, plan=planner.plan(task, sharders), sharders=sharders)
-    for module in collections(model).values():
-        for part in local_shards(module):
-            rows = slice(part.first_row, part.first_row + part.weight.shape[0])
-            columns = slice(part.first_column, part.first_column + part.weight.shape[1])
-            part.weight.copy_(weights[part.table][rows, columns])
+    sharders = [cast(ModuleSharder[nn.Module], sharder)]
+    constraints = {table: uncut if table in whole_rows else constraint for table in tables}
+    plan = make_sharding_plan(task, device, sharders, constraints=constraints)
+    model = shard_model(task, device, plan, sharders)
     return model, rest_optimizer(model, recipe)
 
 
@@ -118,6 +120,9 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
     Args:
         model: as `shard` made it.
         recipe: learning rates.
+
+    Returns:
+        The optimizer; one that steps nothing where every parameter is fused.
     """
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
     table_part = {name: p for name, p in rest.items() if ".embedding_bags." in name}
@@ -125,7 +130,8 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
         {"params": [p for name, p in rest.items() if name not in table_part], "lr": recipe.dense_learning_rate},
         {"params": list(table_part.values()), "lr": recipe.table_learning_rate},
     ]
-    return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam([group for group in groups if group["params"]]))
+    filled = [group for group in groups if group["params"]]
+    return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(filled or groups[:1]))
 
 
 @torch.no_grad()

@@ -84,3 +84,13 @@ def blocks_reference(
         block += position in starts
         blocks[row] = block
     return blocks
+
+
+def second_moment_reference(tables: Sequence[Tensor], counts: Sequence[Tensor]) -> Tensor:
+    """``(D, D)`` float64: the outer product of every row with itself, as often as the row was looked up, added up."""
+    dim = tables[0].shape[1]
+    moment = torch.zeros(dim, dim, dtype=torch.float64)
+    for table, of_rows in zip(tables, counts, strict=True):
+        for row, count in zip(table.double(), of_rows.tolist(), strict=True):
+            moment += count * torch.outer(row, row)
+    return moment

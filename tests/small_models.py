@@ -143,18 +143,20 @@ def randomise_alpha_(model: nn.Module) -> None:
         alpha.of(dim).uniform_(-0.3, 1).clamp_(min=0)
 
 
-def shard_as(model: nn.Module, sharding_type: str) -> DistributedModelParallel:
-    """Shards a model on one rank; data_parallel tables use the dense kernel, the others fused SGD of rate 1.
+def shard_as(
+    model: nn.Module, sharding_type: str, *, fused: type[torch.optim.Optimizer] | None = torch.optim.SGD
+) -> DistributedModelParallel:
+    """Shards a model on one rank; data_parallel tables use the dense kernel, the others a fused optimizer of rate 1.
 
-    Column-wise tables of D=8 are cut into two shards. TorchRec draws the weights of tables on a CPU anew, so they are
-    copied in.
+    Without `fused` they keep the one that they have. Column-wise tables of D=8 are cut into two shards. TorchRec draws
+    the weights of tables on a CPU anew, so they are copied in.
     """
     weights = {s.table: s.weight for module in collections(model).values() for s in local_shards(module)}
     constraint = ParameterConstraints(sharding_types=[sharding_type], min_partition=4)
-    if sharding_type != "data_parallel":
+    if sharding_type != "data_parallel" and fused is not None:
         for module in model.modules():
             if isinstance(module, EmbeddingBagCollection):
-                apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
+                apply_optimizer_in_backward(fused, module.parameters(), {"lr": 1.0})
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=1, compute_device="cpu"), constraints=dict.fromkeys(weights, constraint)
     )

@@ -16,24 +16,35 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
     {"_dependencies", "checks"},
-    {"frequency", "level_schedule", "metrics", "recipe", "row_routing", "soft_selection"},
-    {"bag_splitting", "blocking", "scheme"},
-    {"budget", "embedding_modules", "serving"},
+    {"native_build", "ranks", "reductions", "storage"},
+    {"batch_parts", "block_operators", "frequency", "level_schedule", "metrics", "recipe", "row_routing"},
+    {"bag_splitting", "blocking", "data_over_ranks", "pooled_pieces", "scheme", "soft_selection", "streaming"},
+    {"budget", "embedding_modules", "narrow_tables", "serving"},
     {"alpha_optimizer", "table_shards"},
-    {"checkpoint", "export", "finite", "hypergradient", "pruning", "swap"},
+    {"checkpoint", "export", "finite", "hypergradient", "model_parts", "pruning", "rotation", "sharding", "swap"},
     {"train_pipeline", "training"},
+    {"search_loop"},
     {"planning", "report", "search"},
     {"baselines", "run_folder"},
     {"progress"},
     {"jobs"},
-    {"comparison"},
+    {"comparison", "packaging", "verification"},
     {"cli"},
     {"__init__", "__main__"},
 )
 """Modules and folders of the package from the ground up: each imports only from the sets before its own."""
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 
-SERVING_NEEDS = {"_dependencies", "bag_splitting", "checks", "row_routing", "scheme", "serving"}
+SERVING_NEEDS = {
+    "_dependencies",
+    "bag_splitting",
+    "block_operators",
+    "checks",
+    "native_build",
+    "row_routing",
+    "scheme",
+    "serving",
+}
 """All of the package that a serving module may load: nothing that trains."""
 
 OUTSIDE = {"benchmarks", "examples", "tests", "torchx_components"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,20 +13,27 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from scipy import sparse as scipy_sparse
 
 from dnis_torchrec.export import (
+    FORMS,
+    Form,
     artifact,
     exporting,
+    form_registry,
     load,
     load_csr,
     load_dense_state,
     read_manifest,
     read_scheme,
+    register,
     write_artifact,
 )
+from dnis_torchrec.export.form_registry import Rows
 from dnis_torchrec.row_routing import RowRouting
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving import CsrEmbeddingBagCollection
 from tests.serving_reference import (
     CSR_FILE,
     MIXED_FILE,
@@ -33,6 +41,7 @@ from tests.serving_reference import (
     Case,
     all_rows,
     cases,
+    keyed_jagged_tensor,
     table_scheme,
     two_tables,
     write_two_tables,
@@ -47,6 +56,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def written(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "artifact"))
+
+
+FORMS_HERE = ("mixed_dimension", "csr", "csr_fp16", "csr_int8")
 
 
 def left_in(folder: Path) -> list[str]:
@@ -110,7 +122,9 @@ def test_manifest_tells_everything(written: Path) -> None:
     assert (movie["collection"], movie["feature_names"], movie["pooling"]) == ("ebc", ["movie"], "mean")
     assert (movie["num_embeddings"], movie["embedding_dim"], movie["is_weighted"]) == (10, 5, False)
     assert movie["blocks"][1] == {"rows": 3, "embedding_dim": 2, "columns": [1, 3]}
-    assert movie["files"] == {"mixed_dimension": MIXED_FILE, "csr": CSR_FILE}
+    whole = {"first_row": 0, "num_rows": 10}
+    assert movie["shards"] == {"mixed_dimension": [{"file": MIXED_FILE, **whole}], "csr": [{"file": CSR_FILE, **whole}]}
+    assert (manifest["scheme"], manifest["dense_state"]) == (["scheme.safetensors"], ["dense_state.safetensors"])
     on_disk = {p.relative_to(written).as_posix() for p in written.rglob("*") if p.is_file()}
     assert set(manifest["files"]) == on_disk - {"manifest.json"}
     for name, entry in manifest["files"].items():
@@ -124,7 +138,8 @@ def test_scipy_files_on_request(tmp_path: Path) -> None:
     tables, scheme = two_tables()
     path = write_artifact(tables, scheme, tmp_path / "a", forms=["mixed_dimension"], scipy_formats=["coo", "csr"])
     for scipy_format in ("coo", "csr"):
-        name = read_manifest(path)["tables"]["user"]["files"][f"scipy_{scipy_format}"]
+        name = f"scipy/001_user.{scipy_format}.npz"
+        assert name in read_manifest(path)["files"]
         matrix = scipy_sparse.load_npz(path / name)
         assert matrix.format == scipy_format
         assert torch.from_numpy(matrix.toarray()).equal(tables["user"])
@@ -176,6 +191,119 @@ def test_names_that_look_alike_as_files(tmp_path: Path) -> None:
         assert load_csr(path, name).to_dense().equal(tables[name])
 
 
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases(), st.sampled_from([420, 700, 1200]))
+def test_shards_of_rows_serve_the_same(tmp_path: Path, case: Case, max_file_bytes: int) -> None:
+    """Files as small as a row allows, in every form; also forms that are made of shards of another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(artifact, "_flush", lambda folder: None)
+        largest = max(artifact.file_bytes(case.scheme.to_tensors()), max_file_bytes)
+        written = {"forms": list(FORMS_HERE), "overwrite": True}
+        whole = write_artifact(case.tables, case.scheme, tmp_path / "whole", **written)
+        path = tmp_path / "cut"
+        try:
+            write_artifact(case.tables, case.scheme, path, max_file_bytes=max_file_bytes, **written)
+        except ValueError as error:
+            assert re.search("tensor .*: expected at most|expected a row within", str(error))  # noqa: PT017
+            assert largest > 420
+            return
+    for file in path.rglob("*.safetensors"):
+        assert file.stat().st_size <= max_file_bytes
+    for name, table in case.tables.items():
+        assert load_csr(path, name).to_dense().equal(table)
+    for form in FORMS_HERE:
+        torch.testing.assert_close(
+            load(path, form=form)(case.kjt()).values(), load(whole, form=form)(case.kjt()).values(), rtol=0, atol=0
+        )
+
+
+def test_a_table_is_cut_where_its_bytes_are(tmp_path: Path) -> None:
+    routing = RowRouting(400, 2, boundaries=torch.tensor([0, 100, 400]))
+    retained = torch.tensor([[True] * 8, [True] + [False] * 7])
+    weight = torch.randn(400, 8) * retained[routing.all_blocks()]
+    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
+    path = write_artifact({"t": weight}, scheme, tmp_path / "a", max_file_bytes=2500, forms=["csr", "csr_int8"])
+    manifest = read_manifest(path)
+    shards = manifest["tables"]["t"]["shards"]
+    rows = [(shard["first_row"], shard["num_rows"]) for shard in shards["csr"]]
+    assert rows == [(0, 33), (33, 34), (67, 67), (134, 134), (268, 132)]  # three by prediction, of which one too large
+    sizes = [manifest["files"][shard["file"]]["bytes"] for of_form in shards.values() for shard in of_form]
+    assert max(sizes) <= 2500
+    ids = torch.randint(0, 400, (50,))
+    assert load(path, form="csr").lookup(ids, torch.arange(51)).equal(weight[ids])
+    kjt = keyed_jagged_tensor({"f": [[(int(i), 1.0)] for i in ids]})
+    assert load(path, form="mixed_dimension")(kjt).values().equal(weight[ids])
+
+
+def test_forms_that_are_not_held_are_made_of_csr(tmp_path: Path) -> None:
+    tables, scheme = two_tables()
+    held = write_artifact(tables, scheme, tmp_path / "held", forms=FORMS_HERE)
+    made = write_artifact(tables, scheme, tmp_path / "made", forms=["csr"])
+    for form in FORMS_HERE:
+        assert load(made, form=form)(all_rows()).values().equal(load(held, form=form, verify=True)(all_rows()).values())
+    assert read_manifest(held)["bytes_on_disk"].keys() == set(FORMS_HERE)
+    without = write_artifact(tables, scheme, tmp_path / "without", forms=["csr_fp16"])
+    with pytest.raises(ValueError, match=r"expected form 'mixed_dimension', got \['csr_fp16'\]"):
+        load(without)
+
+
+def test_bytes_of_a_form_are_predicted(tmp_path: Path) -> None:
+    tables, scheme = two_tables()
+    path = write_artifact(tables, scheme, tmp_path / "a", forms=FORMS_HERE)
+    manifest = read_manifest(path)
+    for name, table in scheme.tables.items():
+        for form, shards in manifest["tables"][name]["shards"].items():
+            (tensors,) = [artifact.read_tensors(path, manifest, shard["file"]) for shard in shards]
+            assert FORMS[form].predicted_bytes(table) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_policy_for_unknown_ids(tmp_path: Path) -> None:
+    tables, scheme = two_tables()
+    path = write_artifact(tables, scheme, tmp_path / "a")
+    kjt = keyed_jagged_tensor({"user": [[(10, 1.0)]], "movie": [[(-1, 1.0)]]})
+    assert load(path, form="csr", unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
+    with pytest.raises(ValueError, match=r"expected ids in 0\.\.9"):
+        load(path, form="csr")(kjt)
+    for form in FORMS:
+        if form not in ("dense_int8", "dense_int4", "row_pruned_int8", "row_pruned_int4"):  # D = 5 does not fit them
+            assert load(path, form=form, unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
+
+
+def test_a_form_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered, it is written, read, and derived from CSR."""
+    with pytest.raises(ValueError, match="form 'csr': expected a new name"):
+        register(FORMS["csr"])
+    monkeypatch.setattr(form_registry, "FORMS", dict(FORMS))
+
+    def encode(table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, torch.Tensor]:
+        return {"rows": rows(first, last).clone()}
+
+    def build(scheme: MixedDimensionScheme, shards: Mapping, **options: object) -> CsrEmbeddingBagCollection:
+        dense = {name: torch.cat([shard.tensors["rows"] for shard in shards[name]]) for name in scheme.tables}
+        return CsrEmbeddingBagCollection.from_tables(scheme, dense)
+
+    register(Form(name="dense", encode=encode, build=build, predicted_bytes=lambda t: 20 * t.num_embeddings))
+    tables, scheme = two_tables()
+    expected = load(write_artifact(tables, scheme, tmp_path / "csr"), form="csr")(all_rows()).values()
+    path = write_artifact(tables, scheme, tmp_path / "dense", forms=["dense"], max_file_bytes=350)
+    assert len(read_manifest(path)["tables"]["user"]["shards"]["dense"]) > 1
+    for folder in (path, tmp_path / "csr"):
+        assert load(folder, form="dense")(all_rows()).values().equal(expected)
+
+
+def test_dense_state_in_several_files(tmp_path: Path) -> None:
+    tables, scheme = two_tables()
+    state = {f"layer{index}": torch.randn(100) for index in range(5)}
+    path = write_artifact(tables, scheme, tmp_path / "a", dense_state=state, max_file_bytes=1300)
+    names = ["dense_state.safetensors", "dense_state_1.safetensors", "dense_state_2.safetensors"]
+    assert read_manifest(path)["dense_state"] == names
+    again = load_dense_state(path)
+    assert list(again) == list(state)
+    assert all(again[name].equal(tensor) for name, tensor in state.items())
+    with pytest.raises(ValueError, match="tensor 'big': expected at most 1300 bytes"):
+        write_artifact(tables, scheme, tmp_path / "b", dense_state={"big": torch.zeros(400)}, max_file_bytes=1300)
+
+
 # Writing: bad input, and all or nothing
 
 
@@ -217,7 +345,8 @@ def test_other_bad_input(tmp_path: Path) -> None:
     refused(r"table 'user': expected shape \(10, 5\), got \(10, 4\)", tables=tables | {"user": torch.zeros(10, 4)})
     refused("table 'user': expected floating", TypeError, tables=tables | {"user": torch.zeros(10, 5).long()})
     refused("scheme: expected at least one table", scheme=MixedDimensionScheme())
-    refused("forms: expected some of", forms=[])
+    refused("forms: expected some, such as", forms=[])
+    refused("forms: expected each once", forms=["csr", "csr"])
     refused("form 'cst': expected a known form, got 'cst'; did you mean 'csr'", forms=["cst"])
     refused("scipy format 'npz': expected a known scipy format", scipy_formats=["npz"])
     refused("run: expected values that JSON can hold", run={"loss": float("nan")})
@@ -272,7 +401,7 @@ def test_overwrite_follows_no_link(written: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "function"),
     [
-        (exporting, "sparse_table"),
+        (exporting, "check_table"),
         (exporting, "write_manifest"),
         (artifact, "save_file"),
         (artifact, "_flush"),
@@ -294,7 +423,7 @@ def test_failure_leaves_nothing_behind(
 
     def fails(*arguments: object, **keywords: object) -> object:
         calls.append(function)
-        if len(calls) == 2 or function not in ("sparse_table", "save_file"):  # half way, where there is a way
+        if len(calls) == 2 or function not in ("check_table", "save_file"):  # half way, where there is a way
             raise error
         return original(*arguments, **keywords)
 

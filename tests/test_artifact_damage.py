@@ -11,10 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from dnis_torchrec.export import artifact, load, load_csr, load_dense_state, read_manifest, read_scheme
-from tests.serving_reference import CSR_FILE, MIXED_FILE, write_two_tables
+from dnis_torchrec.export import (
+    artifact,
+    load,
+    load_csr,
+    load_dense_state,
+    read_manifest,
+    read_scheme,
+    verify_files,
+    write_artifact,
+)
+from tests.serving_reference import CSR_FILE, MIXED_FILE, all_rows, two_tables, write_two_tables
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +40,29 @@ def restate(path: Path, change: Callable[[dict], object]) -> None:
     """Changes the manifest as an attacker would: with its own hash made right again."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
-    fields = {key: value for key, value in manifest.items() if key != "sha256"}
-    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    manifest["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    manifest.pop("sha256", None)
+    content = json.dumps(manifest | {"sha256": 64 * "0"}).encode()
+    before, _, after = content.rpartition(64 * b"0")
+    (path / "manifest.json").write_bytes(before + hashlib.sha256(content).hexdigest().encode() + after)
 
 
-def restate_file(path: Path, name: str) -> None:
-    """Makes the manifest state the size and hash that a file has now."""
+def header(file: Path) -> dict:
+    """What the manifest says of a safetensors file's tensors."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    names = {"F32": "float32", "F16": "float16", "U8": "uint8", "I32": "int32", "I64": "int64", "BOOL": "bool"}
+    return {
+        name: {"dtype": names[f["dtype"]], "shape": f["shape"], "offset": 8 + length + f["data_offsets"][0]}
+        for name, f in json.loads(content[8 : 8 + length]).items()
+    }
+
+
+def restate_file(path: Path, name: str, *, tensors: bool = True) -> None:
+    """Makes the manifest state the size, hash and tensors that a file has now."""
     content = (path / name).read_bytes()
     stated = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    if tensors:
+        stated["tensors"] = header(path / name)
     restate(path, lambda manifest: manifest["files"][name].update(stated))
 
 
@@ -50,12 +72,50 @@ def readers() -> list[Callable[[Path], object]]:
 
 @pytest.mark.parametrize("name", [MIXED_FILE, CSR_FILE, "scheme.safetensors", "dense_state.safetensors"])
 def test_flipped_bit_is_named(written: Path, name: str) -> None:
-    reader = dict(zip((MIXED_FILE, CSR_FILE, "scheme.safetensors", "dense_state.safetensors"), readers(), strict=True))
-    content = bytearray((written / name).read_bytes())
-    content[-1] ^= 1
-    (written / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"file '{name}': expected sha256 .*damaged"):
-        reader[name](written)
+    verified = [lambda path: load(path, verify=True), *readers()[1:]]
+    reader = dict(zip((MIXED_FILE, CSR_FILE, "scheme.safetensors", "dense_state.safetensors"), verified, strict=True))
+    verify_files(written)
+    flip(written / name, -1)
+    for verify in (reader[name], verify_files):
+        with pytest.raises(ValueError, match=f"file '{name}': expected sha256 .*damaged"):
+            verify(written)
+
+
+def flip(file: Path, position: int, bit: int = 0) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1 << bit
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["csr_int8/000_movie_seen.safetensors", "csr_fp16/001_user.safetensors"])
+def test_a_flipped_bit_of_any_byte_is_found_and_never_leaves_the_table(tmp_path: Path, name: str) -> None:
+    """Bytes of the header, values, columns, row pointers and scales, each with a bit flipped in turn."""
+    tables, scheme = two_tables()
+    path = write_artifact(tables, scheme, tmp_path / "artifact", forms=["csr_int8", "csr_fp16"])
+    file, form = path / name, name.split("/")[0]
+    content, expected = file.read_bytes(), load(path, form=form)(all_rows()).values()
+    first_value = min(fields["offset"] for fields in read_manifest(path)["files"][name]["tensors"].values())
+    refused = 0
+    for position in range(len(content)):
+        flip(file, position, position % 8)
+        with pytest.raises(ValueError, match=f"file '{name}': expected sha256"):
+            verify_files(path)
+        try:
+            out = load(path, form=form)(all_rows()).values()
+            assert position >= first_value or out.equal(expected)
+        except ValueError:
+            refused += 1
+        file.write_bytes(content)
+    assert refused >= first_value - 8  # all of the header but the blanks at its end
+
+
+def test_a_flipped_bit_of_the_manifest_is_found(written: Path) -> None:
+    content = (written / "manifest.json").read_bytes()
+    for position in range(0, len(content), 29):
+        flip(written / "manifest.json", position, position % 8)
+        with pytest.raises(ValueError, match=r"file 'manifest\.json': expected"):
+            read_manifest(written)
+        (written / "manifest.json").write_bytes(content)
 
 
 @pytest.mark.parametrize("name", [MIXED_FILE, CSR_FILE, "scheme.safetensors", "dense_state.safetensors"])
@@ -107,7 +167,7 @@ def test_path_out_of_the_folder_is_refused(written: Path, name: str) -> None:
 
 
 def test_table_may_not_name_an_unlisted_file(written: Path) -> None:
-    restate(written, lambda m: m["tables"]["user"]["files"].update(mixed_dimension="../outside"))
+    restate(written, lambda m: m["tables"]["user"]["shards"]["mixed_dimension"][0].update(file="../outside"))
     with pytest.raises(ValueError, match=r"file '../outside': expected a known file"):
         load(written)
 
@@ -166,11 +226,30 @@ def test_manifest_lacking_a_field_is_refused(written: Path) -> None:
         read_manifest(written)
 
 
+def test_an_artifact_of_a_development_version_is_refused_clearly(written: Path) -> None:
+    """Before 1.0 was final a table named its files, one per form, and the manifest neither scheme nor dense state."""
+
+    def older(manifest: dict) -> None:
+        del manifest["scheme"], manifest["dense_state"]
+        for table in manifest["tables"].values():
+            table["files"] = {form: shards[0]["file"] for form, shards in table.pop("shards").items()}
+
+    restate(written, older)
+    for reader in readers():
+        with pytest.raises(ValueError, match=r"it is of a version before 1\.0 was final, or not whole; export again"):
+            reader(written)
+
+
 def test_file_of_another_kind_is_refused(written: Path) -> None:
     (written / MIXED_FILE).write_bytes(b"PK\x03\x04 a pickle, perhaps")
-    restate_file(written, MIXED_FILE)
+    restate_file(written, MIXED_FILE, tensors=False)
     with pytest.raises(ValueError, match=f"file '{MIXED_FILE}': expected a safetensors file"):
         load(written)
+    for content in (b"{}", b"[1]", b'{"b0": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}', b"[" * 9999):
+        (written / MIXED_FILE).write_bytes(len(content).to_bytes(8, "little") + content)
+        restate_file(written, MIXED_FILE, tensors=False)
+        with pytest.raises(ValueError, match=f"file '{MIXED_FILE}': expected (a safetensors file|tensors)"):
+            load(written)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +263,12 @@ def test_file_of_another_kind_is_refused(written: Path) -> None:
 )
 def test_other_tensors_than_stated_are_refused(written: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, written / MIXED_FILE)
-    restate_file(written, MIXED_FILE)
+    restate_file(written, MIXED_FILE, tensors=False)
     with pytest.raises(ValueError, match=f"file '{MIXED_FILE}': expected tensors"):
         load(written)
     # and where the manifest goes along with it, the scheme does not
-    stated = {k: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for k, t in tensors.items()}
-    restate(written, lambda manifest: manifest["files"][MIXED_FILE].update(tensors=stated))
-    with pytest.raises(ValueError, match=r"expected tables of blocks|block 1: expected float32 of shape"):
+    restate_file(written, MIXED_FILE)
+    with pytest.raises(ValueError, match=r"expected tensors \['b0', 'b1'\]|expected block 1: float32 of shape"):
         load(written)
 
 
@@ -206,6 +284,8 @@ def test_sparse_rows_that_do_not_fit_are_refused(written: Path) -> None:
     def only_csr(manifest: dict) -> None:
         manifest["forms"] = ["csr"]
         manifest["files"] = {k: v for k, v in manifest["files"].items() if not k.startswith("mixed_dimension")}
+        for table in manifest["tables"].values():
+            del table["shards"]["mixed_dimension"]
 
     restate(written, only_csr)
     load(written)
@@ -216,9 +296,61 @@ def test_sparse_rows_that_do_not_fit_are_refused(written: Path) -> None:
     }
     save_file(tensors, written / CSR_FILE)
     restate_file(written, CSR_FILE)
-    stated = {k: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for k, t in tensors.items()}
-    restate(written, lambda manifest: manifest["files"][CSR_FILE].update(tensors=stated))
-    with pytest.raises(ValueError, match=f"file '{CSR_FILE}': expected 10 rows, got 1"):
+    for read in (load, lambda path: load(path, form="csr"), lambda path: load_csr(path, "movie/seen")):
+        with pytest.raises(ValueError, match=f"file '{CSR_FILE}': expected 10 rows, got 1"):
+            read(written)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"values": torch.ones(21).half()}, r"expected torch\.float32 values, got torch\.float16"),
+        ({"columns": torch.zeros(21, dtype=torch.int32)}, r"expected torch\.uint8 columns, got torch\.int32"),
+        ({"row_pointers": torch.zeros(11)}, "CsrTable.row_pointers: expected int32 or int64"),
+        ({"row_pointers": torch.full((11,), 9)}, "CsrTable.row_pointers: expected rising row pointers from 0 to 21"),
+        ({"values": torch.ones(3)}, "CsrTable.row_pointers: expected rising row pointers from 0 to 3"),
+        ({"scales": torch.ones(10)}, "expected tensors"),
+    ],
+)
+def test_other_sparse_tensors_are_refused_before_they_are_used(
+    written: Path, changes: dict[str, torch.Tensor], message: str
+) -> None:
+    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
+    save_file(tensors | changes, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    with pytest.raises(ValueError, match=f"file '{CSR_FILE}': {message}"):
+        load(written, form="csr")
+
+
+def test_forged_rows_are_refused_where_they_are_read_as_a_whole(written: Path) -> None:
+    """The hash is right, the rows are not: serving finds it at the row, a conversion before it begins."""
+    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
+    tensors["columns"][0] = 200
+    save_file(tensors, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    for read in (lambda path: load_csr(path, "movie/seen"), lambda path: load(path, form="csr_int8")):
+        with pytest.raises(ValueError, match=rf"file '{CSR_FILE}': CsrTable.columns: expected 0\.\.4"):
+            read(written)
+    with pytest.raises(ValueError, match="expected columns below embedding_dim"):
+        load(written, form="csr")(all_rows())
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        None,
+        [],
+        [None],
+        [{"file": CSR_FILE}],
+        [{"file": CSR_FILE, "first_row": 1, "num_rows": 9}],
+        [{"file": CSR_FILE, "first_row": 0, "num_rows": 9}],
+        [{"file": CSR_FILE, "first_row": 0, "num_rows": 10}, {"file": CSR_FILE, "first_row": 10, "num_rows": 0}],
+        [{"file": CSR_FILE, "first_row": 0, "num_rows": True}],
+    ],
+)
+def test_shards_that_are_not_all_rows_in_order_are_refused(written: Path, shards: object) -> None:
+    restate(written, lambda manifest: manifest["tables"]["movie/seen"]["shards"].update(csr=shards))
+    with pytest.raises(ValueError, match=r"expected a?.*shards? of table 'movie/seen', form 'csr'"):
         load(written)
 
 

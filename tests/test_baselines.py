@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.baselines import MagnitudePruning, train_uniform, uniform_dim
+from dnis_torchrec.baselines import MagnitudePruning, MethodTask, nearest_dim, train_uniform, uniform_dim
+from dnis_torchrec.recipe import Recipe
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")
@@ -17,6 +21,23 @@ DENSE_PARAMETERS = 52 * 8
 @pytest.mark.parametrize(("ratio", "dim"), [(1, 64), (2, 32), (3, 21), (5, 13), (20, 3), (1000, 1)])
 def test_uniform_dim_is_the_nearest(ratio: float, dim: int) -> None:
     assert uniform_dim(64, ratio) == dim
+
+
+@pytest.mark.parametrize(("ratio", "dim"), [(1, 16), (2, 8), (3, 5), (5, 3), (1000, 1)])
+def test_nearest_dim_counts_every_table(tmp_path: Path, ratio: float, dim: int) -> None:
+    """Also where some tables are four times as wide as a recipe's embedding_dim, as NeuMF's are."""
+
+    def build(embedding_dim: int | None) -> Recipe:
+        width = embedding_dim or 16
+        tables = [
+            EmbeddingBagConfig(name=name, num_embeddings=10, embedding_dim=wide * width, feature_names=[name])
+            for name, wide in (("mf", 1), ("mlp", 4))
+        ]
+        recipe = make_recipe()
+        return dataclasses.replace(recipe, model=EmbeddingBagCollection(tables=tables))
+
+    task = MethodTask(build=build, compression_ratio=ratio, seed=0, device=CPU, folder=tmp_path)
+    assert nearest_dim(task) == dim
 
 
 def test_uniform_tables_report_their_own_size(gloo) -> None:

@@ -39,6 +39,8 @@ def test_step_time_measures_every_shape_and_writes_json(tmp_path: Path, capsys: 
         options += [f"--{name.replace('_', '-')}", str(value)]
     step_time.main(["--quick", *options, "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
+    pooled_in_blocks = sum(pooling > 1 for pooling in step_time.DLRM_V2_POOLINGS)
+    volume = round((26 - pooled_in_blocks + 3 * pooled_in_blocks) / 26, 3)
     assert [row["shape"] for row in rows] == ["criteo", "dlrm_v2", "movielens"]
     for row in rows:
         assert {name: row[name] for name in SMALL} == SMALL
@@ -46,6 +48,8 @@ def test_step_time_measures_every_shape_and_writes_json(tmp_path: Path, capsys: 
         assert row["peak_memory_ratio"] == 1.1
         assert min(row["lower_ratio"], row["upper_ratio"]) > 0
         assert row["pair_ratio"] > max(row["lower_ratio"], row["upper_ratio"])
+        assert row["pair_cpu_ratio"] > max(row["lower_cpu_ratio"], row["upper_cpu_ratio"]) > 0
+        assert row["output_volume_ratio"] == (volume if row["shape"] == "dlrm_v2" else 1)
         parts = row["breakdown"]
         assert sum(parts["plain"].values()) == pytest.approx(1, abs=0.01)
         assert parts["plain"]["select"] == 0
@@ -72,6 +76,23 @@ def test_a_wrong_command_line_is_refused(argv: list[str], capsys: pytest.Capture
     with pytest.raises(SystemExit):
         step_time.parse(argv)
     assert argv[0] in capsys.readouterr().err
+
+
+def test_an_upper_step_may_take_a_part_of_a_batch() -> None:
+    shape = small("movielens", upper_batch_parts=4)
+    train, validation = step_time.make_batches(shape, 2, seed=0), step_time.make_batches(shape, 2, seed=1)
+    with step_time.process_group() as device:
+        bilevel, sizes = step_time.Bilevel(shape, train, validation, device), []
+        for _ in range(4):
+            sizes.append(bilevel.pipeline.batches[0].labels.numel())
+            bilevel.step()
+    assert sizes == [32, 8, 32, 8]
+
+
+def test_two_ranks_measure_together() -> None:
+    measured = step_time.measure_over_ranks(small("movielens", ranks=2), rounds=1)
+    assert {len(values) for values in measured.times.values()} == {1}
+    assert set(measured.parts) == {"plain", "lower", "upper"}
 
 
 def test_batches_have_the_bags_of_their_shape() -> None:

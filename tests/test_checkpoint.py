@@ -92,7 +92,7 @@ def test_the_previous_one_stays_until_the_new_one_is_whole(tmp_path: Path, monke
         path.write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr("dnis_torchrec.checkpoint.save_file", half)
+    monkeypatch.setattr("dnis_torchrec.checkpoint.local.save_file", half)
     randomise_alpha_(model)
     with pytest.raises(OSError, match="no space left"):
         save_checkpoint(tmp_path / "last", model)

@@ -223,6 +223,80 @@ def test_exports_with_a_dynamic_batch(value_dtype: torch.dtype) -> None:
         assert exported.module()(*arguments).equal(model(*arguments))
 
 
+class Core(nn.Module):
+    """No KeyedJaggedTensor at all: ids and offsets as nn.EmbeddingBag takes them."""
+
+    def __init__(self, collection: CsrEmbeddingBagCollection) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return self.collection.lookup(values, offsets)
+
+
+def test_exports_without_keyed_tensors() -> None:
+    tables, scheme = two_tables()
+    model = Core(CsrEmbeddingBagCollection.from_tables(scheme, tables))
+    example = (torch.tensor([1, 2, 3, 4, 5, 6, 7]), torch.tensor([1, 1, 0, 2, 3, 0]))
+    batch = Dim("batch", min=1)
+    exported = torch.export.export(model, example, dynamic_shapes=({0: Dim("ids")}, {0: 2 * batch}))
+    # torch guards against a batch of 1, because it might have specialised on more; here nothing has
+    program = exported.module(check_guards=False)
+    one, empty = (torch.tensor([9, 8, 0]), torch.tensor([1, 2])), (example[0][:0], torch.zeros(8).long())
+    for arguments in (example, one, empty):
+        assert program(*arguments).equal(model(*arguments))
+
+
+def zeros_of_a_file(path: Path, dtype: torch.dtype, size: int) -> Tensor:
+    """More zeros than memory: a file without content, mapped."""
+    with path.open("wb") as file:
+        file.truncate(size * dtype.itemsize)
+    return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
+
+
+def test_rows_and_values_beyond_32_bits(tmp_path: Path) -> None:
+    """A table of 2^31 + 3 rows, of which the last two hold values; and one row that begins after 2^31 values."""
+    num_rows, values = 2**31 + 3, torch.tensor([5.0, 7.0])
+    pointers = zeros_of_a_file(tmp_path / "pointers", torch.int32, num_rows + 1)
+    pointers[-2:] = torch.tensor([1, 2], dtype=torch.int32)
+    columns = torch.tensor([1, 0], dtype=torch.uint8)
+    table = CsrTable(embedding_dim=2, values=values, columns=columns, row_pointers=pointers)
+    routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
+    retained = torch.ones(1, 2, dtype=torch.bool)
+    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained, num_retained=2)})
+    module = CsrEmbeddingBagCollection(scheme, {"t": table})
+    ids = [num_rows - 3, num_rows - 2, num_rows - 1]
+    assert module(keyed_jagged_tensor({"f": [[(i, 1.0)] for i in ids]})).values().tolist() == [[0, 0], [0, 5], [7, 0]]
+    with pytest.raises(TypeError, match=r"int64 ids, because a table has more than 2\^31 rows, got torch.int32"):
+        module(keyed_jagged_tensor({"f": [[(3, 1.0)]]}, id_dtype=torch.int32))
+
+    before = 2**31 + 5
+    values = zeros_of_a_file(tmp_path / "values", torch.int8, before + 1)
+    columns = zeros_of_a_file(tmp_path / "columns", torch.uint8, before + 1)
+    values[-1], columns[-1] = 3, 1
+    scales, pointers = torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, before, before + 1])
+    table = CsrTable(embedding_dim=2, values=values, columns=columns, row_pointers=pointers, scales=scales)
+    routing = RowRouting(2, 1, boundaries=torch.tensor([0, 2]))
+    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
+    module = CsrEmbeddingBagCollection(scheme, {"t": table})
+    assert module(keyed_jagged_tensor({"f": [[(1, 1.0)]]})).values().tolist() == [[0, 3]]
+
+
+def test_tables_in_shards_of_one_dtype() -> None:
+    scheme, tables = one_table()
+    first, second = CsrTable.from_dense(tables["t"][:4]), CsrTable.from_dense(tables["t"][4:])
+    module = CsrEmbeddingBagCollection(scheme, {"t": [first, second]})
+    assert module(keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(10)]})).values().equal(tables["t"])
+    mixed = CsrEmbeddingBagCollection(scheme, {"t": [first, second.quantized(torch.int8)]})
+    with pytest.raises(ValueError, match="tables: expected shards of a table with values and columns of one dtype"):
+        mixed(keyed_jagged_tensor({"f": [[(0, 1.0)]]}))
+    with pytest.raises(ValueError, match=r"table 't': expected rows of shape \(10, 5\), got \(4, 5\)"):
+        CsrEmbeddingBagCollection(scheme, {"t": [first]})
+    with pytest.raises(ValueError, match=r"table 't': expected rows of shape \(10, 5\), got \(0,\)"):
+        CsrEmbeddingBagCollection(scheme, {"t": []})
+
+
 def pruned_model() -> tuple[DLRM, MixedDimensionScheme]:
     """A DLRM over three tables, the first with two features, pruned value by value in place."""
     torch.manual_seed(1)

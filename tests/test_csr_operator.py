@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -56,6 +57,18 @@ def buffers(table: CsrTable) -> list[Tensor]:
     return [table.values, table.columns, table.row_pointers, *scales]
 
 
+def in_shards(table: CsrTable, cuts: list[int]) -> list[CsrTable]:
+    """The rows between one cut and the next as a table each."""
+    bounds, parts = [0, *sorted(cuts), table.num_embeddings], []
+    for first, last in pairwise(bounds):
+        pointers = table.row_pointers[first : last + 1]
+        values = slice(int(pointers[0]), int(pointers[-1]))
+        scales = None if table.scales is None else table.scales[first:last]
+        arrays = {"values": table.values[values], "columns": table.columns[values], "scales": scales}
+        parts.append(replace(table, row_pointers=pointers - pointers[0], **arrays))
+    return parts
+
+
 def random_table(generator: torch.Generator, num_rows: int, dim: int, dtype: torch.dtype, wide: bool) -> CsrTable:
     """Rows without values, sparse rows, rows of neighbouring columns and full rows."""
     weight = torch.randn(num_rows, dim, generator=generator)
@@ -84,6 +97,7 @@ def calls(draw: st.DrawFn) -> Call:
         )
         for _ in range(draw(st.integers(1, 3)))
     ]
+    shards = [in_shards(table, draw(st.lists(st.integers(0, table.num_embeddings), max_size=3))) for table in tables]
     of_features = draw(st.lists(st.integers(0, len(tables) - 1), min_size=1, max_size=4))
     batch_size, zero_unknown = draw(st.integers(0, 5)), draw(st.booleans())
     num_keys = len(of_features) + draw(st.integers(0, 2))
@@ -100,13 +114,15 @@ def calls(draw: st.DrawFn) -> Call:
     integer = st.sampled_from([torch.int32, torch.int64])
     layout, first = [], 0
     for table in of_features:
-        layout.append([table, first, tables[table].embedding_dim, int(draw(st.booleans()))])
+        first_shard = sum(len(of_table) for of_table in shards[:table])
+        dim, is_mean = tables[table].embedding_dim, int(draw(st.booleans()))
+        layout.append([first_shard, len(shards[table]), first, dim, is_mean])
         first += tables[table].embedding_dim
     return Call(
         ids=ids.to(draw(integer)),
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(draw(integer)),
         per_sample_weights=torch.randn(len(ids), generator=generator) if draw(st.booleans()) else None,
-        tables=[buffer for table in tables for buffer in buffers(table)],
+        tables=[buffer for of_table in shards for shard in of_table for buffer in buffers(shard)],
         layout=torch.tensor(layout),
         keys=keys,
         batch_size=batch_size,
@@ -126,7 +142,7 @@ def small_call(**changes: Any) -> Call:
             torch.tensor([1, 0, 1], dtype=torch.uint8),
             torch.tensor([0, 1, 1, 3]),
         ],
-        layout=torch.tensor([[0, 0, 2, 0]]),
+        layout=torch.tensor([[0, 1, 0, 2, 0]]),
         keys=None,
         batch_size=2,
         width=2,
@@ -147,7 +163,7 @@ def large_call() -> Call:
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
         per_sample_weights=torch.randn(len(ids), generator=generator),
         tables=[buffer for table in tables for buffer in buffers(table)],
-        layout=torch.tensor([[0, 0, 64, 0], [1, 64, 64, 1], [2, 128, 64, 0]]),
+        layout=torch.tensor([[0, 1, 0, 64, 0], [1, 1, 64, 64, 1], [2, 1, 128, 64, 0]]),
         keys=None,
         batch_size=batch_size,
         width=192,
@@ -166,22 +182,23 @@ def test_compiled_gives_the_bits_of_torch(call: Call) -> None:
 @given(calls())
 def test_equals_the_sum_over_dense_rows(call: Call) -> None:
     """Nothing of CSR left: rows of the dense tables, added one id at a time in float64."""
-    tables, rest = [], iter(call.tables)
+    shards, rest = [], iter(call.tables)
     for values in rest:
         columns, row_pointers = next(rest), next(rest)
         scales = next(rest) if values.dtype == torch.int8 else None
         fields = {"values": values, "columns": columns, "row_pointers": row_pointers, "scales": scales}
-        tables.append(CsrTable(embedding_dim=2**16, **fields).to_dense().double())
+        shards.append(CsrTable(embedding_dim=2**16, **fields).to_dense().double())
     out = operator(*call.arguments())
-    for feature, (table, first, dim, is_mean) in enumerate(call.layout.tolist()):
+    for feature, (first_shard, num_shards, first, dim, is_mean) in enumerate(call.layout.tolist()):
+        table = torch.cat(shards[first_shard : first_shard + num_shards])
         key = feature if call.keys is None else call.keys[feature]
         for bag in range(call.batch_size):
             begin, end = call.offsets[key * call.batch_size + bag :][:2].tolist()
             expected = torch.zeros(dim, dtype=torch.float64)
             for i in range(begin, end):
                 weight = 1.0 if call.per_sample_weights is None else float(call.per_sample_weights[i])
-                if 0 <= int(call.ids[i]) < len(tables[table]):
-                    expected += weight * tables[table][int(call.ids[i]), :dim]
+                if 0 <= int(call.ids[i]) < len(table):
+                    expected += weight * table[int(call.ids[i]), :dim]
             if is_mean and end > begin:
                 expected /= end - begin
             torch.testing.assert_close(out[bag, first : first + dim].double(), expected, rtol=1e-5, atol=1e-5)
@@ -286,7 +303,7 @@ def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype,
     columns = columns.to(column_dtype)
     tables = [torch.ones(num_values), columns, torch.tensor([0, num_values])]
     call = small_call(ids=torch.zeros(3, dtype=torch.int64), tables=tables, width=num_values)
-    call = replace(call, layout=torch.tensor([[0, 0, num_values, 0]]))
+    call = replace(call, layout=torch.tensor([[0, 1, 0, num_values, 0]]))
     with pytest.raises(ValueError, match="feature 0: expected columns below embedding_dim, got "):
         implementation(*call.arguments())
 
@@ -304,10 +321,13 @@ def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype,
         ({"per_sample_weights": torch.ones(3).double()}, "per_sample_weights: expected one"),
         ({"tables": [torch.ones(3)]}, "tables: expected values, columns and row_pointers"),
         ({"tables": []}, "layout: expected tables that exist"),
-        ({"layout": torch.tensor([[1, 0, 2, 0]])}, "layout: expected tables that exist"),
-        ({"layout": torch.tensor([[0, 1, 2, 0]])}, "layout: expected columns within the output"),
-        ({"layout": torch.tensor([[0, 0, 2**62, 0]])}, "layout: expected columns within the output"),
-        ({"layout": torch.tensor([0, 0, 2, 0])}, "layout: expected int64"),
+        ({"layout": torch.tensor([[1, 1, 0, 2, 0]])}, "layout: expected tables that exist"),
+        ({"layout": torch.tensor([[0, 0, 0, 2, 0]])}, "layout: expected tables that exist"),
+        ({"layout": torch.tensor([[0, 2, 0, 2, 0]])}, "layout: expected tables that exist"),
+        ({"layout": torch.tensor([[0, 2**62, 0, 2, 0]])}, "layout: expected tables that exist"),
+        ({"layout": torch.tensor([[0, 1, 1, 2, 0]])}, "layout: expected columns within the output"),
+        ({"layout": torch.tensor([[0, 1, 0, 2**62, 0]])}, "layout: expected columns within the output"),
+        ({"layout": torch.tensor([0, 1, 0, 2, 0])}, "layout: expected int64"),
         ({"batch_size": -1}, "batch_size and width: expected none below 0"),
     ],
 )
@@ -352,11 +372,11 @@ def check_every_float16() -> None:
     """All 65,536 of them, each in a row of its own and all in one row."""
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     columns, pointers = torch.zeros(2**16, dtype=torch.uint8), torch.arange(2**16 + 1)
-    layout, offsets = torch.tensor([[0, 0, 1, 0]]), torch.arange(2**16 + 1)
+    layout, offsets = torch.tensor([[0, 1, 0, 1, 0]]), torch.arange(2**16 + 1)
     arguments = (torch.arange(2**16), offsets, None, [values, columns, pointers], layout, None, 2**16, 1, False)
     torch.testing.assert_close(operator(*arguments).squeeze(1), values.float(), rtol=0, atol=0, equal_nan=True)
     tables = [values, torch.arange(2**16).to(torch.uint16), torch.tensor([0, 2**16])]
-    layout, offsets = torch.tensor([[0, 0, 2**16, 0]]), torch.tensor([0, 1])
+    layout, offsets = torch.tensor([[0, 1, 0, 2**16, 0]]), torch.tensor([0, 1])
     for implementation in (operator, torch_csr_embedding_bag):
         out = implementation(torch.tensor([0]), offsets, None, tables, layout, None, 1, 2**16, False)
         torch.testing.assert_close(out.squeeze(0), values.float(), rtol=0, atol=0, equal_nan=True)
@@ -390,7 +410,7 @@ def test_without_compiler_torch_does_the_work() -> None:
     script = (
         "import torch; from dnis_torchrec.serving import load_operator; compiled = load_operator()\n"
         "tables = [torch.ones(1), torch.zeros(1, dtype=torch.uint8), torch.tensor([0, 1])]\n"
-        "rest = (tables, torch.tensor([[0, 0, 1, 0]]), None, 1, 1, False)\n"
+        "rest = (tables, torch.tensor([[0, 1, 0, 1, 0]]), None, 1, 1, False)\n"
         "bag = torch.tensor([0, 0]), torch.tensor([0, 2]), None\n"
         "print(compiled, torch.ops.dnis_torchrec.csr_embedding_bag(*bag, *rest).item())"
     )

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import sparse as scipy_sparse
 
 from dnis_torchrec.serving import CsrTable, mixed_dimension
-from dnis_torchrec.serving.csr_table import VALUE_DTYPES
+from dnis_torchrec.serving.csr_table import VALUE_DTYPES, column_dtype, pointer_dtype
 
 
 @st.composite
@@ -31,10 +32,76 @@ def test_dense_and_back(weight: torch.Tensor) -> None:
     assert table.num_bytes == (4 + width) * table.values.numel() + 4 * (len(weight) + 1)
 
 
-def test_rows_are_gathered_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(10, 4) * (torch.rand(10, 4) < 0.5)
-    monkeypatch.setattr(mixed_dimension, "VALUES_PER_CHUNK", 12)
+def test_is_what_scipy_calls_csr() -> None:
+    weight = torch.randn(20, 300) * (torch.rand(20, 300) < 0.1)
+    table, wanted = CsrTable.from_dense(weight), scipy_sparse.csr_matrix(weight.numpy())
+    assert table.values.tolist() == wanted.data.tolist()
+    assert table.columns.long().tolist() == wanted.indices.tolist()
+    assert table.row_pointers.tolist() == wanted.indptr.tolist()
+
+
+@given(sparse_weights(), st.sampled_from([1, 7, 2**22]), st.data())
+def test_rows_are_gathered_a_chunk_at_a_time(weight: torch.Tensor, values_per_chunk: int, data: st.DataObject) -> None:
+    """And any rows of a table are a table, and tables one after the other are one."""
+    middle = data.draw(st.integers(0, len(weight)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixed_dimension, "VALUES_PER_CHUNK", values_per_chunk)
+        whole = CsrTable.from_dense(weight)
+        parts = [
+            CsrTable.from_rows(lambda i, j: weight[i:j], first, last, embedding_dim=weight.shape[1])
+            for first, last in ((0, middle), (middle, len(weight)))
+        ]
+    assert whole.to_dense().equal(weight)
+    assert whole.rows(middle, len(weight)).equal(weight[middle:])
+    assert parts[1].to_dense().equal(weight[middle:])
+    joined = CsrTable.concatenate(parts).to_tensors()
+    assert all(tensor.equal(joined[name]) for name, tensor in whole.to_tensors().items())
+    small = CsrTable.concatenate([part.quantized(torch.int8) for part in parts]).to_tensors()
+    assert all(tensor.equal(small[name]) for name, tensor in whole.quantized(torch.int8).to_tensors().items())
+    whole.check_rows()
+
+
+def test_takes_views_and_half_precision() -> None:
+    weight = torch.randn(6, 8).t()
     assert CsrTable.from_dense(weight).to_dense().equal(weight)
+    half = torch.randn(4, 3).half()
+    assert CsrTable.from_dense(half).to_dense().equal(half.float())
+    parameter = torch.nn.Parameter(torch.randn(2, 2))
+    assert not CsrTable.from_dense(parameter).values.requires_grad
+
+
+def test_highest_column_of_uint16() -> None:
+    weight = torch.zeros(2, 65_536)
+    weight[1, -1] = 3.0
+    table = CsrTable.from_dense(weight)
+    assert table.columns.long().tolist() == [65_535]
+    assert table.to_dense().equal(weight)
+
+
+@pytest.mark.parametrize(
+    ("field", "array", "message"),
+    [
+        ("row_pointers", torch.tensor([0, 3, 2, 4]), "row_pointers: expected rising ones, got others in row 1"),
+        ("columns", torch.tensor([0, 1, 0, 4], dtype=torch.uint8), r"columns: expected 0\.\.3, got others in row 2"),
+        ("columns", torch.tensor([0, 1, 3, 2], dtype=torch.uint8), "columns: expected them to rise .* in row 2"),
+        ("columns", torch.tensor([0, 1, 2, 2], dtype=torch.uint8), "columns: expected them to rise .* in row 2"),
+        ("values", torch.tensor([1.0, float("nan"), 1.0, 1.0]), "values: expected finite ones, got others in row 1"),
+        ("scales", torch.tensor([1.0, 1.0, float("inf")]).bfloat16(), "scales: expected finite ones, .* in row 2"),
+    ],
+)
+def test_rows_that_are_none(field: str, array: torch.Tensor, message: str) -> None:
+    columns = torch.tensor([0, 1, 2, 3], dtype=torch.uint8)
+    arrays = {"values": torch.ones(4), "columns": columns, "row_pointers": torch.tensor([0, 1, 2, 4])}
+    if field == "scales":
+        arrays["values"] = arrays["values"].to(torch.int8)
+    table = CsrTable(embedding_dim=4, **arrays | {field: array})
+    with pytest.raises(ValueError, match=f"CsrTable.{message}"):
+        table.check_rows()
+
+
+def test_dtypes() -> None:
+    assert [column_dtype(dim) for dim in (1, 256, 257, 65_536)] == [torch.uint8] * 2 + [torch.uint16] * 2
+    assert [pointer_dtype(count) for count in (0, 2**31 - 1, 2**31)] == [torch.int32] * 2 + [torch.int64]
 
 
 @given(sparse_weights())

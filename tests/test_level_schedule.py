@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.level_schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.level_schedule import MAX_AHEAD, BilevelStream, Level, LevelSchedule
 
 schedules = st.builds(LevelSchedule, warm_up_steps=st.integers(1, 7), upper_every=st.integers(1, 4))
 
@@ -93,3 +96,83 @@ def test_a_stream_that_cannot_start_again_is_refused_when_it_ends() -> None:
     assert [next(stream), next(stream)] == ["t0", "t1"]
     with pytest.raises(ValueError, match="training stream: expected at least one batch"):
         next(stream)
+
+
+class Counting:
+    """Batches in an order that its epoch decides, as `examples.datasets.in_memory` has them."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size, self.epoch = name, size, 0
+
+    def __iter__(self) -> Iterator[str]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(epoch)).tolist()
+        return (f"{self.name}{epoch}.{number}" for number in order)
+
+
+class Drawing:
+    """Batches in an order drawn from torch's own random numbers, as a shuffling DataLoader has them."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size = name, size
+
+    def __iter__(self) -> Iterator[str]:
+        for number in torch.randperm(self.size).tolist():
+            yield f"{self.name}{number}"
+
+
+@pytest.mark.parametrize("kind", [Counting, Drawing])
+@given(
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 4)),
+    warm_up=st.integers(1, 6),
+    every=st.integers(1, 3),
+    stepped=st.integers(0, 25),
+    ahead=st.integers(0, MAX_AHEAD),
+)
+def test_a_stream_goes_on_where_the_steps_were(kind, sizes, warm_up, every, stepped, ahead) -> None:
+    """Whatever a pipeline had read ahead of its steps."""
+    schedule = LevelSchedule(warm_up_steps=warm_up, upper_every=every)
+
+    def stream() -> BilevelStream[str]:
+        return BilevelStream(kind("t", sizes[0]), kind("v", sizes[1]), schedule)
+
+    torch.manual_seed(1)
+    interrupted = stream()
+    seen = [next(interrupted) for _ in range(stepped + ahead)]
+    state = json.loads(json.dumps(interrupted.state_dict(stepped)))
+    torch.manual_seed(2)  # another process
+    resumed, before = stream(), torch.get_rng_state()
+    resumed.first_train_batch()
+    last = resumed.load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), before)
+    train = [batch for step, batch in enumerate(seen[:stepped]) if not schedule.is_upper(step)]
+    assert last == (train[-1] if train else None)
+    expected = seen[stepped:] + [next(interrupted) for _ in range(5)]
+    assert [next(resumed) for _ in expected] == expected
+
+
+def test_a_stream_does_not_touch_random_numbers() -> None:
+    stream = BilevelStream(Drawing("t", 3), Drawing("v", 2), LevelSchedule())
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = [next(stream) for _ in range(12)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first[:4] != first[4:8] or first[4:8] != first[8:]  # every epoch has an order of its own
+
+
+def test_a_stream_that_became_shorter_is_refused() -> None:
+    stream = BilevelStream(Counting("t", 5), Counting("v", 2), LevelSchedule(warm_up_steps=9))
+    for _ in range(4):
+        next(stream)
+    shorter = BilevelStream(Counting("t", 3), Counting("v", 2), LevelSchedule(warm_up_steps=9))
+    message = "training stream: expected at least 4 batches, as before the interruption, got 3; resume with the data of"
+    with pytest.raises(ValueError, match=message):
+        shorter.load_state_dict(stream.state_dict(4))
+
+
+def test_a_stream_knows_the_latest_steps_alone() -> None:
+    stream = BilevelStream(Counting("t", 5), Counting("v", 2), LevelSchedule())
+    for _ in range(MAX_AHEAD + 5):
+        next(stream)
+    with pytest.raises(RuntimeError, match=rf"expected a step from 5 to {MAX_AHEAD + 5}, got 4"):
+        stream.state_dict(4)

@@ -8,6 +8,7 @@ shuffled and extra keys, routing by boundaries and by map.
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,6 +46,74 @@ def test_equals_naive_oracle(case: Case) -> None:
     assert out.length_per_key() == [pooled.shape[1] for pooled in expected.values()]
     for name, pooled in out.to_dict().items():
         torch.testing.assert_close(pooled, expected[name], rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_compiled_pass_equals_naive_oracle(case: Case) -> None:
+    """Taken where no gradient is wanted; without a compiler, the same calls go through the stock kernels."""
+    module = MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables)
+    expected = case.expected()
+    with torch.inference_mode():
+        pooled = module(case.kjt())
+    assert pooled.keys() == list(expected)
+    for name, values in pooled.to_dict().items():
+        torch.testing.assert_close(values, expected[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_lookup_from_plain_tensors(compiled: bool) -> None:
+    scheme, tables = one_table(MAPPED, feature_names=("f", "g"))
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4)
+    module._compiled = compiled and module._compiled
+    ids, offsets = torch.tensor([3, 1, 4, 1, 5, 9]), torch.tensor([0, 2, 3, 3, 6])
+    with torch.inference_mode():
+        pooled = module.lookup(ids, offsets)
+    rows = [tables["t"][ids[first:last]].sum(0) for first, last in ((0, 2), (2, 3), (3, 3), (3, 6))]
+    torch.testing.assert_close(pooled, torch.stack([torch.cat(rows[::2]), torch.cat(rows[1::2])]))
+
+
+def test_more_blocks_than_are_counted() -> None:
+    """Beyond 32 blocks the operator searches them; 300 do not fit into a byte."""
+    generator = torch.Generator().manual_seed(0)
+    routing = RowRouting.from_map(torch.randint(0, 301, (900,), generator=generator), 300)
+    retained = torch.rand(300, 5, generator=generator) < 0.5
+    weight = pruned(torch.randn(900, 5, generator=generator), routing, retained)
+    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight})
+    bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(900)]})
+    with torch.inference_mode():
+        assert module(bags).values().equal(weight)
+    torch.testing.assert_close(module(bags).values(), weight)
+
+
+def test_result_does_not_depend_on_threads_or_copies() -> None:
+    scheme, tables = one_table(MAPPED)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    bags = keyed_jagged_tensor({"f": [[(row, 1.0), (9 - row, 0.5)] for row in range(10)]})
+
+    def served(_: int) -> torch.Tensor:
+        with torch.inference_mode():
+            return module(bags).values()
+
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(served, range(40))
+    assert all(other.equal(first) for other in others)
+    with torch.inference_mode():
+        assert copy.deepcopy(module)(bags).values().equal(first)
+
+
+def test_padded_columns_stay_zero_and_unread() -> None:
+    scheme, tables = one_table(MAPPED)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4)
+    fresh = MixedDimensionEmbeddingBagCollection(scheme, dim_multiple=4)
+    assert [config.embedding_dim for config in module.physical_embedding_bag_configs()] == [8, 4]
+    bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(10)]})
+    torch.testing.assert_close(module(bags).values(), tables["t"])
+    module(bags).values().sum().backward()
+    for built in (module, fresh):
+        assert not bool(built.blocks.embedding_bags["t/b0"].weight[:, 5:].any())
+    assert not bool(module.blocks.embedding_bags["t/b0"].weight.grad[:, 5:].any())
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load
+from dnis_torchrec.checkpoint import CheckpointFolder
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.jobs import drop_in_
 from dnis_torchrec.search import SearchConfig, SearchEvents, SearchInterrupted, search
@@ -83,9 +84,9 @@ def test_same_seed_same_outcome(gloo, tmp_path: Path) -> None:
 def test_a_request_to_stop_saves_the_state(gloo, tmp_path: Path) -> None:
     steps = []
     events = SearchEvents(on_step=lambda loss, density: steps.append(loss), should_stop=lambda: len(steps) == 13)
-    with pytest.raises(SearchInterrupted, match=r"epoch 1, lower step 13: stopped on request; .* saved in .*last"):
+    with pytest.raises(SearchInterrupted, match=r"epoch 1, lower step 13: stopped on request; .* saved in .*step-"):
         search(make_recipe(), SearchConfig(size=Size(compression_ratio=4), **SHORT), tmp_path, CPU, events)
-    assert (tmp_path / "last.rank0.safetensors").is_file()
+    assert CheckpointFolder(tmp_path).latest() == tmp_path / "step-00000015"
 
 
 def test_divergence_keeps_the_last_good_checkpoint(gloo, tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_divergence_keeps_the_last_good_checkpoint(gloo, tmp_path: Path) -> None
         search(recipe, config, tmp_path, CPU, SearchEvents(on_epoch=poison))
     from safetensors.torch import load_file
 
-    saved = load_file(tmp_path / "last.rank0.safetensors")
+    saved = load_file(CheckpointFolder(tmp_path).latest() / "rank0.safetensors")
     assert all(bool(torch.isfinite(value.float()).all()) for value in saved.values())
 
 

@@ -65,12 +65,20 @@ def test_search_runs_under_torchrun_with_all_that_stands_after_the_dashes() -> N
     assert app.name == "dnis-search"
     assert command(app).startswith("torchrun ")
     assert "--nnodes 2 --nproc_per_node 4" in command(app)
-    assert command(app).endswith("-m dnis_torchrec search m:f --data 'my data' --out run")
+    assert command(app).endswith("-m dnis_torchrec search m:f --data 'my data' --out run --resume")
     (role,) = app.roles
     assert role.num_replicas == 2
     assert role.max_retries == 2
     assert role.resource.memMB == 8192
     assert role.env | RESTARTS | {"PET_MAX_RESTARTS": "3"} == role.env
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "resumes"),
+    [({}, ("--out", "run"), 0), ({"max_retries": 1}, ("--out", "run"), 1), ({"max_restarts": 1}, ("--resume",), 1)],
+)
+def test_a_search_that_may_be_started_again_resumes(given: dict[str, int], arguments: tuple, resumes: int) -> None:
+    assert command(search("m:f", *arguments, **given)).split().count("--resume") == resumes
 
 
 def test_benchmark_runs_any_module_under_torchrun() -> None:

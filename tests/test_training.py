@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.table_shards import TableShard, collections, local_shards
 from dnis_torchrec.training import EarlyStopping, evaluate, primary_metric, shard, train_plainly
-from tests.tiny import make_recipe
+from tests.tiny import make_collection, make_recipe
 
 CPU = torch.device("cpu")
 
@@ -31,6 +33,28 @@ def test_sharding_keeps_the_weights_that_the_model_came_with(gloo, optimizer: st
     after = shards_of(model)
     assert before.keys() == after.keys()
     assert all(torch.equal(weight, after[name].weight) for name, weight in before.items())
+
+
+class OnlyTables(nn.Module):
+    """A model without a dense weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collection = make_collection()
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """The sum of all pooled values."""
+        return self.collection(sparse_features).values().sum(1)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_a_model_of_tables_alone_trains(gloo, tmp_path: Path, optimizer: str) -> None:
+    recipe = dataclasses.replace(make_recipe(optimizer=optimizer), model=OnlyTables())
+    model, rest = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    before = {name: part.weight.clone() for name, part in shards_of(model).items()}
+    assert len(rest.params) == (2 if optimizer == "adam" else 0)
+    train_plainly(model, rest, recipe, CPU, max_epochs=1, patience=1, folder=tmp_path)
+    assert not any(torch.equal(part.weight, before[name]) for name, part in shards_of(model).items())
 
 
 def test_metrics_are_those_of_all_samples_together(gloo) -> None:

@@ -33,8 +33,8 @@ def search(
     """Runs `dnis search`: finds the retained dims, writes a run folder.
 
     Args:
-        args: after `--`: arguments of `dnis search`; a restarted search needs `--overwrite` and begins anew
-        j: nodes x processes per node; `dnis search` runs on one process today and refuses more
+        args: after `--`: arguments of `dnis search`; `--resume` is added where restarts or retries are asked for
+        j: nodes x processes per node; every process holds one shard of the tables
         h: named resource of a node, such as gpu.small or aws_p4d.24xlarge; takes precedence over cpu, gpu and memMB
         cpu: CPU cores of a node
         gpu: GPUs of a node
@@ -46,7 +46,10 @@ def search(
         max_retries: times that the scheduler starts the job again
     """
     node = {"h": h, "cpu": cpu, "gpu": gpu, "memMB": memMB, "image": image, "mounts": mounts}
-    return _launch.torchrun("search", _launch.MODULE, ["search", *args], j, node, env, max_restarts, max_retries)
+    again = ["--resume"] if (max_restarts or max_retries) and "--resume" not in args else []
+    return _launch.torchrun(
+        "search", _launch.MODULE, ["search", *args, *again], j, node, env, max_restarts, max_retries
+    )
 
 
 def export(

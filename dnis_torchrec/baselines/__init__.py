@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 
-from dnis_torchrec.baselines import dnis, magnitude, mde, nis, random_search, uniform
+from dnis_torchrec.baselines import dnis, low_rank, magnitude, mde, nis, random_search, uniform
 from dnis_torchrec.baselines.magnitude import MagnitudePruning
 from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import train_scheme
-from dnis_torchrec.baselines.uniform import train_uniform, uniform_dim
+from dnis_torchrec.baselines.uniform import nearest_dim, train_uniform, uniform_dim
 
 METHODS: Mapping[str, Method] = {
     "dense": uniform.dense,
     "uniform": uniform.uniform,
     "uniform-grid": uniform.uniform_grid,
+    "low-rank": low_rank.low_rank,
     "random": random_search.random_search,
     "mde": mde.mde,
     "magnitude": magnitude.magnitude,
@@ -32,6 +33,7 @@ __all__ = [
     "MethodResult",
     "MethodTask",
     "SizeNotMetError",
+    "nearest_dim",
     "train_scheme",
     "train_uniform",
     "uniform_dim",

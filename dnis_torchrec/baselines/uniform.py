@@ -80,6 +80,18 @@ def smallest_dim(task: MethodTask, num_bytes: int) -> int:
     return dims[min(index, len(dims) - 1)]
 
 
+def nearest_dim(task: MethodTask) -> int:
+    """The embedding_dim of a recipe whose tables come nearest to the budget, from above or below.
+
+    Args:
+        task: builds the recipe at several dims; tables may follow embedding_dim in any rising way.
+    """
+    budget = task.embedding_bytes()
+    above = smallest_dim(task, budget)
+    near = (max(1, above - 1), above)
+    return min(near, key=lambda dim: abs(dense_table_bytes(task.build(dim).model) - budget))
+
+
 def dense_table_bytes(model: nn.Module) -> int:
     """Bytes of a plain model's tables in float32: the sum of 4 N D.
 

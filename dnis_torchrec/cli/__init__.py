@@ -1,4 +1,4 @@
-"""The `dnis` command: parses and prints; jobs.py, comparison/ and planning/ do the work.
+"""The `dnis` command: parses and prints; jobs/, comparison/ and planning/ do the work.
 
 Exit codes: 0 when all went well, 2 for wrong arguments, 1 otherwise. Results go to standard output, progress and
 logs to standard error. A module here is a group of commands; importing it registers them.
@@ -11,12 +11,27 @@ import sys
 
 import typer
 
-from dnis_torchrec.cli import compare, plan, runs
+from dnis_torchrec.checkpoint import CheckpointWriteError
+from dnis_torchrec.cli import compare, package, plan, runs, verify
 from dnis_torchrec.cli.app import app
 from dnis_torchrec.finite import NonFiniteError
+from dnis_torchrec.run_folder import RunWriteError
 from dnis_torchrec.search import SearchInterrupted
+from dnis_torchrec.storage import StorageError
 
-__all__ = ["app", "compare", "main", "plan", "runs"]
+__all__ = ["app", "compare", "main", "package", "plan", "runs", "verify"]
+
+ERRORS = (
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    NonFiniteError,
+    SearchInterrupted,
+    CheckpointWriteError,
+    RunWriteError,
+    StorageError,
+)
+"""What a user can do something about: said in one line, without a traceback."""
 
 
 def main() -> None:
@@ -24,7 +39,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         app(prog_name="dnis")
-    except (ValueError, TypeError, NotImplementedError, NonFiniteError, SearchInterrupted) as error:
+    except ERRORS as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.cli.addresses import fetched_settings, published_settings
 
 app = typer.Typer(
     name="dnis",
@@ -34,9 +35,20 @@ RecipeArgument = Annotated[
     str,
     typer.Argument(metavar="RECIPE", help="`module:function`, looked for from the current folder."),
 ]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `dnis search` wrote.")]
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder that `dnis search` wrote, or its URL.", **fetched_settings)
+]
 DataOption = Annotated[
-    Path | None, typer.Option("--data", help="Folder of the data; recipes that generate their own need none.")
+    Path | None,
+    typer.Option(
+        "--data",
+        metavar="FOLDER",
+        help="Data, a folder or a URL; recipes that generate their own need none.",
+        **fetched_settings,
+    ),
+]
+OutOption = Annotated[
+    Path, typer.Option("--out", metavar="FOLDER", help="Folder to write, or its URL.", **published_settings)
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")]
 
@@ -49,6 +61,11 @@ def arguments() -> Iterator[None]:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for a job that a launcher such as torchrun has started on several ranks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def check_data(data: Path | None) -> None:

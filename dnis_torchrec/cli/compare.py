@@ -9,7 +9,8 @@ import typer
 
 from dnis_torchrec.baselines.method import MAX_EPOCHS
 from dnis_torchrec.checks import check
-from dnis_torchrec.cli.app import DataOption, RecipeArgument, app, arguments, check_data, print_table
+from dnis_torchrec.cli.addresses import shown
+from dnis_torchrec.cli.app import DataOption, OutOption, RecipeArgument, app, arguments, check_data, print_table
 from dnis_torchrec.comparison import (
     Compared,
     Comparison,
@@ -32,7 +33,7 @@ def compare(
     methods: Annotated[
         str, typer.Option("--methods", help="Names with commas between them; `dense`, uncompressed, is always added.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder of the comparison; what has finished there is kept.")],
+    out: OutOption,
     data: DataOption = None,
     sizes: Annotated[
         str, typer.Option("--sizes", help="Bytes of the uncompressed tables over bytes wanted, each above 1.")
@@ -93,7 +94,7 @@ def _print_compared(compared: Compared, out: Path) -> None:
     print_table(comparison_table(compared.content), COMPARISON_WIDTH)
     for line in missing_lines(compared.content.rows):
         typer.echo(line, err=True)
-    typer.echo(f"comparison: {out / 'comparison.html'}")
+    typer.echo(f"comparison: {shown(out)}/comparison.html")
     if compared.crashes:
         files = "\n".join(f"  {file}" for file in compared.crashes.values())
         typer.echo(

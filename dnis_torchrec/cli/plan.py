@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.cli.addresses import fetched_settings
 from dnis_torchrec.cli.app import app, arguments, print_table, write_text
-from dnis_torchrec.export.exporting import read_scheme
+from dnis_torchrec.export import read_scheme
 from dnis_torchrec.planning import Cluster, compare_plans, parse_bytes, parse_tables, plan_table, tables_of_scheme
 
 PLAN_WIDTH = 150
@@ -18,7 +19,10 @@ PLAN_WIDTH = 150
 
 @app.command()
 def plan(
-    artifact: Annotated[Path | None, typer.Argument(metavar="ARTIFACT", help="Folder `dnis export` wrote.")] = None,
+    artifact: Annotated[
+        Path | None,
+        typer.Argument(metavar="ARTIFACT", help="Folder `dnis export` wrote, or its URL.", **fetched_settings),
+    ] = None,
     table: Annotated[
         list[str] | None,
         typer.Option(help="Instead: `NAME=ROWSxDIM:ROWSxDIM,...`, a table and its blocks. May be repeated."),

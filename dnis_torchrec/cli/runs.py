@@ -7,25 +7,32 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from dnis_torchrec.budget import Size
 from dnis_torchrec.checks import check
+from dnis_torchrec.cli.addresses import fetched_settings, published_first_settings, shown
 from dnis_torchrec.cli.app import (
     DataOption,
+    OutOption,
     OverwriteOption,
     RecipeArgument,
     RunArgument,
     app,
     arguments,
     check_data,
+    is_first_rank,
     print_table,
     write_text,
 )
+from dnis_torchrec.export import read_scheme
 from dnis_torchrec.export.exporting import ARTIFACT_FORMS
+from dnis_torchrec.export.forms import forms_table
 from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search
 from dnis_torchrec.recipe import load_recipe
 from dnis_torchrec.report import ReportRow, rows_table
 from dnis_torchrec.run_folder import RunFolder
+from dnis_torchrec.search import Saving
 
 ROWS_WIDTH = 100
 
@@ -37,21 +44,25 @@ BytesOption = Annotated[
     int | None, typer.Option("--embedding-bytes", help="Instead of --compression: bytes of all tables in form --form.")
 ]
 FormOption = Annotated[str, typer.Option("--form", help="mixed_dimension_fp32 or csr_fp32; index bytes are counted.")]
+BaselineOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Train beside, at the same size: `dense`, `uniform`, `magnitude`. May be repeated."),
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on with an interrupted run at --out; begin it if there is none.")
+]
 
 
 @app.command()
 def search(
     recipe: RecipeArgument,
-    out: Annotated[Path, typer.Option("--out", help="Run folder to make.")],
+    out: OutOption,
     data: DataOption = None,
     compression: CompressionOption = None,
     embedding_bytes: BytesOption = None,
     form: FormOption = "mixed_dimension_fp32",
     seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0,
-    baseline: Annotated[
-        list[str] | None,
-        typer.Option(help="Train beside, at the same size: `dense`, `uniform`, `magnitude`. May be repeated."),
-    ] = None,
+    baseline: BaselineOption = None,
     embedding_dim: Annotated[int | None, typer.Option(help="D to start from; the recipe's own if not given.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="Blocks per table set; the recipe's own if not given.")] = None,
     scope: Annotated[
@@ -61,14 +72,24 @@ def search(
     warm_up_epochs: Annotated[int | None, typer.Option(help="Epochs before alpha moves.")] = None,
     ramp_epochs: Annotated[int | None, typer.Option(help="Epochs in which alpha is led to the size.")] = None,
     release_epochs: Annotated[int | None, typer.Option(help="Epochs at most after the ramp.")] = None,
+    rotate: Annotated[
+        bool | None,
+        typer.Option("--rotate/--no-rotate", help="Turn tables into their principal axes first, where the model can."),
+    ] = None,
     overwrite: OverwriteOption = False,
+    resume: ResumeOption = False,
+    checkpoint_every: Annotated[int, typer.Option(help="Lower steps between checkpoints; also after an epoch.")] = 0,
+    keep_checkpoints: Annotated[int, typer.Option(help="How many are kept, besides that of the best epoch.")] = 2,
+    on_save_error: Annotated[str, typer.Option(help="On a full disk, say: `stop` or `continue`.")] = "stop",
 ) -> None:
     """Searches: counts, blocks, learns alpha on validation loss, merges, prunes; writes RUN and its report.json.
 
-    The search ends at the requested size; nothing else has to be tuned. Ctrl-C saves and stops.
+    The search ends at the requested size; nothing else has to be tuned. Ctrl-C saves and stops; the same command with
+    --resume goes on, also after a crash.
     """
     with arguments():
         size = _size(compression, embedding_bytes, form)
+        saving = Saving(every_steps=checkpoint_every, keep_last=keep_checkpoints, on_error=on_save_error, resume=resume)
         load_recipe(recipe)
         settings = {
             "num_blocks": num_blocks,
@@ -77,6 +98,7 @@ def search(
             "warm_up_epochs": warm_up_epochs,
             "ramp_epochs": ramp_epochs,
             "release_epochs": release_epochs,
+            "rotate": rotate,
         }
         job = SearchJob(
             recipe=recipe,
@@ -88,17 +110,21 @@ def search(
             seed=seed,
             baselines=tuple(baseline or ()),
             overwrite=overwrite,
+            saving=saving,
         )
-        _check_free(out, overwrite)
+        if is_first_rank():  # which may have made the folder before the others come here
+            _check_free(out, overwrite or resume)
         check_data(data)
-    _print_rows(run_search(job))
-    typer.echo(f"run: {out}")
+    rows = run_search(job)
+    if is_first_rank():
+        _print_rows(rows)
+        typer.echo(f"run: {shown(out)}")
 
 
 @app.command()
 def prune(
     run: RunArgument,
-    out: Annotated[Path, typer.Option("--out", help="Run folder to make.")],
+    out: OutOption,
     data: DataOption = None,
     compression: CompressionOption = None,
     embedding_bytes: BytesOption = None,
@@ -136,18 +162,21 @@ def prune(
         overwrite=overwrite,
     )
     _print_rows([row])
-    typer.echo(f"run: {out}")
+    typer.echo(f"run: {shown(out)}")
 
 
 @app.command()
 def export(
     run: RunArgument,
-    out: Annotated[Path, typer.Option("--out", help="Artifact folder to write.")],
+    out: OutOption,
     form: Annotated[list[str] | None, typer.Option(help="`mixed_dimension`, `csr`; both if not given.")] = None,
     scipy: Annotated[list[str] | None, typer.Option(help="Also write scipy `.npz` files: `csr`, `coo`.")] = None,
+    regroup: Annotated[
+        int | None, typer.Option(help="Regroup rows that were pruned value by value into so many groups.")
+    ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Exports a finished RUN as an artifact: manifest.json and safetensors, ready to serve."""
+    """Exports a finished RUN as an artifact, ready to serve, and prints what every serving form of it would come to."""
     with arguments():
         RunFolder.open(run)
         check(
@@ -157,13 +186,22 @@ def export(
             "an existing one",
             "choose another --out, or --overwrite",
         )
-    path = run_export(run, out, forms=form or ARTIFACT_FORMS, scipy_formats=scipy or (), overwrite=overwrite)
-    typer.echo(f"artifact: {path}")
+        check(regroup is None or regroup >= 1, "--regroup", "expected a number of groups >= 1", regroup)
+    run_export(
+        run, out, forms=form or ARTIFACT_FORMS, scipy_formats=scipy or (), overwrite=overwrite, num_groups=regroup
+    )
+    _print_forms(out)
+    typer.echo(f"artifact: {shown(out)}")
 
 
 @app.command()
 def evaluate(
-    path: Annotated[Path, typer.Argument(metavar="RUN_OR_ARTIFACT", help="What `dnis search` or `dnis export` wrote.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_ARTIFACT", help="What `dnis search` or `dnis export` wrote, or its URL.", **fetched_settings
+        ),
+    ],
     data: DataOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
 ) -> None:
@@ -180,7 +218,12 @@ def evaluate(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `dnis search` wrote.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Folders that `dnis search` wrote, or their URLs.", **published_first_settings
+        ),
+    ],
 ) -> None:
     """Writes report.html, one self-contained page, and figures/ into the first RUN, and prints the table of results.
 
@@ -188,9 +231,9 @@ def report(
     """
     with arguments():
         rows = [row for run in runs for row in RunFolder.open(run).rows()]
-        page = run_report(runs[0], runs[1:])
+        run_report(runs[0], runs[1:])
     _print_rows(rows)
-    typer.echo(f"report: {page}")
+    typer.echo(f"report: {shown(runs[0])}/report.html")
 
 
 def _size(compression: float | None, embedding_bytes: int | None, form: str) -> Size:
@@ -198,7 +241,7 @@ def _size(compression: float | None, embedding_bytes: int | None, form: str) -> 
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
-    remedy = "choose another --out, or --overwrite a run"
+    remedy = "choose another --out, --resume the run or --overwrite it"
     check(
         overwrite or not out.exists(),
         f"run folder {out}",
@@ -206,6 +249,16 @@ def _check_free(out: Path, overwrite: bool) -> None:
         "an existing one",
         remedy,
     )
+
+
+def _print_forms(artifact: Path) -> None:
+    headings, *rows = forms_table(read_scheme(artifact))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("form", "") else "right")
+    for row in rows:
+        table.add_row(*row)
+    print_table(table, ROWS_WIDTH)
 
 
 def _print_rows(rows: list[ReportRow] | tuple[ReportRow, ...]) -> None:

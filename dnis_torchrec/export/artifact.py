@@ -1,7 +1,7 @@
 """The artifact: a folder of safetensors files and a manifest.json that names, sizes and hashes each of them.
 
-Written as a whole or not at all; read only after every check. Nothing is ever unpickled, and no path outside the folder
-is followed.
+Written as a whole or not at all. Nothing is ever unpickled, no path outside the folder is followed, and a file is
+mapped into memory, not read, unless its hash is to be verified. docs/artifact.md is the format, word for word.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,8 +29,36 @@ FORMAT = "dnis-torchrec-artifact"
 FORMAT_VERSION = "1.0"
 """Readers accept every minor version of their major one."""
 MANIFEST = "manifest.json"
-REQUIRED_FIELDS = ("format", "format_version", "versions", "forms", "tables", "bytes", "run", "files", "sha256")
+MAX_FILE_BYTES = 2_000_000_000
+"""What no file of an artifact exceeds, by default."""
+REQUIRED_FIELDS = (
+    "format",
+    "format_version",
+    "versions",
+    "forms",
+    "tables",
+    "scheme",
+    "dense_state",
+    "bytes",
+    "run",
+    "files",
+    "sha256",
+)
+SAFETENSORS_DTYPES = {
+    "BOOL": torch.bool,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""Dtypes of an artifact's tensors, by their name in a safetensors header."""
 
+_UNHASHED = 64 * "0"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -80,31 +110,46 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dic
 
     Returns:
         The file's entry for the manifest.
+
+    Raises:
+        OSError: if it cannot be written, as on a full disk.
     """
+    for key, tensor in tensors.items():
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES.values()]
+        fits = tensor.dtype in SAFETENSORS_DTYPES.values()
+        check(fits, f"tensor {key!r}", f"expected one of {dtypes}", tensor.dtype, "convert it first")
     file = folder / name
     file.parent.mkdir(exist_ok=True)
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+    try:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+    except SafetensorError as error:
+        raise OSError(describe(f"artifact, file {name!r}", "expected it to be written", str(error))) from error
     file.chmod(0o644)  # safetensors writes for its owner alone; serving often runs as somebody else
-    return describe_file(folder, name) | {"tensors": {key: _shape(tensor) for key, tensor in tensors.items()}}
+    return describe_file(folder, name) | {"tensors": _header(file, name)}
+
+
+def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """At most how large a file of these tensors becomes, header included."""
+    return 16 + sum(tensor.nbytes + 160 + 6 * len(name) + 20 * tensor.dim() for name, tensor in tensors.items())
 
 
 def describe_file(folder: Path, name: str) -> dict[str, Any]:
     """Size and sha256 of a file, for the manifest."""
-    return {"sha256": _sha256(folder / name), "bytes": (folder / name).stat().st_size}
+    return {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes manifest.json, adding format, version and its own hash."""
-    fields = json.loads(json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **manifest}, allow_nan=False))
-    fields["sha256"] = _sha256_of_fields(fields)
-    (folder / MANIFEST).write_text(json.dumps(fields, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    fields = {"format": FORMAT, "format_version": FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
+    content = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
+    (folder / MANIFEST).write_bytes(_with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest()))
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
     """Reads and checks an artifact's manifest.
 
-    Every file that it lists has to be there, inside the folder and of the stated size; hashes are checked when a file
-    is read (`read_tensors`).
+    Every file that it lists has to be there, inside the folder and of the stated size; what is in them, `read_tensors`
+    and `verify_files` check.
 
     Args:
         path: the artifact's folder.
@@ -119,18 +164,22 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     check(folder.is_dir(), f"artifact {str(path)!r}", "expected a folder", "none", "check the path")
     place = f"artifact {str(path)!r}, file {MANIFEST!r}"
     file = _file_inside(folder, MANIFEST, place)
+    content = file.read_bytes()
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(describe(place, "expected JSON", str(error), "it was damaged; export again")) from error
     found = manifest.get("format") if isinstance(manifest, dict) else None
     check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that export wrote")
     _check_version(manifest.get("format_version"), place)
     missing = [field for field in REQUIRED_FIELDS if field not in manifest]
-    check(not missing, place, "expected all fields", f"none of {missing}", "export again")
-    intact = manifest["sha256"] == _sha256_of_fields(manifest)
+    remedy = "it is of a version before 1.0 was final, or not whole; export again"
+    check(not missing, place, "expected all fields", f"none of {missing}", remedy)
+    stated = str(manifest["sha256"])
+    intact = re.fullmatch("[0-9a-f]{64}", stated) is not None
+    intact = intact and stated == hashlib.sha256(_with_digits(content, stated, _UNHASHED)).hexdigest()
     check(intact, place, "expected the sha256 that it states of itself", "another", "it was damaged; export again")
-    check(isinstance(manifest["forms"], list), place, "expected a list of forms", manifest["forms"], "export again")
+    _check_fields(manifest, place)
     listed = manifest["files"]
     entries = listed.values() if isinstance(listed, dict) else [None]
     complete = all(isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) for entry in entries)
@@ -142,16 +191,33 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def read_tensors(path: Path | str, manifest: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """Reads one safetensors file after checking its hash, and its tensors' dtypes and shapes.
+def verify_files(path: Path | str) -> None:
+    """Reads every file of an artifact and compares its sha256 with the one that the manifest states.
+
+    Args:
+        path: the artifact's folder.
+
+    Raises:
+        ValueError: if the artifact is foreign, newer or damaged; names the file.
+    """
+    manifest = read_manifest(path)
+    for name, entry in manifest["files"].items():
+        _check_sha256(Path(path) / name, entry, f"artifact {str(path)!r}, file {name!r}")
+
+
+def read_tensors(
+    path: Path | str, manifest: Mapping[str, Any], name: str, *, verify: bool = False
+) -> dict[str, Tensor]:
+    """Maps one safetensors file into memory after checking that its header says what the manifest says of it.
 
     Args:
         path: the artifact's folder.
         manifest: from `read_manifest`.
         name: path of the file within the folder.
+        verify: read all of it first and check its sha256.
 
     Returns:
-        Its tensors, on the CPU, backed by the file where safetensors can.
+        Its tensors, on the CPU, backed by the file: bytes that nobody looks at are not read.
 
     Raises:
         ValueError: if the manifest does not list the file or the file is not the one listed.
@@ -160,19 +226,38 @@ def read_tensors(path: Path | str, manifest: Mapping[str, Any], name: str) -> di
     check_known("file", name, manifest["files"])
     entry = manifest["files"][name]
     file = _file_inside(Path(path), name, place)
-    found = _sha256(file)
-    check(found == entry["sha256"], place, f"expected sha256 {entry['sha256']}", found, "it was damaged; export again")
+    if verify:
+        _check_sha256(file, entry, place)
+    found, stated = _header(file, place), entry.get("tensors")
+    check(found == stated, place, f"expected tensors {stated}", found, "it was damaged; export again")
     try:
-        tensors = load_file(file)
+        return load_file(file)
     except SafetensorError as error:
         raise ValueError(describe(place, "expected a safetensors file", str(error), "export again")) from error
-    shapes = {key: _shape(tensor) for key, tensor in tensors.items()}
-    check(shapes == entry.get("tensors"), place, f"expected tensors {entry.get('tensors')}", shapes, "export again")
-    return tensors
 
 
-def _shape(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+def _header(file: Path, place: str) -> dict[str, Any]:
+    """Dtype, shape and offset of every tensor of a safetensors file, from its header alone."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        check(length <= file.stat().st_size - 8, place, "expected a safetensors file", "another", "export again")
+        content = stream.read(length)
+    try:
+        return {
+            name: {
+                "dtype": str(SAFETENSORS_DTYPES[fields["dtype"]]).removeprefix("torch."),
+                "shape": fields["shape"],
+                "offset": 8 + length + fields["data_offsets"][0],
+            }
+            for name, fields in json.loads(content).items()
+        }
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(describe(place, "expected a safetensors file", f"header: {error}", "export again")) from error
+
+
+def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
+    found = _sha256(file)
+    check(found == entry["sha256"], place, f"expected sha256 {entry['sha256']}", found, "it was damaged; export again")
 
 
 def _sha256(file: Path) -> str:
@@ -180,9 +265,17 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sha256_of_fields(manifest: Mapping[str, Any]) -> str:
-    fields = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _with_digits(content: bytes, old: str, new: str) -> bytes:
+    """`content` with the last `old` in it replaced by `new`, which is as long."""
+    before, _, after = content.rpartition(old.encode())
+    return before + new.encode() + after
+
+
+def _check_fields(manifest: Mapping[str, Any], place: str) -> None:
+    for field, kind in (("forms", "form"), ("scheme", "file"), ("dense_state", "file")):
+        names = manifest[field]
+        plain = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        check(plain, place, f"expected {field} to name every {kind}", repr(names), "export again")
 
 
 def _check_version(version: object, place: str) -> None:

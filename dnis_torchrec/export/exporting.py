@@ -1,4 +1,4 @@
-"""Writes pruned tables as an artifact and reads artifacts back.
+"""Writes pruned tables as an artifact, in the forms of `form_registry`, in files of bounded size.
 
 Shapes: N rows, D embedding_dim, S blocks, R retained dims of a block.
 """
@@ -6,53 +6,41 @@ Shapes: N rows, D embedding_dim, S blocks, R retained dims of a block.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.export.artifact import (
-    MANIFEST,
+    MAX_FILE_BYTES,
     describe_file,
+    file_bytes,
     new_folder,
-    read_manifest,
-    read_tensors,
     write_manifest,
     write_tensors,
 )
-from dnis_torchrec.export.sparse import SCIPY_FORMATS, SparseTable, sparse_table, write_scipy
+from dnis_torchrec.export.form_registry import Rows, form_named
+from dnis_torchrec.export.forms import describe_forms
+from dnis_torchrec.export.sparse import SCIPY_FORMATS, write_scipy
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable
-from dnis_torchrec.serving.mixed_dimension import (
-    MixedDimensionEmbeddingBagCollection,
-    block_tables,
-    rows_per_chunk,
-    stored_blocks,
-)
+from dnis_torchrec.serving.mixed_dimension import rows_per_chunk
 
 ARTIFACT_FORMS = ("mixed_dimension", "csr")
-"""Forms that `write_artifact` knows and `load` serves."""
-SCHEME_FILE = "scheme.safetensors"
-DENSE_STATE_FILE = "dense_state.safetensors"
-TABLE_FIELDS = {
-    "collection": str,
-    "num_embeddings": int,
-    "embedding_dim": int,
-    "pooling": str,
-    "feature_names": list,
-    "is_weighted": bool,
-    "num_blocks": int,
-    "num_retained": int,
-    "files": dict,
-}
-"""What a manifest has to tell of each table."""
+"""Forms that are written unless others are asked for."""
+
+Shards = dict[str, list[dict[str, Any]]]
+"""Form -> shards of a table, as the manifest lists them."""
+Files = dict[str, dict[str, Any]]
+"""Path -> entry of the manifest."""
 
 
 def write_artifact(
@@ -65,6 +53,7 @@ def write_artifact(
     run: Mapping[str, Any] | None = None,
     scipy_formats: Sequence[str] = (),
     overwrite: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Writes merged and pruned tables as an artifact: manifest.json, safetensors files, and nothing to unpickle.
 
@@ -74,22 +63,27 @@ def write_artifact(
         tables: table name -> ``(N, D)``, merged and pruned: zero outside the retained dims. Views are enough.
         scheme: the retained dims of all tables.
         path: folder to write; missing parents are made.
-        forms: ``"mixed_dimension"`` (a table per block, what serving reads) and ``"csr"`` (exact sparse rows).
+        forms: names of registered forms: ``"mixed_dimension"`` (a table per block), ``"csr"`` (exact sparse rows, from
+            which every other form can be made), ``"csr_fp16"``, ``"csr_int8"``.
         dense_state: the model's other weights, for `load_dense_state`.
         run: configuration and figures of the search; any JSON.
         scipy_formats: ``"coo"``, ``"csr"``: scipy.sparse ``.npz`` files beside, for other programs; never read here.
         overwrite: replace an artifact that stands at `path`.
+        max_file_bytes: tables that take more are cut into shards of rows, a file each.
 
     Returns:
         `path`.
 
     Raises:
         ValueError: if a table is missing, has another shape, NaN or infinite values, or values outside its retained
-            dims; for unknown forms; if `run` is no JSON; if `path` exists and may not be overwritten.
+            dims; for unknown forms; if `run` is no JSON; if `path` exists and may not be overwritten; if a single row,
+            or a tensor of `dense_state`, does not fit into a file.
         TypeError: if a table or a value of `dense_state` is no floating point table, or no tensor.
+        OSError: if the disk is full; then what stood at `path` still stands there, and nothing else is left.
 
     Example:
         >>> import tempfile
+        >>> from dnis_torchrec.export import load_csr
         >>> from dnis_torchrec.row_routing import RowRouting
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=2, embedding_dim=2, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=RowRouting(2, 1, boundaries=torch.tensor([0, 2])),
@@ -101,192 +95,147 @@ def write_artifact(
         True
     """
     _check_arguments(tables, scheme, forms, scipy_formats)
-    run = _as_json(run or {})
+    run = as_json(run or {})
     path = Path(path)
     with new_folder(path, overwrite=overwrite) as folder:
-        files = {SCHEME_FILE: write_tensors(folder, SCHEME_FILE, _own(scheme.to_tensors()))}
-        if dense_state is not None:
-            files[DENSE_STATE_FILE] = write_tensors(folder, DENSE_STATE_FILE, _own(dense_state))
-        described = scheme.to_json()
+        scheme_files = write_packed(folder, "scheme", scheme.to_tensors(), max_file_bytes)
+        dense_files = write_packed(folder, "dense_state", dense_state or {}, max_file_bytes)
+        files = scheme_files | dense_files
+        shards: dict[str, Shards] = {}
         for index, (name, table) in enumerate(scheme.tables.items()):
-            written = _write_table(folder, index, table, tables[name], forms, scipy_formats)
-            files |= {file: entry for entries in written.values() for file, entry in entries.items()}
-            described[name]["blocks"] = _describe_blocks(table)
-            described[name]["files"] = {form: next(iter(entries)) for form, entries in written.items()}
-        kinds = {kind for fields in described.values() for kind in fields["files"]}
-        manifest = {
-            "versions": _versions(),
-            "forms": [form for form in ARTIFACT_FORMS if form in forms],
-            "tables": described,
-            "parameters": scheme.parameters,
-            "bytes": scheme.form_bytes(),
-            "bytes_on_disk": {
-                kind: sum(files[fields["files"][kind]]["bytes"] for fields in described.values())
-                for kind in sorted(kinds)
-            },
-            "run": run,
-            "files": files,
-        }
+            weight = tables[name]
+            check_table(table, weight)
+            shards[name] = {}
+            for form in forms:
+                span = (0, table.num_embeddings)
+                of_form, written = write_shards(folder, form, index, table, _rows_of(weight), span, max_file_bytes)
+                shards[name][form] = of_form
+                files |= written
+            files |= _write_scipy_files(folder, index, table, weight, scipy_formats)
+        manifest = manifest_of(
+            scheme, forms, shards, files, scheme_files=scheme_files, dense_files=dense_files, run=run
+        )
         write_manifest(folder, manifest)
     return path
 
 
-def read_scheme(path: Path | str) -> MixedDimensionScheme:
-    """Reads the scheme of an artifact.
+def write_shards(
+    folder: Path,
+    form: str,
+    index: int,
+    table: TableScheme,
+    rows: Rows,
+    span: tuple[int, int],
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> tuple[list[dict[str, Any]], Files]:
+    """Writes consecutive rows of a table in one form, as many files as `max_file_bytes` asks for.
 
     Args:
-        path: the artifact's folder.
-
-    Raises:
-        ValueError: if the artifact is damaged or foreign; names the file.
-    """
-    return _scheme_of(path, read_manifest(path))
-
-
-@overload
-def load(
-    path: Path | str, *, form: Literal["csr"], collection: str | None = None, device: torch.device | str = "cpu"
-) -> CsrEmbeddingBagCollection:
-    """Serves the exact sparse rows."""
-
-
-@overload
-def load(
-    path: Path | str,
-    *,
-    form: Literal["mixed_dimension"] = "mixed_dimension",
-    collection: str | None = None,
-    device: torch.device | str = "cpu",
-) -> MixedDimensionEmbeddingBagCollection:
-    """Serves a table per block."""
-
-
-def load(
-    path: Path | str,
-    *,
-    form: str = "mixed_dimension",
-    collection: str | None = None,
-    device: torch.device | str = "cpu",
-) -> MixedDimensionEmbeddingBagCollection | CsrEmbeddingBagCollection:
-    """Builds a serving module from an artifact.
-
-    Args:
-        path: the artifact's folder.
-        form: ``"mixed_dimension"``, made from the exact sparse rows where the artifact holds only those; or ``"csr"``,
-            whose buffers stay in the artifact's files, memory-mapped, while they are on the CPU.
-        collection: FQN of the collection in the model; needed only if the artifact holds several.
-        device: where the tables go.
+        folder: the artifact's folder.
+        form: name of a registered form.
+        index: number of the table, for the names of files.
+        table: scheme of the table.
+        rows: gives its dense rows, within `span`.
+        span: the first row and the one after the last: all of the table, or a part that somebody else completes.
+        max_file_bytes: what no file may exceed.
 
     Returns:
-        A drop-in for the model's EmbeddingBagCollection.
+        The shards and the files, as the manifest lists them.
 
     Raises:
-        ValueError: if the artifact is damaged, foreign or newer, lacks the form, or `collection` is needed or unknown.
+        ValueError: if a single row does not fit into a file.
+        OSError: if a file cannot be written.
     """
-    check_known("form", form, ARTIFACT_FORMS)
-    manifest = read_manifest(path)
-    scheme = _of_collection(path, _scheme_of(path, manifest), collection)
-    if form == "csr":
-        tables = {name: _read_csr(path, manifest, table) for name, table in scheme.tables.items()}
-        rows = {name: CsrTable(embedding_dim=t.embedding_dim, **t.to_tensors()) for name, t in tables.items()}
-        return CsrEmbeddingBagCollection(scheme, rows).to(device)
-    module = MixedDimensionEmbeddingBagCollection(scheme, device="meta")
-    for name, table in scheme.tables.items():
-        if "mixed_dimension" in manifest["forms"]:
-            blocks = _read_blocks(path, manifest, table)
-        else:
-            blocks = block_tables(table, _read_csr(path, manifest, table).dense_chunks())
-        for s, weight in blocks.items():
-            module.load_block(name, s, weight.to(device))
-    return module.to(device)
+    (first, last), encode = span, form_named(form).encode
+    predicted = form_named(form).predicted_bytes(table) * (last - first) / table.num_embeddings
+    step = math.ceil((last - first) / max(1, math.ceil(predicted / max_file_bytes)))
+    shards: list[dict[str, Any]] = []
+    files: Files = {}
+    spans = deque((begin, min(begin + step, last)) for begin in range(first, last, step))
+    while spans:
+        begin, end = spans.popleft()
+        tensors = encode(table, rows, begin, end)
+        if file_bytes(tensors) > max_file_bytes:
+            place, requirement = f"table {table.name!r}, form {form!r}", f"expected a row within {max_file_bytes} bytes"
+            check(end - begin > 1, place, requirement, file_bytes(tensors), "raise max_file_bytes")
+            middle = (begin + end) // 2
+            spans.extendleft([(middle, end), (begin, middle)])
+            continue
+        part = "" if (begin, end) == (0, table.num_embeddings) else f"_from_{begin}"
+        name = f"{form}/{_stem(index, table)}{part}.safetensors"
+        files[name] = write_tensors(folder, name, tensors)
+        shards.append({"file": name, "first_row": begin, "num_rows": end - begin})
+    return shards, files
 
 
-def load_csr(path: Path | str, table: str) -> SparseTable:
-    """Reads one table in its exact sparse form.
+def write_packed(folder: Path, stem: str, tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> Files:
+    """Writes tensors to as few files as hold them: ``<stem>.safetensors``, ``<stem>_1.safetensors`` and so on.
 
     Args:
-        path: the artifact's folder.
-        table: table name.
+        folder: the artifact's folder.
+        stem: what the names of the files begin with.
+        tensors: what to write; none, no file.
+        max_file_bytes: what no file may exceed.
+
+    Returns:
+        The files, as the manifest lists them.
 
     Raises:
-        ValueError: if the table is unknown, or the artifact does not hold this form or is damaged.
+        TypeError: if a value is no tensor.
+        ValueError: if a tensor does not fit into a file.
+        OSError: if a file cannot be written.
     """
-    manifest = read_manifest(path)
-    tables = _scheme_of(path, manifest).tables
-    check_known("table", table, tables)
-    return _read_csr(path, manifest, tables[table])
-
-
-def load_dense_state(path: Path | str) -> dict[str, Tensor]:
-    """Reads the model's other weights, as `write_artifact` was given them.
-
-    Args:
-        path: the artifact's folder.
-
-    Raises:
-        ValueError: if the artifact holds none or is damaged.
-    """
-    manifest = read_manifest(path)
-    place, remedy = f"artifact {str(path)!r}", "export again with dense_state"
-    check(DENSE_STATE_FILE in manifest["files"], place, "expected the model's dense state", "none", remedy)
-    return read_tensors(path, manifest, DENSE_STATE_FILE)
-
-
-def _check_arguments(
-    tables: Mapping[str, Tensor],
-    scheme: MixedDimensionScheme,
-    forms: Sequence[str],
-    scipy_formats: Sequence[str],
-) -> None:
-    check(bool(scheme.tables), "scheme", "expected at least one table", "none", "search and prune a model first")
-    check(bool(forms), "forms", f"expected some of {ARTIFACT_FORMS}", "none")
-    for form in forms:
-        check_known("form", form, ARTIFACT_FORMS)
-    for scipy_format in scipy_formats:
-        check_known("scipy format", scipy_format, SCIPY_FORMATS)
-    for name in scheme.tables:
-        check_known("table", name, tables)
-
-
-def _as_json(run: Mapping[str, Any]) -> Any:
-    try:
-        return json.loads(json.dumps(run, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        remedy = "turn tensors, paths and non-finite numbers into JSON first"
-        raise ValueError(describe("run", "expected values that JSON can hold", str(error), remedy)) from error
-
-
-def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU: safetensors refuses tensors that share memory, as tied weights do."""
+    packs: list[dict[str, Tensor]] = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(describe(f"dense_state {name!r}", "expected a tensor", type(tensor).__name__))
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+            raise TypeError(describe(f"{stem} {name!r}", "expected a tensor", type(tensor).__name__))
+        size = file_bytes({name: tensor})
+        check(size <= max_file_bytes, f"tensor {name!r}", f"expected at most {max_file_bytes} bytes", size)
+        if not packs or file_bytes(packs[-1] | {name: tensor}) > max_file_bytes:
+            packs.append({})
+        packs[-1][name] = tensor
+    names = [f"{stem}{f'_{index}' if index else ''}.safetensors" for index in range(len(packs))]
+    return {name: write_tensors(folder, name, _own(pack)) for name, pack in zip(names, packs, strict=True)}
 
 
-def _write_table(
-    folder: Path, index: int, table: TableScheme, weight: Tensor, forms: Sequence[str], scipy_formats: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """Writes one table in every form; returns form -> file -> entry of the manifest."""
-    check_table(table, weight)
-    stem = f"{index:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', table.name)[:80]}"
-    written = {}
-    if "mixed_dimension" in forms:
-        blocks = block_tables(table, weight.split(rows_per_chunk(table.embedding_dim)))
-        name = f"mixed_dimension/{stem}.safetensors"
-        written["mixed_dimension"] = {name: write_tensors(folder, name, {f"b{s}": t for s, t in blocks.items()})}
-        del blocks
-    if "csr" in forms or scipy_formats:
-        sparse = sparse_table(weight)
-        if "csr" in forms:
-            name = f"csr/{stem}.safetensors"
-            written["csr"] = {name: write_tensors(folder, name, sparse.to_tensors())}
-        for scipy_format in scipy_formats:
-            name = f"scipy/{stem}.{scipy_format}.npz"
-            (folder / name).parent.mkdir(exist_ok=True)
-            write_scipy(sparse, folder / name, scipy_format=scipy_format)
-            written[f"scipy_{scipy_format}"] = {name: describe_file(folder, name)}
-    return written
+def manifest_of(
+    scheme: MixedDimensionScheme,
+    forms: Sequence[str],
+    shards: Mapping[str, Shards],
+    files: Files,
+    *,
+    scheme_files: Iterable[str],
+    dense_files: Iterable[str],
+    run: Any,
+) -> dict[str, Any]:
+    """What manifest.json says, but for format, version and hash, which `write_manifest` adds.
+
+    Args:
+        scheme: the retained dims of all tables.
+        forms: the forms that every table was written in.
+        shards: table name -> form -> shards, from `write_shards`.
+        files: every file of the folder.
+        scheme_files: those of the scheme.
+        dense_files: those of the model's other weights.
+        run: any JSON.
+    """
+    described = scheme.to_json()
+    for name, table in scheme.tables.items():
+        described[name] |= {"blocks": _describe_blocks(table), "shards": shards[name]}
+    on_disk = {form: sum(files[s["file"]]["bytes"] for t in shards.values() for s in t[form]) for form in forms}
+    return {
+        "versions": _versions(),
+        "forms": list(forms),
+        "tables": described,
+        "scheme": list(scheme_files),
+        "dense_state": list(dense_files),
+        "parameters": scheme.parameters,
+        "bytes": scheme.form_bytes(),
+        "serving_forms": describe_forms(scheme),
+        "bytes_on_disk": on_disk,
+        "run": run,
+        "files": files,
+    }
 
 
 def check_table(table: TableScheme, weight: Tensor) -> None:
@@ -304,8 +253,24 @@ def check_table(table: TableScheme, weight: Tensor) -> None:
     if not weight.is_floating_point():
         raise TypeError(describe(place, "expected floating point values", weight.dtype))
     check(tuple(weight.shape) == shape, place, f"expected shape {shape}", tuple(weight.shape))
+    num_values = count_values(table, weight, 0)
+    requirement = f"expected at most num_retained={table.num_retained} values"
+    check(num_values <= table.num_retained, place, requirement, num_values, "prune the table with this scheme first")
+
+
+def count_values(table: TableScheme, weight: Tensor, first_row: int) -> int:
+    """Counts the non-zero values of consecutive rows of a table, and checks them.
+
+    Args:
+        table: scheme of the table.
+        weight: ``(rows, D)`` floating point.
+        first_row: which row of the table its first is.
+
+    Raises:
+        ValueError: if a value is NaN or infinite, or one outside the retained dims is not zero.
+    """
+    place, first, num_values = f"table {table.name!r}", first_row, 0
     kept = torch.cat([table.retained, torch.zeros(1, table.embedding_dim, dtype=torch.bool)]).to(weight.device)
-    first, num_values = 0, 0
     for chunk in weight.detach().split(rows_per_chunk(table.embedding_dim)):
         finite = chunk.isfinite().all(dim=1)
         if not bool(finite.all()):
@@ -318,8 +283,65 @@ def check_table(table: TableScheme, weight: Tensor) -> None:
         check(lost == 0, place, requirement, f"{lost} other values", "prune the table first")
         num_values += int(present.sum())
         first += len(chunk)
-    requirement = f"expected at most num_retained={table.num_retained} values"
-    check(num_values <= table.num_retained, place, requirement, num_values, "prune the table with this scheme first")
+    return num_values
+
+
+def as_json(run: Mapping[str, Any]) -> Any:
+    """`run` as it will stand in the manifest.
+
+    Raises:
+        ValueError: if it holds what JSON cannot.
+    """
+    try:
+        return json.loads(json.dumps(run, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        remedy = "turn tensors, paths and non-finite numbers into JSON first"
+        raise ValueError(describe("run", "expected values that JSON can hold", str(error), remedy)) from error
+
+
+def _check_arguments(
+    tables: Mapping[str, Tensor],
+    scheme: MixedDimensionScheme,
+    forms: Sequence[str],
+    scipy_formats: Sequence[str],
+) -> None:
+    check(bool(scheme.tables), "scheme", "expected at least one table", "none", "search and prune a model first")
+    check(bool(forms), "forms", f"expected some, such as {ARTIFACT_FORMS}", "none")
+    check(len(set(forms)) == len(forms), "forms", "expected each once", tuple(forms))
+    for form in forms:
+        form_named(form)
+    for scipy_format in scipy_formats:
+        check_known("scipy format", scipy_format, SCIPY_FORMATS)
+    for name in scheme.tables:
+        check_known("table", name, tables)
+
+
+def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU: safetensors refuses tensors that share memory, as tied weights do."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def _rows_of(weight: Tensor) -> Rows:
+    return lambda first, last: weight[first:last]
+
+
+def _stem(index: int, table: TableScheme) -> str:
+    return f"{index:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', table.name)[:80]}"
+
+
+def _write_scipy_files(
+    folder: Path, index: int, table: TableScheme, weight: Tensor, scipy_formats: Sequence[str]
+) -> Files:
+    if not scipy_formats:
+        return {}
+    files: Files = {}
+    sparse = CsrTable.from_dense(weight)
+    for scipy_format in scipy_formats:
+        name = f"scipy/{_stem(index, table)}.{scipy_format}.npz"
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_scipy(sparse, folder / name, scipy_format=scipy_format)
+        files[name] = describe_file(folder, name)
+    return files
 
 
 def _describe_blocks(table: TableScheme) -> list[dict[str, Any]]:
@@ -347,65 +369,3 @@ def _version_of(names: Sequence[str]) -> str | None:
         except PackageNotFoundError:
             continue
     return None
-
-
-def _scheme_of(path: Path | str, manifest: Mapping[str, Any]) -> MixedDimensionScheme:
-    _check_described(path, manifest["tables"])
-    scheme = MixedDimensionScheme.from_parts(manifest["tables"], read_tensors(path, manifest, SCHEME_FILE))
-    place = f"artifact {str(path)!r}, file {SCHEME_FILE!r}"
-    for name, table in scheme.tables.items():
-        num_blocks = table.routing.num_blocks
-        within = table.routing.row_counts(include_unassigned=True).numel() == num_blocks + 1
-        check(within, place, f"expected blocks 0..{num_blocks} in table {name!r}", "others", "export again")
-    return scheme
-
-
-def _check_described(path: Path | str, tables: Any) -> None:
-    place = f"artifact {str(path)!r}, file {MANIFEST!r}"
-    check(isinstance(tables, dict) and bool(tables), place, "expected at least one table", "none", "export again")
-    for name, fields in tables.items():
-        described = fields if isinstance(fields, dict) else {}
-        wrong = [field for field, kind in TABLE_FIELDS.items() if type(described.get(field)) is not kind]
-        requirement = f"expected table {name!r} to be described in full"
-        check(not wrong, place, requirement, f"no usable {wrong}", "export again")
-        names = [*fields["feature_names"], *fields["files"].values()]
-        plain = bool(fields["feature_names"]) and all(isinstance(name, str) for name in names)
-        check(plain, place, f"expected names of features and files of table {name!r}", names, "export again")
-
-
-def _of_collection(path: Path | str, scheme: MixedDimensionScheme, collection: str | None) -> MixedDimensionScheme:
-    held = sorted({table.collection for table in scheme.tables.values()})
-    if collection is None:
-        place, remedy = f"artifact {str(path)!r}", f"pass collection={held[0]!r} or another of them"
-        check(len(held) == 1, place, "expected collection=, because it holds several collections", held, remedy)
-        collection = held[0]
-    check_known("collection", collection, held)
-    return MixedDimensionScheme({name: t for name, t in scheme.tables.items() if t.collection == collection})
-
-
-def _file_of(path: Path | str, manifest: Mapping[str, Any], table: TableScheme, form: str) -> str:
-    files = manifest["tables"][table.name]["files"]
-    place, remedy = f"artifact {str(path)!r}, table {table.name!r}", f"export with forms=[{form!r}]"
-    check(form in files, place, f"expected form {form!r}", sorted(files), remedy)
-    return files[form]
-
-
-def _read_blocks(path: Path | str, manifest: Mapping[str, Any], table: TableScheme) -> dict[int, Tensor]:
-    name = _file_of(path, manifest, table, "mixed_dimension")
-    tensors, stored = read_tensors(path, manifest, name), stored_blocks(table)
-    place = f"artifact {str(path)!r}, file {name!r}"
-    complete = set(tensors) == {f"b{s}" for s in stored}
-    check(complete, place, f"expected tables of blocks {sorted(stored)}", sorted(tensors), "export again")
-    return {s: tensors[f"b{s}"] for s in stored}
-
-
-def _read_csr(path: Path | str, manifest: Mapping[str, Any], table: TableScheme) -> SparseTable:
-    name = _file_of(path, manifest, table, "csr")
-    tensors = read_tensors(path, manifest, name)
-    place = f"artifact {str(path)!r}, file {name!r}"
-    complete = set(tensors) == {"values", "columns", "row_pointers"}
-    check(complete, place, "expected values, columns and row_pointers", sorted(tensors), "export again")
-    sparse = SparseTable(embedding_dim=table.embedding_dim, **tensors)
-    requirement = f"expected {table.num_embeddings} rows"
-    check(sparse.num_embeddings == table.num_embeddings, place, requirement, sparse.num_embeddings, "export again")
-    return sparse

@@ -6,13 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torch import nn
 
 from dnis_torchrec.checks import check_known, describe
 from dnis_torchrec.export.exporting import ARTIFACT_FORMS, write_artifact
+from dnis_torchrec.export.over_ranks import write_over_ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.table_shards import collections, local_shards
+from dnis_torchrec.table_shards import (
+    TableShard,
+    check_merged,
+    collections,
+    dense_state,
+    local_shards,
+    ranks_of,
+    table_configs_of,
+)
 
 
 def export(
@@ -25,10 +33,14 @@ def export(
     scipy_formats: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
-    """Writes a merged and pruned model as an artifact; its dense weights go along. Local, no collective.
+    """Writes a merged and pruned model as an artifact; its dense weights go along.
+
+    Local, no collective, where the model is plain. Distributed: every rank of a sharded model calls it and writes its
+    own shards, rank 0 the manifest, into one folder that all ranks see (see `over_ranks`); what is read back is the
+    same.
 
     Args:
-        model: the plain model that `merge_` gave and `prune` pruned.
+        model: what `merge_` gave and `prune` pruned, plain or sharded.
         scheme: what `prune` returned.
         path: folder to write.
         forms: see `write_artifact`.
@@ -41,23 +53,31 @@ def export(
 
     Raises:
         RuntimeError: if the model was never searched, or is not merged yet.
-        ValueError: see `write_artifact`.
+        ValueError: see `write_artifact`; on all ranks alike.
+        NotImplementedError: for `scipy_formats` of a sharded model.
     """
-    tables: dict[str, Tensor] = {}
-    for fqn, module in collections(model).items():
-        if not isinstance(module, EmbeddingBagCollection):
-            place, received = f"FQN {fqn!r}", type(module).__name__
-            raise RuntimeError(describe(place, "expected a merged collection", received, "call merge_, then prune"))
-        tables |= {shard.table: shard.weight for shard in local_shards(module)}
+    found = collections(model)
+    ranks = ranks_of(*found.values())
+    for fqn, module in found.items():
+        check_merged(fqn, module, ranks)
     if not scheme.tables:
         raise RuntimeError(
             describe("export", "expected a scheme of searched tables", "an empty one", "search and prune first")
         )
+    shards: dict[str, list[TableShard]] = {config.name: [] for m in found.values() for config in table_configs_of(m)}
+    for shard in (shard for module in found.values() for shard in local_shards(module)):
+        shards[shard.table].append(shard)
     for name in scheme.tables:
-        check_known("table", name, tables)
-    dense = {name: value for name, value in model.state_dict().items() if ".embedding_bags." not in f".{name}"}
+        check_known("table", name, shards)
+    dense = dense_state(model)
+    if ranks.world_size > 1:
+        if scipy_formats:
+            raise NotImplementedError(describe("scipy_formats", "supported on one rank", f"{ranks.world_size} ranks"))
+        return write_over_ranks(
+            shards, scheme, Path(path), ranks, forms=forms, dense_state=dense, run=run, overwrite=overwrite
+        )
     return write_artifact(
-        {name: tables[name] for name in scheme.tables},
+        {name: shards[name][0].weight for name in scheme.tables},
         scheme,
         path,
         forms=forms,

@@ -1,4 +1,4 @@
-"""Builds the compiled CSR lookup once per machine, with the C++ compiler that is there.
+"""Builds the compiled lookups (CSR, mixed-dimension) once per machine, with the C++ compiler that is there.
 
 The first CSR module of a process builds it, unless ``load_operator()`` was called once at installation. The source is
 written against torch's stable ABI, so a build takes seconds and needs neither ninja nor the whole of torch's headers.
@@ -7,78 +7,32 @@ written against torch's stable ABI, so a build takes seconds and needs neither n
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
-import torch
+from dnis_torchrec.checks import check_known
+from dnis_torchrec.native_build import NO_COMPILE, SECONDS_TO_COMPILE, NativeLibrary, cache_folder, find_compiler
 
-from dnis_torchrec.checks import check_known, describe
+__all__ = ["NO_COMPILE", "SOURCES", "build", "cache_folder", "find_compiler", "instruction_set"]
 
 SOURCES = Path(__file__).parent / "csrc"
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 """From narrow to wide."""
-COMPILERS = ("c++", "g++", "clang++")
-"""Names tried where the variable CXX gives none."""
-FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-ffp-contract=off",  # a fused multiply-add would round otherwise than the baseline and torch do
-    "-fPIC",
-    "-shared",
-    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch of dnis_torchrec._dependencies: 2.11
-)
-NO_COMPILE = "DNIS_NO_COMPILE"
-"""Environment variable: set to anything but 0, nothing is compiled or loaded, and lookups run on torch's operators."""
-SECONDS_TO_COMPILE = 300
-
-logger = logging.getLogger(__name__)
 
 
 def build(*, compiler: str | None = None) -> Path:
     """Gives the compiled library, building it if there is none for this source and this torch yet.
 
-    Several processes may build at once: each compiles to a file of its own and renames it, so a library is there whole
-    or not at all.
-
     Args:
-        compiler: command of the C++ compiler; by default the variable CXX, else the first of `COMPILERS` there is.
+        compiler: command of the C++ compiler; by default the variable CXX, else the first there is.
 
     Returns:
-        Path of the library, in ``$XDG_CACHE_HOME/dnis_torchrec`` (default ``~/.cache/dnis_torchrec``).
+        Path of the library, see `NativeLibrary.build`.
 
     Raises:
-        RuntimeError: if there is no compiler, it fails (its last words are quoted), or the library that is there
-            belongs to, or can be written by, somebody else.
-        OSError: if the cache folder cannot be written.
+        RuntimeError, OSError: see `NativeLibrary.build`.
     """
-    library = cache_folder() / f"csr_embedding_bag_{_key()}.so"
-    if not library.exists():
-        command = compiler or find_compiler()
-        if command is None:
-            requirement = f"expected a C++ compiler: CXX or one of {COMPILERS}"
-            raise RuntimeError(describe("CSR lookup", requirement, "none", "install one, for example the package g++"))
-        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _compile(command, library)
-    _check_owner(library)
-    return library
-
-
-def find_compiler() -> str | None:
-    """Command of the C++ compiler that `build` takes, or None."""
-    named = os.environ.get("CXX")
-    return next((path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None)
-
-
-def cache_folder() -> Path:
-    """Where libraries are kept: ``$XDG_CACHE_HOME/dnis_torchrec``, by default ``~/.cache/dnis_torchrec``."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "dnis_torchrec"
+    library = NativeLibrary(name="csr_embedding_bag", place="CSR lookup", sources=SOURCES)
+    return library.build(compiler=compiler, seconds=SECONDS_TO_COMPILE)
 
 
 def instruction_set(*, limit: str | None = None) -> str:
@@ -99,43 +53,3 @@ def instruction_set(*, limit: str | None = None) -> str:
     name = ctypes.CDLL(str(build())).dnis_instruction_set
     name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
     return name(None if limit is None else limit.encode()).decode()
-
-
-def _compile(compiler: str, library: Path) -> None:
-    root = Path(torch.__file__).parent
-    handle, partial = tempfile.mkstemp(dir=library.parent, prefix=f".{library.name}.", suffix=".partial")
-    os.close(handle)
-    source = str(SOURCES / "csr_embedding_bag.cpp")
-    where = ["-isystem", str(root / "include"), f"-L{root / 'lib'}"]
-    command = [compiler, *FLAGS, *where, source, "-o", partial, "-ltorch_cpu", "-lc10"]
-    logger.info("compiling %s", library)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_COMPILE)
-        if done.returncode:
-            words = "\n".join(done.stderr.strip().splitlines()[-20:])
-            remedy = f"try another compiler with CXX=..., or set {NO_COMPILE}=1 and go without"
-            raise RuntimeError(describe("CSR lookup", f"expected {compiler} to compile it", f"\n{words}\n", remedy))
-        os.chmod(partial, 0o755)
-        os.replace(partial, library)
-    except subprocess.TimeoutExpired as error:
-        requirement = f"expected {compiler} to compile it within {SECONDS_TO_COMPILE} s"
-        raise RuntimeError(describe("CSR lookup", requirement, "nothing by then", f"set {NO_COMPILE}=1")) from error
-    finally:
-        Path(partial).unlink(missing_ok=True)
-
-
-def _key() -> str:
-    """Hash of what is compiled; not of the compiler, so that a library outlives it, as in a slim serving image."""
-    parts = [str(torch.__version__), platform.machine(), *FLAGS]
-    digest = hashlib.sha256("\0".join(parts).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _check_owner(library: Path) -> None:
-    """Code is loaded only from a file that nobody but its reader, or root, can have written."""
-    status = library.stat()
-    if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
-        requirement = "expected a library that only you or root can write"
-        raise RuntimeError(describe(f"CSR lookup {str(library)!r}", requirement, "another", "remove it"))

@@ -8,13 +8,14 @@ Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_di
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.bag_splitting import select_features
@@ -22,10 +23,7 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.csr_operator import load_operator
 from dnis_torchrec.serving.csr_table import CsrTable
-from dnis_torchrec.serving.mixed_dimension import _logical_config
-
-UNKNOWN_IDS = ("error", "zero")
-"""What may become of an id that is no row of its table."""
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, name_unknown_id
 
 
 class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
@@ -41,7 +39,8 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     Args:
         scheme: the tables of ONE collection of a model; where their retained dims stand, `tables` says.
-        tables: table name -> its rows; buffers are taken as they are, memory-mapped ones too.
+        tables: table name -> its rows, or its shards: consecutive rows each, in order. Buffers are taken as they are,
+            memory-mapped ones too.
         unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
 
     Shape:
@@ -69,43 +68,46 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     layout: Tensor
 
     def __init__(
-        self, scheme: MixedDimensionScheme, tables: Mapping[str, CsrTable], *, unknown_ids: str = "error"
+        self,
+        scheme: MixedDimensionScheme,
+        tables: Mapping[str, CsrTable | Sequence[CsrTable]],
+        *,
+        unknown_ids: str = "error",
     ) -> None:
         super().__init__()
-        schemes = list(scheme.tables.values())
-        check(bool(schemes), "scheme", "expected at least one table", "none")
-        owners = sorted({(table.collection, table.is_weighted) for table in schemes})
-        remedy = "build one module for each collection"
-        check(len(owners) == 1, "scheme", "expected the tables of one collection", [name for name, _ in owners], remedy)
+        self._logical = LogicalTables.of(scheme)
         check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"expected one of {UNKNOWN_IDS}", repr(unknown_ids))
+        shards: dict[str, list[CsrTable]] = {}
         for name, table in scheme.tables.items():
             check_known("table", name, tables)
-            shape, received = (table.num_embeddings, table.embedding_dim), tables[name]
-            fits = (received.num_embeddings, received.embedding_dim) == shape
-            requirement = f"expected rows of shape {shape}"
-            check(fits, f"table {name!r}", requirement, (received.num_embeddings, received.embedding_dim))
+            given = tables[name]
+            shards[name] = [given] if isinstance(given, CsrTable) else list(given)
+            dims = {shard.embedding_dim for shard in shards[name]}
+            received = (sum(shard.num_embeddings for shard in shards[name]), *dims)
+            shape = (table.num_embeddings, table.embedding_dim)
+            check(received == shape, f"table {name!r}", f"expected rows of shape {shape}", received)
         load_operator()
-        self._is_weighted = schemes[0].is_weighted
         self._zero_unknown = unknown_ids == "zero"
-        self._configs = [_logical_config(table) for table in schemes]
-        names = get_embedding_names_by_table(self._configs)
-        self._embedding_names = [name for names_of_table in names for name in names_of_table]
-        self._tables = [table for table in schemes for _ in table.feature_names]
-        self._features = [feature for table in schemes for feature in table.feature_names]
-        self._dims = [table.embedding_dim for table in self._tables]
+        self._dims = self._logical.dims
         self._width = sum(self._dims)
+        self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
         self.tables = nn.Module()
-        for name in scheme.tables:
-            for field, buffer in _buffers_of(tables[name]).items():
-                self.tables.register_buffer(f"{name}/{field}", buffer)
-        self.register_buffer("layout", self._output_layout(list(scheme.tables)), persistent=False)
+        for name, parts in shards.items():
+            for index, part in enumerate(parts):
+                for field, buffer in part.to_tensors().items():
+                    self.tables.register_buffer(f"{name}/{field}{f'_{index}' if index else ''}", buffer)
+        num_shards = {name: len(parts) for name, parts in shards.items()}
+        self.register_buffer("layout", self._output_layout(num_shards), persistent=False)
 
-    def _output_layout(self, names: list[str]) -> Tensor:
-        """Per feature its table, first output column, D, and 1 for MEAN: ``(F, 4)`` int64."""
-        rows, first = [], 0
-        for table in self._tables:
-            rows.append([names.index(table.name), first, table.embedding_dim, int(table.pooling == "mean")])
-            first += table.embedding_dim
+    def _output_layout(self, num_shards: dict[str, int]) -> Tensor:
+        """Per feature its table's first shard, their number, first output column, D, 1 for MEAN: ``(F, 5)`` int64."""
+        ends = itertools.accumulate(num_shards.values())
+        first_shard = {name: end - num_shards[name] for name, end in zip(num_shards, ends, strict=True)}
+        rows, first_column = [], 0
+        for table in self._logical.tables:
+            shards = (first_shard[table.name], num_shards[table.name])
+            rows.append([*shards, first_column, table.embedding_dim, int(table.pooling == "mean")])
+            first_column += table.embedding_dim
         return torch.tensor(rows, dtype=torch.int64)
 
     @classmethod
@@ -145,16 +147,16 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
         Raises:
             ValueError: if a feature or the weights are missing, or an id is unknown and ``"error"`` wanted.
+            TypeError: if ids are int32 and a table has more rows than those can tell apart.
             NotImplementedError: if the features of the batch differ in stride.
         """
-        keys = None if features.keys() == self._features else self._positions(features)
+        logical = self._logical
+        keys = None if features.keys() == logical.features else logical.positions(features)
         if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            select_features(features, self._features)  # says why this is refused
-        weights = features.weights_or_none() if self._is_weighted else None
-        received = "KeyedJaggedTensor"
-        check(not self._is_weighted or weights is not None, received, "expected per-sample weights", "none")
+            select_features(features, logical.features)  # says why this is refused
+        weights = logical.weights_of(features)
         pooled = self._lookup(features.values(), features.offsets(), weights, keys, features.stride())
-        return KeyedTensor(keys=self._embedding_names, length_per_key=self._dims, values=pooled)
+        return KeyedTensor(keys=logical.names, length_per_key=self._dims, values=pooled)
 
     def lookup(self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no KeyedJaggedTensor.
@@ -169,13 +171,17 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
         Raises:
             ValueError: if an id is unknown and ``"error"`` wanted.
+            TypeError: if ids are int32 and a table has more rows than those can tell apart.
         """
-        batch_size = (offsets.numel() - 1) // len(self._features)
+        batch_size = (offsets.numel() - 1) // len(self._logical.features)
         return self._lookup(ids, offsets, per_sample_weights, None, batch_size)
 
     def _lookup(
         self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
     ) -> Tensor:
+        if self._needs_int64 and ids.dtype != torch.int64:
+            requirement = "expected int64 ids, because a table has more than 2^31 rows"
+            raise TypeError(describe("KeyedJaggedTensor", requirement, ids.dtype, "hash to int64"))
         # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
         tables: Any = self._modules["tables"]
         try:
@@ -195,24 +201,11 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 self._name_unknown_id(ids, offsets, keys, batch_size)
             raise
 
-    def _positions(self, features: KeyedJaggedTensor) -> list[int]:
-        """Position of every feature among the keys of a batch."""
-        position_of_key = {key: position for position, key in enumerate(features.keys())}
-        for name in self._features:
-            check_known("feature", name, position_of_key)
-        return [position_of_key[name] for name in self._features]
-
     def _name_unknown_id(self, ids: Tensor, offsets: Tensor, keys: list[int] | None, batch_size: int) -> None:
         """Raises with the names that the operator does not know, if an unknown id is what it stumbled over."""
-        for index, (table, feature) in enumerate(zip(self._tables, self._features, strict=True)):
-            key = index if keys is None else keys[index]
-            first, last = int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])
-            unknown = [i for i in ids[first:last].tolist() if not 0 <= i < table.num_embeddings]
-            if unknown:
-                place = f"table {table.name!r}, feature {feature!r}"
-                requirement = f"expected ids in 0..{table.num_embeddings - 1} (num_embeddings={table.num_embeddings})"
-                remedy = "hash ids as before, or take unknown_ids='zero'"
-                raise ValueError(describe(place, requirement, f"id {unknown[0]}", remedy)) from None
+        positions = range(len(self._logical.features)) if keys is None else keys
+        bounds = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in positions]
+        name_unknown_id(self._logical, [ids[first:last] for first, last in bounds])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes the operator there in a process that received the module from another."""
@@ -221,7 +214,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
-        return self._configs
+        return self._logical.configs
 
     def table_bytes(self) -> int:
         """Bytes of all tables, index bytes counted."""
@@ -229,10 +222,4 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def is_weighted(self) -> bool:
         """Whether bags carry per-sample weights."""
-        return self._is_weighted
-
-
-def _buffers_of(table: CsrTable) -> dict[str, Tensor]:
-    """A table's buffers in the order that the operator reads them."""
-    scales = {} if table.scales is None else {"scales": table.scales}
-    return {"values": table.values, "columns": table.columns, "row_pointers": table.row_pointers} | scales
+        return self._logical.is_weighted

@@ -1,9 +1,10 @@
 """The operator ``dnis_torchrec::csr_embedding_bag``: all features of a collection, from compressed sparse rows.
 
-Two implementations of one meaning: compiled for the CPU (csrc/csr_embedding_bag.cpp, built by csr_build.py), and from
-torch's own operators for every other device and where nothing can be compiled. A fake one lets torch.export through.
+Three implementations of one meaning: compiled for the CPU (csrc/csr_embedding_bag.cpp, built by csr_build.py), a Triton
+kernel for CUDA (csr_triton.py), and from torch's own operators for every other device, for tables of several shards on
+CUDA, and where nothing can be compiled. A fake one lets torch.export through.
 
-Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_dim, V values of a table.
+Shapes: B batch, F features, I ids of a batch, D embedding_dim, n rows and V values of a shard.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.serving import csr_triton
 from dnis_torchrec.serving.csr_build import NO_COMPILE, build
 
 NAMESPACE, NAME = "dnis_torchrec", "csr_embedding_bag"
@@ -59,6 +61,8 @@ def _load_operator() -> bool:
         torch.library.define(f"{NAMESPACE}::{NAME}", SCHEMA.removeprefix(NAME))
     # on the CPU the compiled implementation goes before this one
     torch.library.impl(f"{NAMESPACE}::{NAME}", "CompositeExplicitAutograd", torch_csr_embedding_bag)
+    if torch.cuda.is_available() and csr_triton.triton is not None:
+        torch.library.impl(f"{NAMESPACE}::{NAME}", "CUDA", _cuda_csr_embedding_bag)
     torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake_csr_embedding_bag)
     return compiled
 
@@ -96,11 +100,12 @@ def torch_csr_embedding_bag(
         ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
         offsets: ``(keys * B + 1,)`` int32 or int64: bag b of key k holds ids ``offsets[k * B + b]`` up to the next.
         per_sample_weights: ``(I,)`` float32, or None.
-        tables: for each table its values, ``(V,)`` float32, float16 or int8, its columns, ``(V,)`` uint8 or uint16, its
-            row_pointers, ``(N + 1,)`` int32 or int64, and, if the values are int8, its scales, ``(N,)`` bfloat16. One
-            list, because torch takes longer to hand four over than to look a bag up.
-        layout: ``(F, 4)`` int64, on the CPU for lookups there: per feature its table, its first output column, D,
-            and 1 for MEAN.
+        tables: for each table its shards (consecutive rows, most often all of them), and for each shard its values,
+            ``(V,)`` float32, float16 or int8, its columns, ``(V,)`` uint8 or uint16, its row_pointers, ``(n + 1,)``
+            int32 or int64, and, if the values are int8, its scales, ``(n,)`` bfloat16. One list, because torch takes
+            longer to hand four over than to look a bag up.
+        layout: ``(F, 5)`` int64, on the CPU for lookups there: per feature the first shard of its table and how many
+            there are, its first output column, D, and 1 for MEAN.
         keys: per feature the position of its key among those of `offsets`; None: the features in order.
         batch_size: B.
         width: output columns, the sum of D over features.
@@ -114,27 +119,28 @@ def torch_csr_embedding_bag(
 
     Example:
         >>> columns, row_pointers = torch.tensor([1, 0, 1], dtype=torch.uint8), torch.tensor([0, 1, 1, 3])
-        >>> table, layout = [torch.tensor([2.0, 3.0, 4.0]), columns, row_pointers], torch.tensor([[0, 0, 2, 0]])
+        >>> table, layout = [torch.tensor([2.0, 3.0, 4.0]), columns, row_pointers], torch.tensor([[0, 1, 0, 2, 0]])
         >>> ids, offsets = torch.tensor([0, 2, 1]), torch.tensor([0, 2, 3])
         >>> torch_csr_embedding_bag(ids, offsets, None, table, layout, None, 2, 2, False).tolist()
         [[3.0, 6.0], [0.0, 0.0]]
     """
     out = torch.zeros(batch_size, width, device=ids.device)
-    of_tables, bounds = _split_tables(tables), offsets.long()
-    for feature, (index, first_column, embedding_dim, is_mean) in enumerate(layout.tolist()):
-        key, place, table = feature if keys is None else keys[feature], f"{NAME}: feature {feature}", of_tables[index]
+    shards, bounds = _split_shards(tables), offsets.long()
+    for feature, (first_shard, num_shards, first_column, embedding_dim, is_mean) in enumerate(layout.tolist()):
+        key, place = feature if keys is None else keys[feature], f"{NAME}: feature {feature}"
+        table = shards[first_shard : first_shard + num_shards]
         bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
         first, last, lengths = int(bags[0]), int(bags[-1]), bags.diff()
         rising = first >= 0 and last <= ids.numel() and bool((lengths >= 0).all())
         check(rising, place, "expected rising offsets up to the number of ids", "others")
         bag = torch.repeat_interleave(lengths, output_size=last - first)
-        row, num_rows = ids[first:last].long(), table.row_pointers.numel() - 1
+        row, num_rows = ids[first:last].long(), sum(shard.num_rows for shard in table)
         is_row = (row >= 0) & (row < num_rows)
         if not zero_unknown:
             _check_all(is_row, place, f"expected ids in 0..{num_rows - 1}", row)
         known = is_row.nonzero().squeeze(1)
         weights = None if per_sample_weights is None else per_sample_weights[first:last][known]
-        entry, column, value = _values_of_rows(table, row[known], weights, place)
+        entry, column, value = _values_of_table(table, row[known], weights, place)
         _check_all(column < embedding_dim, place, "expected columns below embedding_dim", column)
         pooled = out.new_zeros(batch_size * embedding_dim)
         pooled.index_add_(0, bag[known][entry] * embedding_dim + column, value)
@@ -145,20 +151,30 @@ def torch_csr_embedding_bag(
     return out
 
 
-class _Buffers(NamedTuple):
+def _cuda_csr_embedding_bag(*arguments: Any) -> Tensor:
+    layout = arguments[4]
+    whole = bool((layout[:, 1] == 1).all())
+    return (csr_triton.triton_csr_embedding_bag if whole else torch_csr_embedding_bag)(*arguments)
+
+
+class _Shard(NamedTuple):
     values: Tensor
     columns: Tensor
     row_pointers: Tensor
     scales: Tensor | None
 
+    @property
+    def num_rows(self) -> int:
+        return self.row_pointers.numel() - 1
 
-def _split_tables(tensors: Sequence[Tensor]) -> list[_Buffers]:
-    """The buffers of each table, from those of all."""
-    tables, rest = [], iter(tensors)
+
+def _split_shards(tensors: Sequence[Tensor]) -> list[_Shard]:
+    """The buffers of each shard, from those of all."""
+    shards, rest = [], iter(tensors)
     for values in rest:
         columns, row_pointers = next(rest), next(rest)
-        tables.append(_Buffers(values, columns, row_pointers, next(rest) if values.dtype == torch.int8 else None))
-    return tables
+        shards.append(_Shard(values, columns, row_pointers, next(rest) if values.dtype == torch.int8 else None))
+    return shards
 
 
 def _check_all(condition: Tensor, place: str, requirement: str, values: Tensor) -> None:
@@ -167,7 +183,25 @@ def _check_all(condition: Tensor, place: str, requirement: str, values: Tensor) 
         raise ValueError(describe(place, requirement, int(values[~condition][0])))
 
 
-def _values_of_rows(table: _Buffers, rows: Tensor, weights: Tensor | None, place: str) -> tuple[Tensor, Tensor, Tensor]:
+def _values_of_table(
+    shards: Sequence[_Shard], rows: Tensor, weights: Tensor | None, place: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_values_of_rows`, of a table that may lie in several shards; in the order of the rows that were asked for."""
+    if len(shards) == 1:
+        return _values_of_rows(shards[0], rows, weights, place)
+    parts, first = [], 0
+    for shard in shards:
+        inside = ((rows >= first) & (rows < first + shard.num_rows)).nonzero().squeeze(1)
+        own_weights = None if weights is None else weights[inside]
+        entry, column, value = _values_of_rows(shard, rows[inside] - first, own_weights, place)
+        parts.append((inside[entry], column, value))
+        first += shard.num_rows
+    entry, column, value = (torch.cat(found) for found in zip(*parts, strict=True))
+    order = entry.argsort(stable=True)
+    return entry[order], column[order], value[order]
+
+
+def _values_of_rows(table: _Shard, rows: Tensor, weights: Tensor | None, place: str) -> tuple[Tensor, Tensor, Tensor]:
     """All values of the given rows, one row after the other: which row (by position), which column, and the value."""
     begin, end = table.row_pointers[rows].long(), table.row_pointers[rows + 1].long()
     rising = (begin >= 0) & (begin <= end) & (end <= table.values.numel())

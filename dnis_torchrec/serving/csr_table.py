@@ -5,6 +5,7 @@ Shapes: N rows, D embedding_dim, V retained values.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,27 +73,69 @@ class CsrTable:
         """Gathers the non-zero values of a dense table, a chunk of rows at a time; exact in float32.
 
         Args:
-            weight: ``(N, D)`` floating point.
+            weight: ``(N, D)`` floating point; a view is enough.
 
         Raises:
             NotImplementedError: above D = 65,536, the most that uint16 columns can tell apart.
         """
-        embedding_dim = weight.shape[1]
-        if embedding_dim > 2**16:
-            raise NotImplementedError(describe("embedding_dim", "supported is up to 65536", embedding_dim))
-        column_dtype = torch.uint8 if embedding_dim <= 2**8 else torch.uint16
-        values, columns, counts = [], [], [torch.zeros(1, dtype=torch.int64)]
-        for chunk in weight.detach().split(rows_per_chunk(embedding_dim)):
+        return cls.from_rows(lambda first, last: weight[first:last], 0, len(weight), embedding_dim=weight.shape[1])
+
+    @classmethod
+    def from_rows(cls, rows: Callable[[int, int], Tensor], first: int, last: int, *, embedding_dim: int) -> CsrTable:
+        """Gathers the non-zero values of rows that need not exist as a whole.
+
+        Args:
+            rows: ``rows(i, j)`` gives rows ``i <= row < j`` as ``(j - i, D)`` floating point; each is asked for twice.
+            first: the first row of the table to make.
+            last: the row after its last.
+            embedding_dim: D.
+
+        Raises:
+            NotImplementedError: above D = 65,536.
+        """
+        narrow = column_dtype(embedding_dim)
+        step = rows_per_chunk(embedding_dim)
+        chunks = [(begin, min(begin + step, last)) for begin in range(first, last, step)]
+        counts = [torch.count_nonzero(rows(*chunk).detach(), dim=1).cpu() for chunk in chunks]
+        pointers = torch.cat([torch.zeros(1, dtype=torch.int64), *counts]).cumsum(0)
+        num_values = int(pointers[-1])
+        values, columns = torch.empty(num_values), torch.empty(num_values, dtype=narrow)
+        for begin, end in chunks:
+            chunk = rows(begin, end).detach()
             row, column = chunk.nonzero(as_tuple=True)
-            values.append(chunk[row, column].float())
-            columns.append(column.to(column_dtype))
-            counts.append(torch.bincount(row, minlength=len(chunk)))
-        pointers = torch.cat(counts).cumsum(0)
+            place = slice(int(pointers[begin - first]), int(pointers[end - first]))
+            values[place] = chunk[row, column].float()
+            columns[place] = column.to(narrow)
+        pointers = pointers.to(pointer_dtype(num_values))
+        return cls(embedding_dim=embedding_dim, values=values, columns=columns, row_pointers=pointers)
+
+    @classmethod
+    def concatenate(cls, tables: Sequence[CsrTable]) -> CsrTable:
+        """One table of the rows of several, in order; a single one is given as it is.
+
+        Args:
+            tables: at least one, of the same D and dtype of values.
+
+        Example:
+            >>> halves = [CsrTable.from_dense(torch.eye(2)), CsrTable.from_dense(torch.ones(1, 2))]
+            >>> CsrTable.concatenate(halves).row_pointers.tolist()
+            [0, 1, 2, 4]
+        """
+        first, *others = tables
+        if not others:
+            return first
+        values = torch.cat([table.values for table in tables])
+        pointers, begin = [first.row_pointers[:1].long()], 0
+        for table in tables:
+            pointers.append(table.row_pointers[1:].long() + begin)
+            begin += table.values.numel()
+        scales = [table.scales for table in tables if table.scales is not None]
         return cls(
-            embedding_dim=embedding_dim,
-            values=torch.cat(values),
-            columns=torch.cat(columns),
-            row_pointers=pointers.int() if pointers[-1] < 2**31 else pointers,
+            embedding_dim=first.embedding_dim,
+            values=values,
+            columns=torch.cat([table.columns for table in tables]),
+            row_pointers=torch.cat(pointers).to(pointer_dtype(values.numel())),
+            scales=torch.cat(scales) if scales else None,
         )
 
     @property
@@ -103,17 +146,52 @@ class CsrTable:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        buffers = (self.values, self.columns, self.row_pointers, self.scales)
-        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+        return sum(buffer.nbytes for buffer in self.to_tensors().values())
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The arrays by name, in the order that lookups take them."""
+        scales = {} if self.scales is None else {"scales": self.scales}
+        return {"values": self.values, "columns": self.columns, "row_pointers": self.row_pointers} | scales
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Rows ``first <= i < last`` as dense ``(last - first, D)`` float32; no others are read."""
+        pointers = self.row_pointers[first : last + 1].long()
+        begin, end = int(pointers[0]), int(pointers[-1])
+        row = torch.repeat_interleave(torch.arange(last - first), pointers.diff())
+        values = self.values[begin:end].float()
+        if self.scales is not None:
+            values = values * self.scales[first:last].float()[row]
+        dense = torch.zeros(last - first, self.embedding_dim)
+        dense[row, self.columns[begin:end].long()] = values
+        return dense
 
     def to_dense(self) -> Tensor:
         """The whole table, ``(N, D)`` float32."""
-        row, values = self._row_of_value(), self.values.float()
-        if self.scales is not None:
-            values = values * self.scales.float()[row]
-        dense = torch.zeros(self.num_embeddings, self.embedding_dim)
-        dense[row, self.columns.long()] = values
-        return dense
+        return self.rows(0, self.num_embeddings)
+
+    def check_rows(self) -> None:
+        """Reads the whole table and checks what construction leaves to lookups.
+
+        Raises:
+            ValueError: if row pointers fall, columns lie outside 0..D-1 or do not rise within a row, or a value or
+                scale is NaN or infinite; names the first row.
+        """
+        falling = self.row_pointers.diff() < 0
+        self._check_none(falling, "row_pointers", "expected rising ones")
+        row, columns = self._row_of_value(), self.columns.int()
+        self._check_none(columns >= self.embedding_dim, "columns", f"expected 0..{self.embedding_dim - 1}", row)
+        unsorted = (columns.diff() <= 0) & (row.diff() == 0)
+        self._check_none(unsorted, "columns", "expected them to rise within a row", row)
+        if self.scales is None:
+            self._check_none(~self.values.isfinite(), "values", "expected finite ones", row)
+        else:
+            self._check_none(~self.scales.isfinite(), "scales", "expected finite ones")
+
+    def _check_none(self, wrong: Tensor, field: str, requirement: str, row: Tensor | None = None) -> None:
+        if bool(wrong.any()):
+            position = int(wrong.nonzero()[0])
+            found = position if row is None else int(row[position])
+            check(False, f"CsrTable.{field}", requirement, f"others in row {found}")
 
     def quantized(self, dtype: torch.dtype) -> CsrTable:
         """The table with smaller values; columns and row pointers are shared.
@@ -140,13 +218,11 @@ class CsrTable:
             return self
         check(self.values.dtype == torch.float32, "values", "expected float32 to start from", self.values.dtype)
         check(bool(self.values.isfinite().all()), "values", "expected finite values", "NaN or infinity")
-        values, scales = self.values.half(), None
+        scales = None
         if dtype == torch.int8:
-            row = self._row_of_value()
-            largest = torch.zeros(self.num_embeddings).scatter_reduce_(0, row, self.values.abs(), "amax")
-            scales = _bfloat16_rounded_up(largest / 127)
-            values = (self.values / scales.float()[row]).nan_to_num(0.0).round_().clamp_(-127, 127).to(torch.int8)
+            values, scales = self._to_int8()
         else:
+            values = self.values.half()
             within = bool(values.isfinite().all())
             check(within, "values", "expected at most 65504 for float16", "a larger one", "take int8")
         return CsrTable(
@@ -157,8 +233,49 @@ class CsrTable:
             scales=scales,
         )
 
+    def _to_int8(self) -> tuple[Tensor, Tensor]:
+        """Values and scales, a chunk of rows at a time."""
+        values = torch.empty(self.values.numel(), dtype=torch.int8)
+        scales = torch.empty(self.num_embeddings, dtype=torch.bfloat16)
+        step = rows_per_chunk(self.embedding_dim)
+        for first in range(0, self.num_embeddings, step):
+            pointers = self.row_pointers[first : first + step + 1].long()
+            exact = self.values[int(pointers[0]) : int(pointers[-1])]
+            row = torch.repeat_interleave(pointers.diff())
+            largest = torch.zeros(len(pointers) - 1).scatter_reduce_(0, row, exact.abs(), "amax")
+            scale = _bfloat16_rounded_up(largest / 127)
+            scales[first : first + step] = scale
+            rounded = (exact / scale.float()[row]).nan_to_num(0.0).round_().clamp_(-127, 127)
+            values[int(pointers[0]) : int(pointers[-1])] = rounded.to(torch.int8)
+        return values, scales
+
     def _row_of_value(self) -> Tensor:
         return torch.repeat_interleave(torch.arange(self.num_embeddings), self.row_pointers.diff())
+
+
+def column_dtype(embedding_dim: int) -> torch.dtype:
+    """Smallest dtype for column numbers: uint8 up to D = 256, else uint16.
+
+    Raises:
+        NotImplementedError: above D = 65,536.
+
+    Example:
+        >>> column_dtype(256), column_dtype(257)
+        (torch.uint8, torch.uint16)
+    """
+    if embedding_dim > 2**16:
+        raise NotImplementedError(describe("embedding_dim", "supported is up to 65536", embedding_dim))
+    return torch.uint8 if embedding_dim <= 2**8 else torch.uint16
+
+
+def pointer_dtype(num_values: int) -> torch.dtype:
+    """Smallest dtype for row pointers: int32 below 2^31 values, else int64.
+
+    Example:
+        >>> pointer_dtype(2**31 - 1), pointer_dtype(2**31)
+        (torch.int32, torch.int64)
+    """
+    return torch.int32 if num_values < 2**31 else torch.int64
 
 
 def _check_dtype(field: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> None:

@@ -10,20 +10,25 @@ Shapes: B batch, N rows of a table, D embedding_dim, S blocks, R retained dims o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingBagCollectionInterface,
-    get_embedding_names_by_table,
-)
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.bag_splitting import BagSplitter, FeatureSplit, select_features
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.block_collection import BlockCollection, stored_blocks
+from dnis_torchrec.serving.logical_tables import logical_config
+
+__all__ = [
+    "MixedDimensionEmbeddingBagCollection",
+    "block_tables",
+    "logical_config",
+    "rows_per_chunk",
+    "stored_blocks",
+]
 
 VALUES_PER_CHUNK = 2**22
 """Values of a dense table handled at a time: 16 MiB in fp32."""
@@ -37,16 +42,6 @@ def rows_per_chunk(embedding_dim: int) -> int:
         65536
     """
     return max(1, VALUES_PER_CHUNK // embedding_dim)
-
-
-def stored_blocks(table: TableScheme) -> dict[int, tuple[int, int]]:
-    """Blocks that the mixed-dimension form stores: those with rows and retained dims.
-
-    Returns:
-        Block -> shape ``(rows, R)`` of its table.
-    """
-    rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
-    return {s: (rows[s], dims[s]) for s in range(table.routing.num_blocks) if rows[s] and dims[s]}
 
 
 def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -94,7 +89,7 @@ def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tens
     return tables
 
 
-class MixedDimensionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+class MixedDimensionEmbeddingBagCollection(BlockCollection):
     """Looks bags up in mixed-dimension tables; same keys, dims and values as the collection that was pruned.
 
     For a bag with ids i_1 .. i_L and weights w (1 if unweighted),
@@ -102,10 +97,18 @@ class MixedDimensionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     of block s on its retained columns of D; MEAN divides by L, the length of the whole bag, as FBGEMM does also for
     weighted bags. Rows of no block and blocks that retain nothing contribute zero.
 
+    To serve, call it under ``torch.inference_mode()`` (or ``no_grad``): on a CPU one compiled pass then reads the
+    tables. To train further, alone or under DistributedModelParallel, call it as any other module: the sharder finds
+    the stock collection inside, ``.blocks``, and what is pruned stays pruned because it does not exist. Routing and
+    merging are local and replicated; the collectives are those of the sharded collection.
+
     Args:
         scheme: the tables of ONE collection of a model.
         device: where the blocks' tables live, the CPU by default; ``"meta"`` leaves them without memory until
             `load_block`, the routing being real all the same.
+        dim_multiple: widths of the blocks' tables are rounded up to it. TorchRec's fused kernels want 4; the dense
+            kernel (data_parallel), and serving, want no more than 1.
+        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
 
     Shape:
         - Input: at least the collection's features in any order, ids int32 or int64, stride B.
@@ -113,9 +116,10 @@ class MixedDimensionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
           ``"feature@table"`` where several tables read it.
 
     Raises:
-        ValueError: if the scheme holds no table, or tables of several collections.
+        ValueError: if the scheme holds no table, or tables of several collections; for other `unknown_ids`.
 
     Example:
+        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
         >>> from dnis_torchrec.row_routing import RowRouting
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3])),
@@ -127,45 +131,47 @@ class MixedDimensionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         [[1.0, 8.0], [0.0, 4.0]]
     """
 
-    def __init__(self, scheme: MixedDimensionScheme, *, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        tables = list(scheme.tables.values())
-        check(bool(tables), "scheme", "expected at least one table", "none")
-        owners = sorted({(table.collection, table.is_weighted) for table in tables})
-        remedy = "build one module for each collection"
-        check(len(owners) == 1, "scheme", "expected the tables of one collection", [name for name, _ in owners], remedy)
-        self._is_weighted = tables[0].is_weighted
-        self._scheme = scheme
-        self._configs = [_logical_config(table) for table in tables]
-        names = get_embedding_names_by_table(self._configs)
-        self._embedding_names = [name for names_of_table in names for name in names_of_table]
-        self._tables = [table for table in tables for _ in table.feature_names]
-        self._features = [feature for table in tables for feature in table.feature_names]
-        self._dims = [table.embedding_dim for table in self._tables]
-        self.bag_splitter = BagSplitter(
-            [
-                _feature_split(table, feature, name)
-                for table, feature, name in zip(self._tables, self._features, self._embedding_names, strict=True)
-            ]
-        )
-        configs = [config for table, own in zip(tables, names, strict=True) for config in _physical_configs(table, own)]
-        self._split_keys = [key for config in configs for key in config.feature_names]
+    blocks: EmbeddingBagCollection | None
+
+    def __init__(
+        self,
+        scheme: MixedDimensionScheme,
+        *,
+        device: torch.device | str | None = None,
+        dim_multiple: int = 1,
+        unknown_ids: str = "error",
+    ) -> None:
+        check(dim_multiple >= 1, "dim_multiple", "expected an integer >= 1", dim_multiple)
+        super().__init__(scheme, dim_multiple=dim_multiple, data_type=DataType.FP32, bits=32, unknown_ids=unknown_ids)
         place = torch.device("cpu" if device is None else device)
-        self.blocks: EmbeddingBagCollection | None = None
-        if configs:
-            self.blocks = EmbeddingBagCollection(tables=configs, is_weighted=self._is_weighted, device=place)
-        self.register_buffer("_columns", self._output_columns(), persistent=False)
+        if self._physical:
+            is_weighted = self._logical.is_weighted
+            self.blocks = EmbeddingBagCollection(tables=self._physical, is_weighted=is_weighted, device=place)
+            # nn.Module takes longer to find a hundred parts by attribute than the lookup takes
+            self._parameters_of_block = [bag._parameters for bag in self.blocks.embedding_bags.values()]
+            self._fill_padding(place)
         if place.type != "meta":
             self.to(place)
 
-    def _output_columns(self) -> Tensor:
-        """Output column of every pooled column of the blocks' tables, ``(sum of R over split keys,)``."""
-        columns: dict[str, Tensor] = {}
-        first = 0
-        for table, name in zip(self._tables, self._embedding_names, strict=True):
-            columns |= {f"{name}/b{s}": first + table.columns(s) for s in stored_blocks(table)}
-            first += table.embedding_dim
-        return torch.cat([torch.empty(0, dtype=torch.int64), *(columns[key] for key in self._split_keys)])
+    def _fill_padding(self, place: torch.device) -> None:
+        """Zeros in columns that are never read: a checkpoint or a norm should not show chance."""
+        if place.type == "meta" or self.blocks is None:
+            return
+        for name, s in self._stored:
+            _, (_, dim) = self._check_block(name, s)
+            with torch.no_grad():
+                self.blocks.embedding_bags[f"{name}/b{s}"].weight[:, dim:] = 0.0
+
+    def _stock_tables(self) -> list[Tensor] | None:
+        if self.blocks is None:
+            return []
+        if type(self.blocks) is not EmbeddingBagCollection:
+            return None
+        tables: list[Any] = [parameters["weight"] for parameters in self._parameters_of_block]
+        return tables if tables[0].device.type == "cpu" else None
+
+    def _wants_gradient(self) -> bool:
+        return torch.is_grad_enabled()
 
     @classmethod
     def from_tables(
@@ -174,6 +180,8 @@ class MixedDimensionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         tables: Mapping[str, Tensor],
         *,
         device: torch.device | str = "cpu",
+        dim_multiple: int = 1,
+        unknown_ids: str = "error",
     ) -> MixedDimensionEmbeddingBagCollection:
         """Builds the module from dense tables that were merged and pruned; only retained parts are copied.
 
@@ -181,11 +189,13 @@ class MixedDimensionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             scheme: the tables of one collection.
             tables: table name -> ``(N, D)``; read one at a time.
             device: where the blocks' tables go.
+            dim_multiple: see the class.
+            unknown_ids: see the class.
 
         Raises:
             ValueError: if a table is missing or has another shape.
         """
-        module = cls(scheme, device="meta")
+        module = cls(scheme, device="meta", dim_multiple=dim_multiple, unknown_ids=unknown_ids)
         for name, table in scheme.tables.items():
             check_known("table", name, tables)
             chunks = tables[name].split(rows_per_chunk(table.embedding_dim))
@@ -204,109 +214,16 @@ class MixedDimensionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         Raises:
             ValueError: for an unknown table, a block that stores nothing, another shape or dtype.
         """
-        check_known("table", table, self._scheme.tables)
-        place = f"table {table!r}, block {block}"
-        shapes = stored_blocks(self._scheme.tables[table])
-        if self.blocks is None or block not in shapes:
-            raise ValueError(describe(place, "expected a block with rows and retained dims", "one without"))
-        fits = tuple(weight.shape) == shapes[block] and weight.dtype == torch.float32
+        place, shape = self._check_block(table, block)
+        fits = tuple(weight.shape) == shape and weight.dtype == torch.float32
         received = f"{weight.dtype} {tuple(weight.shape)}"
-        check(fits, place, f"expected float32 of shape {shapes[block]}", received)
+        check(fits, place, f"expected float32 of shape {shape}", received)
+        assert self.blocks is not None  # a block that stores something was found
         bag = self.blocks.embedding_bags[f"{table}/b{block}"]
         if bag.weight.is_meta:
-            bag.weight = nn.Parameter(weight)
+            missing = bag.weight.shape[1] - shape[1]
+            bag.weight = nn.Parameter(nn.functional.pad(weight, (0, missing)) if missing else weight)
             self.blocks._device = weight.device
         else:
             with torch.no_grad():
-                bag.weight.copy_(weight)
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up.
-
-        Args:
-            features: the bags, with weights if the collection is weighted.
-
-        Returns:
-            Pooled embeddings, D per key.
-
-        Raises:
-            ValueError: if a feature or the weights are missing or, on CPU, an id lies outside its table.
-            NotImplementedError: if the features of the batch differ in stride.
-        """
-        bags = select_features(features, self._features)
-        self._check(bags)
-        values = bags.values()
-        pooled = torch.zeros(bags.stride(), sum(self._dims), device=values.device)
-        if self.blocks is not None:
-            block_pooled = self.blocks(self.bag_splitter(bags))
-            pooled = pooled.index_add_(1, self._columns, _in_order(block_pooled, self._split_keys))
-        lengths = bags.lengths().view(len(self._features), bags.stride())
-        first = 0
-        for table, bag_lengths in zip(self._tables, lengths, strict=True):
-            if table.pooling == "mean":
-                pooled.narrow(1, first, table.embedding_dim).div_(bag_lengths.clamp(min=1).unsqueeze(1))
-            first += table.embedding_dim
-        return KeyedTensor(keys=self._embedding_names, length_per_key=self._dims, values=pooled)
-
-    def _check(self, bags: KeyedJaggedTensor) -> None:
-        has_weights = bags.weights_or_none() is not None
-        check(has_weights or not self._is_weighted, "KeyedJaggedTensor", "expected per-sample weights", "none")
-        for table, feature, ids in zip(
-            self._tables, self._features, bags.values().split(bags.length_per_key()), strict=True
-        ):
-            if ids.device.type != "cpu":
-                torch._assert_async(((ids >= 0) & (ids < table.num_embeddings)).all())
-            elif ids.numel():
-                low, high = (int(bound) for bound in torch.aminmax(ids))
-                requirement = f"expected ids in 0..{table.num_embeddings - 1} (num_embeddings={table.num_embeddings})"
-                within = low >= 0 and high < table.num_embeddings
-                received = f"id {low if low < 0 else high}"
-                check(within, f"table {table.name!r}, feature {feature!r}", requirement, received, "hash ids as before")
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
-        return self._configs
-
-    def physical_embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables that exist: ``"<table>/b<s>"`` with a block's rows and R columns."""
-        return [] if self.blocks is None else self.blocks.embedding_bag_configs()
-
-    def is_weighted(self) -> bool:
-        """Whether bags carry per-sample weights."""
-        return self._is_weighted
-
-
-def _logical_config(table: TableScheme) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(
-        name=table.name,
-        num_embeddings=table.num_embeddings,
-        embedding_dim=table.embedding_dim,
-        feature_names=list(table.feature_names),
-        pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
-    )
-
-
-def _physical_configs(table: TableScheme, embedding_names: list[str]) -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(
-            name=f"{table.name}/b{s}",
-            num_embeddings=rows,
-            embedding_dim=dim,
-            feature_names=[f"{name}/b{s}" for name in embedding_names],
-        )
-        for s, (rows, dim) in stored_blocks(table).items()
-    ]
-
-
-def _feature_split(table: TableScheme, feature: str, embedding_name: str) -> FeatureSplit:
-    stored = stored_blocks(table)
-    keys = tuple(f"{embedding_name}/b{s}" if s in stored else None for s in range(table.routing.num_blocks))
-    return FeatureSplit(feature=feature, keys=keys, routing=table.routing, local_ids=True)
-
-
-def _in_order(pooled: KeyedTensor, keys: list[str]) -> Tensor:
-    """Values in the order of `keys`; a sharded collection may group its keys by sharding type."""
-    if pooled.keys() == keys:
-        return pooled.values()
-    by_key = pooled.to_dict()
-    return torch.cat([by_key[key] for key in keys], dim=1)
+                bag.weight[:, : shape[1]] = weight

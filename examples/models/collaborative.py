@@ -14,7 +14,9 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.rotation import RotationGroup
 from examples.models.first_order import SingleIdBiases
+from examples.models.rotating import groups_of_tower
 
 
 class MatrixFactorization(nn.Module):
@@ -52,6 +54,7 @@ class MatrixFactorization(nn.Module):
         }
         check(len(rows) == 2, "MatrixFactorization", "expected a collection of two features", list(rows))
         self._features = tuple(rows)
+        self._tables = tuple(table.name for table in embedding_bag_collection.embedding_bag_configs())
         self.embedding_bag_collection = embedding_bag_collection
         self.biases = SingleIdBiases(rows)
         self.register_buffer("global_mean", torch.tensor(float(global_mean)))
@@ -62,6 +65,10 @@ class MatrixFactorization(nn.Module):
         left, right = self._features
         interaction = (pooled[left] * pooled[right]).sum(dim=1)
         return interaction + self.biases(sparse_features) + self.global_mean
+
+    def rotation_groups(self) -> list[RotationGroup]:
+        """Both tables turn together: nothing but their dot product is looked at."""
+        return [RotationGroup(tables=self._tables)]
 
 
 class MultiLayerPerceptron(nn.Module):
@@ -97,6 +104,7 @@ class MultiLayerPerceptron(nn.Module):
         outputs = _output_dims(embedding_bag_collection)
         check(len(outputs) == 2, "MultiLayerPerceptron", "expected a collection of two features", list(outputs))
         self._left, self._right = outputs
+        self._tables = tuple(embedding_bag_collection.embedding_bag_configs())
         self.embedding_bag_collection = embedding_bag_collection
         self.tower = MLP(sum(outputs.values()), list(tower))
         self.over = _last_layer(tower[-1], initial_bias)
@@ -106,6 +114,10 @@ class MultiLayerPerceptron(nn.Module):
         pooled = self.embedding_bag_collection(sparse_features)
         hidden = self.tower(torch.cat([pooled[self._left], pooled[self._right]], dim=1))
         return self.over(hidden).squeeze(1)
+
+    def rotation_groups(self) -> list[RotationGroup]:
+        """Each table turns alone, and the tower's first layer with it."""
+        return groups_of_tower(self._tables, self.tower)
 
 
 class NeuMF(nn.Module):
@@ -146,6 +158,7 @@ class NeuMF(nn.Module):
         is_neumf = len(dims) == 4 and dims[0] == dims[1]
         check(is_neumf, "NeuMF", "expected a GMF pair of tables of equal D, then an MLP pair", outputs)
         self._gmf_left, self._gmf_right, self._mlp_left, self._mlp_right = outputs
+        self._tables = tuple(embedding_bag_collection.embedding_bag_configs())
         self.embedding_bag_collection = embedding_bag_collection
         self.tower = MLP(dims[2] + dims[3], list(tower))
         self.over = _last_layer(dims[0] + tower[-1], initial_bias)
@@ -156,6 +169,10 @@ class NeuMF(nn.Module):
         product = pooled[self._gmf_left] * pooled[self._gmf_right]
         hidden = self.tower(torch.cat([pooled[self._mlp_left], pooled[self._mlp_right]], dim=1))
         return self.over(torch.cat([product, hidden], dim=1)).squeeze(1)
+
+    def rotation_groups(self) -> list[RotationGroup]:
+        """The MLP's tables turn as in `MultiLayerPerceptron`; the last layer weighs the columns of the product."""
+        return groups_of_tower(self._tables[2:], self.tower)
 
 
 def ncf_tower(num_factors: int) -> tuple[int, int, int]:

@@ -18,7 +18,9 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.rotation import RotationGroup
 from examples.models.first_order import FirstOrderWeights
+from examples.models.rotating import groups_of_tower, joined
 
 
 class FactorizationMachine(nn.Module):
@@ -51,13 +53,18 @@ class FactorizationMachine(nn.Module):
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection, *, initial_bias: float = 0.0) -> None:
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
-        self.fields = _Fields(embedding_bag_collection.embedding_bag_configs())
+        self._tables = tuple(embedding_bag_collection.embedding_bag_configs())
+        self.fields = _Fields(self._tables)
         self.first_order = _first_order(embedding_bag_collection, initial_bias)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Predicts the logit of a click per sample."""
         fields = self.fields(self.embedding_bag_collection(sparse_features))
         return self.first_order(sparse_features) + sum_of_pairs(fields)
+
+    def rotation_groups(self) -> list[RotationGroup]:
+        """All tables turn together: nothing but their dot products is looked at."""
+        return [RotationGroup(tables=tuple(table.name for table in self._tables))]
 
 
 class WideDeep(nn.Module):
@@ -94,7 +101,8 @@ class WideDeep(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
-        self.fields = _Fields(embedding_bag_collection.embedding_bag_configs())
+        self._tables = tuple(embedding_bag_collection.embedding_bag_configs())
+        self.fields = _Fields(self._tables)
         self.first_order = _first_order(embedding_bag_collection, initial_bias)
         self.deep = _deep(self.fields.width, tower)
 
@@ -102,6 +110,10 @@ class WideDeep(nn.Module):
         """Predicts the logit of a click per sample."""
         fields = self.fields(self.embedding_bag_collection(sparse_features))
         return self.first_order(sparse_features) + self.deep(fields.flatten(1)).squeeze(1)
+
+    def rotation_groups(self) -> list[RotationGroup]:
+        """Each table turns alone, and the tower's first layer with it."""
+        return groups_of_tower(self._tables, self.deep)
 
 
 class DeepFM(nn.Module):
@@ -139,7 +151,8 @@ class DeepFM(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
-        self.fields = _Fields(embedding_bag_collection.embedding_bag_configs())
+        self._tables = tuple(embedding_bag_collection.embedding_bag_configs())
+        self.fields = _Fields(self._tables)
         self.first_order = _first_order(embedding_bag_collection, initial_bias)
         self.deep = _deep(self.fields.width, tower)
 
@@ -147,6 +160,11 @@ class DeepFM(nn.Module):
         """Predicts the logit of a click per sample."""
         fields = self.fields(self.embedding_bag_collection(sparse_features))
         return self.first_order(sparse_features) + sum_of_pairs(fields) + self.deep(fields.flatten(1)).squeeze(1)
+
+    def rotation_groups(self) -> list[RotationGroup]:
+        """All tables turn together, because of their dot products, and the tower's first layer with them."""
+        groups = groups_of_tower(self._tables, self.deep)
+        return [joined(groups)]
 
 
 def sum_of_pairs(fields: Tensor) -> Tensor:

@@ -84,7 +84,9 @@ class FirstOrderWeights(nn.Module):
         """Sums the weights of every sample's ids."""
         bags = select_features(features, self._features)
         ids, lengths, batch_size = bags.values(), bags.lengths(), bags.stride()
-        bag = torch.repeat_interleave(torch.arange(lengths.numel(), device=ids.device), lengths, output_size=len(ids))
+        bag = torch.repeat_interleave(
+            torch.arange(lengths.numel(), device=ids.device), lengths, output_size=ids.numel()
+        )
         feature = torch.div(bag, batch_size, rounding_mode="floor")
         terms = self.weights[ids + self.first_rows[feature]]
         if self._is_weighted:

@@ -1,7 +1,8 @@
 """A model, batches and shardings that are the same on any number of ranks: what every process of these tests builds.
 
 Four tables of two embedding_dims in two collections: single-id and multi-hot, SUM and MEAN, with numbers of rows that
-two ranks cannot halve. The batch of a step is made in halves: rank r of two takes half r, a rank alone takes both.
+neither two nor four ranks can divide. The batch of a step is made in parts, two of them called halves: rank r
+takes part r, a rank alone takes all.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -27,9 +26,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, Sharders, make_sharding_plan, shard_model
 from dnis_torchrec.swap import prepare_
-from dnis_torchrec.table_shards import collections, local_shards
 
+CPU = torch.device("cpu")
 NUM_DENSE = 3
 HALF = 12
 LEARNING_RATE = 0.2
@@ -43,14 +43,29 @@ KINDS: dict[str, dict[str, str]] = {
     kind: dict.fromkeys(ROWS, kind) for kind in ("table_wise", "column_wise", "row_wise", "data_parallel")
 }
 KINDS["mixed"] = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "tag": "table_wise"}
-"""Name -> sharding type of every table."""
-
-
-class CpuSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder lists row_wise on GPUs only, but CPUs run it too."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [*super().sharding_types(compute_device_type), "row_wise"]
+MORE_KINDS: dict[str, dict[str, str]] = {
+    kind: dict.fromkeys(ROWS, kind) for kind in ("table_row_wise", "table_column_wise", "grid_shard")
+}
+MORE_KINDS["dense"] = {
+    "user": "row_wise dense",
+    "item": "table_wise dense",
+    "genre": "column_wise dense",
+    "tag": "table_row_wise dense",
+}
+MORE_KINDS["mixed hosts"] = {
+    "user": "grid_shard",
+    "item": "table_row_wise",
+    "genre": "row_wise dense",
+    "tag": "table_column_wise",
+}
+MORE_KINDS["mixed pooling"] = {
+    "user": "row_wise",
+    "item": "row_wise",
+    "genre": "table_wise",
+    "tag": "column_wise",
+}
+MORE_KINDS |= {f"few rows {kind}": {"tag": kind} for kind in ("table_wise", "row_wise")}
+"""Name -> sharding type of every table, followed by "dense" where its kernel is not the fused one."""
 
 
 class Net(nn.Module):
@@ -100,7 +115,7 @@ def make_half(stream: str, step: int, half: int, size: int = HALF) -> list[dict]
     generator = torch.Generator().manual_seed(1000 * step + 10 * half + len(stream))
     limits = dict(ROWS)
     if stream == "validation":
-        limits["user"] = (27, 13)[half]
+        limits["user"] = (27, 13)[half % 2]
     samples = []
     for _ in range(size):
         sample = {"dense": torch.rand(NUM_DENSE, generator=generator)}
@@ -134,7 +149,7 @@ class Stream:
         self, name: str, num_batches: int, halves: tuple[int, ...], sizes: tuple[int, int] = (HALF, HALF)
     ) -> None:
         self.batches = [
-            to_batch([sample for half in halves for sample in make_half(name, step, half, sizes[half])])
+            to_batch([sample for half in halves for sample in make_half(name, step, half, sizes[half % 2])])
             for step in range(num_batches)
         ]
 
@@ -148,32 +163,37 @@ def task() -> TrainTask:
     return TrainTask(prepare_(Net(), blocks()), nn.BCEWithLogitsLoss())
 
 
+def plan_as(
+    whole: nn.Module, kind: str, group: dist.ProcessGroup, device: torch.device, sharders: Sharders
+) -> ShardingPlan:
+    """A plan that gives every table its sharding type and kernel."""
+    chosen = {name: value.split() for name, value in (KINDS | MORE_KINDS)[kind].items()}
+    constraints = {
+        name: ParameterConstraints(sharding_types=value[:1], min_partition=4) for name, value in chosen.items()
+    }
+    plan = make_sharding_plan(whole, device, sharders, constraints=constraints, process_group=group)
+    for planned in plan.plan.values():
+        for name, sharding in planned.items():  # TorchRec's planner knows dense kernels for data_parallel alone
+            if chosen[name][1:] == ["dense"]:
+                sharding.compute_kernel = "dense"
+    return plan
+
+
 def shard_as(
-    whole: TrainTask, kind: str, group: dist.ProcessGroup
+    whole: TrainTask,
+    kind: str,
+    group: dist.ProcessGroup,
+    device: torch.device = CPU,
+    sharder: CpuEmbeddingBagCollectionSharder | None = None,
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     """Shards a task over the ranks of a group, and plain SGD for all of it: fused, or in the dense kernel."""
-    types = KINDS[kind]
-    plain = [module for module in whole.modules() if isinstance(module, EmbeddingBagCollection)]
-    bags = {name: bag for collection in plain for name, bag in collection.embedding_bags.items()}
-    weights = {name: bag.weight.detach().clone() for name, bag in bags.items()}
-    for name, bag in bags.items():
-        if types[name] != "data_parallel":
-            apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": LEARNING_RATE})
-    world_size = dist.get_world_size(group)
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu"),
-        constraints={name: ParameterConstraints(sharding_types=[types[name]], min_partition=4) for name in types},
-    )
-    sharders = [CpuSharder()]
-    model = DistributedModelParallel(
-        whole,
-        env=ShardingEnv.from_process_group(group),
-        device=torch.device("cpu"),
-        plan=planner.plan(whole, sharders),
-        sharders=sharders,
-    )
-    for shard in (shard for module in collections(model).values() for shard in local_shards(module)):
-        rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
-        shard.weight.copy_(weights[shard.table][rows, shard.first_column : shard.first_column + shard.weight.shape[1]])
+    types = (KINDS | MORE_KINDS)[kind]
+    for collection in (module for module in whole.modules() if isinstance(module, EmbeddingBagCollection)):
+        for name, bag in collection.embedding_bags.items():
+            if types[name] != "data_parallel" and "dense" not in types[name]:
+                apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": LEARNING_RATE})
+    sharders = [sharder or CpuEmbeddingBagCollectionSharder()]
+    plan = plan_as(whole, kind, group, device, sharders)
+    model = shard_model(whole, device, plan, sharders, process_group=group)
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
     return model, KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE))

@@ -1,17 +1,11 @@
-"""What one rank does, and what it reports: everything is run here and judged in test_two_ranks.py.
-
-A scenario takes (rank, folder, group) and returns tensors, strings and numbers. Each runs in a process group of its own
-with a short timeout, so that one that hangs fails, by itself.
-"""
+"""What each of two ranks does, and what it reports: everything is run here and judged in test_two_ranks.py."""
 
 from __future__ import annotations
 
 import logging
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +15,7 @@ from torch import nn
 from dnis_torchrec.alpha_optimizer import Pressure
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.budget import Size
-from dnis_torchrec.checkpoint import load_checkpoint, state_tensors
+from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint, state_tensors
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.frequency import count_frequencies
 from dnis_torchrec.level_schedule import BilevelStream, Level, LevelSchedule
@@ -31,15 +25,14 @@ from dnis_torchrec.swap import fold_, merge_, prepare_
 from dnis_torchrec.table_shards import collections, local_shards
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
 from dnis_torchrec.training import evaluate, shard, train_plainly
-from tests.distributed.model import KINDS, Stream, shard_as, task
+from tests.distributed.harness import Rank, Results, Scenario
+from tests.distributed.model import CPU, KINDS, Stream, shard_as, task
 from tests.tiny import make_recipe
 
-CPU = torch.device("cpu")
 STEPS = 20
 STEPS_UNDER_PRESSURE = 40
 STEPS_UNROLLED = 8
 UNROLLED_STEP = 1.0
-HANG = timedelta(seconds=15)
 STOPS = (
     (Level.LOWER, "loss"),
     (Level.LOWER, "gradient"),
@@ -47,7 +40,6 @@ STOPS = (
     (Level.UPPER, "loss"),
     (Level.UPPER, "gradient"),
 )
-Scenario = Callable[[int, Path, dist.ProcessGroup], dict[str, Any]]
 
 
 def make_pipeline(
@@ -77,7 +69,7 @@ def alpha_of(pipeline: BilevelTrainPipeline) -> dict[str, torch.Tensor]:
     return {str(dim): pipeline.alpha.of(dim).clone() for dim in pipeline.alpha.dims}
 
 
-def run_steps(pipeline: BilevelTrainPipeline, stream: BilevelStream, steps: int) -> dict[str, Any]:
+def run_steps(pipeline: BilevelTrainPipeline, stream: BilevelStream, steps: int) -> Results:
     """Steps, noting the level and loss of each, and what every upper step was given."""
     losses, levels, hits, alpha_gradients = [], [], [], []
     original = pipeline.alpha_optimizer.step
@@ -132,23 +124,23 @@ def recorded_logs() -> Iterator[list[str]]:
         logger.propagate = True
 
 
-def search_and_fold(kind: str, rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+def search_and_fold(kind: str, at: Rank) -> Results:
     """Twenty steps; a checkpoint there and back; fold_ on one rank after the other; merge_."""
     with recorded_logs() as logs:
-        pipeline, stream, model = make_pipeline(kind, group, (rank,))
+        pipeline, stream, model = make_pipeline(kind, at.process_group, (at.rank,))
         found = run_steps(pipeline, stream, STEPS) | {"alpha": alpha_of(pipeline), "dense": dense_of(model)}
-    found |= {"tables": tables_of(model), "logs": logs, "checkpoint": round_trip(pipeline, kind, folder, group)}
+    found |= {"tables": tables_of(model), "logs": logs, "checkpoint": round_trip(pipeline, kind, at)}
     pipeline.detach()
     model.eval()
-    probe = Stream("probe", 1, (rank,)).batches[0]
+    probe = Stream("probe", 1, (at.rank,)).batches[0]
     with torch.no_grad():
         found["before"] = model(probe)[1][1]
         for turn in range(2):  # fold_ is local: the other rank is not there
-            if turn == rank:
+            if turn == at.rank:
                 fold_(model)
             else:
                 found[f"while_rank_{turn}_folds"] = tables_of(model)
-            dist.barrier(group)
+            dist.barrier(at.process_group)
         found |= {"folded": tables_of(model), "folded_alpha": alpha_of(pipeline), "after": model(probe)[1][1]}
         for dim in pipeline.alpha.dims:
             pipeline.alpha.of(dim).fill_(0.5)
@@ -158,11 +150,11 @@ def search_and_fold(kind: str, rank: int, folder: Path, group: dist.ProcessGroup
     return found | {"merged_alpha": alpha_of(pipeline)}
 
 
-def round_trip(pipeline: BilevelTrainPipeline, kind: str, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+def round_trip(pipeline: BilevelTrainPipeline, kind: str, at: Rank) -> Results:
     """Saves, and loads into a model with other weights."""
-    path = folder / f"{kind}_last"
-    pipeline.save(path)
-    other, _ = shard_as(task(), kind, group)
+    path = at.folder / f"{kind}_last"
+    save_checkpoint(path, pipeline._model, pipeline.alpha_optimizer.state_dict())
+    other, _ = shard_as(task(), kind, at.process_group)
     with torch.no_grad():
         for value in state_tensors(other).values():
             value.fill_(-7.0)
@@ -175,32 +167,32 @@ def round_trip(pipeline: BilevelTrainPipeline, kind: str, folder: Path, group: d
     }
 
 
-def search_under_pressure(rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+def search_under_pressure(at: Rank) -> Results:
     """Through the ramp and the release, where alpha's steps depend on its own past."""
     pressure = Pressure(size=Size(compression_ratio=3), ramp_steps=8)
-    pipeline, stream, _ = make_pipeline("mixed", group, (rank,), pressure=pressure)
+    pipeline, stream, _ = make_pipeline("mixed", at.process_group, (at.rank,), pressure=pressure)
     run_steps(pipeline, stream, STEPS_UNDER_PRESSURE)
     return {"alpha": alpha_of(pipeline), "is_released": pipeline.alpha_optimizer.is_released}
 
 
-def run_unrolled(group: dist.ProcessGroup, halves: tuple[int, ...]) -> dict[str, Any]:
+def run_unrolled(group: dist.ProcessGroup, halves: tuple[int, ...]) -> Results:
     """Some steps with one-step unrolled gradients, and what all of it came to."""
     pipeline, stream, model = make_pipeline("data_parallel", group, halves, unrolled_step=UNROLLED_STEP)
     found = run_steps(pipeline, stream, STEPS_UNROLLED)
     return found | {"alpha": alpha_of(pipeline), "dense": dense_of(model), "tables": tables_of(model)}
 
 
-def search_unrolled(rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+def search_unrolled(at: Rank) -> Results:
     """With unrolled gradients, and how fused tables refuse them."""
     try:
-        make_pipeline("mixed", group, (rank,), unrolled_step=UNROLLED_STEP)
+        make_pipeline("mixed", at.process_group, (at.rank,), unrolled_step=UNROLLED_STEP)
         refusal = "none"
     except NotImplementedError as error:
         refusal = str(error)
-    return run_unrolled(group, (rank,)) | {"refusal": refusal}
+    return run_unrolled(at.process_group, (at.rank,)) | {"refusal": refusal}
 
 
-def upper_steps_move_alpha_alone(optimizer: str, rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+def upper_steps_move_alpha_alone(optimizer: str, at: Rank) -> Results:
     """What each of some steps changed on this rank: model and optimizers of `training.shard`, as a search has them."""
     recipe = make_recipe(optimizer=optimizer)
     tables = table_configs(recipe.model)
@@ -209,7 +201,7 @@ def upper_steps_move_alpha_alone(optimizer: str, rank: int, folder: Path, group:
     model, dense_optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
     model.train()
     pipeline = BilevelTrainPipeline(model, dense_optimizer, CPU)
-    train, validation = recipe.data.train.batches[rank::2], recipe.data.validation.batches[rank:]
+    train, validation = recipe.data.train.batches[at.rank :: 2], recipe.data.validation.batches[at.rank :]
     stream = BilevelStream(train, validation, LevelSchedule(warm_up_steps=2))
     for _ in range(5):
         pipeline.progress(stream)
@@ -243,14 +235,14 @@ def poison_(model: nn.Module, what: str) -> None:
     module.loss.forward = forward
 
 
-def stops(level: Level, what: str, rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+def stops(level: Level, what: str, at: Rank) -> Results:
     """Rank 1 alone meets a non-finite value; every rank tells how its step ended and what it changed."""
-    pipeline, stream, model = make_pipeline("mixed", group, (rank,))
+    pipeline, stream, model = make_pipeline("mixed", at.process_group, (at.rank,))
     for _ in range(5):
         pipeline.progress(stream)
     while pipeline.level is not level:
         pipeline.progress(stream)
-    if rank == 1:
+    if at.rank == 1:
         poison_(model, what)
     before = tables_of(model) | dense_of(model) | alpha_of(pipeline)
     try:
@@ -263,22 +255,22 @@ def stops(level: Level, what: str, rank: int, folder: Path, group: dist.ProcessG
     return {"outcome": outcome, "changed": changed}
 
 
-def plain_training_stops(rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+def plain_training_stops(at: Rank) -> Results:
     """`train_plainly` with a loss that is NaN on rank 1 alone."""
     recipe = make_recipe()
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    if rank == 1:
+    if at.rank == 1:
         poison_(model, "loss")
     try:
-        train_plainly(model, optimizer, recipe, CPU, max_epochs=1, patience=1, folder=folder)
+        train_plainly(model, optimizer, recipe, CPU, max_epochs=1, patience=1, folder=at.folder)
         return {"outcome": "went on"}
     except NonFiniteError as error:
         return {"outcome": f"NonFiniteError: {error}"}
 
 
-def metrics(rank: int, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+def metrics(at: Rank) -> Results:
     """Metrics over ranks whose batches differ in size."""
-    return {name: evaluate_halves(group, (rank,), loss) for name, loss in losses().items()}
+    return {name: evaluate_halves(at.process_group, (at.rank,), loss) for name, loss in losses().items()}
 
 
 def losses() -> dict[str, nn.Module]:
@@ -296,31 +288,11 @@ def evaluate_halves(group: dist.ProcessGroup, halves: tuple[int, ...], loss: nn.
 
 def scenarios() -> dict[str, Scenario]:
     """All of them by name, in the order in which every rank runs them."""
-    found: dict[str, Scenario] = {}
-    for kind in KINDS:
-        found[f"search {kind}"] = lambda *args, kind=kind: search_and_fold(kind, *args)
-    found["pressure"] = search_under_pressure
-    found["unrolled"] = search_unrolled
+    found: dict[str, Scenario] = {f"search {kind}": partial(search_and_fold, kind) for kind in KINDS}
+    found |= {"pressure": search_under_pressure, "unrolled": search_unrolled}
     for optimizer in ("adam", "rowwise_adagrad"):
-        found[f"upper {optimizer}"] = lambda *args, name=optimizer: upper_steps_move_alpha_alone(name, *args)
+        found[f"upper {optimizer}"] = partial(upper_steps_move_alpha_alone, optimizer)
     found["metrics"] = metrics
     for level, what in STOPS:
-        found[f"stops {level.value} {what}"] = lambda *args, level=level, what=what: stops(level, what, *args)
-    found["stops plain training"] = plain_training_stops
-    return found
-
-
-def run_rank(rank: int, world_size: int, folder: str) -> None:
-    """Runs every scenario on one rank and writes what came out of it."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    results = {}
-    for name, scenario in scenarios().items():
-        group = dist.new_group(timeout=HANG)
-        try:
-            results[name] = scenario(rank, Path(folder), group)
-        except Exception:
-            results[name] = {"error": traceback.format_exc()}
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+        found[f"stops {level.value} {what}"] = partial(stops, level, what)
+    return found | {"stops plain training": plain_training_stops}

@@ -6,17 +6,16 @@ Meanwhile this process makes the same steps alone.
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from dnis_torchrec.row_routing import RowRouter
+from tests.distributed.harness import RankResults, Results, running_ranks
 from tests.distributed.model import DIMS, KINDS, MULTI_HOT, NUM_BLOCKS, ROWS, Stream, blocks
 from tests.distributed.scenarios import (
     STEPS,
@@ -26,60 +25,27 @@ from tests.distributed.scenarios import (
     evaluate_halves,
     losses,
     make_pipeline,
-    run_rank,
     run_steps,
     run_unrolled,
+    scenarios,
     tables_of,
 )
 
-WORLD_SIZE = 2
-DEADLINE_SECONDS = 150
-Results = dict[str, Any]
 
-
-class Ranks:
-    """What both ranks reported."""
-
-    def __init__(self, folder: Path, alone: Results) -> None:
-        self.folder = folder
-        self.alone = alone
-        self._results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
-
-    def __getitem__(self, scenario: str) -> list[Results]:
-        """The results of a scenario, one per rank; fails with the ranks' tracebacks if it did not go through."""
-        errors = [
-            f"rank {rank}: {own[scenario]['error']}"
-            for rank, own in enumerate(self._results)
-            if "error" in own[scenario]
-        ]
-        assert not errors, "\n".join(errors)
-        return [own[scenario] for own in self._results]
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankResults]:
+    """Starts the scenarios, once for all tests."""
+    with running_ranks(2, scenarios(), tmp_path_factory.mktemp("ranks")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def ranks(gloo: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """Runs the scenarios once for all tests."""
-    folder = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        context = mp.start_processes(
-            run_rank, args=(WORLD_SIZE, str(folder)), nprocs=WORLD_SIZE, join=False, start_method="spawn"
-        )
-    try:
-        pipeline, stream, model = make_pipeline("table_wise", gloo, (0, 1))
-        alone = run_steps(pipeline, stream, STEPS)
-        alone |= {
-            "alpha": alpha_of(pipeline),
-            "dense": dense_of(model),
-            "tables": whole([{"tables": tables_of(model)}]),
-        }
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not context.join(timeout=max(deadline - time.monotonic(), 0.1)):
-            assert time.monotonic() < deadline, "the ranks did not come to an end"
-    finally:
-        for process in context.processes:
-            process.kill()
-    return Ranks(folder, alone)
+def alone(gloo: dist.ProcessGroup, ranks: RankResults) -> Results:
+    """The same steps on one rank; made while the others run."""
+    pipeline, stream, model = make_pipeline("table_wise", gloo, (0, 1))
+    found = run_steps(pipeline, stream, STEPS)
+    tables = whole([{"tables": tables_of(model)}])
+    return found | {"alpha": alpha_of(pipeline), "dense": dense_of(model), "tables": tables}
 
 
 def whole(parts: list[Results], key: str = "tables") -> dict[str, torch.Tensor]:
@@ -103,7 +69,7 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_both_ranks_hold_the_same_alpha(ranks: Ranks, kind: str) -> None:
+def test_both_ranks_hold_the_same_alpha(ranks: RankResults, kind: str) -> None:
     first, second = ranks[f"search {kind}"]
     assert_same(first["alpha"], second["alpha"])
     assert_same(first["dense"], second["dense"])
@@ -113,7 +79,7 @@ def test_both_ranks_hold_the_same_alpha(ranks: Ranks, kind: str) -> None:
     assert all((alpha < 1).any() for alpha in first["alpha"].values())
 
 
-def test_both_ranks_hold_the_same_alpha_after_a_ramp(ranks: Ranks) -> None:
+def test_both_ranks_hold_the_same_alpha_after_a_ramp(ranks: RankResults) -> None:
     first, second = ranks["pressure"]
     assert first["is_released"]
     assert second["is_released"]
@@ -121,7 +87,7 @@ def test_both_ranks_hold_the_same_alpha_after_a_ramp(ranks: Ranks) -> None:
     assert any((alpha == 0).any() for alpha in first["alpha"].values())
 
 
-def test_unrolled_gradients_of_two_ranks_equal_those_of_one(ranks: Ranks, gloo: dist.ProcessGroup) -> None:
+def test_unrolled_gradients_of_two_ranks_equal_those_of_one(ranks: RankResults, gloo: dist.ProcessGroup) -> None:
     first, second = ranks["unrolled"]
     for key in ("alpha", "dense", "tables"):
         assert_same(first[key], second[key])
@@ -153,7 +119,7 @@ def hit_rows(halves: tuple[int, ...], upper_step: int) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_hits_are_the_union_over_ranks(ranks: Ranks, kind: str) -> None:
+def test_hits_are_the_union_over_ranks(ranks: RankResults, kind: str) -> None:
     results = ranks[f"search {kind}"]
     for own in results:
         assert len(own["hits"]) == (STEPS - 2) // 2
@@ -167,8 +133,8 @@ def test_hits_are_the_union_over_ranks(ranks: Ranks, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_two_ranks_equal_one_on_the_concatenated_batches(ranks: Ranks, kind: str) -> None:
-    results, alone = ranks[f"search {kind}"], ranks.alone
+def test_two_ranks_equal_one_on_the_concatenated_batches(ranks: RankResults, alone: Results, kind: str) -> None:
+    results = ranks[f"search {kind}"]
     mean_loss = torch.stack([own["losses"] for own in results]).mean(0)
     torch.testing.assert_close(mean_loss, alone["losses"], atol=1e-5, rtol=0)
     torch.testing.assert_close(results[0]["alpha"], alone["alpha"], atol=1e-5, rtol=0)
@@ -177,7 +143,7 @@ def test_two_ranks_equal_one_on_the_concatenated_batches(ranks: Ranks, kind: str
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_every_kind_of_sharding_is_what_it_says(ranks: Ranks, kind: str) -> None:
+def test_every_kind_of_sharding_is_what_it_says(ranks: RankResults, kind: str) -> None:
     places = [set(own["tables"]) for own in ranks[f"search {kind}"]]
     for name, sharding_type in KINDS[kind].items():
         first, second = ({place for place in own if place.startswith(f"{name}/")} for own in places)
@@ -194,7 +160,7 @@ def test_every_kind_of_sharding_is_what_it_says(ranks: Ranks, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_both_levels_are_pipelined(ranks: Ranks, kind: str) -> None:
+def test_both_levels_are_pipelined(ranks: RankResults, kind: str) -> None:
     for own in ranks[f"search {kind}"]:
         assert [message for message in own["logs"] if "NOT be pipelined" in message] == []
         pipelined = {message.split("'")[1] for message in own["logs"] if "will be pipelined" in message}
@@ -202,7 +168,7 @@ def test_both_levels_are_pipelined(ranks: Ranks, kind: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_an_upper_step_moves_alpha_and_nothing_else(ranks: Ranks, optimizer: str) -> None:
+def test_an_upper_step_moves_alpha_and_nothing_else(ranks: RankResults, optimizer: str) -> None:
     results = ranks[f"upper {optimizer}"]
     for own in results:
         levels = [step["level"] for step in own["steps"]]
@@ -218,7 +184,7 @@ def test_an_upper_step_moves_alpha_and_nothing_else(ranks: Ranks, optimizer: str
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_fold_and_merge_touch_own_shards(ranks: Ranks, kind: str) -> None:
+def test_fold_and_merge_touch_own_shards(ranks: RankResults, kind: str) -> None:
     results, of = ranks[f"search {kind}"], blocks()
     for rank, own in enumerate(results):
         assert_same(own[f"while_rank_{1 - rank}_folds"], own["tables" if rank else "folded"])
@@ -234,7 +200,7 @@ def test_fold_and_merge_touch_own_shards(ranks: Ranks, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_merge_returns_the_sharded_model(ranks: Ranks, kind: str) -> None:
+def test_merge_returns_the_sharded_model(ranks: RankResults, kind: str) -> None:
     for own in ranks[f"search {kind}"]:
         assert own["is_same"]
         assert not torch.allclose(own["halved"], own["after"])
@@ -243,7 +209,7 @@ def test_merge_returns_the_sharded_model(ranks: Ranks, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_checkpoints_come_back(ranks: Ranks, kind: str) -> None:
+def test_checkpoints_come_back(ranks: RankResults, kind: str) -> None:
     for rank, own in enumerate(ranks[f"search {kind}"]):
         assert_same(own["checkpoint"]["saved"], own["checkpoint"]["loaded"])
         assert own["checkpoint"]["extra_is_equal"]
@@ -256,7 +222,7 @@ def test_checkpoints_come_back(ranks: Ranks, kind: str) -> None:
 
 
 @pytest.mark.parametrize("loss", list(losses()))
-def test_metrics_are_those_of_the_union(ranks: Ranks, gloo: dist.ProcessGroup, loss: str) -> None:
+def test_metrics_are_those_of_the_union(ranks: RankResults, gloo: dist.ProcessGroup, loss: str) -> None:
     expected = evaluate_halves(gloo, (0, 1), losses()[loss])
     first, second = (own[loss] for own in ranks["metrics"])
     assert first == second
@@ -265,7 +231,7 @@ def test_metrics_are_those_of_the_union(ranks: Ranks, gloo: dist.ProcessGroup, l
 
 
 @pytest.mark.parametrize(("level", "what"), STOPS)
-def test_all_ranks_stop_at_what_one_of_them_meets(ranks: Ranks, level: Any, what: str) -> None:
+def test_all_ranks_stop_at_what_one_of_them_meets(ranks: RankResults, level: Any, what: str) -> None:
     good, bad = ranks[f"stops {level.value} {what}"]
     for own in (good, bad):
         assert own["outcome"].startswith(f"NonFiniteError: {level.value} step ")
@@ -280,7 +246,7 @@ def test_all_ranks_stop_at_what_one_of_them_meets(ranks: Ranks, level: Any, what
     assert named in bad["outcome"]
 
 
-def test_all_ranks_stop_plain_training(ranks: Ranks) -> None:
+def test_all_ranks_stop_plain_training(ranks: RankResults) -> None:
     good, bad = (own["outcome"] for own in ranks["stops plain training"])
     assert good.startswith("NonFiniteError: epoch 0, step 1, rank 1: expected a finite loss")
     assert bad.startswith("NonFiniteError: epoch 0, step 1")

@@ -1,7 +1,7 @@
 // dnis_torchrec::csr_embedding_bag: bags of all features of a collection, pooled from tables in compressed sparse rows.
 //
 // Built against torch's stable ABI: it compiles in seconds, and one build serves every torch from 2.11 on.
-// Shapes: B batch, F features, N rows of a table, V values of a table, I ids of a batch.
+// Shapes: B batch, F features, N rows of a table, n rows of a shard, V values of a shard, I ids of a batch.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -49,27 +49,43 @@ struct Integers {
   }
 };
 
-struct Table {
+// Consecutive rows of a table: all of them, or what one file of a large one holds.
+struct Shard {
   const void* values;      // (V,) of `kind`
   const void* columns;     // (V,) uint8 or uint16
-  const uint16_t* scales;  // (N,) bfloat16, INT8 only
-  Integers row_pointers;   // (N + 1,)
-  int64_t num_embeddings;
+  const uint16_t* scales;  // (n,) bfloat16, INT8 only
+  Integers row_pointers;   // (n + 1,)
+  int64_t first_row;
+  int64_t num_rows;
   int64_t num_values;
   ValueKind kind;
   bool has_wide_columns;
-
-  void prefetch(int64_t id) const {
-    if (id >= 0 && id < num_embeddings) row_pointers.prefetch(id);
-  }
 };
 
 struct Feature {
-  const Table* table;
+  const Shard* shards;  // of its table, in the order of rows
+  int64_t num_shards;
+  int64_t num_embeddings;
   int64_t key;           // its place among the keys of the batch
   int64_t first_column;  // of the output
   int64_t embedding_dim;
   bool is_mean;
+
+  // The shard that holds a row of the table.
+  const Shard& shard_of(int64_t id) const {
+    const Shard* shard = shards;
+    for (int64_t left = num_shards; left > 1;) {
+      const int64_t half = left / 2;
+      if (shard[half].first_row <= id) shard += half;
+      left -= half;
+    }
+    return *shard;
+  }
+  void prefetch(int64_t id) const {
+    if (id < 0 || id >= num_embeddings) return;
+    const Shard& shard = shard_of(id);
+    shard.row_pointers.prefetch(id - shard.first_row);
+  }
 };
 
 struct Bags {
@@ -182,66 +198,83 @@ Integers integers(const Tensor& tensor, const char* argument) {
   return {tensor.const_data_ptr(), dtype == ScalarType::Long};
 }
 
-// Reads one table from `tensors`, values first, and moves on to the next.
-Table make_table(const std::vector<Tensor>& tensors, size_t& next) {
-  check(tensors.size() - next >= 3, "tables", "values, columns and row_pointers of each");
+// Reads one shard from `tensors`, values first, and moves on to the next.
+Shard make_shard(const std::vector<Tensor>& tensors, size_t& next) {
+  check(tensors.size() - next >= 3, "tables", "values, columns and row_pointers of each shard");
   const Tensor &values = tensors[next], &columns = tensors[next + 1], &row_pointers = tensors[next + 2];
   next += 3;
-  Table table{};
+  Shard shard{};
   const ScalarType value_dtype = values.scalar_type(), column_dtype = columns.scalar_type();
   check(
       value_dtype == ScalarType::Float || value_dtype == ScalarType::Half || value_dtype == ScalarType::Char,
       "values", "float32, float16 or int8");
   check(column_dtype == ScalarType::Byte || column_dtype == ScalarType::UInt16, "columns", "uint8 or uint16");
   check(values.is_contiguous() && columns.is_contiguous(), "values and columns", "contiguous ones");
-  table.kind = value_dtype == ScalarType::Float  ? ValueKind::FLOAT
+  shard.kind = value_dtype == ScalarType::Float  ? ValueKind::FLOAT
                : value_dtype == ScalarType::Half ? ValueKind::HALF
                                                  : ValueKind::INT8;
-  table.has_wide_columns = column_dtype == ScalarType::UInt16;
-  table.values = values.const_data_ptr();
-  table.columns = columns.const_data_ptr();
-  table.num_values = values.numel();
-  table.row_pointers = integers(row_pointers, "row_pointers");
-  table.num_embeddings = row_pointers.numel() - 1;
-  check(columns.numel() == table.num_values, "columns", "one for each value");
-  check(table.num_embeddings >= 0, "row_pointers", "one more than rows");
-  if (table.kind == ValueKind::INT8) {
+  shard.has_wide_columns = column_dtype == ScalarType::UInt16;
+  shard.values = values.const_data_ptr();
+  shard.columns = columns.const_data_ptr();
+  shard.num_values = values.numel();
+  shard.row_pointers = integers(row_pointers, "row_pointers");
+  shard.num_rows = row_pointers.numel() - 1;
+  check(columns.numel() == shard.num_values, "columns", "one for each value");
+  check(shard.num_rows >= 0, "row_pointers", "one more than rows");
+  if (shard.kind == ValueKind::INT8) {
     check(next < tensors.size(), "tables", "scales after int8 values");
     const Tensor& scales = tensors[next++];
     const bool fits = scales.scalar_type() == ScalarType::BFloat16 && scales.is_contiguous() &&
-                      scales.numel() == table.num_embeddings;
+                      scales.numel() == shard.num_rows;
     check(fits, "scales", "one bfloat16 for each row of int8 values");
-    table.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
+    shard.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
   }
-  return table;
+  return shard;
 }
 
-std::vector<Table> make_tables(const std::vector<Tensor>& tensors) {
-  std::vector<Table> tables;
-  tables.reserve(tensors.size() / 3);
-  for (size_t next = 0; next < tensors.size();) tables.push_back(make_table(tensors, next));
-  return tables;
+std::vector<Shard> make_shards(const std::vector<Tensor>& tensors) {
+  std::vector<Shard> shards;
+  shards.reserve(tensors.size() / 3);
+  for (size_t next = 0; next < tensors.size();) shards.push_back(make_shard(tensors, next));
+  return shards;
+}
+
+// Counts the rows of a table's shards through, and returns how many there are.
+int64_t number_rows(Shard* shards, int64_t num_shards) {
+  int64_t num_rows = 0;
+  for (Shard* shard = shards; shard < shards + num_shards; ++shard) {
+    const bool alike = shard->kind == shards->kind && shard->has_wide_columns == shards->has_wide_columns;
+    check(alike, "tables", "shards of a table with values and columns of one dtype");
+    shard->first_row = num_rows;
+    num_rows += shard->num_rows;
+  }
+  return num_rows;
 }
 
 std::vector<Feature> make_features(
-    const Tensor& layout, const std::optional<std::vector<int64_t>>& keys, const std::vector<Table>& tables,
+    const Tensor& layout, const std::optional<std::vector<int64_t>>& keys, std::vector<Shard>& shards,
     int64_t num_keys, int64_t width) {
-  const bool fits = layout.dim() == 2 && layout.size(1) == 4 && layout.scalar_type() == ScalarType::Long &&
+  const bool fits = layout.dim() == 2 && layout.size(1) == 5 && layout.scalar_type() == ScalarType::Long &&
                     layout.is_contiguous() && layout.is_cpu();
-  check(fits, "layout", "int64 of shape (F, 4)");
+  check(fits, "layout", "int64 of shape (F, 5)");
   const int64_t num_features = layout.size(0);
   check(!keys || static_cast<int64_t>(keys->size()) == num_features, "keys", "one for each feature");
   const int64_t* fields = static_cast<const int64_t*>(layout.const_data_ptr());
   std::vector<Feature> features(num_features);
-  for (int64_t f = 0; f < num_features; ++f, fields += 4) {
-    const int64_t table = fields[0], first_column = fields[1], embedding_dim = fields[2];
+  for (int64_t f = 0; f < num_features; ++f, fields += 5) {
+    const int64_t first_shard = fields[0], num_shards = fields[1], first_column = fields[2], embedding_dim = fields[3];
     const int64_t key = keys ? (*keys)[f] : f;
-    check(table >= 0 && table < static_cast<int64_t>(tables.size()), "layout", "tables that exist");
+    const int64_t there = static_cast<int64_t>(shards.size());
+    check(
+        first_shard >= 0 && num_shards > 0 && first_shard < there && num_shards <= there - first_shard, "layout",
+        "tables that exist");
     check(
         first_column >= 0 && embedding_dim >= 0 && first_column <= width && embedding_dim <= width - first_column,
         "layout", "columns within the output");
     check(key >= 0 && key < num_keys, "offsets", "bags for each feature");
-    features[f] = {&tables[table], key, first_column, embedding_dim, fields[3] != 0};
+    Shard* own = shards.data() + first_shard;
+    const int64_t num_rows = number_rows(own, num_shards);
+    features[f] = {own, num_shards, num_rows, key, first_column, embedding_dim, fields[4] != 0};
   }
   return features;
 }
@@ -258,7 +291,7 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
   const std::string place = "csr_embedding_bag: feature " + std::to_string(feature) + ": expected ";
   switch (fault.kind) {
     case Fault::UNKNOWN_ID:
-      return place + "ids in 0.." + std::to_string(fields.table->num_embeddings - 1) + ", got " +
+      return place + "ids in 0.." + std::to_string(fields.num_embeddings - 1) + ", got " +
              std::to_string(bags.ids[fault.position]);
     case Fault::OFFSETS:
       return place + "rising offsets up to the number of ids, got others at " + std::to_string(fault.position);
@@ -268,6 +301,13 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
     default:
       return place + "columns below embedding_dim, got others in row " + std::to_string(bags.ids[fault.position]);
   }
+}
+
+// Asks memory for where the first rows of some bags begin.
+void prefetch(const Feature& feature, const Bags& bags, int64_t first_bag) {
+  const int64_t begin = bags.offsets[feature.key * bags.batch_size + first_bag];
+  if (begin < 0) return;
+  for (int64_t k = begin; k < std::min(begin + WINDOW, bags.num_ids); ++k) feature.prefetch(bags.ids[k]);
 }
 
 // Pools every bag of every feature. Bags are spread over torch's threads where there is enough to do; each writes its
@@ -282,6 +322,7 @@ void pool_all(const std::vector<Feature>& features, const Bags& bags) {
     for (int64_t next = begin; next < end;) {
       const int64_t f = next / bags.batch_size, first_bag = next - f * bags.batch_size;
       const int64_t last_bag = std::min(bags.batch_size, first_bag + end - next);
+      if (f + 1 < static_cast<int64_t>(features.size())) prefetch(features[f + 1], bags, 0);
       const Fault found = pool(features[f], bags, first_bag, last_bag);
       if (found.kind != Fault::NONE) {
         const std::lock_guard<std::mutex> guard(mutex);
@@ -324,9 +365,9 @@ Tensor csr_embedding_bag(
   Tensor out = empty_output(batch_size, width);
   if (batch_size == 0 || width == 0) return out;
   bags.out = static_cast<float*>(out.mutable_data_ptr());
-  const std::vector<Table> tables = make_tables(tensors);
+  std::vector<Shard> shards = make_shards(tensors);
   const int64_t num_keys = (offsets.numel() - 1) / batch_size;
-  const std::vector<Feature> features = make_features(layout, keys, tables, num_keys, width);
+  const std::vector<Feature> features = make_features(layout, keys, shards, num_keys, width);
   if (!features.empty()) pool_all(features, bags);
   return out;
 }

@@ -110,36 +110,34 @@ inline bool add_row(float* out, const Row<Value, Column>& row, uint32_t embeddin
 // empty row and a fault.
 template <typename Value, typename Column>
 inline void find_rows(
-    Row<Value, Column>* rows, const Table& table, const Bags& bags, int64_t first, int64_t count, Fault& fault) {
-  const Value* values = static_cast<const Value*>(table.values);
-  const Column* columns = static_cast<const Column*>(table.columns);
+    Row<Value, Column>* rows, const Feature& feature, const Bags& bags, int64_t first, int64_t count, Fault& fault) {
   for (int64_t k = 0; k < count; ++k) {
     Row<Value, Column>& row = rows[k];
     row.length = 0;
     const int64_t id = bags.ids[first + k];
-    if (__builtin_expect(id < 0 || id >= table.num_embeddings, 0)) {
+    if (__builtin_expect(id < 0 || id >= feature.num_embeddings, 0)) {
       if (!bags.zero_unknown) fault.note(Fault::UNKNOWN_ID, first + k);
       continue;
     }
-    const int64_t begin = table.row_pointers[id], end = table.row_pointers[id + 1];
-    if (__builtin_expect(begin < 0 || begin > end || end > table.num_values, 0)) {
+    const Shard& shard = feature.shard_of(id);
+    const int64_t i = id - shard.first_row, begin = shard.row_pointers[i], end = shard.row_pointers[i + 1];
+    if (__builtin_expect(begin < 0 || begin > end || end > shard.num_values, 0)) {
       fault.note(Fault::ROW_POINTERS, first + k);
       continue;
     }
-    row.values = values + begin;
-    row.columns = columns + begin;
+    row.values = static_cast<const Value*>(shard.values) + begin;
+    row.columns = static_cast<const Column*>(shard.columns) + begin;
     row.length = end - begin;
     row.factor = bags.weights != nullptr ? bags.weights[first + k] : 1.0f;
-    if (sizeof(Value) == sizeof(int8_t)) row.factor *= float_of_bits(static_cast<uint32_t>(table.scales[id]) << 16);
+    if (sizeof(Value) == sizeof(int8_t)) row.factor *= float_of_bits(static_cast<uint32_t>(shard.scales[i]) << 16);
     __builtin_prefetch(row.values);
     __builtin_prefetch(row.columns);
   }
-  for (int64_t k = first + count; k < first + count + WINDOW && k < bags.num_ids; ++k) table.prefetch(bags.ids[k]);
+  for (int64_t k = first + count; k < first + count + WINDOW && k < bags.num_ids; ++k) feature.prefetch(bags.ids[k]);
 }
 
 template <typename Value, typename Column>
 Fault pool_typed(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
-  const Table& table = *feature.table;
   const uint32_t embedding_dim = static_cast<uint32_t>(feature.embedding_dim);
   const int64_t first_offset = feature.key * bags.batch_size;
   const int64_t last_id = bags.offsets[first_offset + last_bag];
@@ -158,7 +156,7 @@ Fault pool_typed(const Feature& feature, const Bags& bags, int64_t first_bag, in
       if (i >= window_end || i < window_begin) {
         window_begin = i;
         window_end = i + WINDOW < last_id ? i + WINDOW : last_id;
-        find_rows(rows, table, bags, window_begin, window_end - window_begin, fault);
+        find_rows(rows, feature, bags, window_begin, window_end - window_begin, fault);
       }
       const Row<Value, Column>& row = rows[i - window_begin];
       const bool inside = i == begin ? add_row<true>(out, row, embedding_dim) : add_row<false>(out, row, embedding_dim);
@@ -174,13 +172,13 @@ Fault pool_typed(const Feature& feature, const Bags& bags, int64_t first_bag, in
 
 template <typename Value>
 inline Fault pool_valued(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
-  return feature.table->has_wide_columns ? pool_typed<Value, uint16_t>(feature, bags, first_bag, last_bag)
+  return feature.shards->has_wide_columns ? pool_typed<Value, uint16_t>(feature, bags, first_bag, last_bag)
                                          : pool_typed<Value, uint8_t>(feature, bags, first_bag, last_bag);
 }
 
 // Pools bags [first_bag, last_bag) of one feature.
 Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
-  switch (feature.table->kind) {
+  switch (feature.shards->kind) {
     case ValueKind::HALF:
       return pool_valued<Half>(feature, bags, first_bag, last_bag);
     case ValueKind::INT8:

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: weights and alpha of each rank's shards, written atomically, in safetensors.
+"""The weights and alpha of each rank's shards in one file per rank, to go back to within a run.
 
-What a rank holds is what it writes and reads; nothing is gathered. Two names are kept: the last good state, and the
-best one by the selection split. A checkpoint is complete or absent, never half.
+What a rank holds is what it writes and reads; nothing is gathered, and only the same ranks with the same sharding can
+read it. A file is complete or absent, never half. Runs that are interrupted go on from `transfer`'s checkpoints.
 """
 
 from __future__ import annotations

@@ -1,0 +1,156 @@
+"""How fast Criteo's text becomes batches: parsed once, and from the cache ever after.
+
+    python -m benchmarks.data_loading [--quick] [--rows N] [--batch-size 4096,16384] --json FILE
+
+The text is generated: a label, 13 integers, 26 hexadecimal categories with the vocabulary sizes of Criteo Kaggle (at
+most 200,000 of each are written) and Zipf's law, a tenth of all fields missing. Everything runs in one process on one
+thread, and time is that process's CPU time, so that other programs on the machine disturb less. `parse` reads, parses,
+hashes and writes the cache; `cache` reads it memory-mapped and makes TorchRec Batches (KeyedJaggedTensors of int64),
+shuffled or not, all samples or the training part of a split. Files are in the page cache: a slower disk is the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.csv
+import torch
+from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
+
+from benchmarks.step_time import numbers, write_json
+from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, cut
+from examples.criteo_stream import CATEGORIES, make_schema
+
+ROWS, QUICK_ROWS = 2_000_000, 200_000
+ROWS_AT_A_TIME = 200_000
+MAX_VOCABULARY = 200_000
+ZIPF_EXPONENT = 1.2
+MISSING_SHARE = 0.1
+EPOCHS = 5
+ROWS_PER_MINUTE_WANTED = 1e6
+SAMPLES_PER_SECOND_WANTED = 1e6
+
+
+def write_criteo_like(path: Path, num_rows: int, *, seed: int = 0) -> None:
+    """Writes a text file in the format of Criteo's ``train.txt``.
+
+    Args:
+        path: of the file.
+        num_rows: lines.
+        seed: of everything in it.
+    """
+    random = np.random.default_rng(seed)
+    vocabularies = [
+        pa.array(np.char.mod("%08x", random.integers(0, 2**32, min(size, MAX_VOCABULARY)))) for size in CATEGORIES
+    ]
+    options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    with open(path, "wb") as file:
+        for begin in range(0, num_rows, ROWS_AT_A_TIME):
+            count = min(ROWS_AT_A_TIME, num_rows - begin)
+            columns = [pa.array(random.integers(0, 2, count))]
+            columns += [_with_missing(pa.array(random.geometric(0.01, count)), random) for _ in DEFAULT_INT_NAMES]
+            for vocabulary in vocabularies:
+                codes = pa.array(random.zipf(ZIPF_EXPONENT, count) % len(vocabulary))
+                columns.append(_with_missing(vocabulary.take(codes), random))
+            table = pa.table(columns, names=["label", *DEFAULT_INT_NAMES, *DEFAULT_CAT_NAMES])
+            pa.csv.write_csv(table, file, options)
+
+
+def _with_missing(values: pa.Array, random: np.random.Generator) -> pa.Array:
+    return pa.compute.if_else(pa.array(random.random(len(values)) >= MISSING_SHARE), values, None)
+
+
+def measure_parsing(path: Path, cache: Path) -> dict[str, Any]:
+    """Indexes and parses a file into the cache; rows per minute of CPU time."""
+    started = time.process_time()
+    stream = ParsedStream([path], make_schema(), cache=cache)
+    indexed = time.process_time()
+    for number in range(len(stream.index.chunks)):
+        stream.chunk(number)
+    seconds = time.process_time() - started
+    return {
+        "stage": "parse",
+        "rows": stream.num_samples,
+        "bytes_per_row": path.stat().st_size / stream.num_samples,
+        "index_share": (indexed - started) / seconds,
+        "rows_per_minute_per_core": 60 * stream.num_samples / seconds,
+    }
+
+
+def measure_cache(path: Path, cache: Path, batch_size: int, *, shuffle: bool, whole: bool) -> dict[str, Any]:
+    """Makes batches of what is cached, epoch after epoch; samples per second of CPU time, the median epoch."""
+    stream = ParsedStream([path], make_schema(), cache=cache)
+    part = WHOLE if whole else cut((0.8,))[0]
+    batches = StreamedBatches(stream, batch_size=batch_size, part=part, shuffle=shuffle)
+    rates = []
+    for epoch in range(EPOCHS + 1):
+        started = time.process_time()
+        num_samples = sum(batch.labels.numel() for batch in batches)
+        if epoch:  # the first one maps the files
+            rates.append(num_samples / (time.process_time() - started))
+    return {
+        "stage": "cache",
+        "batch_size": batch_size,
+        "shuffle": shuffle,
+        "part": "whole" if whole else "train",
+        "samples_per_second": statistics.median(rates),
+        "samples_per_second_range": [min(rates), max(rates)],
+    }
+
+
+def report(row: dict[str, Any]) -> str:
+    """One line about a row."""
+    if row["stage"] == "parse":
+        rate, wanted = row["rows_per_minute_per_core"], ROWS_PER_MINUTE_WANTED
+        what = f"parse   {row['rows']:,} rows of {row['bytes_per_row']:.0f} bytes"
+        return f"{what}: {rate / 1e6:.1f} million rows a minute per core, {rate / wanted:.1f} times what is wanted"
+    rate, wanted = row["samples_per_second"], SAMPLES_PER_SECOND_WANTED
+    what = f"cache   B={row['batch_size']:<6} {'shuffled' if row['shuffle'] else 'in order':<9}{row['part']:<6}"
+    return f"{what}: {rate / 1e6:.2f} million samples a second, {rate / wanted:.1f} times what is wanted"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROWS:,} rows instead of {ROWS:,}")
+    parser.add_argument("--rows", type=int, help="instead of either")
+    parser.add_argument("--batch-size", type=numbers, default=[4096, 16384], metavar="N,N")
+    parser.add_argument("--json", type=Path, help="file to write")
+    arguments = parser.parse_args(argv)
+    arguments.rows = arguments.rows or (QUICK_ROWS if arguments.quick else ROWS)
+    if arguments.rows < 2 * max(arguments.batch_size):
+        parser.error(f"--rows: expected at least two batches, {2 * max(arguments.batch_size)}, got {arguments.rows}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints a line per case, writes JSON."""
+    arguments = parse(argv)
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, pyarrow {pa.__version__}, {os.cpu_count()} cores")
+    print(f"load of the machine at the start: {os.getloadavg()[0]:.1f}")
+    with tempfile.TemporaryDirectory() as folder:
+        path, cache = Path(folder) / "train.txt", Path(folder) / "cache"
+        write_criteo_like(path, arguments.rows)
+        rows = [measure_parsing(path, cache)]
+        print(report(rows[0]), flush=True)
+        for batch_size in arguments.batch_size:
+            for shuffle, whole in ((True, True), (True, False), (False, True)):
+                rows.append(measure_cache(path, cache, batch_size, shuffle=shuffle, whole=whole))
+                print(report(rows[-1]), flush=True)
+    if arguments.json:
+        write_json(arguments.json, rows)
+
+
+if __name__ == "__main__":
+    main()

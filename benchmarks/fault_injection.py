@@ -1,0 +1,220 @@
+"""Does a search survive being killed? Kills random ranks of a job under torchrun and compares what it comes to.
+
+    python -m benchmarks.fault_injection [--kills N] --json FILE
+
+A small search on two ranks, with fused, sharded tables, runs once undisturbed. Then jobs of the same search are
+started, and in each of their attempts a random rank gets SIGKILL at a random moment: in a step, in a collective, while
+a checkpoint is being written. torchrun starts both ranks again and they resume, until the search has finished. Printed
+and written: {"kills", "finished", "identical"}: how many kills there were, how many of them were in jobs that finished,
+and how many in jobs whose alpha and tables are those of the undisturbed search, bit for bit. Every attempt first reads
+all checkpoints that it finds; one that cannot be read fails the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dnis_torchrec.budget import Size
+from dnis_torchrec.checkpoint import CheckpointFolder, Manifest
+from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, search
+from dnis_torchrec.table_shards import collections, local_shards
+from dnis_torchrec.training import process_group
+from examples.datasets.synthetic import generate
+from examples.models import build_dlrm, build_tables, seeded
+
+ROOT = Path(__file__).parents[1]
+RANKS = 2
+KILLS_PER_JOB = 5
+STEPS_PER_ATTEMPT = 40
+"""A kill comes after at most so many steps of an attempt: the whole search is 150 lower steps."""
+CHECKPOINT_EVERY = 7
+LONGEST_DELAY = 0.05
+"""Seconds from the step to the kill: long enough to hit whatever comes after it."""
+JOB_SECONDS = 900
+
+
+def recipe() -> Recipe:
+    """A DLRM on generated data whose tables are fused and cut over the ranks; 25 steps an epoch."""
+    samples = generate(4000, seed=0).samples
+    with seeded(0):
+        tables = build_tables(samples.num_embeddings, 8, init_std=0.1)
+        model = build_dlrm(tables, dense_in_features=samples.dense.shape[1], dense_layers=[16], over_layers=[16])
+    return Recipe(
+        model=model,
+        data=samples.split(batch_size=128, seed=0),
+        loss=nn.BCEWithLogitsLoss(),
+        num_blocks=4,
+        warm_up_epochs=1,
+        ramp_epochs=3,
+        release_epochs=2,
+        table_optimizer="rowwise_adagrad",
+        table_learning_rate=0.02,
+        dense_learning_rate=2e-3,
+    )
+
+
+def work(folder: Path) -> None:
+    """What a rank does: the search, and the kill that is planned for this attempt, if it is this rank's."""
+    torch.set_num_threads(1)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    steps = 0
+
+    def on_step(loss: float, density: float) -> None:
+        nonlocal steps
+        steps += 1
+        if attempt < len(plan) and [dist.get_rank(), steps] == [plan[attempt]["rank"], plan[attempt]["step"]]:
+            (folder / f"killed{attempt}").touch()
+            threading.Timer(plan[attempt]["delay"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    with process_group() as device:
+        rank = dist.get_rank()
+        checkpoints = folder / "checkpoints"
+        if rank == 0:
+            read_all(checkpoints)
+        torch.manual_seed(0)
+        own = recipe()
+        config = SearchConfig.of(own, Size(compression_ratio=4))
+        saving = Saving(every_steps=CHECKPOINT_EVERY, resume=True)
+        outcome = search(own, config, checkpoints, device, SearchEvents(on_step=on_step), saving)
+        if rank == 0:
+            (folder / "history.json").write_text(json.dumps([vars(record) for record in outcome.history]))
+        found = {f"alpha/{dim}": value for dim, value in outcome.alpha.items()}
+        for module in collections(outcome.model).values():
+            for shard in local_shards(module):
+                found[f"table/{shard.table}/{shard.first_row}/{shard.first_column}"] = shard.weight.contiguous()
+        save_file(found, folder / f"result.rank{rank}.safetensors")
+
+
+def read_all(checkpoints: Path) -> None:
+    """Reads every checkpoint that there is, whole.
+
+    Raises:
+        ValueError: if one is damaged.
+    """
+    folder = CheckpointFolder(checkpoints)
+    folder.latest()
+    for step in folder.steps():
+        path = folder.path_of(step)
+        for name in Manifest.read(path).files:
+            load_file(path / name)
+
+
+def start(folder: Path, plan: list[dict[str, Any]]) -> subprocess.Popen[str]:
+    """Starts a job in a folder of its own."""
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
+    rendezvous = ["--nnodes", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    environment = os.environ | {
+        "PET_MAX_RESTARTS": str(len(plan)),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarted ranks find the addresses of the dead ones
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    with (folder / "log").open("w", encoding="utf-8") as log:
+        return subprocess.Popen(
+            [*launch, *rendezvous, "-m", "benchmarks.fault_injection", "--work", str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def has_finished(job: subprocess.Popen[str]) -> bool:
+    """Waits for a job; one that takes too long is ended with all its ranks."""
+    try:
+        return job.wait(timeout=JOB_SECONDS) == 0
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+        return False
+
+
+def is_identical(folder: Path, undisturbed: Path) -> bool:
+    """Whether alpha, tables and history of two jobs are the same, bit for bit."""
+    names = ["history.json", *(f"result.rank{rank}.safetensors" for rank in range(RANKS))]
+    return all((folder / name).read_bytes() == (undisturbed / name).read_bytes() for name in names)
+
+
+def inject(kills: int, folder: Path, seed: int) -> dict[str, int]:
+    """Runs all jobs, the undisturbed one beside the first.
+
+    Args:
+        kills: how many.
+        folder: existing and empty.
+        seed: of ranks, steps and moments.
+
+    Returns:
+        ``{"kills", "finished", "identical"}``.
+    """
+    draw = random.Random(seed)
+    plan = [
+        {
+            "rank": draw.randrange(RANKS),
+            "step": draw.randint(1, STEPS_PER_ATTEMPT),
+            "delay": draw.uniform(0, LONGEST_DELAY),
+        }
+        for _ in range(kills)
+    ]
+    found = {"kills": 0, "finished": 0, "identical": 0}
+    reference = start(folder / "undisturbed", [])
+    reference_finished: bool | None = None
+    for number, first in enumerate(range(0, kills, KILLS_PER_JOB)):
+        own = folder / f"job{number}"
+        started = time.monotonic()
+        finished = has_finished(start(own, plan[first : first + KILLS_PER_JOB]))
+        if reference_finished is None:
+            reference_finished = has_finished(reference)
+        done = len(list(own.glob("killed*")))
+        found["kills"] += done
+        found["finished"] += done * finished
+        found["identical"] += done * (finished and reference_finished and is_identical(own, folder / "undisturbed"))
+        seconds = time.monotonic() - started
+        print(f"job {number}: {done} kills, finished: {finished}, {seconds:.0f} s", file=sys.stderr)
+        if not finished:
+            print((own / "log").read_text(encoding="utf-8")[-4000:], file=sys.stderr)
+    return found
+
+
+def main() -> None:
+    """Parses, runs and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of ranks, steps and moments")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.work is not None:
+        work(given.work)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        result = inject(given.kills, Path(folder), given.seed)
+    text = json.dumps(result)
+    print(text)
+    if given.json is not None:
+        given.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

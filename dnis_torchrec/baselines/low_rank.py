@@ -1,0 +1,75 @@
+"""Low rank: train uncompressed, rotate the tables into their principal axes, keep the first ones of every table alike.
+
+What a search with rotation is worth beyond the rotation itself: here every row of every table gets the same number of
+dimensions, and no gradient chooses them.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import cast
+
+import torch
+
+from dnis_torchrec.baselines.method import MethodResult, MethodTask
+from dnis_torchrec.baselines.trained_scheme import row_blocks, uniform_scheme_
+from dnis_torchrec.baselines.uniform import smallest_dim, table_widths
+from dnis_torchrec.checks import describe
+from dnis_torchrec.pruning import RetainedMask
+from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.rotation import rotate_, rotation_groups
+from dnis_torchrec.swap import unshard_
+from dnis_torchrec.training import evaluate, rest_optimizer, shard, train_plainly
+
+
+def low_rank(task: MethodTask) -> MethodResult:
+    """Cuts the uncompressed model's rotated tables to one embedding_dim, and trains on as long as that helps.
+
+    The cut itself is the best approximation of that rank, see `rotation`; the embedding_dim is that of `uniform`, so
+    rounded up, and the form is the same.
+
+    Args:
+        task: what to train, how large.
+
+    Raises:
+        NotImplementedError: if the model has no table that may be rotated; before training.
+    """
+    recipe = task.build(None)
+    if not rotation_groups(recipe.model):
+        remedy = "give the model a method rotation_groups"
+        raise NotImplementedError(describe("low-rank", "supported are models that may be rotated", "another", remedy))
+    widths = table_widths(task.build(smallest_dim(task, task.embedding_bytes())).model)
+    counts, _ = row_blocks(task)
+    torch.manual_seed(task.seed)
+    started = time.monotonic()
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, task.device)
+    train = functools.partial(
+        train_plainly,
+        recipe=recipe,
+        device=task.device,
+        max_epochs=task.max_epochs,
+        patience=task.patience,
+        folder=task.folder,
+    )
+    train(model, optimizer)
+    rotate_(model, rest_optimizer(model, recipe), counts)
+    plain = cast(TrainTask, unshard_(model))
+    scheme = uniform_scheme_(plain.model, widths)
+    cut_loss = evaluate(plain, recipe.data.selection, recipe.loss, task.device)["loss"]
+    cut = {table: weight.clone() for table, weight in plain.state_dict().items()}
+    model, optimizer = shard(plain, recipe, task.device)
+    trained = train(model, optimizer, mask=RetainedMask(model))
+    tuned = cast(TrainTask, unshard_(model))
+    if cut_loss <= trained.selection_loss:
+        tuned.load_state_dict(cut)
+    seconds = time.monotonic() - started
+    return MethodResult(
+        model=tuned.model,
+        scheme=scheme,
+        form="mixed_dimension_fp32",
+        selection_loss=min(cut_loss, trained.selection_loss),
+        seconds=seconds,
+        seconds_of_trials=seconds,
+        settings={"embedding_dim": max(widths.values()), "trained_on": str(cut_loss > trained.selection_loss)},
+    )

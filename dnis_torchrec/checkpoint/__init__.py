@@ -1,0 +1,40 @@
+"""Checkpoints: `write_checkpoint` and `read_checkpoint` for a whole run, which may go on with other ranks;
+`save_checkpoint` and `load_checkpoint` for the weights alone, within a run.
+"""
+
+from dnis_torchrec.checkpoint.folder import CheckpointFolder
+from dnis_torchrec.checkpoint.local import load_checkpoint, save_checkpoint, state_tensors
+from dnis_torchrec.checkpoint.manifest import Manifest
+from dnis_torchrec.checkpoint.placement import (
+    PlacedTensor,
+    TrainingState,
+    describe_tables,
+    finish_load_,
+    model_tensors,
+    optimizer_tensors,
+    rng_tensors,
+    set_rng_,
+)
+from dnis_torchrec.checkpoint.saver import ON_ERROR, CheckpointSaver
+from dnis_torchrec.checkpoint.transfer import CheckpointWriteError, read_checkpoint, write_checkpoint
+
+__all__ = [
+    "ON_ERROR",
+    "CheckpointFolder",
+    "CheckpointSaver",
+    "CheckpointWriteError",
+    "Manifest",
+    "PlacedTensor",
+    "TrainingState",
+    "describe_tables",
+    "finish_load_",
+    "load_checkpoint",
+    "model_tensors",
+    "optimizer_tensors",
+    "read_checkpoint",
+    "rng_tensors",
+    "save_checkpoint",
+    "set_rng_",
+    "state_tensors",
+    "write_checkpoint",
+]

@@ -1,0 +1,189 @@
+"""The manifest of a checkpoint: what it holds, in which file, and whether it fits a run. JSON, never unpickled.
+
+torch.distributed.checkpoint keeps its metadata as a pickle, which runs as code whatever it holds. Here the same
+metadata is JSON, and tensors are in safetensors, one file per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dnis_torchrec.checkpoint.placement import ITERATIONS, TableDescription
+from dnis_torchrec.checks import check, describe
+
+FORMAT = "dnis-torchrec-checkpoint"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+SHOWN = 8
+"""Differences that one error names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        world_size: ranks that wrote it.
+        files: file -> bytes.
+        tables: table -> what it has to be like.
+        values: everything that is no tensor.
+        tensors: key -> ``{"dtype", "size", "chunks": [{"offset", "size", "file"}]}``.
+    """
+
+    world_size: int
+    files: Mapping[str, int]
+    tables: Mapping[str, TableDescription]
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, Any]]
+
+    def write(self, folder: Path) -> None:
+        """Writes manifest.json, whole or not at all."""
+        head = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        write_text(folder / MANIFEST, json.dumps(head) + "\n")
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """Reads the manifest, and looks whether every file that it names is there and whole.
+
+        Raises:
+            ValueError: for no checkpoint, another format version, or a rank's file that is missing or cut short.
+        """
+        place = f"checkpoint {folder}"
+        file = folder / MANIFEST
+        check(file.is_file(), place, "expected a checkpoint", f"no {MANIFEST} in it")
+        try:
+            head = json.loads(file.read_text(encoding="utf-8"))
+            check(isinstance(head, dict), place, "expected a JSON object in its manifest", type(head).__name__)
+        except json.JSONDecodeError as error:
+            raise ValueError(describe(str(file), "expected JSON", str(error), "use another checkpoint")) from error
+        check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
+        version, remedy = head.get("format_version"), "use the version of dnis_torchrec that wrote it"
+        check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version, remedy)
+        for name, size in head["files"].items():
+            path = folder / name
+            inside = path.name == name
+            check(inside, place, "expected names of files in it", repr(name))
+            found = path.stat().st_size if path.is_file() else None
+            rank = name.removeprefix("rank").partition(".")[0]
+            received = "no such file" if found is None else f"{found} bytes"
+            remedy = f"put back what rank {rank} wrote, or resume from another checkpoint"
+            check(found == size, f"{place}, {name}", f"expected {size} bytes", received, remedy)
+        tables = {
+            name: TableDescription(**{**described, "column_cuts": tuple(described["column_cuts"])})
+            for name, described in head["tables"].items()
+        }
+        keys = ("world_size", "files", "values", "tensors")
+        return Manifest(tables=tables, **{key: head[key] for key in keys})
+
+    def to_metadata(self) -> Metadata:
+        """The same in the words of torch.distributed.checkpoint."""
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        stored = {}
+        for key, entry in self.tensors.items():
+            chunks = []
+            for chunk in entry["chunks"]:
+                offset = torch.Size(chunk["offset"])
+                chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk["size"])))
+                stored[MetadataIndex(key, offset)] = chunk["file"]
+            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+            tensors[key] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
+        return Metadata(state_dict_metadata=tensors, storage_data=stored)
+
+
+def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
+    """`Manifest.tensors` of a checkpoint whose storage_data names the file of every chunk."""
+    entries: dict[str, dict[str, Any]] = {}
+    for key, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise TypeError(describe(key, "expected tensors alone", type(tensor).__name__))
+        chunks = [
+            {
+                "offset": list(chunk.offsets),
+                "size": list(chunk.sizes),
+                "file": metadata.storage_data[MetadataIndex(key, chunk.offsets)],
+            }
+            for chunk in tensor.chunks
+        ]
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        entries[key] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
+    return entries
+
+
+def check_fits(
+    manifest: Manifest, tables: Mapping[str, TableDescription], sizes: Mapping[str, tuple[int, ...]], place: str
+) -> None:
+    """Checks that a checkpoint is one of the same tables, blocks, weights and optimizers. Local, no collective.
+
+    Args:
+        manifest: of the checkpoint.
+        tables: of the run that wants to go on from it.
+        sizes: key -> size of the whole, of everything that any rank of the run holds.
+        place: the checkpoint's name, for the error.
+
+    Raises:
+        ValueError: naming all that differs, table by table.
+        NotImplementedError: for row-wise optimizer state of other column shards, which cannot be resharded.
+    """
+    differences = [*_table_differences(manifest.tables, tables), *_tensor_differences(manifest, sizes)]
+    shown = "; ".join(differences[:SHOWN]) + (f"; and {len(differences) - SHOWN} more" if differences[SHOWN:] else "")
+    remedy = "resume with the recipe, data and settings that the run was started with"
+    check(not differences, place, "expected a checkpoint of this run", f"one in which {shown}", remedy)
+    for name, own in tables.items():
+        per_column_shard = [key for key in sizes if key.startswith(f"fused/{name}/") and len(sizes[key]) == 1]
+        if per_column_shard and manifest.tables[name].column_cuts != own.column_cuts:
+            saved, now = len(manifest.tables[name].column_cuts), len(own.column_cuts)
+            supported = f"supported for row-wise optimizers is the checkpoint's {saved} column shards"
+            remedy = "resume with the sharding plan or number of ranks of the checkpoint"
+            raise NotImplementedError(describe(f"{place}, table {name!r}", supported, f"{now} column shards", remedy))
+
+
+def _table_differences(saved: Mapping[str, TableDescription], own: Mapping[str, TableDescription]) -> Iterator[str]:
+    for name in sorted(set(saved) ^ set(own)):
+        yield f"table {name!r} is only in the {'checkpoint' if name in saved else 'run'}"
+    for name in sorted(set(saved) & set(own)):
+        for field in ("rows", "embedding_dim"):
+            if getattr(saved[name], field) != getattr(own[name], field):
+                yield f"table {name!r} has {field} {getattr(saved[name], field)} instead of {getattr(own[name], field)}"
+        if saved[name].blocks != own[name].blocks:
+            yield f"table {name!r} has other row blocks"
+
+
+def _tensor_differences(manifest: Manifest, sizes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Of what is no table; what belongs to one rank, or to the kernels that it happens to use, may come and go."""
+
+    def compared(keys: Iterable[str]) -> set[str]:
+        return {key for key in keys if not key.startswith(("rank", "table/")) and key != ITERATIONS}
+
+    saved, own = compared(manifest.tensors), compared(sizes)
+    for key in sorted(saved ^ own):
+        yield f"{key} is only in the {'checkpoint' if key in saved else 'run'}"
+    for key in sorted(saved & own):
+        is_per_shard = key.startswith("fused/") and len(sizes[key]) == 1
+        size = tuple(manifest.tensors[key]["size"])
+        if size != sizes[key] and not is_per_shard:
+            yield f"{key} has shape {size} instead of {sizes[key]}"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that survives the machine, whole or not at all."""
+    temporary = path.with_name(f"{path.name}.partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,72 @@
+"""Addresses on the command line: what a command reads is fetched first, what it writes is published when it ends.
+
+The commands themselves see local paths alone. An option or argument that may be an address is declared with the
+settings here: `fetched_settings` and `published_settings`, spread into its ``typer.Option`` or ``typer.Argument``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.storage import fetch, local_path, output, shared_output
+
+_ADDRESS_OF: dict[Path, str] = {}
+
+
+def shown(path: Path) -> str:
+    """A path as the user named it: the address that a local copy stands for, or the path itself."""
+    return _ADDRESS_OF.get(path, str(path))
+
+
+def _fetched(value: str | None) -> Path | None:
+    return None if value is None else _local(value, lambda: fetch(value))
+
+
+def _published(context: typer.Context, value: str | None) -> Path | None:
+    """The local folder; the context of the command closes the output when the command is over, however it ends."""
+    if value is None:
+        return None
+
+    def prepare() -> Path:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if local_path(value) is not None or world_size == 1:
+            return context.with_resource(output(value))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        remedy = "give a path on storage that all hosts have mounted"
+        requirement = "expected all ranks on one host, where they share a folder"
+        check(here == world_size, f"address {value}", requirement, f"{here} of {world_size} ranks", remedy)
+        # Ranks of one torchrun have it for a parent; a restart of them starts from what storage has.
+        job = f"{os.getppid()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        is_first = os.environ.get("LOCAL_RANK") == "0"
+        return context.with_resource(shared_output(value, job=job, is_first=is_first))
+
+    return _local(value, prepare)
+
+
+def _published_first(context: typer.Context, values: Sequence[str]) -> list[Path]:
+    """The first address is written to, the others are read."""
+    return [path for path in (_published(context, values[0]), *map(_fetched, values[1:])) if path is not None]
+
+
+def _local(value: str, prepare: Callable[[], Path]) -> Path:
+    """The local path that stands for an address; a wrong address is a wrong argument, exit code 2."""
+    try:
+        path = prepare()
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    if local_path(value) is None:
+        _ADDRESS_OF[path] = value
+    return path
+
+
+# Text until the callback: a Path would swallow one of the two slashes of a URL.
+fetched_settings: dict[str, Any] = {"parser": str, "callback": _fetched}
+published_settings: dict[str, Any] = {"parser": str, "callback": _published}
+published_first_settings: dict[str, Any] = {"parser": str, "callback": _published_first}

@@ -1,0 +1,43 @@
+"""`dnis package`: an artifact's model as one folder that a server runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dnis_torchrec.cli.app import DataOption, app, arguments, check_data
+from dnis_torchrec.packaging import KINDS, run_package
+from dnis_torchrec.recipe import load_recipe
+
+
+@app.command()
+def package(
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder that `dnis export` wrote.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to make.")],
+    data: DataOption = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe of the model; the artifact's own if not given.")] = None,
+    form: Annotated[str, typer.Option(help="How tables are served: `csr`, `mixed_dimension` or another form.")] = "csr",
+    package_format: Annotated[
+        str, typer.Option("--format", help="`aoti` (compiled, constants memory-mapped) or `torchscript` (for Triton).")
+    ] = "aoti",
+    name: Annotated[str | None, typer.Option(help="Of the model; the recipe's function if not given.")] = None,
+) -> None:
+    """Packages the whole model, dense weights and pruned tables: inputs dense, values, lengths; any batch size.
+
+    A package runs without TorchRec, and an `aoti` one without Python: see examples/serving. It is checked against the
+    model before it appears.
+    """
+    with arguments():
+        check_data(data)
+        if package_format not in KINDS:
+            raise ValueError(f"--format: expected one of {KINDS}, got {package_format!r}")
+        if recipe is not None:
+            load_recipe(recipe)
+    try:
+        run_package(artifact, out, recipe=recipe, data=data, form=form, kind=package_format, name=name)
+    except RuntimeError as error:  # no compiler, or a package that predicts something else
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"package: {out}")

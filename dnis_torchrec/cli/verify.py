@@ -1,0 +1,73 @@
+"""`dnis verify`: is an artifact whole, right, small and fast?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.cli.app import DataOption, app, arguments, check_data, print_table, write_text
+from dnis_torchrec.verification import Verification
+from dnis_torchrec.verification import verify as verify_artifact
+
+WIDTH = 120
+MIB = 2**20
+
+
+@app.command()
+def verify(
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder that `dnis export` wrote.")],
+    against: Annotated[
+        Path | None, typer.Option(help="The run that it came from: same tables, same dense weights.")
+    ] = None,
+    data: DataOption = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe of the metric; the artifact's own if only --data is given.")
+    ] = None,
+    measure: Annotated[bool, typer.Option(help="Measure memory and latency too.")] = True,
+    rounds: Annotated[int, typer.Option(help="Lookups timed per form and batch size.", min=1)] = 100,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write it here.")] = None,
+) -> None:
+    """Checks every file's hash, every form's values on hard bags, unknown ids and the metric; measures RSS and latency.
+
+    The metric is checked with --data or --recipe only, because that runs the recipe's code. Exit code 1 if anything
+    fails.
+    """
+    with arguments():
+        check_data(data)
+        if json_file is not None:
+            check(json_file.parent.is_dir(), f"--json {json_file}", "expected an existing folder", json_file.parent)
+    found = verify_artifact(artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds)
+    if json_file is not None:
+        write_text(json_file, json.dumps(found.to_json(), indent=1))
+    _print(found)
+    if found.failures:
+        for finding in found.failures:
+            typer.echo(f"error: {finding.check}, {finding.subject}: {finding.detail}", err=True)
+        raise typer.Exit(1)
+
+
+def _print(found: Verification) -> None:
+    checks = Table("check", "of", "result", "detail", title=f"{found.artifact}: what was checked")
+    for finding in found.findings:
+        checks.add_row(finding.check, finding.subject, finding.status, finding.detail)
+    print_table(checks, WIDTH)
+    if found.resident:
+        dense = next(row.touched_bytes for row in found.resident if row.form == "uncompressed_fp32")
+        memory = Table(
+            "form", "RSS loaded, MiB", "RSS with every row used, MiB", "uncompressed fp32 over it", title="memory"
+        )
+        for row in found.resident:
+            smaller = f"{dense / row.touched_bytes:.1f}" if row.touched_bytes > 0 else "-"
+            memory.add_row(row.form, f"{row.loaded_bytes / MIB:.2f}", f"{row.touched_bytes / MIB:.2f}", smaller)
+        print_table(memory, WIDTH)
+    if found.latency:
+        latency = Table("form", "batch", "p50, ms", "p99, ms", "over uncompressed fp32", title="latency of lookups")
+        for timed in found.latency:
+            figures = f"{timed.p50_ms:.3f}", f"{timed.p99_ms:.3f}", f"{timed.ratio:.2f}"
+            latency.add_row(timed.form, str(timed.batch_size), *figures)
+        print_table(latency, WIDTH)

@@ -1,0 +1,471 @@
+// What the search adds to a training step, on the CPU: bags split by block, and soft selection forward and backward.
+//
+// Built against torch's stable ABI: it compiles in seconds, and one build serves every torch from 2.11 on. The loops are
+// left to the compiler to vectorise: all of them wait for memory, not for arithmetic.
+// Shapes: B batch, F features, K pieces (see dnis_torchrec/block_operators.py), S blocks, I ids of a batch.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t SAMPLES_PER_THREAD = 64;  // samples that outweigh waking a thread
+constexpr int64_t MAX_PARTIAL_SUMS = 16;    // alpha's gradient is summed in at most so many parts, whatever the threads
+constexpr int64_t SAMPLES_PER_SUM = 256;    // and in fewer where the batch is small
+constexpr int64_t FEW_BLOCKS = 16;          // up to here comparing with all ends beats guessing where to branch
+
+void check(bool condition, const char* argument, const char* requirement) {
+  if (!condition) throw std::invalid_argument(std::string("block operators: ") + argument + ": expected " + requirement);
+}
+
+// One piece of the pooled embeddings, and what it adds to.
+struct Piece {
+  int64_t in_column, out_column, dim, alpha_offset, output;
+  bool is_first, is_last;  // of its output
+};
+
+std::vector<Piece> make_pieces(const Tensor& layout, int64_t in_width, int64_t out_width) {
+  const bool fits = layout.dim() == 2 && layout.size(1) == 5 && layout.scalar_type() == ScalarType::Long &&
+                    layout.is_contiguous() && layout.is_cpu();
+  check(fits, "layout", "int64 of shape (K, 5)");
+  const int64_t* fields = static_cast<const int64_t*>(layout.const_data_ptr());
+  std::vector<Piece> pieces(layout.size(0));
+  for (size_t k = 0; k < pieces.size(); ++k, fields += 5) {
+    pieces[k] = {fields[0], fields[1], fields[2], fields[3], fields[4], true, true};
+    const Piece& piece = pieces[k];
+    check(piece.dim >= 0 && piece.in_column >= 0 && piece.in_column + piece.dim <= in_width, "layout", "pieces inside");
+    check(piece.out_column >= 0 && piece.out_column + piece.dim <= out_width, "layout", "outputs inside");
+    if (k > 0 && pieces[k - 1].output == piece.output) pieces[k].is_first = pieces[k - 1].is_last = false;
+  }
+  return pieces;
+}
+
+template <typename Number>
+const Number* numbers(const Tensor& tensor, ScalarType dtype, const char* argument) {
+  check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument, "another dtype or layout");
+  return static_cast<const Number*>(tensor.const_data_ptr());
+}
+
+template <typename Number>
+Number* mutable_numbers(const Tensor& tensor, ScalarType dtype, const char* argument) {
+  check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument, "another dtype or layout");
+  return static_cast<Number*>(tensor.mutable_data_ptr());
+}
+
+// What all three operators of soft selection read.
+template <typename Number>
+struct Selection {
+  std::vector<Piece> pieces;
+  const int32_t* rows;     // (B, K), -1 for an empty bag
+  const Number* divisors;  // (B, outputs), or null
+  int64_t num_outputs;
+  int64_t batch_size;
+
+  Selection(const Tensor& rows_, const std::optional<Tensor>& divisors_, const Tensor& layout, int64_t batch_size_,
+            int64_t in_width, int64_t out_width, ScalarType dtype)
+      : pieces(make_pieces(layout, in_width, out_width)), divisors(nullptr), num_outputs(0), batch_size(batch_size_) {
+    rows = numbers<int32_t>(rows_, ScalarType::Int, "rows");
+    const int64_t num_pieces = static_cast<int64_t>(pieces.size());
+    check(rows_.dim() == 2 && rows_.size(0) == batch_size && rows_.size(1) == num_pieces, "rows", "shape (B, K)");
+    if (!divisors_) return;
+    divisors = numbers<Number>(*divisors_, dtype, "divisors");
+    num_outputs = divisors_->size(1);
+    check(divisors_->size(0) == batch_size, "divisors", "shape (B, outputs)");
+    for (const Piece& piece : pieces) check(piece.output < num_outputs, "divisors", "one for each output");
+  }
+
+  int32_t row(int64_t sample, size_t piece) const { return rows[sample * static_cast<int64_t>(pieces.size()) + piece]; }
+  Number divisor(int64_t sample, const Piece& piece) const {
+    return divisors == nullptr ? Number(1) : divisors[sample * num_outputs + piece.output];
+  }
+};
+
+void check_rows(const int32_t* rows, int64_t batch_size, const std::vector<Piece>& pieces, int64_t alpha_size) {
+  std::vector<int64_t> num_rows;
+  for (const Piece& piece : pieces) {
+    check(piece.alpha_offset >= 0 && piece.alpha_offset <= alpha_size, "layout", "alphas inside");
+    num_rows.push_back(piece.dim == 0 ? alpha_size : (alpha_size - piece.alpha_offset) / piece.dim);
+  }
+  bool fits = true;
+  for (int64_t b = 0; b < batch_size; ++b)
+    for (size_t k = 0; k < pieces.size(); ++k) fits &= *rows++ < num_rows[k];
+  check(fits, "rows", "rows of alpha");
+}
+
+// out = pooled * alpha[row], summed over the pieces of an output, divided by its divisor. `out` may be `pooled`.
+template <typename Number>
+void select(const Selection<Number>& selection, const Number* pooled, int64_t in_width, const Number* alpha, Number* out,
+            int64_t out_width) {
+  const auto range = [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      for (size_t k = 0; k < selection.pieces.size(); ++k) {
+        const Piece& piece = selection.pieces[k];
+        const int32_t row = selection.row(b, k);
+        const Number* from = pooled + b * in_width + piece.in_column;
+        Number* to = out + b * out_width + piece.out_column;
+        const Number* factor = alpha + piece.alpha_offset + static_cast<int64_t>(row) * piece.dim;
+        if (row < 0) {
+          if (piece.is_first) std::fill(to, to + piece.dim, Number(0));
+        } else if (piece.is_first) {
+          for (int64_t d = 0; d < piece.dim; ++d) to[d] = from[d] * factor[d];
+        } else {
+          for (int64_t d = 0; d < piece.dim; ++d) to[d] += from[d] * factor[d];
+        }
+        const Number divisor = piece.is_last ? selection.divisor(b, piece) : Number(1);
+        if (divisor != Number(1))
+          for (int64_t d = 0; d < piece.dim; ++d) to[d] /= divisor;
+      }
+    }
+  };
+  torch::stable::parallel_for(0, selection.batch_size, SAMPLES_PER_THREAD, range);
+}
+
+// Not zero if a number is NaN or infinite: then its exponent is all ones. Integers, because the order of a sum of floats
+// must not change and so is not vectorised.
+inline uint32_t is_bad(float number) {
+  uint32_t bits;
+  std::memcpy(&bits, &number, sizeof(bits));
+  return (bits & 0x7f800000u) == 0x7f800000u;
+}
+
+inline uint64_t is_bad(double number) {
+  uint64_t bits;
+  std::memcpy(&bits, &number, sizeof(bits));
+  return (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
+}
+
+template <typename Number>
+bool are_finite(const Number* values, int64_t count) {
+  decltype(is_bad(Number(0))) bad = 0;
+  for (int64_t i = 0; i < count; ++i) bad |= is_bad(values[i]);
+  return bad == 0;
+}
+
+// grad_pooled = grad * alpha[row] / divisor; pieces of empty bags get zero, or stay as they are. Returns whether every
+// number of `grad` is finite, on the way.
+template <typename Number>
+bool spread(const Selection<Number>& selection, const Number* grad, int64_t out_width, const Number* alpha,
+            Number* grad_pooled, int64_t in_width, bool keep_empty) {
+  std::atomic<bool> all_finite{true};
+  const auto range = [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      if (!are_finite(grad + b * out_width, out_width)) all_finite = false;
+      for (size_t k = 0; k < selection.pieces.size(); ++k) {
+        const Piece& piece = selection.pieces[k];
+        const int32_t row = selection.row(b, k);
+        const Number* from = grad + b * out_width + piece.out_column;
+        Number* to = grad_pooled + b * in_width + piece.in_column;
+        if (row < 0) {
+          if (!keep_empty) std::fill(to, to + piece.dim, Number(0));
+          continue;
+        }
+        const Number* factor = alpha + piece.alpha_offset + static_cast<int64_t>(row) * piece.dim;
+        const Number divisor = selection.divisor(b, piece);
+        if (divisor == Number(1)) {
+          for (int64_t d = 0; d < piece.dim; ++d) to[d] = from[d] * factor[d];
+        } else {
+          for (int64_t d = 0; d < piece.dim; ++d) to[d] = from[d] * factor[d] / divisor;
+        }
+      }
+    }
+  };
+  torch::stable::parallel_for(0, selection.batch_size, SAMPLES_PER_THREAD, range);
+  return all_finite;
+}
+
+// grad_alpha[row] += grad * pooled / divisor. Summed in parts that do not depend on how many threads there are.
+template <typename Number>
+void gather_alpha(const Selection<Number>& selection, const Number* grad, int64_t out_width, const Number* pooled,
+                  int64_t in_width, Number* grad_alpha, int64_t alpha_size) {
+  const int64_t most = (selection.batch_size + MAX_PARTIAL_SUMS - 1) / MAX_PARTIAL_SUMS;
+  const int64_t step = std::max(SAMPLES_PER_SUM, most);
+  const int64_t num_parts = (selection.batch_size + step - 1) / step;
+  std::vector<Number> sums(static_cast<size_t>(num_parts * alpha_size), Number(0));
+  const auto range = [&](int64_t first_part, int64_t last_part) {
+    for (int64_t part = first_part; part < last_part; ++part) {
+      Number* sum = sums.data() + part * alpha_size;
+      const int64_t end = std::min(selection.batch_size, (part + 1) * step);
+      for (int64_t b = part * step; b < end; ++b) {
+        for (size_t k = 0; k < selection.pieces.size(); ++k) {
+          const Piece& piece = selection.pieces[k];
+          const int32_t row = selection.row(b, k);
+          if (row < 0) continue;
+          const Number* left = grad + b * out_width + piece.out_column;
+          const Number* right = pooled + b * in_width + piece.in_column;
+          Number* to = sum + piece.alpha_offset + static_cast<int64_t>(row) * piece.dim;
+          const Number divisor = selection.divisor(b, piece);
+          if (divisor == Number(1)) {
+            for (int64_t d = 0; d < piece.dim; ++d) to[d] += left[d] * right[d];
+          } else {
+            for (int64_t d = 0; d < piece.dim; ++d) to[d] += left[d] * right[d] / divisor;
+          }
+        }
+      }
+    }
+  };
+  torch::stable::parallel_for(0, num_parts, 1, range);
+  for (int64_t i = 0; i < alpha_size; ++i) {
+    double total = 0;
+    for (int64_t part = 0; part < num_parts; ++part) total += sums[part * alpha_size + i];
+    grad_alpha[i] = static_cast<Number>(total);
+  }
+}
+
+enum class Task { SELECT, SPREAD, GATHER_ALPHA };
+
+// `wide` holds the pieces, `narrow` the outputs; which of them, or of `alpha`, is written depends on the task.
+template <typename Number>
+bool run_typed(Task task, const Tensor& wide, const Tensor& alpha, const Tensor& rows,
+               const std::optional<Tensor>& divisors, const Tensor& layout, const Tensor& narrow, bool keep_empty) {
+  const ScalarType dtype = wide.scalar_type();
+  check(wide.dim() == 2 && narrow.dim() == 2 && wide.size(0) == narrow.size(0), "tensors", "two of batch B");
+  const int64_t batch_size = wide.size(0), in_width = wide.size(1), out_width = narrow.size(1);
+  const Selection<Number> selection(rows, divisors, layout, batch_size, in_width, out_width, dtype);
+  check_rows(selection.rows, batch_size, selection.pieces, alpha.numel());
+  if (task == Task::SELECT) {
+    select(selection, numbers<Number>(wide, dtype, "pooled"), in_width, numbers<Number>(alpha, dtype, "alpha"),
+           mutable_numbers<Number>(narrow, dtype, "out"), out_width);
+  } else if (task == Task::SPREAD) {
+    return spread(selection, numbers<Number>(narrow, dtype, "grad"), out_width, numbers<Number>(alpha, dtype, "alpha"),
+                  mutable_numbers<Number>(wide, dtype, "grad_pooled"), in_width, keep_empty);
+  } else {
+    gather_alpha(selection, numbers<Number>(narrow, dtype, "grad"), out_width, numbers<Number>(wide, dtype, "pooled"),
+                 in_width, mutable_numbers<Number>(alpha, dtype, "grad_alpha"), alpha.numel());
+  }
+  return true;
+}
+
+bool run(Task task, const Tensor& wide, const Tensor& alpha, const Tensor& rows, const std::optional<Tensor>& divisors,
+         const Tensor& layout, const Tensor& narrow, bool keep_empty) {
+  if (wide.scalar_type() == ScalarType::Float) {
+    return run_typed<float>(task, wide, alpha, rows, divisors, layout, narrow, keep_empty);
+  }
+  check(wide.scalar_type() == ScalarType::Double, "pooled", "float32 or float64");
+  return run_typed<double>(task, wide, alpha, rows, divisors, layout, narrow, keep_empty);
+}
+
+void select_pooled(Tensor pooled, Tensor alpha, Tensor rows, std::optional<Tensor> divisors, Tensor layout, Tensor out) {
+  run(Task::SELECT, pooled, alpha, rows, divisors, layout, out, false);
+}
+
+bool spread_gradient(Tensor grad, Tensor alpha, Tensor rows, std::optional<Tensor> divisors, Tensor layout,
+                     bool keep_empty, Tensor grad_pooled) {
+  return run(Task::SPREAD, grad_pooled, alpha, rows, divisors, layout, grad, keep_empty);
+}
+
+void sum_alpha_gradient(Tensor grad, Tensor pooled, Tensor rows, std::optional<Tensor> divisors, Tensor layout,
+                        Tensor grad_alpha) {
+  run(Task::GATHER_ALPHA, pooled, grad_alpha, rows, divisors, layout, grad, false);
+}
+
+// Where a row belongs: uint8 or uint16 block of every row, or (int64) the rising ends of the blocks; nothing passes on.
+struct Routing {
+  enum Kind { NONE, BYTES, SHORTS, ENDS };
+  Kind kind;
+  const void* data;
+  int64_t size;
+
+  explicit Routing(const Tensor& tensor) : kind(NONE), data(nullptr), size(tensor.numel()) {
+    check(tensor.is_contiguous() && tensor.is_cpu(), "routings", "contiguous ones");
+    if (size == 0) return;
+    data = tensor.const_data_ptr();
+    const ScalarType dtype = tensor.scalar_type();
+    check(dtype == ScalarType::Byte || dtype == ScalarType::UInt16 || dtype == ScalarType::Long, "routings",
+          "uint8, uint16 or int64");
+    kind = dtype == ScalarType::Byte ? BYTES : dtype == ScalarType::UInt16 ? SHORTS : ENDS;
+  }
+
+  int64_t block(int64_t id) const {
+    if (kind == NONE) return 0;
+    if (kind == ENDS) {
+      const int64_t* ends = static_cast<const int64_t*>(data);
+      if (size > FEW_BLOCKS) return std::upper_bound(ends, ends + size, id) - ends;
+      int64_t block = 0;
+      for (int64_t s = 0; s < size; ++s) block += id >= ends[s];
+      return block;
+    }
+    check(id >= 0 && id < size, "ids", "rows of their table");
+    return kind == BYTES ? static_cast<const uint8_t*>(data)[id] : static_cast<const uint16_t*>(data)[id];
+  }
+};
+
+template <typename Id, typename Length>
+void fill_rows_typed(const Id* ids, const Length* lengths, int64_t num_ids, int64_t num_keys, int64_t batch_size,
+                     const std::vector<Routing>& routings, const std::vector<int64_t>& places, int32_t* rows,
+                     int64_t num_pieces) {
+  std::vector<int64_t> begins(static_cast<size_t>(num_keys + 1), 0);
+  for (int64_t key = 0; key < num_keys; ++key) {
+    int64_t count = 0;
+    for (int64_t b = 0; b < batch_size; ++b) count += static_cast<int64_t>(lengths[key * batch_size + b]);
+    begins[key + 1] = begins[key] + count;
+  }
+  check(begins.back() == num_ids, "lengths", "as many ids as they say");
+  for (size_t f = 0; f < routings.size(); ++f) {
+    const int64_t piece = places[3 * f], key = places[3 * f + 1], first_row = places[3 * f + 2];
+    check(piece >= 0 && piece < num_pieces && key >= 0 && key < num_keys, "places", "pieces and keys that exist");
+    int64_t next = begins[key];
+    for (int64_t b = 0; b < batch_size; ++b) {
+      const int64_t length = static_cast<int64_t>(lengths[key * batch_size + b]);
+      check(length == 0 || length == 1, "lengths", "bags of at most one id");
+      rows[b * num_pieces + piece] =
+          length == 0 ? -1 : static_cast<int32_t>(first_row + routings[f].block(static_cast<int64_t>(ids[next])));
+      next += length;
+    }
+  }
+}
+
+// Rows of alpha of single-id features. `places` holds three numbers each: piece, key, and the row of its block 0.
+void fill_rows(Tensor ids, Tensor lengths, std::vector<Tensor> routings, std::vector<int64_t> places, Tensor rows) {
+  const bool wide_ids = ids.scalar_type() == ScalarType::Long, wide_lengths = lengths.scalar_type() == ScalarType::Long;
+  for (const Tensor& tensor : {ids, lengths, rows})
+    check(tensor.is_contiguous() && tensor.is_cpu(), "tensors", "contiguous ones");
+  check(wide_ids || ids.scalar_type() == ScalarType::Int, "ids", "int32 or int64");
+  check(wide_lengths || lengths.scalar_type() == ScalarType::Int, "lengths", "int32 or int64");
+  check(rows.dim() == 2 && rows.scalar_type() == ScalarType::Int, "rows", "int32 of shape (B, K)");
+  check(places.size() == 3 * routings.size(), "places", "three for each routing");
+  const int64_t batch_size = rows.size(0), num_pieces = rows.size(1);
+  if (batch_size == 0) return;
+  check(lengths.numel() % batch_size == 0, "lengths", "shape (F * B,)");
+  const std::vector<Routing> routes(routings.begin(), routings.end());
+  int32_t* to = static_cast<int32_t*>(rows.mutable_data_ptr());
+  const auto fill = [&](const auto* id, const auto* length) {
+    fill_rows_typed(id, length, ids.numel(), lengths.numel() / batch_size, batch_size, routes, places, to, num_pieces);
+  };
+  const void *id = ids.const_data_ptr(), *length = lengths.const_data_ptr();
+  if (wide_ids) {
+    wide_lengths ? fill(static_cast<const int64_t*>(id), static_cast<const int64_t*>(length))
+                 : fill(static_cast<const int64_t*>(id), static_cast<const int32_t*>(length));
+  } else {
+    wide_lengths ? fill(static_cast<const int32_t*>(id), static_cast<const int64_t*>(length))
+                 : fill(static_cast<const int32_t*>(id), static_cast<const int32_t*>(length));
+  }
+}
+
+// The arguments of split_bags, checked.
+struct Split {
+  const void *ids, *lengths, *weights;
+  void *split_ids, *split_lengths, *split_weights;
+  std::vector<Routing> routings;             // F
+  const int64_t* pieces;                     // of every (feature, block), one past the last for what is dropped
+  const std::vector<int64_t>& first_of;      // F + 1: where a feature's blocks begin in `pieces`
+  int64_t num_ids, num_pieces, batch_size;
+  size_t weight_bytes;
+};
+
+template <typename Id, typename Length>
+void split_typed(const Split& split) {
+  const Id* id = static_cast<const Id*>(split.ids);
+  const Length* length = static_cast<const Length*>(split.lengths);
+  Length* counts = static_cast<Length*>(split.split_lengths);
+  const int64_t num_features = static_cast<int64_t>(split.routings.size());
+  std::vector<int32_t> piece_of_id(static_cast<size_t>(split.num_ids));
+  std::fill(counts, counts + split.num_pieces * split.batch_size, Length(0));
+  int64_t i = 0;
+  for (int64_t f = 0; f < num_features; ++f) {
+    const int64_t num_blocks = split.first_of[f + 1] - split.first_of[f];
+    for (int64_t b = 0; b < split.batch_size; ++b) {
+      const int64_t end = i + static_cast<int64_t>(length[f * split.batch_size + b]);
+      check(end >= i && end <= split.num_ids, "lengths", "as many ids as they say");
+      for (; i < end; ++i) {
+        const int64_t block = split.routings[f].block(static_cast<int64_t>(id[i]));
+        check(block < num_blocks, "routings", "blocks of their table");
+        const int64_t piece = split.pieces[split.first_of[f] + block];
+        piece_of_id[i] = static_cast<int32_t>(piece);
+        if (piece < split.num_pieces) ++counts[piece * split.batch_size + b];
+      }
+    }
+  }
+  check(i == split.num_ids, "lengths", "as many ids as they say");
+  std::vector<int64_t> next(static_cast<size_t>(split.num_pieces * split.batch_size));
+  int64_t total = 0;
+  for (size_t bag = 0; bag < next.size(); ++bag) {
+    next[bag] = total;
+    total += static_cast<int64_t>(counts[bag]);
+  }
+  i = 0;
+  for (int64_t f = 0; f < num_features; ++f) {
+    for (int64_t b = 0; b < split.batch_size; ++b) {
+      for (const int64_t end = i + static_cast<int64_t>(length[f * split.batch_size + b]); i < end; ++i) {
+        if (piece_of_id[i] >= split.num_pieces) continue;
+        const int64_t position = next[piece_of_id[i] * split.batch_size + b]++;
+        static_cast<Id*>(split.split_ids)[position] = id[i];
+        if (split.weights == nullptr) continue;
+        std::memcpy(static_cast<char*>(split.split_weights) + position * split.weight_bytes,
+                    static_cast<const char*>(split.weights) + i * split.weight_bytes, split.weight_bytes);
+      }
+    }
+  }
+}
+
+// Splits the bags of all features by block, ids of a bag in their order. split_ids and split_weights are filled from the
+// front; what is dropped leaves room at their end.
+void split_bags(Tensor ids, Tensor lengths, std::optional<Tensor> weights, std::vector<Tensor> routings, Tensor pieces,
+                std::vector<int64_t> first_of, int64_t batch_size, Tensor split_ids, Tensor split_lengths,
+                std::optional<Tensor> split_weights) {
+  for (const Tensor& tensor : {ids, lengths, pieces, split_ids, split_lengths})
+    check(tensor.is_contiguous() && tensor.is_cpu(), "tensors", "contiguous ones");
+  const bool wide_ids = ids.scalar_type() == ScalarType::Long, wide_lengths = lengths.scalar_type() == ScalarType::Long;
+  check(wide_ids || ids.scalar_type() == ScalarType::Int, "ids", "int32 or int64");
+  check(wide_lengths || lengths.scalar_type() == ScalarType::Int, "lengths", "int32 or int64");
+  check(split_ids.scalar_type() == ids.scalar_type() && split_ids.numel() == ids.numel(), "split_ids", "room for ids");
+  check(split_lengths.scalar_type() == lengths.scalar_type(), "split_lengths", "the dtype of lengths");
+  check(pieces.scalar_type() == ScalarType::Long, "pieces", "int64");
+  check(first_of.size() == routings.size() + 1 && first_of.back() == pieces.numel(), "first_of", "F + 1 places");
+  check(lengths.numel() == static_cast<int64_t>(routings.size()) * batch_size, "lengths", "shape (F * B,)");
+  Split split{ids.const_data_ptr(), lengths.const_data_ptr(), nullptr, split_ids.mutable_data_ptr(),
+              split_lengths.mutable_data_ptr(), nullptr, std::vector<Routing>(routings.begin(), routings.end()),
+              static_cast<const int64_t*>(pieces.const_data_ptr()), first_of, ids.numel(),
+              batch_size == 0 ? 0 : split_lengths.numel() / batch_size, batch_size, 0};
+  check(weights.has_value() == split_weights.has_value(), "split_weights", "room for weights, or neither");
+  if (weights) {
+    const bool fits = weights->is_contiguous() && split_weights->is_contiguous() && weights->numel() == ids.numel() &&
+                      split_weights->numel() == ids.numel() && weights->scalar_type() == split_weights->scalar_type();
+    check(fits, "weights", "one for each id");
+    split.weights = weights->const_data_ptr();
+    split.split_weights = split_weights->mutable_data_ptr();
+    split.weight_bytes = weights->element_size();
+  }
+  if (wide_ids) {
+    wide_lengths ? split_typed<int64_t, int64_t>(split) : split_typed<int64_t, int32_t>(split);
+  } else {
+    wide_lengths ? split_typed<int32_t, int64_t>(split) : split_typed<int32_t, int32_t>(split);
+  }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
+  library.def(
+      "select_pooled(Tensor pooled, Tensor alpha, Tensor rows, Tensor? divisors, Tensor layout, Tensor(a!) out) -> ()");
+  library.def(
+      "spread_gradient(Tensor grad, Tensor alpha, Tensor rows, Tensor? divisors, Tensor layout, bool keep_empty, "
+      "Tensor(a!) grad_pooled) -> bool");
+  library.def(
+      "sum_alpha_gradient(Tensor grad, Tensor pooled, Tensor rows, Tensor? divisors, Tensor layout, "
+      "Tensor(a!) grad_alpha) -> ()");
+  library.def("fill_rows(Tensor ids, Tensor lengths, Tensor[] routings, int[] places, Tensor(a!) rows) -> ()");
+  library.def(
+      "split_bags(Tensor ids, Tensor lengths, Tensor? weights, Tensor[] routings, Tensor pieces, int[] first_of, "
+      "int batch_size, Tensor(a!) split_ids, Tensor(b!) split_lengths, Tensor(c!)? split_weights) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CPU, library) {
+  library.impl("select_pooled", TORCH_BOX(&select_pooled));
+  library.impl("spread_gradient", TORCH_BOX(&spread_gradient));
+  library.impl("sum_alpha_gradient", TORCH_BOX(&sum_alpha_gradient));
+  library.impl("fill_rows", TORCH_BOX(&fill_rows));
+  library.impl("split_bags", TORCH_BOX(&split_bags));
+}

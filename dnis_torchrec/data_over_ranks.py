@@ -1,0 +1,209 @@
+"""Splits a recipe's data over ranks: each rank takes its slice of every batch.
+
+    batch of B samples, W ranks       rank r takes                            left out
+    train, validation                 samples r (B // W) .. (r + 1) (B // W)   the last B mod W
+    selection, test, counting         samples r B // W .. (r + 1) B // W       nothing
+
+So all ranks make the same number of steps; a step over W ranks with equal slices is that of one process with the whole
+batch, because TorchRec averages gradients over ranks; and metrics and counts are those of all samples. Every rank reads
+all batches: data that is too large for that splits itself (see `SplitsItself`).
+
+Shapes: B batch, F features, W ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.recipe import DataSplits
+from dnis_torchrec.reductions import Ranks
+
+
+@runtime_checkable
+class SplitsItself(Protocol):
+    """Batches that are this rank's own already, as many on every rank."""
+
+    is_split_over_ranks: bool
+
+
+class SlicedBatches:
+    """This rank's slices of the batches of a split.
+
+    Every rank has to see the same batches in the same order: their order may depend on the recipe's seed, not on the
+    process. `check_same` finds out.
+
+    Args:
+        batches: of the whole split, to be iterated again and again.
+        ranks: to split them over.
+        name: of the split, for errors.
+        equal: give every rank as many samples, and leave the rest out; otherwise leave nothing out.
+
+    Attributes:
+        fingerprint: of the whole batches, once they have been read to the end; None before.
+    """
+
+    def __init__(self, batches: Iterable[Batch], ranks: Ranks, name: str, *, equal: bool) -> None:
+        self._batches, self._ranks, self._name, self._equal = batches, ranks, name, equal
+        self.fingerprint: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Number of the next epoch, where the batches count them; set it to resume."""
+        batches: Any = self._batches
+        return batches.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        """Sets it in the batches."""
+        batches: Any = self._batches
+        batches.epoch = epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        """This rank's slice of every batch.
+
+        Raises:
+            ValueError: on all ranks, for a batch of fewer samples than there are ranks that may not be left out.
+        """
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        for index, batch in enumerate(self._whole()):
+            size = batch.labels.numel()
+            if self._equal and size >= world_size:
+                share = size // world_size
+                yield slice_of(batch, rank * share, (rank + 1) * share)
+            elif not self._equal:
+                requirement = f"expected at least one sample for each of {world_size} ranks"
+                remedy = "choose a batch size that leaves more for the last batch"
+                check(size >= world_size, f"{self._name} batch {index}", requirement, size, remedy)
+                yield slice_of(batch, size * rank // world_size, size * (rank + 1) // world_size)
+
+    def counted(self) -> Iterator[Batch]:
+        """Slices that leave nothing out, however small a batch is; some ranks may get fewer of them."""
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        for batch in self._whole():
+            size = batch.labels.numel()
+            first, last = size * rank // world_size, size * (rank + 1) // world_size
+            if first < last:
+                yield slice_of(batch, first, last)
+
+    def _whole(self) -> Iterator[Batch]:
+        seen = 0
+        for index, batch in enumerate(self._batches):
+            if self.fingerprint is None:
+                seen += _fingerprint(batch, index)
+            yield batch
+        self.fingerprint = seen if self.fingerprint is None else self.fingerprint
+
+
+def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
+    """The part of every split that this rank learns on and is judged on. Local, no collective.
+
+    Args:
+        data: of the recipe: the same on every rank, or split over ranks by itself.
+        ranks: to split it over; one rank gets `data` back.
+
+    Returns:
+        Splits of this rank.
+    """
+    if ranks.world_size == 1:
+        return data
+    learned_on = {"train": True, "validation": True, "selection": False, "test": False}
+    parts: dict[str, Iterable[Batch]] = {}
+    for name, equal in learned_on.items():
+        batches = getattr(data, name)
+        is_split = isinstance(batches, SplitsItself) and batches.is_split_over_ranks
+        parts[name] = batches if is_split else SlicedBatches(batches, ranks, name, equal=equal)
+    return DataSplits(**parts)
+
+
+def for_counting(batches: Iterable[Batch]) -> Iterable[Batch]:
+    """What this rank counts of a training split, once: over all ranks, every sample. Local, no collective."""
+    return batches.counted() if isinstance(batches, SlicedBatches) else batches
+
+
+def check_same(data: DataSplits, ranks: Ranks) -> None:
+    """Checks that all ranks have read the same batches. One reduction of two numbers per split.
+
+    Args:
+        data: from `split_over_ranks`, after each split was read to its end.
+        ranks: that it is split over.
+
+    Raises:
+        ValueError: on all ranks, naming the split.
+    """
+    for name in ("train", "validation", "selection", "test"):
+        batches = getattr(data, name)
+        if isinstance(batches, SlicedBatches):
+            own = batches.fingerprint or 0
+            largest, smallest = ranks.max_(torch.tensor([own, -own])).tolist()
+            requirement = "expected the same batches in the same order on every rank"
+            remedy = "let their order depend on the recipe's seed alone"
+            check(largest == -smallest, f"{name} stream", requirement, "others", remedy)
+
+
+def slice_of(batch: Batch, first: int, last: int) -> Batch:
+    """Samples ``first <= i < last`` of a batch.
+
+    Args:
+        batch: a dataclass of tensors with B rows and KeyedJaggedTensors of stride B, as TorchRec's Batch is.
+        first: of the samples.
+        last: one after them.
+
+    Returns:
+        A batch of the same class.
+
+    Raises:
+        TypeError: if `batch` is no dataclass.
+        NotImplementedError: for variable batch sizes per feature.
+
+    Example:
+        >>> kjt = KeyedJaggedTensor(keys=["f", "g"], values=torch.arange(5), lengths=torch.tensor([2, 0, 1, 2]))
+        >>> half = slice_of(Batch(torch.zeros(2, 1), kjt, torch.tensor([0.0, 1.0])), 1, 2)
+        >>> half.sparse_features.values().tolist(), half.sparse_features.lengths().tolist(), half.labels.tolist()
+        ([3, 4], [0, 2], [1.0])
+    """
+    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
+        raise TypeError(describe("batch", "expected a dataclass, as TorchRec's Batch is", type(batch).__name__))
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init}
+    sliced = {name: _slice(value, first, last) for name, value in fields.items()}
+    return dataclasses.replace(batch, **sliced)
+
+
+def _slice(value: Any, first: int, last: int) -> Any:
+    if isinstance(value, KeyedJaggedTensor):
+        return _slice_features(value, first, last)
+    return value[first:last] if isinstance(value, Tensor) else value
+
+
+def _slice_features(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
+    if features.variable_stride_per_key():
+        raise NotImplementedError(describe("batch", "supported is one batch size for all features", "several"))
+    num_features, stride = len(features.keys()), features.stride()
+    lengths = features.lengths().view(num_features, stride)[:, first:last]
+    starts = torch.arange(num_features) * stride
+    offsets = features.offsets().cpu()
+    spans = list(zip(offsets[starts + first].tolist(), offsets[starts + last].tolist(), strict=True))
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=torch.cat([features.values()[begin:end] for begin, end in spans]),
+        weights=None if weights is None else torch.cat([weights[begin:end] for begin, end in spans]),
+        lengths=lengths.reshape(-1),
+        stride=last - first,
+    )
+
+
+def _fingerprint(batch: Batch, index: int) -> int:
+    """An integer below 2^40 that other labels, ids or another order change."""
+    total = torch.zeros((), dtype=torch.int64)
+    for values in (batch.labels.float().view(torch.int32), batch.sparse_features.values().int()):
+        flat = values.detach().cpu().flatten().long()
+        total += (flat * (torch.arange(flat.numel()) % 8191 + index % 127 + 1)).sum()
+    return int(total) % (1 << 40)

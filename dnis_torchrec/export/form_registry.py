@@ -1,0 +1,110 @@
+"""What a form of the artifact is: how rows are written, how a serving module is made of them, and what they weigh.
+
+A form that is registered here is written by `write_artifact`, read by `load`, and derived from ``"csr"`` where an
+artifact does not hold it. See docs/artifact.md.
+
+Shapes: N rows of a table, D embedding_dim, n rows of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+
+Rows = Callable[[int, int], Tensor]
+"""Dense rows of a table: ``rows(first, last)`` gives rows ``first <= i < last`` as ``(last - first, D)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Some consecutive rows of a table in one form, complete in themselves.
+
+    Attributes:
+        place: the file, as errors name it.
+        first_row: the first of them.
+        num_rows: n, at least 1.
+        tensors: name -> tensor, memory-mapped where it comes from a file.
+    """
+
+    place: str
+    first_row: int
+    num_rows: int
+    tensors: Mapping[str, Tensor]
+
+    def check_names(self, expected: set[str]) -> None:
+        """Checks that the shard holds just the tensors that its form has.
+
+        Raises:
+            ValueError: if one is missing or too many.
+        """
+        requirement = f"expected tensors {sorted(expected)}"
+        check(set(self.tensors) == expected, self.place, requirement, sorted(self.tensors), "export again")
+
+
+class Encode(Protocol):
+    """Writes rows ``first <= i < last`` of a table as the tensors of one shard; reads them a chunk at a time."""
+
+    def __call__(self, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]: ...
+
+
+class Build(Protocol):
+    """Makes a serving module of one collection from its tables' shards (table name -> shards in order of rows)."""
+
+    def __call__(
+        self,
+        scheme: MixedDimensionScheme,
+        shards: Mapping[str, Sequence[Shard]],
+        *,
+        device: torch.device | str,
+        unknown_ids: str,
+    ) -> EmbeddingBagCollectionInterface: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One form of the artifact.
+
+    Attributes:
+        name: as in the manifest, in ``load(form=...)`` and as the folder of its files.
+        encode: rows of a table -> tensors of a shard. They may not share memory.
+        build: shards -> serving module. Shapes, dtypes and names are to be checked, values need not be.
+        predicted_bytes: bytes of a table's tensors, told from its scheme alone.
+    """
+
+    name: str
+    encode: Encode
+    build: Build
+    predicted_bytes: Callable[[TableScheme], int]
+
+
+FORMS: dict[str, Form] = {}
+"""Name -> form, in the order of registration."""
+
+
+def register(form: Form) -> Form:
+    """Makes a form known to `write_artifact` and `load`.
+
+    Raises:
+        ValueError: if another form has its name.
+    """
+    check(form.name not in FORMS, f"form {form.name!r}", "expected a new name", "one that is taken")
+    FORMS[form.name] = form
+    return form
+
+
+def form_named(name: str) -> Form:
+    """The registered form of that name.
+
+    Raises:
+        ValueError: if there is none; shows the nearest.
+    """
+    check_known("form", name, FORMS)
+    return FORMS[name]

@@ -1,0 +1,24 @@
+"""Jobs: what each `dnis` command does, as a function. The command line only parses; a notebook calls these.
+
+Results are returned; progress goes to the console and TensorBoard through `dnis_torchrec.progress`.
+"""
+
+from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate, run_export
+from dnis_torchrec.jobs.common import build_recipe, scheme_row, versions
+from dnis_torchrec.jobs.prune_job import run_prune
+from dnis_torchrec.jobs.report_job import run_report
+from dnis_torchrec.jobs.search_job import BASELINES, SearchJob, run_search
+
+__all__ = [
+    "BASELINES",
+    "SearchJob",
+    "build_recipe",
+    "drop_in_",
+    "run_evaluate",
+    "run_export",
+    "run_prune",
+    "run_report",
+    "run_search",
+    "scheme_row",
+    "versions",
+]

@@ -1,0 +1,129 @@
+"""`dnis export` and `dnis evaluate`: a finished run as an artifact, and what either predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.export import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
+from dnis_torchrec.jobs.common import build_recipe
+from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.run_folder import RunFolder, load_state_
+from dnis_torchrec.table_shards import collections
+from dnis_torchrec.training import evaluate, process_group
+
+
+def run_export(
+    run_path: Path,
+    out: Path,
+    *,
+    forms: Sequence[str],
+    scipy_formats: Sequence[str] = (),
+    overwrite: bool = False,
+    num_groups: int | None = None,
+) -> Path:
+    """Exports a finished run as an artifact.
+
+    Args:
+        run_path: a finished run.
+        out: artifact folder to write.
+        forms: see `write_artifact`.
+        scipy_formats: see `write_artifact`.
+        overwrite: replace an artifact that stands at `out`.
+        num_groups: regroup the rows of tables that are not block-structured into so many groups; see `regroup`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: if the run is none or not finished, or `out` exists.
+    """
+    run = RunFolder.open(run_path)
+    head, tables, scheme = run.read_head(), run.tables(), run.scheme()
+    if num_groups is not None:
+        scheme = regroup(scheme, tables, num_groups=num_groups)
+    described = {key: head[key] for key in ("recipe", "seed", "configuration", "versions", "metrics", "notes")}
+    return write_artifact(
+        tables,
+        scheme,
+        out,
+        forms=tuple(forms),
+        dense_state=run.dense_state(),
+        run=described,
+        scipy_formats=tuple(scipy_formats),
+        overwrite=overwrite,
+    )
+
+
+def run_evaluate(path: Path, data: Path | None) -> dict[str, Any]:
+    """Evaluates a finished run, or an artifact loaded into its model, on the test split.
+
+    Args:
+        path: run folder or artifact.
+        data: folder of the data.
+
+    Returns:
+        ``{"path", "kind", "recipe", "seed", "compression_ratio", "parameters", "bytes", "metrics"}``.
+
+    Raises:
+        ValueError: if `path` is neither, is damaged, or does not fit the recipe's model.
+    """
+    is_artifact = (path / "manifest.json").is_file()
+    head = read_manifest(path)["run"] if is_artifact else RunFolder.open(path).read_head()
+    recipe = build_recipe(head["recipe"], data, seed=head["seed"], embedding_dim=head.get("embedding_dim"))
+    if is_artifact:
+        scheme = read_scheme(path)
+        drop_in_(recipe.model, path)
+    else:
+        run = RunFolder.open(path)
+        scheme = run.scheme()
+        load_state_(recipe.model, run.state(), str(path))
+    with process_group() as device:
+        task = TrainTask(recipe.model.to(device), recipe.loss)
+        metrics = evaluate(task, recipe.data.test, recipe.loss, device)
+    return {
+        "path": str(path),
+        "kind": "artifact" if is_artifact else "run",
+        "recipe": head["recipe"],
+        "seed": head["seed"],
+        "compression_ratio": scheme.compression_ratio,
+        "parameters": scheme.parameters,
+        "bytes": scheme.form_bytes(),
+        "metrics": metrics,
+    }
+
+
+def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension") -> nn.Module:
+    """Puts an artifact's serving modules and dense weights into a model in place of its EmbeddingBagCollections.
+
+    Args:
+        model: a model of the kind that was searched; changed in place.
+        artifact: what `export` wrote.
+        form: how its tables are served, see `dnis_torchrec.load`.
+
+    Returns:
+        `model`, or the serving module if the model itself is a collection.
+
+    Raises:
+        ValueError: if the artifact is damaged or the model has other collections or dense weights.
+    """
+    names = {table.collection for table in read_scheme(artifact).tables.values()}
+    own = collections(model)
+    for name in sorted(names):
+        check_known("FQN", name, own)
+    dense = load_dense_state(artifact)
+    for name in names:
+        served = load(artifact, form=form, collection=name)
+        parent, _, child = name.rpartition(".")
+        if not name:
+            return served
+        setattr(model.get_submodule(parent), child, served)
+    serving = {key for name in names for key in model.state_dict() if key.startswith(f"{name}.")}
+    missing = sorted((set(model.state_dict()) - serving) ^ set(dense))
+    check(not missing, str(artifact), "expected the model's own dense weights", missing[:3], "use the model of the run")
+    model.load_state_dict(dense, strict=False)
+    return model

@@ -1,0 +1,51 @@
+"""What several jobs need: recipes by name, rows of reports, versions."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from dnis_torchrec.recipe import Recipe, load_recipe
+from dnis_torchrec.report import ReportRow
+from dnis_torchrec.scheme import MixedDimensionScheme
+
+
+def build_recipe(spec: str, data: Path | None, *, seed: int, embedding_dim: int | None = None) -> Recipe:
+    """Calls a recipe function.
+
+    Raises:
+        ValueError: if it cannot be found or refuses the data.
+        TypeError: if it returns no Recipe.
+    """
+    recipe = load_recipe(spec)(data, seed=seed, embedding_dim=embedding_dim)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe {spec!r}: expected a Recipe, got {type(recipe).__name__}")
+    return recipe
+
+
+def scheme_row(
+    method: str, scheme: MixedDimensionScheme, metrics: dict[str, float], seed: int, seconds: float
+) -> ReportRow:
+    """The row of a model whose tables follow a scheme."""
+    return ReportRow(
+        method=method,
+        compression_ratio=scheme.compression_ratio,
+        parameters=scheme.parameters,
+        bytes=scheme.form_bytes(),
+        metrics=metrics,
+        seed=seed,
+        seconds=seconds,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a result."""
+    names = ("dnis-torchrec", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

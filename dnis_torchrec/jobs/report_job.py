@@ -1,0 +1,71 @@
+"""`dnis report`: the page of one run, with rows and figures of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING
+from pathlib import Path
+
+from dnis_torchrec.report import (
+    ReportContent,
+    RunResults,
+    block_summaries,
+    combine,
+    count_rows,
+    named_alpha,
+    write_report,
+)
+from dnis_torchrec.run_folder import RunFolder
+from dnis_torchrec.search import SearchConfig
+
+
+def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
+    """Writes RUN/report.html, and its figures as PNG and SVG in RUN/figures.
+
+    Args:
+        run_path: the finished run that the report is about.
+        others: further finished runs of the same recipe. Those that differ in size or seed add rows; those that differ
+            in embedding_dim or in the number of blocks make the figures of the metric against D and against S.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ValueError: if a run is none, is not finished, or differs from the first in something else.
+    """
+    run = RunFolder.open(run_path)
+    head, scheme, blocks = run.read_head(), run.scheme(), run.blocks()
+    runs = combine([_run_results(path) for path in (run_path, *others)])
+    needs_tables = not all(table.is_block_structured for table in scheme.tables.values())
+    content = ReportContent(
+        title=f"{head['recipe']}: embedding dimensions found by search",
+        recipe=head["recipe"],
+        configuration=head["configuration"],
+        rows=runs.rows,
+        primary_metric=head["primary_metric"],
+        higher_is_better=head["higher_is_better"],
+        alpha=named_alpha(run.alpha(), blocks),
+        blocks=block_summaries(scheme, blocks),
+        history=tuple(head["history"]),
+        row_distribution=count_rows(scheme, run.counts(), run.tables() if needs_tables else None),
+        by_embedding_dim=runs.by_embedding_dim,
+        by_num_blocks=runs.by_num_blocks,
+        notes=tuple(head["notes"]),
+        versions=head["versions"],
+    )
+    return write_report(run_path / "report.html", content, figure_folder=run_path / "figures")
+
+
+def _run_results(path: Path) -> RunResults:
+    run = RunFolder.open(path)
+    head = run.read_head()
+    # A run of an older version lacks the settings that came later: their defaults are what it did.
+    settings = SearchConfig.__dataclass_fields__.values()
+    defaults = {setting.name: setting.default for setting in settings if setting.default is not MISSING}
+    return RunResults(
+        name=str(path),
+        recipe=head["recipe"],
+        configuration=defaults | head["configuration"],
+        embedding_dim=max(table["embedding_dim"] for table in head["scheme"].values()),
+        rows=run.rows(),
+    )

@@ -1,0 +1,221 @@
+"""`dnis search`: from a recipe to a run folder, also in several attempts."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from dnis_torchrec.baselines import MagnitudePruning, MethodTask, nearest_dim, train_uniform
+from dnis_torchrec.budget import Size
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.data_over_ranks import split_over_ranks
+from dnis_torchrec.jobs.common import build_recipe, scheme_row, versions
+from dnis_torchrec.progress import console_events
+from dnis_torchrec.ranks import rank_of, together, world_size_of
+from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.report import ReportRow
+from dnis_torchrec.run_folder import RunFolder, RunWriteError
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.search import Saving, SearchConfig, SearchOutcome, search
+from dnis_torchrec.training import evaluate, primary_metric, process_group
+
+BASELINES = ("dense", "uniform", "magnitude")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchJob:
+    """What `dnis search` is asked for.
+
+    Attributes:
+        recipe: ``module:function``.
+        data: folder of the data, or None for a recipe that makes its own.
+        out: run folder to make, or to go on with.
+        size: the requested size.
+        settings: fields of `SearchConfig` to set otherwise than the recipe does.
+        embedding_dim: D to start from, or None for the recipe's own.
+        seed: of weights, splits and batch order.
+        baselines: what to train beside, at the same size: of ``"dense"``, ``"uniform"``, ``"magnitude"``.
+        overwrite: replace a run that stands at `out`.
+        saving: when to save, and whether to go on with a run that stands at `out`.
+    """
+
+    recipe: str
+    data: Path | None
+    out: Path
+    size: Size
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    embedding_dim: int | None = None
+    seed: int = 0
+    baselines: tuple[str, ...] = ()
+    overwrite: bool = False
+    saving: Saving = field(default_factory=Saving)
+
+    def __post_init__(self) -> None:
+        check(self.seed >= 0, "seed", "expected an integer >= 0", self.seed)
+        contradiction = self.overwrite and self.saving.resume
+        check(not contradiction, "--resume", "expected no --overwrite", "both", "give one of them")
+        SearchConfig(size=self.size, **self.settings)
+        for name in self.baselines:
+            check_known("baseline", name, BASELINES)
+
+
+def run_search(job: SearchJob) -> list[ReportRow]:
+    """Searches, merges, prunes, evaluates on the test split and writes the run folder; trains baselines if asked.
+
+    Distributed: every rank calls it, on a folder that all of them see. Rank 0 alone shows progress and writes the run,
+    but for tables: each rank writes its shards.
+
+    With `Saving.resume`, a run that was interrupted goes on from its latest checkpoint, and of one that has finished
+    only the missing baselines are trained.
+
+    Returns:
+        The rows of report.json, the search's own first.
+
+    Raises:
+        ValueError: for a bad argument, data or size; before training. If another job writes the same run.
+        NotImplementedError: for baselines on several ranks.
+        SearchInterrupted: on SIGINT, after the state was saved.
+        CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
+        RunWriteError: if what was found could not be written; the checkpoints stay, and it can be resumed.
+        NonFiniteError: if training diverges; the last good checkpoint stays.
+    """
+    with process_group() as device:
+        with together():
+            _check_baselines(job)
+            recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)
+            config = SearchConfig.of(recipe, job.size, job.settings)
+            head = _head(job, recipe, config)
+        with _run_folder(job, head) as run:
+            if run.status() != "finished":
+                _search(job, recipe, config, head, run, device)
+            rows = list(run.rows())
+            missing = [name for name in BASELINES if name in job.baselines and name not in {r.method for r in rows}]
+            rows += _baselines(job, missing, run.scheme(), config.patience, device)
+            if rank_of() == 0:
+                run.write_rows(rows)
+    return rows
+
+
+def _check_baselines(job: SearchJob) -> None:
+    ranks = world_size_of()
+    if ranks > 1 and job.baselines:
+        remedy = "train them with dnis compare"
+        raise NotImplementedError(describe("baselines", "supported is one process", f"{ranks} ranks", remedy))
+
+
+@contextmanager
+def _run_folder(job: SearchJob, head: Mapping[str, Any]) -> Iterator[RunFolder]:
+    """The folder of a new run, or of the one to go on with; locked by rank 0 until this job ends."""
+    run = RunFolder(job.out)
+    with ExitStack() as stack:
+        with together():
+            if rank_of() == 0:
+                if not (job.saving.resume and run.status()):
+                    RunFolder.create(job.out, overwrite=job.overwrite)
+                stack.enter_context(run.lock())
+                if run.status():
+                    run.check_same(head)
+                if run.status() != "finished":
+                    run.write_head("searching", head)
+        yield run
+
+
+def _search(
+    job: SearchJob, recipe: Recipe, config: SearchConfig, head: dict[str, Any], run: RunFolder, device: torch.device
+) -> None:
+    """The search itself; leaves a finished run with its row."""
+    with console_events(run) as events:
+        torch.manual_seed(job.seed)
+        started = time.monotonic()
+        try:
+            outcome = search(recipe, config, run.checkpoints, device, events, job.saving)
+        except BaseException:
+            _leave(run, head)
+            raise
+        seconds = outcome.seconds_before + time.monotonic() - started
+    task = TrainTask(outcome.model, recipe.loss)
+    test = split_over_ranks(recipe.data, Ranks.everyone()).test
+    metrics = evaluate(task, test, recipe.loss, device)
+    rows = [scheme_row("dnis", outcome.scheme, metrics, job.seed, seconds)]
+    try:
+        run.save_model(outcome.model, outcome.scheme, outcome.alpha)
+        with together():
+            if rank_of() == 0:
+                run.write_rows(rows)
+                run.write_head("finished", head | _results(outcome, metrics))
+    except (OSError, SafetensorError) as error:
+        requirement, remedy = "expected to write what the search found", "make room for it, then --resume"
+        raise RunWriteError(describe(f"run folder {run.path}", requirement, str(error), remedy)) from error
+
+
+def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
+    """What an error leaves: a run to resume, or nothing where nothing was trained, so that its name is free again."""
+    if rank_of() != 0:
+        return
+    with suppress(OSError):  # a full disk must not hide what went wrong
+        if run.has_checkpoint():
+            run.write_head("interrupted", head)
+        else:
+            run.delete()
+
+
+def _baselines(
+    job: SearchJob, names: list[str], scheme: MixedDimensionScheme, patience: int, device: torch.device
+) -> list[ReportRow]:
+    """Rows of the baselines at the size that the search came to."""
+
+    def build(embedding_dim: int | None) -> Recipe:
+        return build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=embedding_dim or job.embedding_dim)
+
+    rows, ratio = [], scheme.compression_ratio
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if {"dense", "magnitude"} & set(names):
+            pruning = MagnitudePruning(build(None), seed=job.seed, device=device, folder=folder, patience=patience)
+            rows += [pruning.dense_row()] if "dense" in names else []
+            rows += [pruning.pruned_row(ratio)] if "magnitude" in names else []
+        if "uniform" in names:
+            dense = scheme.dense_parameters
+            task = MethodTask(
+                build=build,
+                compression_ratio=ratio,
+                seed=job.seed,
+                device=device,
+                folder=Path(folder),
+                patience=patience,
+            )
+            recipe = build(nearest_dim(task))
+            rows.append(train_uniform(recipe, dense_parameters=dense, seed=job.seed, device=device, patience=patience))
+    return rows
+
+
+def _head(job: SearchJob, recipe: Recipe, config: SearchConfig) -> dict[str, Any]:
+    metric, higher = primary_metric(recipe.loss, recipe.data.test)
+    return {
+        "recipe": job.recipe,
+        "seed": job.seed,
+        "embedding_dim": job.embedding_dim,
+        "configuration": asdict(config),
+        "primary_metric": metric,
+        "higher_is_better": higher,
+        "notes": list(recipe.notes),
+        "versions": versions(),
+    }
+
+
+def _results(outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
+    return {
+        "scheme": outcome.scheme.to_json(),
+        "history": [asdict(record) for record in outcome.history],
+        "best_epoch": outcome.best_epoch,
+        "metrics": metrics,
+    }

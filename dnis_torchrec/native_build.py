@@ -1,0 +1,137 @@
+"""Builds the compiled operators once per machine, with the C++ compiler that is there.
+
+The first module of a process that needs an operator builds its library. Sources are written against torch's stable
+ABI, so a build takes seconds and needs neither ninja nor the whole of torch's headers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dnis_torchrec.checks import describe
+
+COMPILERS = ("c++", "g++", "clang++")
+"""Names tried where the variable CXX gives none."""
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=off",  # a fused multiply-add would round otherwise than the baseline and torch do
+    "-fPIC",
+    "-shared",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch of dnis_torchrec._dependencies: 2.11
+)
+NO_COMPILE = "DNIS_NO_COMPILE"
+"""Environment variable: set to anything but 0, nothing is compiled or loaded, and torch's own operators do the work."""
+SECONDS_TO_COMPILE = 300
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeLibrary:
+    """A shared library, and what it is compiled from.
+
+    Attributes:
+        name: of the library.
+        place: what it is, for errors.
+        sources: folder of the ``.cpp`` files that are compiled, and of all that they include.
+    """
+
+    name: str
+    place: str
+    sources: Path
+
+    def build(self, *, compiler: str | None = None, seconds: float = SECONDS_TO_COMPILE) -> Path:
+        """Gives the library, building it if there is none for these sources and this torch yet.
+
+        Several processes may build at once: each compiles to a file of its own and renames it, so a library is there
+        whole or not at all.
+
+        Args:
+            compiler: command of the C++ compiler; by default the variable CXX, else the first of `COMPILERS` there is.
+            seconds: how long it may take.
+
+        Returns:
+            Path of the library, in ``$XDG_CACHE_HOME/dnis_torchrec`` (default ``~/.cache/dnis_torchrec``).
+
+        Raises:
+            RuntimeError: if there is no compiler, it fails (its last words are quoted), or the library that is there
+                belongs to, or can be written by, somebody else.
+            OSError: if the cache folder cannot be written.
+        """
+        library = cache_folder() / f"{self.name}_{self._key()}.so"
+        if not library.exists():
+            command = compiler or find_compiler()
+            if command is None:
+                requirement = f"expected a C++ compiler: CXX or one of {COMPILERS}"
+                raise RuntimeError(
+                    describe(self.place, requirement, "none", "install one, for example the package g++")
+                )
+            library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._compile(command, library, seconds)
+        self._check_owner(library)
+        return library
+
+    def _compile(self, compiler: str, library: Path, seconds: float) -> None:
+        root = Path(torch.__file__).parent
+        handle, partial = tempfile.mkstemp(dir=library.parent, prefix=f".{library.name}.", suffix=".partial")
+        os.close(handle)
+        sources = [str(source) for source in sorted(self.sources.glob("*.cpp"))]
+        where = ["-isystem", str(root / "include"), f"-L{root / 'lib'}"]
+        command = [compiler, *FLAGS, *where, *sources, "-o", partial, "-ltorch_cpu", "-lc10"]
+        logger.info("compiling %s", library)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            if done.returncode:
+                words = "\n".join(done.stderr.strip().splitlines()[-20:])
+                remedy = f"try another compiler with CXX=..., or set {NO_COMPILE}=1 and go without"
+                raise RuntimeError(describe(self.place, f"expected {compiler} to compile it", f"\n{words}\n", remedy))
+            os.chmod(partial, 0o755)
+            os.replace(partial, library)
+        except subprocess.TimeoutExpired as error:
+            requirement = f"expected {compiler} to compile it within {seconds} s"
+            raise RuntimeError(describe(self.place, requirement, "nothing by then", f"set {NO_COMPILE}=1")) from error
+        finally:
+            Path(partial).unlink(missing_ok=True)
+
+    def _key(self) -> str:
+        """Hash of what is compiled; not of the compiler, so that a library outlives it, as in a slim serving image."""
+        parts = [str(torch.__version__), platform.machine(), *FLAGS]
+        digest = hashlib.sha256("\0".join(parts).encode())
+        for source in sorted(self.sources.iterdir()):
+            digest.update(source.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def _check_owner(self, library: Path) -> None:
+        """Code is loaded only from a file that nobody but its reader, or root, can have written."""
+        status = library.stat()
+        if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
+            requirement = "expected a library that only you or root can write"
+            raise RuntimeError(describe(f"{self.place} {str(library)!r}", requirement, "another", "remove it"))
+
+
+def find_compiler() -> str | None:
+    """Command of the C++ compiler that builds, or None."""
+    named = os.environ.get("CXX")
+    return next((path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None)
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: ``$XDG_CACHE_HOME/dnis_torchrec``, by default ``~/.cache/dnis_torchrec``."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "dnis_torchrec"
+
+
+def may_compile() -> bool:
+    """False if `NO_COMPILE` forbids it."""
+    return os.environ.get(NO_COMPILE, "0") in ("", "0")

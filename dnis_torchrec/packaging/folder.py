@@ -1,0 +1,87 @@
+"""The folder of a packaged model: package.json, which says what the model takes and hashes every other file.
+
+A package holds machine code, unlike an artifact: load only what you would run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.export.artifact import describe_file, new_folder
+
+FORMAT = "dnis-torchrec-package"
+FORMAT_VERSION = "1.0"
+MANIFEST = "package.json"
+FIELDS = ("kind", "model", "inputs", "feature_names", "num_dense", "is_weighted", "libraries", "files")
+
+
+@contextmanager
+def new_package(path: Path | str) -> Iterator[Path]:
+    """A folder that appears under `path` complete, or not at all.
+
+    Args:
+        path: the folder to make; missing parents are made too.
+
+    Yields:
+        The folder to fill.
+
+    Raises:
+        ValueError: if something stands at `path`.
+    """
+    taken = os.path.lexists(path)
+    check(
+        not taken, f"package {str(path)!r}", "expected a path that does not exist", "an existing one", "choose another"
+    )
+    with new_folder(path) as folder:
+        yield folder
+
+
+def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Writes package.json, adding format, version, and size and sha256 of every file that is there."""
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        **fields,
+        "files": {name: describe_file(folder, name) for name in names},
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[str, Any]:
+    """Reads package.json and checks every file that it lists.
+
+    Args:
+        path: the package's folder.
+        check_hashes: also read every file and compare its sha256.
+
+    Raises:
+        ValueError: if the folder is no package, of a newer version, or damaged; names the file.
+    """
+    folder, place = Path(path), f"package {str(path)!r}, file {MANIFEST!r}"
+    remedy = "package the model again"
+    check((folder / MANIFEST).is_file(), place, "expected a file", "none", "give a folder that `dnis package` wrote")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(describe(place, "expected JSON", error, remedy)) from error
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that `dnis package` wrote")
+    version = str(manifest.get("format_version"))
+    check(version.split(".")[0] == "1", place, "expected a format_version 1.x", version, "update dnis_torchrec")
+    missing = [field for field in FIELDS if field not in manifest]
+    check(not missing, place, "expected all fields", f"none of {missing}", remedy)
+    for name, entry in manifest["files"].items():
+        file, place = folder / name, f"package {str(path)!r}, file {name!r}"
+        inside = file.is_file() and file.resolve().is_relative_to(folder.resolve())
+        check(inside, place, "expected a file of the package", "none", remedy)
+        found = describe_file(folder, name) if check_hashes else {"bytes": file.stat().st_size}
+        for field, value in found.items():
+            check(value == entry[field], place, f"expected {field} {entry[field]}", value, remedy)
+    return manifest

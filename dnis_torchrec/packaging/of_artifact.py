@@ -1,0 +1,56 @@
+"""run_package: what `dnis package` does, from an artifact to a package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.export import read_manifest
+from dnis_torchrec.jobs import build_recipe, drop_in_
+from dnis_torchrec.packaging.package import write_package
+
+
+def run_package(
+    artifact: Path,
+    out: Path,
+    *,
+    recipe: str | None = None,
+    data: Path | None = None,
+    form: str = "csr",
+    kind: str = "aoti",
+    name: str | None = None,
+) -> Path:
+    """Packages the model of an artifact.
+
+    Args:
+        artifact: what `export` wrote, with its dense weights.
+        out: folder to make.
+        recipe: ``module:function`` of the model; the one that the artifact's manifest names by default.
+        data: folder of its data, as the recipe wants it.
+        form: the tables' form.
+        kind: ``"aoti"`` or ``"torchscript"``.
+        name: of the model; the recipe's function by default.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: if the artifact is damaged, names no recipe, or does not fit the recipe's model, and as
+            `write_package`.
+    """
+    run = read_manifest(artifact)["run"]
+    spec = recipe or run.get("recipe")
+    check(spec is not None, f"artifact {str(artifact)!r}", "expected the name of a recipe", "none", "give --recipe")
+    built = build_recipe(str(spec), data, seed=run.get("seed", 0), embedding_dim=run.get("embedding_dim"))
+    model = drop_in_(built.model, artifact, form=form)
+    with torch.no_grad():
+        return write_package(
+            model,
+            next(iter(built.data.test)),
+            out,
+            kind=kind,
+            name=name or str(spec).rpartition(":")[2],
+            described={"recipe": spec, "form": form},
+        )

@@ -1,0 +1,58 @@
+"""From an exported program to TorchScript.
+
+TorchRec's own classes do not script, but the graph that torch.export made of them is nothing but calls of operators,
+which TorchScript has too: it resolves overloads itself, so each call only has to name the operator.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+
+def to_torchscript(program: ExportedProgram) -> torch.jit.ScriptModule:
+    """Scripts an exported program.
+
+    Args:
+        program: what `export_graph` gave.
+
+    Returns:
+        A module of the same inputs that returns the prediction alone; its weights are buffers.
+
+    Example:
+        >>> program = torch.export.export(nn.Linear(2, 1), (torch.ones(3, 2),))
+        >>> to_torchscript(program)(torch.ones(3, 2)).shape
+        torch.Size([3, 1])
+    """
+    source = program.module(check_guards=False)
+    root, graph = nn.Module(), fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    for node in source.graph.nodes:
+        if node.op == "call_module" or _is_dead(node):
+            continue
+        if node.op == "output":
+            (outputs,) = node.args
+            graph.output(copies[outputs[0]])
+            continue
+        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+        if node.op == "get_attr":
+            name = f"constant_{len(root._buffers)}"
+            tensor: Any = reduce(getattr, node.target.split("."), source)
+            root.register_buffer(name, tensor.detach())
+            copies[node].target = name
+        elif isinstance(node.target, torch._ops.OpOverload):
+            copies[node].target = node.target.overloadpacket
+    with warnings.catch_warnings():
+        # about an annotation in the __init__ of torch's own GraphModule
+        warnings.filterwarnings("ignore", message="The TorchScript type system doesn't support instance-level")
+        return torch.jit.script(fx.GraphModule(root, graph))
+
+
+def _is_dead(node: fx.Node) -> bool:
+    """Whether nobody reads a pure result, as of operators that return several."""
+    return node.op == "call_function" and not node.users and not node.is_impure()

@@ -1,0 +1,127 @@
+"""Block structure: whole columns of a block are retained or dropped, by their mean square over the block's seen rows.
+
+Shapes: N rows of a table, D embedding_dim, S blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.budget import Budget, keep_within
+from dnis_torchrec.pruning.tables import PrunedTable
+from dnis_torchrec.reductions import Ranks
+
+_LIMB_BITS = 28
+"""Two integers of so many bits hold a square as a fraction of its column's largest one. Sums of 2^35 rows fit int64."""
+
+
+def kept_columns(
+    tables: list[PrunedTable], blocks: RowBlocks, limit: Budget | float, scope: str, ranks: Ranks
+) -> dict[str, Tensor]:
+    """Chooses columns: what a budget affords, or what lies above a threshold. The same on every rank.
+
+    Args:
+        tables: to choose from.
+        blocks: their blocks.
+        limit: a budget, or a root mean square up to which columns are dropped.
+        scope: ``"global"`` or ``"table"``, see `prune`.
+        ranks: that hold the tables.
+
+    Returns:
+        table -> ``(S, D)`` bool.
+    """
+    scores = {table.name: mean_squares(table, ranks) for table in tables}
+    if not isinstance(limit, Budget):
+        return {name: score > limit**2 for name, score in scores.items()}
+    names = [table.name for table in tables]
+    if scope == "global":
+        return _keep_columns_within(names, scores, limit.column_costs, limit.amount)
+    share = limit.share(blocks)
+    kept: dict[str, Tensor] = {}
+    for name in names:
+        cost = limit.column_costs[name]
+        amount = share * float(cost.sum()) * scores[name].shape[1]
+        kept |= _keep_columns_within([name], scores, limit.column_costs, amount)
+    return kept
+
+
+@torch.no_grad()
+def keep_columns_(table: PrunedTable, kept: Tensor) -> None:
+    """Zeroes the other columns, and rows of no block, in this rank's shards. Local, no collective."""
+    padded = torch.cat([kept, torch.zeros(1, kept.shape[1], dtype=torch.bool)])
+    for part, rows, columns in table.chunks():
+        part.mul_(padded[table.blocks_of(rows), columns].to(part.device))
+
+
+def nonzero_columns(table: PrunedTable, ranks: Ranks) -> Tensor:
+    """``(S, D)`` bool: columns of blocks with at least one value that is not zero. One reduction over ranks."""
+    return _largest_squares(table, ranks) > 0
+
+
+def mean_squares(table: PrunedTable, ranks: Ranks) -> Tensor:
+    """Mean square of every column of every block over its seen rows. Two reductions over ranks.
+
+    Floating point sums depend on their order, and so on how rows are spread over ranks. Here every square is an integer
+    multiple of 2^-56 of (the power of two above) the largest square of its column, kept in two integers, whose sums do
+    not: any sharding gives the same bits.
+
+    Returns:
+        ``(S, D)`` float64.
+    """
+    largest = _largest_squares(table, ranks)
+    unit = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)  # a power of two, exactly
+    limbs = torch.zeros(2, *_padded_shape(table), dtype=torch.int64)
+    padded = torch.cat([unit, torch.ones(1, unit.shape[1], dtype=torch.float64)])
+    for part, rows, columns in table.counted_chunks():
+        block = table.blocks_of(rows)
+        scaled = _seen_squares(table, part, rows).div_(padded[block, columns]).mul_(2.0**_LIMB_BITS)
+        high = scaled.floor()
+        limbs[0, :, columns].index_add_(0, block, high.long())
+        limbs[1, :, columns].index_add_(0, block, scaled.sub_(high).mul_(2.0**_LIMB_BITS).round_().long())
+    high, low = ranks.sum_(limbs)[:, : table.routing.num_blocks].double()
+    sums = (high + low / 2.0**_LIMB_BITS) / 2.0**_LIMB_BITS * unit
+    return sums / _num_seen_rows(table).clamp(min=1).unsqueeze(1)
+
+
+def _largest_squares(table: PrunedTable, ranks: Ranks) -> Tensor:
+    """``(S, D)`` float64: the largest square of a seen row in every column of every block."""
+    largest = torch.zeros(_padded_shape(table), dtype=torch.float64)
+    for part, rows, columns in table.counted_chunks():
+        squares = _seen_squares(table, part, rows)
+        index = table.blocks_of(rows).unsqueeze(1).expand_as(squares)
+        largest[:, columns].scatter_reduce_(0, index, squares, "amax")
+    return ranks.max_(largest)[: table.routing.num_blocks]
+
+
+def _seen_squares(table: PrunedTable, part: Tensor, rows: slice) -> Tensor:
+    squares = part.cpu().double().square_()
+    squares[table.counts[rows] == 0] = 0
+    return squares
+
+
+def _padded_shape(table: PrunedTable) -> tuple[int, int]:
+    """One row more than there are blocks, for rows of no block."""
+    return table.routing.num_blocks + 1, table.config.embedding_dim
+
+
+def _num_seen_rows(table: PrunedTable) -> Tensor:
+    """``(S,)`` float64. Every rank has all counts, so nothing is reduced."""
+    total = torch.zeros(table.routing.num_blocks + 1, dtype=torch.int64)
+    step = 1 << 16
+    for first in range(0, table.config.num_embeddings, step):
+        rows = slice(first, min(first + step, table.config.num_embeddings))
+        total.index_add_(0, table.blocks_of(rows), (table.counts[rows] > 0).long())
+    return total[: table.routing.num_blocks].double()
+
+
+def _keep_columns_within(
+    names: list[str], scores: Mapping[str, Tensor], costs: Mapping[str, Tensor], amount: float
+) -> dict[str, Tensor]:
+    flat = torch.cat([scores[name].flatten() for name in names])
+    cost = torch.cat([costs[name].repeat_interleave(scores[name].shape[1]) for name in names])
+    kept = keep_within(flat, cost, amount).split([scores[name].numel() for name in names])
+    return {name: part.view(scores[name].shape) for name, part in zip(names, kept, strict=True)}

@@ -1,0 +1,39 @@
+"""RetainedMask: pruned values stay zero while the retained ones train on."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dnis_torchrec.table_shards import collections, local_shards
+
+
+class RetainedMask:
+    """Holds pruned values at zero while the retained ones train on (masked fine-tuning).
+
+    One bool per value of this rank's shards. Gradients of dense (data_parallel) tables are masked before the optimizer
+    sees them, so its state stays clean; fused optimizers apply their update inside backward, so their result is masked
+    afterwards. NOTE[DIFF]: the row-wise state of a fused row-wise optimizer still averages over pruned columns.
+
+    Args:
+        model: a pruned model, sharded or not; what is zero now stays zero.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shards = [shard for module in collections(model).values() for shard in local_shards(module)]
+        self._masks = [shard.weight != 0 for shard in self._shards]
+        storages = {shard.weight.data_ptr(): index for index, shard in enumerate(self._shards)}
+        self._dense = [(p, storages[p.data_ptr()]) for p in model.parameters() if p.data_ptr() in storages]
+
+    @torch.no_grad()
+    def hold_gradients_(self) -> None:
+        """Zeroes the gradients of pruned values; call before the optimizer's step."""
+        for parameter, index in self._dense:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._masks[index])
+
+    @torch.no_grad()
+    def hold_(self) -> None:
+        """Zeroes pruned values; call after the optimizer's step."""
+        for shard, mask in zip(self._shards, self._masks, strict=True):
+            shard.weight.mul_(mask)

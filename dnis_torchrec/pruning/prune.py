@@ -1,0 +1,116 @@
+"""prune: from a merged model and a requested size to a pruned model and its scheme."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.budget import Budget, Size
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.pruning.columns import keep_columns_, kept_columns, nonzero_columns
+from dnis_torchrec.pruning.elements import keep_above_, keep_largest_of_tables_, num_elements
+from dnis_torchrec.pruning.schemes import scheme_of
+from dnis_torchrec.pruning.tables import PrunedTable, pruned_tables, zero_never_seen_
+from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.scheme import MixedDimensionScheme
+
+STRUCTURES = ("element", "block")
+
+
+@torch.no_grad()
+def prune(
+    model: nn.Module,
+    blocks: RowBlocks,
+    counts: FrequencyCounts,
+    *,
+    size: Size | None = None,
+    threshold: float | None = None,
+    structure: str = "block",
+    scope: str = "global",
+) -> MixedDimensionScheme:
+    """Zeroes what is not retained, in place, and says what is retained.
+
+    Two structures. ``"element"``: single values, the largest magnitudes stay (paper, eq. 7: ``|E~| < eps -> 0``).
+    ``"block"``: whole columns of a block, by mean square over the block's seen rows; no padding in the
+    mixed-dimension form. Rows never seen in training are zeroed in both. Tables are walked a few rows at a time:
+    nothing of a table's size is ever allocated, only a byte per row.
+
+    Distributed: every rank of the model calls it and changes its own shards (row-wise, column-wise, table-wise or grid)
+    or its copy of a data_parallel table; blocks and counts are those of the whole tables on every rank. What is
+    reduced over ranks are histograms, scores of columns and a byte per row, never a value of a table. Every rank gets
+    the same scheme, bit for bit that of one process with the same tables.
+
+    Args:
+        model: a merged model (see `merge_`); its tables change. A collection that has no table in `blocks`, such as one
+            that `prepare_` left out, stays as it is and out of the scheme.
+        blocks: blocks of its tables.
+        counts: training counts; rows that were never seen are zeroed.
+        size: how much to retain. With structure ``"element"`` a number of parameters, or of CSR bytes, is met to the
+            value; with ``"block"`` the largest set of columns that fits is kept.
+        threshold: instead of a size: magnitudes (root mean squares of columns) up to this are dropped. 0 drops zeros
+            only.
+        structure: ``"block"`` or ``"element"``.
+        scope: ``"global"``: one budget for all tables; ``"table"``: each table is brought to the same ratio.
+
+    Returns:
+        The scheme, to `export` with the model.
+
+    Raises:
+        ValueError: for an unknown structure or scope, not exactly one of size and threshold, a size that cannot be met,
+            a model without a collection, or a NaN or infinity in a table of any rank; no table has changed then.
+        NotImplementedError: for element structure with bytes of a form other than CSR, or tables of which some ranks
+            hold copies and some do not.
+        RuntimeError: if the model is not merged yet.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> from dnis_torchrec.blocking import blocks_from_counts
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
+        >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
+        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
+        >>> ebc = EmbeddingBagCollection(tables=[table])
+        >>> prune(ebc, blocks, counts, size=Size(parameters=6), structure="element").parameters
+        6
+    """
+    check(structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(structure))
+    check(scope in ("global", "table"), "scope", "expected 'global' or 'table'", repr(scope))
+    wanted = _size_or_threshold(size, threshold)
+    tables, ranks = pruned_tables(model, blocks, counts)
+    if structure == "element":
+        _prune_elements_(tables, blocks, wanted, scope, ranks)
+        return scheme_of(tables, {table.name: nonzero_columns(table, ranks) for table in tables}, ranks)
+    limit = Budget.of(wanted, blocks) if isinstance(wanted, Size) else wanted  # raises before a table changes
+    zero_never_seen_(tables)
+    kept = kept_columns(tables, blocks, limit, scope, ranks)
+    for table in tables:
+        keep_columns_(table, kept[table.name])
+    return scheme_of(tables, kept, ranks)
+
+
+def _size_or_threshold(size: Size | None, threshold: float | None) -> Size | float:
+    if size is not None and threshold is None:
+        return size
+    if size is None and threshold is not None:
+        check(threshold >= 0, "threshold", "expected a number >= 0", threshold)
+        return threshold
+    raise ValueError(describe("prune", "expected exactly one of size and threshold", (size, threshold)))
+
+
+def _prune_elements_(
+    tables: list[PrunedTable], blocks: RowBlocks, wanted: Size | float, scope: str, ranks: Ranks
+) -> None:
+    if not isinstance(wanted, Size):
+        zero_never_seen_(tables)
+        keep_above_(tables, wanted)
+        return
+    num_keep = num_elements(wanted, blocks)  # raises before a table changes
+    zero_never_seen_(tables)
+    if scope == "global":
+        keep_largest_of_tables_(tables, num_keep, ranks)
+        return
+    total = sum(table.num_values for table in tables)
+    for table in tables:
+        keep_largest_of_tables_([table], num_keep * table.num_values // total, ranks)

@@ -1,0 +1,302 @@
+"""SearchLoop: the epochs of a search, saved as they go, so that a search that is killed goes on as if nothing had been.
+
+after every epoch, and every so many lower steps     a checkpoint: tensors, both streams' places, and the values below
+at the end                                           back to the weights and alpha of the best epoch's checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+
+from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.checkpoint import (
+    ON_ERROR,
+    CheckpointFolder,
+    CheckpointSaver,
+    PlacedTensor,
+    TrainingState,
+)
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.level_schedule import BilevelStream
+from dnis_torchrec.ranks import rank_of, world_size_of
+from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.train_pipeline import BilevelTrainPipeline
+from dnis_torchrec.training import evaluate
+
+STOP_INTERVAL = 8
+"""Steps after which several ranks ask each other whether one was told to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """How a search saves itself.
+
+    Attributes:
+        every_steps: lower steps between two checkpoints, besides the one at the end of every epoch; 0 for no more.
+        keep_last: checkpoints that are kept, besides the one of the best epoch.
+        on_error: what to do when one cannot be written, as on a full disk: ``"stop"`` or ``"continue"``. The last good
+            one stays either way.
+        resume: go on from the latest checkpoint, if there is one.
+    """
+
+    every_steps: int = 0
+    keep_last: int = 2
+    on_error: str = "stop"
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.every_steps >= 0, "checkpoint_every", "expected a number of steps >= 0", self.every_steps)
+        check(self.keep_last >= 1, "keep_checkpoints", "expected at least 1", self.keep_last)
+        check_known("on_save_error", self.on_error, ON_ERROR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """What one epoch of a search came to; one line of the history.
+
+    Attributes:
+        epoch: from 0.
+        step: lower steps so far.
+        train_loss: mean over the epoch and all ranks.
+        selection_loss: on the selection split.
+        alpha_mean: mean of alpha, weighted by what each value costs.
+        alpha_density: share of values whose alpha is not zero.
+        pressure: lambda.
+    """
+
+    epoch: int
+    step: int
+    train_loss: float
+    selection_loss: float
+    alpha_mean: float
+    alpha_density: float
+    pressure: float
+
+
+@dataclass
+class SearchEvents:
+    """Who wants to know how a search goes; every call is optional.
+
+    Attributes:
+        on_start: called with the number of lower steps of an epoch, the counts and the blocks, before training.
+        on_resume: called after that with the number of lower steps and the history that a checkpoint had.
+        on_step: called after every lower step with its loss and the density of alpha.
+        on_epoch: called with the record of every epoch.
+        on_alpha: called after that with the record, alpha (embedding_dim -> ``(A, D)``, to be read only) and whether
+            it was the last epoch.
+        should_stop: asked after every step; True saves the state and ends the search.
+    """
+
+    on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = field(default=lambda steps, counts, blocks: None)
+    on_resume: Callable[[int, Sequence[EpochRecord]], None] = field(default=lambda steps, history: None)
+    on_step: Callable[[float, float], None] = field(default=lambda loss, density: None)
+    on_epoch: Callable[[EpochRecord], None] = field(default=lambda record: None)
+    on_alpha: Callable[[EpochRecord, Mapping[int, Tensor], bool], None] = field(
+        default=lambda record, alpha, is_last: None
+    )
+    should_stop: Callable[[], bool] = field(default=lambda: False)
+
+
+class SearchInterrupted(RuntimeError):
+    """The search was asked to stop; its state was saved first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best epoch so far, by the selection loss.
+
+    Attributes:
+        epoch: its number; -1 before there is one.
+        step: number of its checkpoint.
+        loss: selection loss.
+    """
+
+    epoch: int = -1
+    step: int = -1
+    loss: float = math.inf
+
+
+class SearchLoop:
+    """Steps, evaluates and saves a search until the selection loss stops improving.
+
+    Distributed: all ranks run the same loop. A step adds nothing to what the pipeline does; every `STOP_INTERVAL` steps
+    ranks exchange one number, and at the end of an epoch two.
+
+    Args:
+        pipeline: before its first step.
+        stream: what it reads.
+        recipe: selection split and loss.
+        folder: where checkpoints go; all ranks have to see it.
+        saving: when, and what to do about errors.
+        epochs: epochs at most.
+        warm_up_epochs: of them, those that cannot be the best one.
+        patience: epochs without a better selection loss before stopping.
+        steps_per_epoch: lower steps of an epoch.
+        events: who listens.
+        after_warm_up: called once, between the last epoch of the warm-up and its checkpoint.
+
+    Attributes:
+        history: one record per epoch.
+        best: the best epoch after the ramp.
+        seconds_before: what earlier attempts had taken until the checkpoint that this one went on from.
+    """
+
+    def __init__(
+        self,
+        pipeline: BilevelTrainPipeline,
+        stream: BilevelStream[Batch],
+        recipe: Recipe,
+        folder: Path,
+        saving: Saving,
+        *,
+        epochs: int,
+        warm_up_epochs: int,
+        patience: int,
+        steps_per_epoch: int,
+        events: SearchEvents,
+        after_warm_up: Callable[[], object] | None = None,
+    ) -> None:
+        self._after_warm_up = after_warm_up
+        self._pipeline, self._stream, self._recipe, self._events = pipeline, stream, recipe, events
+        self._folder, self._saving = CheckpointFolder(folder, keep_last=saving.keep_last), saving
+        self._epochs, self._warm_up_epochs, self._patience = epochs, warm_up_epochs, patience
+        self._steps_per_epoch = steps_per_epoch
+        self.history: list[EpochRecord] = []
+        self.best = self._best_before = Best()
+        self._epoch, self._is_over = 0, False
+        self._started, self.seconds_before = time.monotonic(), 0.0
+        # Sum and number of the epoch's losses on this rank.
+        self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
+
+    def run(self) -> None:
+        """Runs what is left of the search, and ends with the weights and alpha of the best epoch.
+
+        Raises:
+            SearchInterrupted: if a rank was asked to stop; the state was saved.
+            CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
+            NonFiniteError: if training diverges.
+            ValueError: if the checkpoint to resume from is damaged or of another search.
+        """
+        latest = self._folder.latest() if self._saving.resume else None
+        if latest is not None:
+            self._restore(latest)
+        with CheckpointSaver(self._folder, on_error=self._saving.on_error) as saver:
+            while self._epoch < self._epochs and not self._is_over:
+                self._train_epoch(saver)
+                self._end_epoch(saver)
+            self._wait(saver)
+        self._pipeline.detach()
+        if self.best.step >= 0:
+            self._pipeline.restore_weights(self._folder.path_of(self.best.step))
+
+    @property
+    def _steps(self) -> int:
+        return self._pipeline.lower_steps + self._pipeline.upper_steps
+
+    def _train_epoch(self, saver: CheckpointSaver) -> None:
+        pipeline, every = self._pipeline, self._saving.every_steps
+        steps_until = self._stream.schedule.steps_for((self._epoch + 1) * self._steps_per_epoch)
+        while self._steps < steps_until:
+            before = pipeline.lower_steps
+            loss = pipeline.progress(self._stream)[0]
+            is_lower = pipeline.lower_steps > before
+            if is_lower:
+                self._losses += torch.stack([loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)])
+                self._events.on_step(float(loss), pipeline.alpha_optimizer.last_density)
+            if self._is_stop_requested():
+                self._save(saver)
+                saver.wait()
+                saved = self._folder.path_of(self._steps)
+                place = f"epoch {self._epoch}, lower step {pipeline.lower_steps}"
+                raise SearchInterrupted(
+                    f"{place}: stopped on request; everything is saved in {saved}, --resume goes on"
+                )
+            if is_lower and every and pipeline.lower_steps % every == 0 and self._steps < steps_until:
+                self._save(saver)
+
+    def _end_epoch(self, saver: CheckpointSaver) -> None:
+        pipeline, recipe, epoch = self._pipeline, self._recipe, self._epoch
+        with pipeline.detached() as model:
+            selection_loss = evaluate(model, recipe.data.selection, recipe.loss, pipeline.device)["loss"]
+        record = EpochRecord(
+            epoch=epoch,
+            step=pipeline.lower_steps,
+            train_loss=self._mean_loss(),
+            selection_loss=selection_loss,
+            alpha_mean=pipeline.alpha_optimizer.mean(),
+            alpha_density=pipeline.alpha_optimizer.density(),
+            pressure=pipeline.alpha_optimizer.pressure_now,
+        )
+        self.history.append(record)
+        self._epoch += 1
+        if self._epoch == self._warm_up_epochs and self._after_warm_up is not None:
+            self._after_warm_up()
+        self._events.on_epoch(record)
+        if pipeline.alpha_optimizer.is_released and epoch >= self._warm_up_epochs:
+            if selection_loss < self.best.loss:
+                self._best_before = self.best
+                self.best = Best(epoch=epoch, step=self._steps, loss=selection_loss)
+            self._is_over = self.best.epoch >= 0 and epoch - self.best.epoch >= self._patience
+        self._save(saver)
+        alpha = {dim: pipeline.alpha.of(dim) for dim in pipeline.alpha.dims}
+        self._events.on_alpha(record, alpha, self._is_over or self._epoch == self._epochs)
+
+    def _wait(self, saver: CheckpointSaver) -> None:
+        """An epoch whose checkpoint could not be written cannot be gone back to."""
+        saver.wait()
+        if self.best.step in saver.failed_steps:
+            self.best = self._best_before
+
+    def _mean_loss(self) -> float:
+        if world_size_of(self._pipeline.process_group) > 1:
+            dist.all_reduce(self._losses, group=self._pipeline.process_group)
+        mean = float(self._losses[0] / self._losses[1])
+        self._losses.zero_()
+        return mean
+
+    def _is_stop_requested(self) -> bool:
+        wanted = self._events.should_stop()
+        group = self._pipeline.process_group
+        if world_size_of(group) == 1:
+            return wanted
+        if self._steps % STOP_INTERVAL:
+            return False
+        any_wants = torch.tensor(float(wanted), device=self._pipeline.device)
+        dist.all_reduce(any_wants, group=group)
+        return bool(any_wants > 0)
+
+    def _tensors(self) -> dict[str, PlacedTensor]:
+        return {f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)}
+
+    def _save(self, saver: CheckpointSaver) -> None:
+        self._wait(saver)
+        state = self._pipeline.state(self._stream)
+        # JSON has no infinity: a best epoch that is not there is left out.
+        best = asdict(self.best) if self.best.step >= 0 else None
+        own: dict[str, Any] = {"epoch": self._epoch, "is_over": self._is_over, "best": best}
+        own["seconds"] = self.seconds_before + time.monotonic() - self._started
+        own["history"] = [asdict(record) for record in self.history]
+        whole = TrainingState(
+            tensors={**state.tensors, **self._tensors()},
+            tables=state.tables,
+            values={**state.values, "search": own},
+        )
+        saver.save(self._steps, whole, keep=(self.best.step, self._best_before.step))
+
+    def _restore(self, path: Path) -> None:
+        own = self._pipeline.restore(path, self._stream, self._tensors())["search"]
+        self._epoch, self._is_over, self.seconds_before = own["epoch"], own["is_over"], own["seconds"]
+        self.best = self._best_before = Best(**own["best"] or {})
+        self.history = [EpochRecord(**record) for record in own["history"]]
+        self._events.on_resume(self._pipeline.lower_steps, tuple(self.history))

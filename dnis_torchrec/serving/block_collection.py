@@ -1,0 +1,261 @@
+"""BlockCollection: what the mixed-dimension modules have in common, whatever precision their tables have.
+
+Shapes: B batch, D embedding_dim, S blocks, R retained dims of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.bag_splitting import select_features
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.bag_routing import BagRouter
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, name_unknown_id
+from dnis_torchrec.serving.mixed_dimension_operator import BlockLayout, load_mixed_dimension_operator
+
+
+def stored_blocks(table: TableScheme) -> dict[int, tuple[int, int]]:
+    """Blocks that the mixed-dimension form stores: those with rows and retained dims.
+
+    Returns:
+        Block -> shape ``(rows, R)`` of its table.
+    """
+    rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
+    return {s: (rows[s], dims[s]) for s in range(table.routing.num_blocks) if rows[s] and dims[s]}
+
+
+def stored_width(dim: int, multiple: int) -> int:
+    """Columns that a block of R retained dims takes in a kernel that wants multiples.
+
+    Example:
+        >>> stored_width(5, 4), stored_width(8, 4)
+        (8, 8)
+    """
+    return -(-dim // multiple) * multiple
+
+
+class BlockCollection(EmbeddingBagCollectionInterface):
+    """Bags of logical tables, looked up in a stock table per block; see the two modules that derive from it.
+
+    With the compiled operator, on a CPU, and where no gradient is wanted, one pass reads the stock tables. Otherwise
+    one bucketise call cuts the bags by block, the stock collection pools them, and the columns are added to their
+    places: so it trains, is sharded, and runs on GPUs.
+
+    Args:
+        scheme: the tables of ONE collection of a model.
+        dim_multiple: widths of the blocks' tables are rounded up to it; the further columns are never read.
+        data_type: of the blocks' tables.
+        bits: of one of their values.
+        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
+
+    Raises:
+        ValueError: if the scheme holds no table, or tables of several collections; for other `unknown_ids`.
+    """
+
+    def __init__(
+        self, scheme: MixedDimensionScheme, *, dim_multiple: int, data_type: DataType, bits: int, unknown_ids: str
+    ) -> None:
+        super().__init__()
+        check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"expected one of {UNKNOWN_IDS}", repr(unknown_ids))
+        self._scheme, self._logical = scheme, LogicalTables.of(scheme)
+        self._bits, self._zero_unknown = bits, unknown_ids == "zero"
+        shapes = {name: stored_blocks(table) for name, table in scheme.tables.items()}
+        most = max(table.routing.num_blocks for table in scheme.tables.values())
+        self._stored = [(name, s) for s in range(most) for name in scheme.tables if s in shapes[name]]
+        readers = [
+            (index, s)
+            for s in range(most)
+            for index, table in enumerate(self._logical.tables)
+            if s in shapes[table.name]
+        ]
+        self._physical = [
+            EmbeddingBagConfig(
+                name=f"{name}/b{s}",
+                num_embeddings=shapes[name][s][0],
+                embedding_dim=stored_width(shapes[name][s][1], dim_multiple),
+                feature_names=[
+                    f"{self._logical.names[index]}/b{s}"
+                    for index, table in enumerate(self._logical.tables)
+                    if table.name == name
+                ],
+                data_type=data_type,
+            )
+            for name, s in self._stored
+        ]
+        self.router = BagRouter(self._logical, readers, unknown_ids=unknown_ids)
+        self.merge = BlockMerge(self._logical, readers, dim_multiple=dim_multiple)
+        self.blocks: nn.Module | None = None
+        self._layout = BlockLayout.of(self._logical, self._stored, self.router.positions)
+        self._compiled = load_mixed_dimension_operator()
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up.
+
+        Args:
+            features: the bags, with weights if the collection is weighted.
+
+        Returns:
+            Pooled embeddings, D per key.
+
+        Raises:
+            ValueError: if a feature or the weights are missing or, on CPU, an id is unknown and has to raise.
+            NotImplementedError: if the features of the batch differ in stride.
+        """
+        if self._is_compiled_on(features.values()):
+            return self._logical.keyed(self._lookup(features))
+        split = self.router(features)
+        return self.merge(None if self.blocks is None else self.blocks(split), features)
+
+    def _stock_tables(self) -> list[Tensor] | None:
+        """The stored tables in the order of `_stored`; None where something else than the stock module holds them."""
+        raise NotImplementedError
+
+    def _wants_gradient(self) -> bool:
+        raise NotImplementedError
+
+    def _is_compiled_on(self, ids: Tensor) -> bool:
+        if not self._compiled or self._wants_gradient() or self._stock_tables() is None:
+            return False
+        return ids.device.type == "cpu"
+
+    def lookup(self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no KeyedJaggedTensor.
+
+        Args:
+            ids: ``(I,)`` int32 or int64: the bags of the first feature, then those of the second, and so on.
+            offsets: ``(F * B + 1,)`` int32 or int64: where each bag begins, and the number of ids.
+            per_sample_weights: ``(I,)`` float32.
+
+        Returns:
+            ``(B, sum of D over features)`` float32.
+
+        Raises:
+            ValueError: if an id is unknown and has to raise.
+        """
+        batch_size = (offsets.numel() - 1) // len(self._logical.features)
+        if self._is_compiled_on(ids):
+            return self._pooled(ids, offsets, per_sample_weights, None, batch_size)
+        keys = self._logical.features
+        bags = KeyedJaggedTensor(keys, ids, per_sample_weights, offsets=offsets, stride=batch_size)
+        return self(bags).values()
+
+    def _lookup(self, features: KeyedJaggedTensor) -> Tensor:
+        logical = self._logical
+        keys = None if features.keys() == logical.features else logical.positions(features)
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+            select_features(features, logical.features)  # says why this is refused
+        weights = logical.weights_of(features)
+        return self._pooled(features.values(), features.offsets(), weights, keys, features.stride())
+
+    def _pooled(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+    ) -> Tensor:
+        try:
+            return self._layout.lookup(
+                ids,
+                offsets,
+                weights,
+                self._stock_tables() or [],
+                keys,
+                batch_size=batch_size,
+                bits=self._bits,
+                zero_unknown=self._zero_unknown,
+            )
+        except ValueError:
+            if not self._zero_unknown:
+                first = offsets[::batch_size].tolist()
+                positions = keys or range(len(self._logical.features))
+                name_unknown_id(self._logical, [ids[first[key] : first[key + 1]] for key in positions])
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes the operator there in a process that received the module from another."""
+        super().__setstate__(state)
+        self._compiled = load_mixed_dimension_operator()
+
+    def _check_block(self, table: str, block: int) -> tuple[str, tuple[int, int]]:
+        """Place of a stored block in errors, and its shape ``(rows, R)``."""
+        check_known("table", table, self._scheme.tables)
+        place, shapes = f"table {table!r}, block {block}", stored_blocks(self._scheme.tables[table])
+        check(block in shapes, place, "expected a block with rows and retained dims", "one without")
+        return place, shapes[block]
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
+        return self._logical.configs
+
+    def physical_embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables that exist: ``"<table>/b<s>"`` with a block's rows and its columns."""
+        return self._physical
+
+    def table_bytes(self) -> int:
+        """Bytes of all tables, and of the maps that tell where a row is."""
+        maps = {id(map_): map_.nbytes for map_ in self.router.positions if map_ is not None}
+        return sum(table.nbytes for table in self._stock_tables() or []) + sum(maps.values())
+
+    def is_weighted(self) -> bool:
+        """Whether bags carry per-sample weights."""
+        return self._logical.is_weighted
+
+
+class BlockMerge(nn.Module):
+    """Adds what each block's table gave to its columns of the output; divides MEAN tables by L. Local, no parameter.
+
+    A module of its own, so that TorchRec's tracer takes it for a leaf and pipelines the lookup before it.
+
+    Args:
+        logical: the tables and who reads them.
+        stored: (index of a feature, block) of every key that is pooled, in order.
+        dim_multiple: as for `BlockCollection`.
+
+    Shape:
+        - Input: KeyedTensor of the keys, in any order, and the bags that were pooled.
+        - Output: KeyedTensor of ``(B, sum of D over features)``.
+    """
+
+    columns: Tensor
+    kept: Tensor | None
+
+    def __init__(self, logical: LogicalTables, stored: list[tuple[int, int]], *, dim_multiple: int) -> None:
+        super().__init__()
+        self._logical, self._width = logical, sum(logical.dims)
+        self._keys = [f"{logical.names[feature]}/b{s}" for feature, s in stored]
+        first_columns, columns, kept, first = logical.first_columns, [], [], 0
+        for feature, s in stored:
+            of_block = logical.tables[feature].columns(s)
+            columns.append(first_columns[feature] + of_block)
+            kept.append(first + torch.arange(len(of_block)))
+            first += stored_width(len(of_block), dim_multiple)
+        none = [torch.empty(0, dtype=torch.int64)]
+        self.register_buffer("columns", torch.cat(columns or none), persistent=False)
+        is_whole = first == self.columns.numel()
+        self.register_buffer("kept", None if is_whole else torch.cat(kept), persistent=False)
+
+    def forward(self, pooled: KeyedTensor | None, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Merges the blocks' parts.
+
+        Args:
+            pooled: what the blocks' tables gave; None if nothing is stored.
+            features: the bags as they came.
+        """
+        merged = torch.zeros(features.stride(), self._width, device=features.values().device)
+        if pooled is not None:
+            values = self._in_order(pooled)
+            if self.kept is not None:
+                values = values.index_select(1, self.kept)
+            merged = merged.index_add(1, self.columns, values)
+        return self._logical.keyed(self._logical.divide_means_(merged, features))
+
+    def _in_order(self, pooled: KeyedTensor) -> Tensor:
+        """Values in the order of the keys; a sharded collection may group its keys by sharding type."""
+        if pooled.keys() == self._keys:
+            return pooled.values()
+        by_key = pooled.to_dict()
+        return torch.cat([by_key[key] for key in self._keys], dim=1)

@@ -1,0 +1,166 @@
+"""The CSR lookup on a GPU: a Triton kernel with the bits of the CPU's operator.
+
+NOTE: written against Triton 3.9, compiled for sm_90 and tested through Triton's interpreter, on the CPU; it was not run
+on a GPU yet.
+
+Shapes: B batch, F features, I ids of a batch, n rows of a shard, D embedding_dim, V values of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch comes without
+    triton = None
+
+COLUMNS_PER_PROGRAM = 128
+"""Output columns that one program adds up; wider tables take several programs per bag."""
+VALUES_PER_STEP = 16
+"""Values of a row that a program takes at a time."""
+
+
+def triton_csr_embedding_bag(
+    ids: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    tables: Sequence[Tensor],
+    layout: Tensor,
+    keys: Sequence[int] | None,
+    batch_size: int,
+    width: int,
+    zero_unknown: bool,
+) -> Tensor:
+    """`torch_csr_embedding_bag` for tables that lie on a GPU, in one shard each.
+
+    One program per bag and feature adds the rows of the bag in the order of its ids; nothing is added atomically, so
+    the result is the same every time. Where a row's values belong is found by comparing its columns with all of the
+    output's: no two threads ever write to one place.
+
+    Args:
+        ids: ``(I,)``; this and all that follows as for `torch_csr_embedding_bag`, every tensor on the GPU.
+        offsets: ``(keys * B + 1,)``; they are trusted.
+        per_sample_weights: ``(I,)`` or None.
+        tables: buffers of all tables.
+        layout: ``(F, 5)``; rather on the CPU, because reading it from the GPU waits for the GPU.
+        keys: positions of keys, or None.
+        batch_size: B.
+        width: output columns.
+        zero_unknown: what becomes of unknown ids.
+
+    Returns:
+        ``(B, width)`` float32.
+
+    Raises:
+        RuntimeError: for an unknown id unless `zero_unknown`; on a GPU later and for the whole process, as an
+            asynchronous assertion is.
+        NotImplementedError: for tables of several shards.
+    """
+    out = torch.empty(batch_size, width, device=ids.device)
+    shards = _split_shards(tables)
+    for feature, (first_shard, num_shards, first_column, embedding_dim, is_mean) in enumerate(layout.tolist()):
+        if num_shards != 1:
+            raise NotImplementedError(f"feature {feature}: supported on a GPU is one shard per table, got {num_shards}")
+        values, columns, row_pointers, scales = shards[first_shard]
+        first_offset = (feature if keys is None else keys[feature]) * batch_size
+        num_rows = row_pointers.numel() - 1
+        if not zero_unknown:
+            _assert_rows(ids, offsets, first_offset, batch_size, num_rows)
+        if batch_size == 0 or embedding_dim == 0:
+            continue
+        _kernel[(batch_size, triton.cdiv(embedding_dim, COLUMNS_PER_PROGRAM))](
+            ids,
+            offsets,
+            ids if per_sample_weights is None else per_sample_weights,
+            values,
+            columns,
+            row_pointers,
+            values if scales is None else scales,
+            out,
+            first_offset,
+            num_rows,
+            width,
+            first_column,
+            embedding_dim,
+            is_mean=bool(is_mean),
+            has_weights=per_sample_weights is not None,
+            has_scales=scales is not None,
+            columns_per_program=COLUMNS_PER_PROGRAM,
+            values_per_step=VALUES_PER_STEP,
+            enable_fp_fusion=False,  # a fused multiply-add would round otherwise than the CPU's operator
+        )
+    return out
+
+
+def _split_shards(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    shards, rest = [], iter(tensors)
+    for values in rest:
+        scaled = values.dtype == torch.int8
+        shards.append((values, next(rest), next(rest), next(rest) if scaled else None))
+    return shards
+
+
+def _assert_rows(ids: Tensor, offsets: Tensor, first_offset: int, batch_size: int, num_rows: int) -> None:
+    """Asserts, without waiting for the GPU, that the ids of one feature are rows of its table."""
+    position = torch.arange(ids.numel(), device=ids.device)
+    of_others = (position < offsets[first_offset]) | (position >= offsets[first_offset + batch_size])
+    torch._assert_async(((ids >= 0) & (ids < num_rows) | of_others).all())
+
+
+def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
+    ids,
+    offsets,
+    weights,
+    values,
+    columns,
+    row_pointers,
+    scales,
+    out,
+    first_offset,
+    num_rows,
+    width,
+    first_column,
+    embedding_dim,
+    is_mean: tl.constexpr,
+    has_weights: tl.constexpr,
+    has_scales: tl.constexpr,
+    columns_per_program: tl.constexpr,
+    values_per_step: tl.constexpr,
+):
+    """Pools one bag of one feature, into `columns_per_program` columns of the output."""
+    bag = tl.program_id(0).to(tl.int64)
+    begin = tl.load(offsets + first_offset + bag).to(tl.int64)
+    end = tl.load(offsets + first_offset + bag + 1).to(tl.int64)
+    own_columns = tl.program_id(1) * columns_per_program + tl.arange(0, columns_per_program)
+    pooled = tl.zeros((columns_per_program,), tl.float32)
+    for i in range(begin, end):
+        row = tl.load(ids + i).to(tl.int64)
+        is_row = (row >= 0) & (row < num_rows)
+        first = tl.load(row_pointers + row, mask=is_row, other=0).to(tl.int64)
+        last = tl.load(row_pointers + row + 1, mask=is_row, other=0).to(tl.int64)
+        factor = 1.0
+        if has_weights:
+            factor = tl.load(weights + i)
+        if has_scales:
+            factor = factor * tl.load(scales + row, mask=is_row, other=0.0).to(tl.float32)
+        for k in range(first, last, values_per_step):
+            position = k + tl.arange(0, values_per_step)
+            inside = position < last
+            value = tl.load(values + position, mask=inside, other=0).to(tl.float32) * factor
+            column = tl.load(columns + position, mask=inside, other=0).to(tl.int32)
+            hit = (column[:, None] == own_columns[None, :]) & inside[:, None]
+            # columns differ within a row, so at most one value is added to each: no order of additions to choose
+            pooled += tl.sum(tl.where(hit, value[:, None], 0.0), axis=0)
+    if is_mean:
+        length = tl.maximum(end - begin, 1).to(tl.float32)
+        pooled = tl.div_rn(pooled, tl.zeros_like(pooled) + length)
+    tl.store(out + bag * width + first_column + own_columns, pooled, mask=own_columns < embedding_dim)
+
+
+_kernel: Any = None if triton is None else triton.jit(_pool_bag)

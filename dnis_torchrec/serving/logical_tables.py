@@ -1,0 +1,194 @@
+"""LogicalTables: the tables of a collection as a model sees them, whatever form they are served in.
+
+Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.bag_splitting import select_features
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+
+UNKNOWN_IDS = ("error", "zero")
+"""What may become of an id that is no row of its table."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LogicalTables:
+    """The tables of ONE collection, and who reads them, in TorchRec's order.
+
+    Attributes:
+        configs: N rows of D, as before pruning; what DLRM and its like read.
+        tables: per feature its table; a table that several features read stands here several times.
+        features: per feature its KJT key.
+        names: per feature its key in the output: the feature, or ``"feature@table"`` where several tables read it.
+        is_weighted: whether bags carry per-sample weights.
+
+    Example:
+        >>> from dnis_torchrec.row_routing import RowRouting
+        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
+        ...     feature_names=("f", "g"), is_weighted=False, num_retained=0, retained=torch.zeros(1, 2).bool(),
+        ...     routing=RowRouting(3, 1, boundaries=torch.tensor([0, 3])))
+        >>> logical = LogicalTables.of(MixedDimensionScheme({"t": table}))
+        >>> logical.names, logical.dims
+        (['f', 'g'], [2, 2])
+    """
+
+    configs: list[EmbeddingBagConfig]
+    tables: list[TableScheme]
+    features: list[str]
+    names: list[str]
+    is_weighted: bool
+
+    @staticmethod
+    def of(scheme: MixedDimensionScheme) -> LogicalTables:
+        """The logical tables of a scheme.
+
+        Raises:
+            ValueError: if the scheme holds no table, or tables of several collections.
+        """
+        tables = list(scheme.tables.values())
+        check(bool(tables), "scheme", "expected at least one table", "none")
+        owners = sorted({(table.collection, table.is_weighted) for table in tables})
+        remedy = "build one module for each collection"
+        check(len(owners) == 1, "scheme", "expected the tables of one collection", [name for name, _ in owners], remedy)
+        configs = [logical_config(table) for table in tables]
+        return LogicalTables(
+            configs=configs,
+            tables=[table for table in tables for _ in table.feature_names],
+            features=[feature for table in tables for feature in table.feature_names],
+            names=[name for names in get_embedding_names_by_table(configs) for name in names],
+            is_weighted=tables[0].is_weighted,
+        )
+
+    @property
+    def dims(self) -> list[int]:
+        """Per feature D."""
+        return [table.embedding_dim for table in self.tables]
+
+    @property
+    def first_columns(self) -> list[int]:
+        """Per feature its first column of the output."""
+        return [sum(self.dims[:index]) for index in range(len(self.dims))]
+
+    def limits(self) -> Tensor:
+        """Per feature N: ``(F,)`` int64."""
+        return torch.tensor([table.num_embeddings for table in self.tables], dtype=torch.int64)
+
+    def keyed(self, pooled: Tensor) -> KeyedTensor:
+        """The output of a lookup, ``(B, sum of D over features)``, by key."""
+        return KeyedTensor(keys=self.names, length_per_key=self.dims, values=pooled)
+
+    def positions(self, features: KeyedJaggedTensor) -> list[int]:
+        """Position of every feature among the keys of a batch.
+
+        Raises:
+            ValueError: if one is missing.
+        """
+        position_of_key = {key: position for position, key in enumerate(features.keys())}
+        for feature in self.features:
+            check_known("feature", feature, position_of_key)
+        return [position_of_key[feature] for feature in self.features]
+
+    def weights_of(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """The per-sample weights, if the collection takes any.
+
+        Raises:
+            ValueError: if it does and there are none.
+        """
+        weights = features.weights_or_none() if self.is_weighted else None
+        received = "KeyedJaggedTensor"
+        check(not self.is_weighted or weights is not None, received, "expected per-sample weights", "none")
+        return weights
+
+    def divide_means_(self, pooled: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        """Divides the sums of MEAN tables by the length of the whole bag, as FBGEMM does also for weighted bags.
+
+        Args:
+            pooled: sums, ``(B, sum of D over features)``; changed in place.
+            features: the batch as it came.
+
+        Returns:
+            `pooled`.
+        """
+        if all(table.pooling == "sum" for table in self.tables):
+            return pooled
+        lengths = features.lengths().view(len(features.keys()), -1)
+        for table, first, key in zip(self.tables, self.first_columns, self.positions(features), strict=True):
+            if table.pooling == "mean":
+                pooled.narrow(1, first, table.embedding_dim).div_(lengths[key].clamp(min=1).unsqueeze(1))
+        return pooled
+
+
+def logical_config(table: TableScheme) -> EmbeddingBagConfig:
+    """The config of a table as it was before pruning.
+
+    Args:
+        table: scheme of the table.
+    """
+    return EmbeddingBagConfig(
+        name=table.name,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        feature_names=list(table.feature_names),
+        pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
+    )
+
+
+def checked_bags(
+    features: KeyedJaggedTensor, logical: LogicalTables, limits: Tensor, unknown: Tensor | None
+) -> KeyedJaggedTensor:
+    """The bags that a collection reads, in its order, with int64 ids that stand for rows.
+
+    Args:
+        features: at least the collection's features, in any order.
+        logical: who reads what.
+        limits: `LogicalTables.limits`, on the device of the ids.
+        unknown: ``(F,)`` int64: what an unknown id of a feature becomes; None: it raises (on a GPU, where looking would
+            stop the stream, by an assertion that runs there).
+
+    Returns:
+        One key per feature, without weights if the collection takes none.
+
+    Raises:
+        ValueError: if a feature or the weights are missing or, on CPU, an id is unknown and `unknown` None.
+        NotImplementedError: if the features of the batch differ in stride.
+    """
+    bags = select_features(features, logical.features)
+    ids, weights, batch_size = bags.values().long(), logical.weights_of(bags), bags.stride()
+    counts = bags.lengths().view(len(logical.features), batch_size).sum(dim=1)
+    limit = torch.repeat_interleave(limits, counts, output_size=ids.numel())
+    is_row = (ids >= 0) & (ids < limit)
+    if unknown is not None:
+        ids = torch.where(is_row, ids, torch.repeat_interleave(unknown, counts, output_size=ids.numel()))
+    elif ids.device.type != "cpu":
+        torch._assert_async(is_row.all())
+    elif not bool(is_row.all()):
+        name_unknown_id(logical, ids.split(counts.tolist()))
+    return KeyedJaggedTensor(keys=logical.names, values=ids, weights=weights, lengths=bags.lengths(), stride=batch_size)
+
+
+def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tensor]) -> None:
+    """Raises with table, feature and id if one of the ids is unknown.
+
+    Args:
+        logical: who reads what.
+        ids: per feature its ids.
+
+    Raises:
+        ValueError: for the first unknown id.
+    """
+    for table, feature, of_feature in zip(logical.tables, logical.features, ids, strict=True):
+        unknown = of_feature[(of_feature < 0) | (of_feature >= table.num_embeddings)]
+        requirement = f"expected ids in 0..{table.num_embeddings - 1} (num_embeddings={table.num_embeddings})"
+        place, remedy = f"table {table.name!r}, feature {feature!r}", "hash ids as before, or take unknown_ids='zero'"
+        if unknown.numel():
+            check(False, place, requirement, f"id {int(unknown[0])}", remedy)

@@ -1,0 +1,186 @@
+"""Rows as FBGEMM's inference kernels hold them: float32, float16, int8 or int4, and how far off they may be.
+
+Shapes: n rows, R columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
+
+from dnis_torchrec.checks import check, check_known
+
+SCALE_BYTES = 4
+"""Scale and bias of a row of int8 or int4, a float16 each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """How values are stored.
+
+    Attributes:
+        name: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``.
+        data_type: TorchRec's name for it.
+        bits: of a value.
+        dim_multiple: what the kernels want the number of columns to be a multiple of.
+    """
+
+    name: str
+    data_type: DataType
+    bits: int
+    dim_multiple: int
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of so many columns, a multiple of `dim_multiple`; scale and bias are counted.
+
+        Example:
+            >>> PRECISIONS["int8"].row_bytes(64), PRECISIONS["int4"].row_bytes(64), PRECISIONS["fp32"].row_bytes(64)
+            (68, 36, 256)
+        """
+        return columns * self.bits // 8 + (SCALE_BYTES if self.bits < 16 else 0)
+
+
+PRECISIONS = {
+    "fp32": Precision(name="fp32", data_type=DataType.FP32, bits=32, dim_multiple=1),
+    "fp16": Precision(name="fp16", data_type=DataType.FP16, bits=16, dim_multiple=1),
+    "int8": Precision(name="int8", data_type=DataType.INT8, bits=8, dim_multiple=2),
+    "int4": Precision(name="int4", data_type=DataType.INT4, bits=4, dim_multiple=4),
+}
+"""Name -> precision."""
+
+
+def precision_named(name: str) -> Precision:
+    """The precision of that name.
+
+    Raises:
+        ValueError: for another one.
+    """
+    check_known("precision", name, PRECISIONS)
+    return PRECISIONS[name]
+
+
+def quantized_rows(weight: Tensor, precision: Precision, *, place: str) -> Tensor:
+    """Stores rows in some precision.
+
+    int8 and int4: ``value = scale * q + bias`` with bias the smallest value of the row and scale its range over 255 or
+    15, both in float16. Columns that the kernel's multiple adds repeat the last one, so that no row's range widens.
+
+    Args:
+        weight: ``(n, R)`` float32, R at least 1.
+        precision: how to store it.
+        place: what is stored, as errors name it.
+
+    Returns:
+        ``(n, bytes)`` uint8: the values, then (int8 and int4) scale and bias.
+
+    Raises:
+        ValueError: for NaN or infinite values, or, unless the precision is fp32, values beyond float16's 65,504.
+
+    Example:
+        >>> rows = quantized_rows(torch.tensor([[0.0, 1.0, 2.0, 4.0]]), PRECISIONS["int4"], place="table 't'")
+        >>> rows.shape, rows[0, :2].tolist()  # 0, 4, 8 and 15 of 15, two to a byte
+        (torch.Size([1, 6]), [64, 248])
+    """
+    weight = weight.detach().float().contiguous()
+    check(
+        bool(weight.isfinite().all()), place, "expected finite values", "NaN or infinity", "export the last good state"
+    )
+    if precision.bits < 32 and weight.numel():
+        largest = float(weight.abs().max())
+        check(largest <= 65504, place, f"expected at most 65504 for {precision.name}", largest, "take fp32")
+    missing = -weight.shape[1] % precision.dim_multiple
+    if missing:
+        weight = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
+    if precision.bits == 32:
+        return weight.view(torch.uint8)
+    if precision.bits == 16:
+        return weight.half().view(torch.uint8)
+    return torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight, precision.bits)
+
+
+def error_bound(weight: Tensor, precision: Precision) -> Tensor:
+    """How far a stored value may be from the one that was given, by row.
+
+    With h(x) = max(2^-11 |x|, 2^-25), the rounding of float16, and levels 255 (int8) or 15 (int4): fp32 0; fp16 h of
+    the value; else ``scale / 2 + h(bias) + levels * h(scale)``, with scale the row's range over levels and bias its
+    smallest value: half a step, and what scale and bias lose in float16. 1 % is added for scale's own change.
+
+    Args:
+        weight: ``(n, R)`` float32, the values that were stored.
+        precision: how.
+
+    Returns:
+        ``(n,)`` float32.
+
+    Example:
+        >>> round(float(error_bound(torch.tensor([[0.0, 2.55]]), PRECISIONS["int8"])), 4)
+        0.0063
+    """
+    if precision.bits == 32:
+        return torch.zeros(len(weight))
+    if precision.bits == 16:
+        return _half_rounding(weight).amax(dim=1)
+    levels = 2**precision.bits - 1
+    bias = weight.amin(dim=1)
+    # a bias rounded up or down widens or narrows the range by as much
+    scale = (weight.amax(dim=1) - bias + _half_rounding(bias)) / levels
+    return 1.01 * (scale / 2 + _half_rounding(bias) + levels * _half_rounding(scale))
+
+
+def _half_rounding(value: Tensor) -> Tensor:
+    return (value.abs() * 2**-11).clamp(min=2**-25)
+
+
+def stored_rows(collection: QuantEmbeddingBagCollection) -> list[Tensor]:
+    """The bytes of every table of a quantised collection, where FBGEMM keeps them: ``(rows, bytes)`` uint8 each.
+
+    Args:
+        collection: as `quantized_collection` gave it.
+    """
+    (kernel,) = collection._emb_modules
+    return [rows for rows, _, _ in kernel.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)]
+
+
+def quantized_collection(
+    configs: Sequence[EmbeddingBagConfig],
+    rows: Mapping[str, Tensor],
+    *,
+    is_weighted: bool,
+    device: torch.device | str,
+) -> QuantEmbeddingBagCollection:
+    """TorchRec's quantised collection of rows that were quantised before; they are copied into FBGEMM's memory.
+
+    Args:
+        configs: the tables, with their data type, pooled by SUM.
+        rows: table name -> what `quantized_rows` gave.
+        is_weighted: whether bags carry per-sample weights.
+        device: where to serve.
+
+    Raises:
+        ValueError: if a table is missing or has another shape than its config says.
+    """
+    weights = {}
+    for config in configs:
+        check_known("table", config.name, rows)
+        precision = next(p for p in PRECISIONS.values() if p.data_type == config.data_type)
+        count = getattr(config, "num_embeddings_post_pruning", None) or config.num_embeddings
+        shape, received = (count, precision.row_bytes(config.embedding_dim)), rows[config.name]
+        fits = tuple(received.shape) == shape and received.dtype == torch.uint8
+        place, found = f"table {config.name!r}", f"{received.dtype} {tuple(received.shape)}"
+        check(fits, place, f"expected {precision.name} rows: uint8 of shape {shape}", found)
+        has_scales = precision.bits < 16
+        values = received[:, :-SCALE_BYTES] if has_scales else received
+        weights[config.name] = (values, received[:, -SCALE_BYTES:] if has_scales else None)
+    return QuantEmbeddingBagCollection(
+        list(configs),
+        is_weighted,
+        torch.device(device),
+        table_name_to_quantized_weights=weights,
+        register_tbes=True,
+        row_alignment=1 if torch.device(device).type == "cpu" else 16,
+    )

@@ -1,0 +1,23 @@
+"""Streaming: training data of any size, from Parquet and text files anywhere to TorchRec Batches.
+
+files -> chunks -> parsed once, cached -> parts, split by a hash -> ranks, windows, batches
+"""
+
+from dnis_torchrec.streaming.batches import StreamedBatches, split_stream
+from dnis_torchrec.streaming.counting import CountLimits, StreamCounts, count_stream
+from dnis_torchrec.streaming.parsed import ParsedStream
+from dnis_torchrec.streaming.schema import StreamSchema
+from dnis_torchrec.streaming.split import WHOLE, Part, cut
+
+__all__ = [
+    "WHOLE",
+    "CountLimits",
+    "ParsedStream",
+    "Part",
+    "StreamCounts",
+    "StreamSchema",
+    "StreamedBatches",
+    "count_stream",
+    "cut",
+    "split_stream",
+]

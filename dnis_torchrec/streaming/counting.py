@@ -1,0 +1,201 @@
+"""Frequencies of a stream in bounded memory, on one rank or many: exact up to a limit, beyond it with a stated error.
+
+Tables of up to `CountLimits.exact_rows` rows are counted one number per row. Larger ones go through a `BoundedCounter`:
+as many distinct ids as fit, exactly, and the rest in a count-min sketch, which only ever errs upwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.ranks import together
+from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.streaming.sketch import DELTA, EPSILON, EXACT_IDS, BoundedCounter, CountMinSketch
+
+_ROWS_AT_A_TIME = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountLimits:
+    """What counting may cost.
+
+    Attributes:
+        exact_rows: tables up to this many rows are counted exactly, at 8 bytes a row.
+        exact_ids: of a larger table, distinct ids that are counted exactly, at 24 bytes each.
+        epsilon: error of the counts of all other ids, as a share of the occurrences of all other ids.
+        delta: probability that a count errs by more. The sketch takes ``8 ceil(ln(1 / delta)) ceil(e / epsilon)``
+            bytes: 109 MB by default.
+    """
+
+    exact_rows: int = 1 << 24
+    exact_ids: int = EXACT_IDS
+    epsilon: float = EPSILON
+    delta: float = DELTA
+
+    def __post_init__(self) -> None:
+        check(self.exact_rows >= 0, "exact_rows", "expected an integer >= 0", self.exact_rows)
+        BoundedCounter(exact_ids=self.exact_ids)
+        for name in ("epsilon", "delta"):
+            check(0 < getattr(self, name) < 1, name, "expected a number between 0 and 1", getattr(self, name))
+
+
+@dataclass(frozen=True, eq=False)
+class StreamCounts:
+    """Occurrences of rows in a stream.
+
+    Attributes:
+        exact: table -> ``(N,)`` int64, of the tables within `CountLimits.exact_rows`.
+        bounded: table -> its counter, of the others.
+        num_embeddings: table -> N.
+        max_bag_lengths: feature -> its longest bag.
+        num_samples: samples counted.
+    """
+
+    exact: Mapping[str, Tensor]
+    bounded: Mapping[str, BoundedCounter]
+    num_embeddings: Mapping[str, int]
+    max_bag_lengths: Mapping[str, int]
+    num_samples: int
+
+    def error_bounds(self) -> dict[str, float]:
+        """Table -> what no row's count exceeds the true one by, with probability 1 - delta each; 0 if all are exact."""
+        return dict.fromkeys(self.exact, 0.0) | {name: counter.error_bound for name, counter in self.bounded.items()}
+
+    def to_frequency_counts(self) -> FrequencyCounts:
+        """One count per row, as blocks are made from; 8 bytes a row, whatever the limits were.
+
+        A row that never occurred may have a count above 0 in a table that is not exact: it is then kept as if it had.
+        """
+        counts = dict(self.exact)
+        for name, counter in self.bounded.items():
+            rows = np.arange(self.num_embeddings[name], dtype=np.int64)
+            pieces = [counter.estimate(rows[at : at + _ROWS_AT_A_TIME]) for at in range(0, len(rows), _ROWS_AT_A_TIME)]
+            counts[name] = torch.from_numpy(np.concatenate(pieces))
+        ordered = {name: counts[name] for name in self.num_embeddings}
+        return FrequencyCounts(ordered, self.max_bag_lengths, self.num_samples)
+
+
+def count_stream(
+    batches: Iterable[KeyedJaggedTensor],
+    tables: Sequence[EmbeddingBagConfig],
+    *,
+    limits: CountLimits | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> StreamCounts:
+    """Counts how often each row of each table is looked up, on all ranks together, in bounded memory.
+
+    Distributed: each rank counts its own batches, as many as it has; then exact counts, sketches and lengths are added
+    up by all_reduce, and the ids of the bounded tables gathered, in several collectives per table. All ranks have the
+    same result, and if one of them fails all do.
+
+    Args:
+        batches: KeyedJaggedTensors of this rank's share of the training data.
+        tables: the tables, as ``embedding_bag_configs()`` gives them.
+        limits: what it may cost.
+        process_group: of the ranks that count together; None for this process alone.
+
+    Returns:
+        Counts of all ranks together.
+
+    Raises:
+        ValueError: if there is no sample, a batch lacks a feature, or an id lies outside its table; on all ranks.
+
+    Example:
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([2, 2, 0]), lengths=torch.tensor([2, 1]))
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> count_stream([kjt], [table]).to_frequency_counts().counts["t"].tolist()
+        [1, 0, 2, 0]
+    """
+    ranks = Ranks(process_group)
+    if ranks.world_size == 1:
+        counts = _count(batches, tables, limits or CountLimits())
+    else:
+        with together(process_group):
+            counts = _count(batches, tables, limits or CountLimits())
+        counts = _merged(counts, ranks)
+    if counts.num_samples == 0:
+        raise ValueError(describe("training stream", "expected at least one sample", "none", "check the data folder"))
+    return counts
+
+
+def _count(
+    batches: Iterable[KeyedJaggedTensor], tables: Sequence[EmbeddingBagConfig], limits: CountLimits
+) -> StreamCounts:
+    """The counts of this rank's batches."""
+    rows = {table.name: table.num_embeddings for table in tables}
+    exact = {name: torch.zeros(n, dtype=torch.int64) for name, n in rows.items() if n <= limits.exact_rows}
+    bounded = {
+        name: BoundedCounter(exact_ids=limits.exact_ids, epsilon=limits.epsilon, delta=limits.delta)
+        for name in rows
+        if name not in exact
+    }
+    max_bag_lengths = {feature: 0 for table in tables for feature in table.feature_names}
+    num_samples = 0
+    for index, features in enumerate(batches):
+        jagged = features.to_dict()
+        for table in tables:
+            for feature in table.feature_names:
+                check_known(f"feature of table {table.name!r} in batch {index}", feature, jagged)
+                ids, lengths = jagged[feature].values().cpu().long(), jagged[feature].lengths()
+                _check_ids(ids, table, feature, index)
+                if table.name in exact:
+                    exact[table.name].scatter_add_(0, ids, torch.ones_like(ids))
+                else:
+                    bounded[table.name].add(ids.numpy())
+                longest = int(lengths.max()) if lengths.numel() else 0
+                max_bag_lengths[feature] = max(max_bag_lengths[feature], longest)
+        num_samples += features.stride()
+    return StreamCounts(exact, bounded, rows, max_bag_lengths, num_samples)
+
+
+def _check_ids(ids: Tensor, table: EmbeddingBagConfig, feature: str, index: int) -> None:
+    lowest, highest = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+    in_range = lowest >= 0 and highest < table.num_embeddings
+    place, received = f"table {table.name!r}, feature {feature!r}, batch {index}", lowest if lowest < 0 else highest
+    remedy = "hash the ids into the table, or raise its num_embeddings"
+    check(in_range, place, f"expected ids in 0..{table.num_embeddings - 1}", received, remedy)
+
+
+def _merged(counts: StreamCounts, ranks: Ranks) -> StreamCounts:
+    """The counts of all ranks together, the same on each."""
+    for exact in counts.exact.values():
+        ranks.sum_(exact)
+    lengths = ranks.max_(torch.tensor([*counts.max_bag_lengths.values()], dtype=torch.int64)).tolist()
+    num_samples = int(ranks.sum_(torch.tensor([counts.num_samples])))
+    bounded = {name: _merged_counter(counter, ranks) for name, counter in counts.bounded.items()}
+    named_lengths = dict(zip(counts.max_bag_lengths, lengths, strict=True))
+    return StreamCounts(counts.exact, bounded, counts.num_embeddings, named_lengths, num_samples)
+
+
+def _merged_counter(counter: BoundedCounter, ranks: Ranks) -> BoundedCounter:
+    """A counter of all ranks' ids: each rank says what it knows of the ids of all tables, and sketches add up."""
+    counter.settle()
+    merged = BoundedCounter(exact_ids=counter.exact_ids, epsilon=counter.epsilon, delta=counter.delta)
+    merged.ids = np.unique(_gathered(counter.ids, ranks))
+    exact, sketched = (ranks.sum_(torch.from_numpy(part)).numpy() for part in counter.parts(merged.ids))
+    merged.counts, merged.before = exact, sketched
+    if int(ranks.max_(torch.tensor([not counter.is_exact], dtype=torch.int64))):
+        merged.sketch = counter.sketch or CountMinSketch(counter.epsilon, counter.delta)
+        ranks.sum_(torch.from_numpy(merged.sketch.table))
+    merged.shrink()
+    return merged
+
+
+def _gathered(values: np.ndarray, ranks: Ranks) -> np.ndarray:
+    """The int64 values of all ranks, which may have different numbers of them."""
+    sizes = torch.zeros(ranks.world_size, dtype=torch.int64)
+    sizes[ranks.rank] = len(values)
+    begins = [0, *ranks.sum_(sizes).cumsum(0).tolist()]
+    joined = torch.zeros(begins[-1], dtype=torch.int64)
+    joined[begins[ranks.rank] : begins[ranks.rank + 1]] = torch.from_numpy(values)
+    return ranks.sum_(joined).numpy()

@@ -1,0 +1,79 @@
+"""StreamSchema: which columns of the files are what, and how raw values become rows of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dnis_torchrec.checks import check, check_known
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSchema:
+    """What the columns of a stream mean.
+
+    Attributes:
+        label: column of the labels, numbers, none missing.
+        dense: columns of the dense features, numbers; a missing one is 0.
+        single_id: feature (and column) -> num_embeddings; one value per sample.
+        multi_hot: feature (and column) -> num_embeddings; a list of values per sample, in text one field with
+            `list_separator` between the values. A missing list is an empty bag.
+        hashed: True hashes raw values into the tables, see `rows_of_values`; False takes them for row ids as they are.
+        log_dense: dense features become ``log(1 + max(x, 0))``.
+        text_columns: names of all columns of a text file, in order; Parquet files bring their own.
+        separator: what stands between two fields of a text file, one character.
+        list_separator: what stands between two values of a list in a text file.
+        split_by: column whose value decides which part of a split a sample belongs to (a user id, say, so that no user
+            is in two parts); None splits by the number of the sample.
+
+    Example:
+        >>> schema = StreamSchema(label="y", single_id={"user": 1000}, text_columns=("y", "user"))
+        >>> schema.num_embeddings
+        {'user': 1000}
+    """
+
+    label: str
+    dense: tuple[str, ...] = ()
+    single_id: Mapping[str, int] = field(default_factory=dict)
+    multi_hot: Mapping[str, int] = field(default_factory=dict)
+    hashed: bool = True
+    log_dense: bool = False
+    text_columns: tuple[str, ...] = ()
+    separator: str = "\t"
+    list_separator: str = "|"
+    split_by: str | None = None
+
+    def __post_init__(self) -> None:
+        place = "StreamSchema"
+        check(bool(self.num_embeddings), place, "expected at least one feature in single_id or multi_hot", "none")
+        both = sorted(set(self.single_id) & set(self.multi_hot))
+        check(not both, f"{place}.multi_hot", "expected features that single_id lacks", both)
+        lowest = 2 if self.hashed else 1
+        remedy = "row 0 is that of missing values" if self.hashed else ""
+        for name, rows in self.num_embeddings.items():
+            in_range = lowest <= rows < 2**31
+            check(in_range, f"feature {name!r}", f"expected num_embeddings in {lowest}..2**31-1", rows, remedy)
+        check(len(self.separator) == 1, f"{place}.separator", "expected one character", repr(self.separator))
+        repeated = sorted({name for name in self.text_columns if self.text_columns.count(name) > 1})
+        check(not repeated, f"{place}.text_columns", "expected distinct names", repeated)
+        if self.text_columns:
+            for name in self.columns:
+                check_known(f"{place}: column", name, self.text_columns)
+
+    @property
+    def num_embeddings(self) -> dict[str, int]:
+        """Feature -> rows of its table, in the order of the KJT's keys: single-id features first."""
+        return dict(self.single_id) | dict(self.multi_hot)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that is read, each once."""
+        split_by = () if self.split_by is None else (self.split_by,)
+        return tuple(dict.fromkeys((self.label, *self.dense, *self.single_id, *self.multi_hot, *split_by)))
+
+    def to_json(self) -> dict[str, Any]:
+        """All settings; what is parsed with other ones is something else."""
+        # Pairs, because the order of the features is that of the columns of `ids`.
+        pairs = {"single_id": list(self.single_id.items()), "multi_hot": list(self.multi_hot.items())}
+        return asdict(self) | pairs

@@ -1,0 +1,73 @@
+"""Is the artifact the one that was written? Every file against its size and sha256, and the run that it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dnis_torchrec.export import load_csr, load_dense_state, read_scheme
+from dnis_torchrec.export.artifact import MANIFEST, describe_file, read_manifest
+from dnis_torchrec.run_folder import RunFolder
+from dnis_torchrec.verification.findings import FAILED, SKIPPED, Finding, judged
+
+
+def check_files(artifact: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """Checks the manifest, then hashes every file that it lists; goes on after a bad one.
+
+    Args:
+        artifact: the folder.
+
+    Returns:
+        The manifest, or None if it cannot be relied on, and a finding per file.
+    """
+    try:
+        manifest = read_manifest(artifact)
+    except ValueError as error:
+        return None, [Finding("checksums", MANIFEST, FAILED, str(error))]
+    findings = [judged("checksums", MANIFEST, True, "")]
+    for name, entry in manifest["files"].items():
+        found = describe_file(artifact, name)["sha256"]
+        detail = (
+            f"{entry['bytes']} bytes" if found == entry["sha256"] else f"expected sha256 {entry['sha256']}, got {found}"
+        )
+        findings.append(judged("checksums", name, found == entry["sha256"], detail))
+    known = {MANIFEST, *manifest["files"]}
+    for file in sorted(artifact.rglob("*")):
+        name = file.relative_to(artifact).as_posix()
+        if file.is_file() and name not in known:
+            findings.append(
+                Finding("checksums", name, FAILED, "no file of the artifact: the manifest does not list it")
+            )
+    return manifest, findings
+
+
+def check_against_run(artifact: Path, manifest: dict[str, Any], run_path: Path) -> list[Finding]:
+    """Is the artifact of that run? Tables bit for bit, and dense weights.
+
+    Args:
+        artifact: the folder.
+        manifest: its manifest.
+        run_path: a finished run.
+
+    Raises:
+        ValueError: if the run is none, or damaged.
+    """
+    run = RunFolder.open(run_path)
+    tables, scheme, dense = run.tables(), read_scheme(artifact), run.dense_state()
+    different = sorted(set(tables) ^ set(scheme.tables))
+    findings = [judged("run", "tables", not different, f"in one of the two alone: {different}" if different else "")]
+    for name in sorted(set(tables) & set(scheme.tables)):
+        if "csr" not in manifest["forms"]:
+            findings.append(Finding("run", f"table {name}", SKIPPED, "the artifact holds no exact sparse rows"))
+            continue
+        exact = load_csr(artifact, name).to_dense()
+        same = exact.shape == tables[name].shape and torch.equal(exact, tables[name].float())
+        findings.append(judged("run", f"table {name}", same, "" if same else "other values than the run's"))
+    try:
+        held = load_dense_state(artifact)
+    except ValueError as error:
+        return [*findings, Finding("run", "dense weights", SKIPPED, str(error))]
+    same = held.keys() == dense.keys() and all(torch.equal(held[name], dense[name]) for name in held)
+    return [*findings, judged("run", "dense weights", same, "" if same else "others than the run's")]

@@ -1,0 +1,131 @@
+"""DLRM on streamed Criteo data of any size: Kaggle's ``train.txt``, the days of the 1 TB logs, Parquet of the same.
+
+The data is never held in memory and has no dictionaries: categories are hashed. What is parsed once is cached, see
+`dnis_torchrec.streaming`. The data folder holds, and the first of these that is found is read:
+
+    urls.txt       one address or glob per line, of Parquet or text files on this machine or on storage
+    *.parquet      columns label, int_0 .. int_12, cat_0 .. cat_25
+    train.txt, day_0, day_1, ...  as Criteo Labs publish them, plain or .gz
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import nn
+from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, DEFAULT_LABEL_NAME
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.storage import cache_folder
+from dnis_torchrec.streaming import ParsedStream, StreamSchema, split_stream
+from examples.datasets.criteo import PUBLISHER
+from examples.datasets.text_files import require_folder
+from examples.models import build_dlrm, build_tables, seeded
+
+BATCH_SIZE = 4096
+EMBEDDING_DIM = 64
+DENSE_LAYERS = [512, 256]
+OVER_LAYERS = [512, 256]
+HASH_ROWS_VARIABLE = "DNIS_HASH_ROWS"
+HASH_ROWS = 100_000
+"""Rows of a large field's table, unless the environment variable says otherwise."""
+CATEGORIES = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+"""Distinct categories of each field in Kaggle's whole ``train.txt``."""
+ROWS_PER_CATEGORY = 16
+"""Rows of a small field's table per category: about 3 % of the categories then share a row with another."""
+PATTERNS = (("*.parquet",), ("train.txt", "day_[0-9]*"), ("train.txt.gz", "day_[0-9]*.gz"))
+
+
+def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """torchrec's DLRM on streamed Criteo data, its tables fused with row-wise Adagrad.
+
+    Args:
+        data: folder, see above.
+        seed: of the split, the order of the batches and the initial weights.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; a sample's part depends on its number in the stream and on `seed` only.
+
+    Raises:
+        ValueError: if `data` is None or holds none of the files.
+    """
+    stream = open_stream(require_folder(data, "examples.criteo_stream:dlrm", PUBLISHER))
+    with seeded(seed):
+        model = build_dlrm(
+            build_tables(stream.schema.num_embeddings, embedding_dim or EMBEDDING_DIM),
+            dense_in_features=len(DEFAULT_INT_NAMES),
+            dense_layers=DENSE_LAYERS,
+            over_layers=OVER_LAYERS,
+        )
+    rows = max(stream.schema.num_embeddings.values())
+    return Recipe(
+        model=model,
+        data=split_stream(stream, batch_size=BATCH_SIZE, seed=seed),
+        loss=nn.BCEWithLogitsLoss(),
+        num_blocks=6,
+        warm_up_epochs=1,
+        ramp_epochs=6,
+        release_epochs=4,
+        table_optimizer="rowwise_adagrad",
+        table_learning_rate=0.02,
+        notes=(
+            "Criteo: a random split of lines in time order, so the future helps to predict the past.",
+            f"Categories are hashed into at most {rows:,} rows a field ({HASH_ROWS_VARIABLE} sets how many).",
+        ),
+    )
+
+
+def open_stream(folder: Path) -> ParsedStream:
+    """The samples of a folder; what is parsed of them is kept in the cache folder (``DNIS_CACHE``).
+
+    Raises:
+        ValueError: if the folder holds none of the files.
+    """
+    return ParsedStream(find_files(folder), make_schema(), cache=cache_folder() / "streams")
+
+
+def make_schema() -> StreamSchema:
+    """Criteo's columns, and a table per field that is as large as the field needs, or `HASH_ROWS`.
+
+    Raises:
+        ValueError: if the environment variable holds no integer above 1.
+    """
+    chosen = os.environ.get(HASH_ROWS_VARIABLE, str(HASH_ROWS))
+    check(chosen.isdecimal() and int(chosen) >= 2, HASH_ROWS_VARIABLE, "expected an integer >= 2", repr(chosen))
+    fields = zip(DEFAULT_CAT_NAMES, CATEGORIES, strict=True)
+    return StreamSchema(
+        label=DEFAULT_LABEL_NAME,
+        dense=tuple(DEFAULT_INT_NAMES),
+        single_id={name: max(2, min(int(chosen), ROWS_PER_CATEGORY * categories)) for name, categories in fields},
+        log_dense=True,
+        text_columns=(DEFAULT_LABEL_NAME, *DEFAULT_INT_NAMES, *DEFAULT_CAT_NAMES),
+    )
+
+
+def find_files(folder: Path) -> list[str]:
+    """Addresses of the files of a folder, or of those that its ``urls.txt`` names.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    listed = folder / "urls.txt"
+    if listed.is_file():
+        lines = (line.strip() for line in listed.read_text(encoding="utf-8").splitlines())
+        return [line for line in lines if line]
+    for patterns in PATTERNS:
+        found = [path for pattern in patterns for path in sorted(folder.glob(pattern), key=_in_order)]
+        if found:
+            return [str(path) for path in found]
+    wanted = "expected urls.txt, *.parquet, train.txt[.gz] or day_*[.gz]"
+    raise ValueError(describe(str(folder), wanted, "none of them", f"get it from {PUBLISHER}"))
+
+
+def _in_order(path: Path) -> tuple[int, str]:
+    """day_2 before day_10."""
+    return len(path.name), path.name

@@ -1,0 +1,114 @@
+"""What one rank does of a whole search; judged in test_search_ranks.py."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dnis_torchrec.budget import Size
+from dnis_torchrec.data_over_ranks import split_over_ranks
+from dnis_torchrec.export.of_model import export
+from dnis_torchrec.jobs import SearchJob, run_search
+from dnis_torchrec.model_parts import save_parts
+from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.report import ReportRow
+from dnis_torchrec.search import SearchConfig, SearchEvents, search
+from dnis_torchrec.training import evaluate
+from tests.distributed.harness import Rank
+from tests.distributed.pruning_scenarios import described, outcome_of
+from tests.tiny import Repeatable, make_batch, make_recipe
+
+SHORT = {"warm_up_epochs": 1, "ramp_epochs": 4, "release_epochs": 2}
+CPU = torch.device("cpu")
+
+
+def recipe(optimizer: str) -> Recipe:
+    """The tiny recipe, with a training batch at the end that several ranks cannot halve."""
+    tiny = make_recipe(optimizer=optimizer)
+    odd = Repeatable([*tiny.data.train.batches, make_batch(1, 50)])
+    return replace(tiny, data=replace(tiny.data, train=odd, test=Repeatable([make_batch(63, 300), make_batch(7, 301)])))
+
+
+def config(**settings: Any) -> SearchConfig:
+    """A search of a second."""
+    return SearchConfig(size=Size(compression_ratio=4), **SHORT, **settings)
+
+
+def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
+    """From data to artifact."""
+    ranks = Ranks(dist.group.WORLD)
+    own, folder = recipe(optimizer), rank.folder / f"checkpoints_{optimizer}"
+    folder.mkdir(exist_ok=True)
+    started: list[int] = []
+    events = SearchEvents(on_start=lambda steps, counts, blocks: started.append(steps))
+    outcome = search(own, config(num_blocks=3), folder, CPU, events)
+    test = split_over_ranks(own.data, ranks).test
+    metrics = evaluate(TrainTask(outcome.model, own.loss), test, own.loss, CPU)
+    target = rank.folder / f"model_{optimizer}"
+    target.mkdir(exist_ok=True)
+    save_parts(target, outcome.model, ranks)
+    export(outcome.model, outcome.scheme, rank.folder / f"artifact_{optimizer}")
+    return {
+        "steps_per_epoch": started,
+        "counts": {name: value.clone() for name, value in outcome.counts.counts.items()},
+        "num_samples": outcome.counts.num_samples,
+        "history": [asdict(record) for record in outcome.history],
+        "alpha": {str(dim): value for dim, value in outcome.alpha.items()},
+        "scheme": described(outcome.scheme),
+        "compression_ratio": outcome.scheme.compression_ratio,
+        "metrics": metrics,
+    }
+
+
+def jobs(rank: Rank) -> dict[str, Any]:
+    """`dnis search` as the launcher runs it on every rank; again over its own run, and with a baseline."""
+
+    def job(name: str, **options: Any) -> list[ReportRow]:
+        size, run = Size(compression_ratio=4), rank.folder / name
+        return run_search(SearchJob(recipe="tests.tiny:demo", data=None, out=run, size=size, settings=SHORT, **options))
+
+    [row] = job("run")
+    return {
+        "metrics": dict(row.metrics),
+        "again": outcome_of(lambda: job("run")),
+        "baseline": outcome_of(lambda: job("other", baselines=("dense",))),
+    }
+
+
+def refused(rank: Rank) -> dict[str, Any]:
+    """What only one rank meets, or what differs between ranks, stops all before training."""
+    folder = rank.folder / "refused"
+    folder.mkdir(exist_ok=True)
+    bad_label = make_recipe()
+    bad_label.data.selection.batches[1].labels[40] = 5.0  # in the second half: rank 1 alone gets it
+    bad_order = make_recipe()
+    if rank.rank == 1:
+        bad_order.data.train.batches.reverse()
+    bad_start = SearchEvents(on_start=lambda *_: 1 / (0 if rank.rank == 0 else 1))
+    small = make_recipe()
+    small.data.test.batches[0] = make_batch(1, 60)
+    too_much = replace(config(), size=Size(compression_ratio=900))
+    return {
+        "label": outcome_of(lambda: search(bad_label, config(), folder, CPU)),
+        "order": outcome_of(lambda: search(bad_order, config(), folder, CPU)),
+        "start": outcome_of(lambda: search(make_recipe(), config(), folder, CPU, bad_start)),
+        "small": outcome_of(lambda: search(small, config(), folder, CPU)),
+        "size": outcome_of(lambda: search(make_recipe(), too_much, folder, CPU)),
+    }
+
+
+def diverges(rank: Rank) -> dict[str, Any]:
+    """NaN on one rank stops all; the last good checkpoint stays."""
+    folder = rank.folder / "diverges"
+    folder.mkdir(exist_ok=True)
+    own = make_recipe()
+
+    def poison(record: Any) -> None:
+        if record.epoch == 1 and rank.rank == 1:
+            own.data.train.batches[4].dense_features[:] = float("nan")
+
+    return {"outcome": outcome_of(lambda: search(own, config(), folder, CPU, SearchEvents(on_epoch=poison)))}

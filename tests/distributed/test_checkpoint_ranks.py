@@ -1,0 +1,91 @@
+"""A run of two ranks goes on from its checkpoint: bit for bit on the same ranks, within rounding on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.checkpoint_scenarios import OTHERWISE, SAME, SAVED_AT, STEPS, Run, scenarios
+from tests.distributed.harness import RankResults, run_on_ranks
+from tests.distributed.test_two_ranks import whole
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
+    """Runs the scenarios once for all tests."""
+    return run_on_ranks(2, scenarios(), tmp_path_factory.mktemp("checkpoint_ranks"))
+
+
+def assert_equal(first: dict, second: dict) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.parametrize("scenario", [*(f"same {kind}" for kind in SAME), "adagrad column_wise"])
+def test_the_same_ranks_go_on_bit_for_bit(ranks: RankResults, scenario: str) -> None:
+    for own in ranks[scenario]:
+        assert own["steps"] == SAVED_AT
+        assert own["resumed"]["losses"] == own["whole"]["losses"]
+        for kind in ("alpha", "dense", "tables"):
+            assert_equal(own["resumed"][kind], own["whole"][kind])
+
+
+@pytest.mark.parametrize(
+    "scenario", [*(f"{kind} to {then}" for kind, then in OTHERWISE), "adagrad table_wise to row_wise"]
+)
+def test_another_sharding_goes_on_within_rounding(ranks: RankResults, scenario: str) -> None:
+    results = ranks[scenario]
+    for own in results:
+        assert own["resumed"]["losses"] == pytest.approx(own["whole"]["losses"], abs=1e-5)
+        for kind in ("alpha", "dense"):
+            torch.testing.assert_close(own["resumed"][kind], own["whole"][kind], atol=1e-5, rtol=0)
+    tables = [whole([own[name] for own in results]) for name in ("resumed", "whole")]
+    torch.testing.assert_close(*tables, atol=1e-5, rtol=0)
+    assert any(own["resumed"]["tables"].keys() != own["whole"]["tables"].keys() for own in results)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "mixed"])
+def test_one_rank_goes_on_within_rounding(ranks: RankResults, gloo: dist.ProcessGroup, kind: str) -> None:
+    results = ranks[f"same {kind}"]
+    run = Run("table_wise", gloo, (0, 1))
+    run.pipeline.restore(Path(results[0]["path"]), run.stream)
+    losses = run.steps(STEPS - SAVED_AT)
+    mean = torch.tensor([own["whole"]["losses"] for own in results]).mean(0)
+    torch.testing.assert_close(torch.tensor(losses), mean, atol=1e-5, rtol=0)
+    found = run.found()
+    torch.testing.assert_close(found["alpha"], results[0]["whole"]["alpha"], atol=1e-5, rtol=0)
+    tables = whole([own["whole"] for own in results])
+    torch.testing.assert_close(whole([found]), tables, atol=1e-5, rtol=0)
+
+
+def test_row_wise_state_of_other_column_shards_is_refused(ranks: RankResults) -> None:
+    for own in ranks["column shards"]:
+        assert own["refusal"].startswith("NotImplementedError: checkpoint ")
+        message = "table 'user': supported for row-wise optimizers is the checkpoint's 2 column shards, got 1 column"
+        assert message in own["refusal"]
+        assert "fused/genre/" in own["other optimizer"]
+        assert "only in the checkpoint" in own["other optimizer"]
+
+
+def test_a_missing_ranks_file_is_named_on_all_ranks(ranks: RankResults) -> None:
+    for own in ranks["damage"]:
+        assert own["refusal"].startswith("ValueError: ")
+        assert "rank1.safetensors: expected " in own["refusal"]
+        assert "got no such file; put back what rank 1 wrote, or resume from another checkpoint" in own["refusal"]
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_disk_that_is_full_on_one_rank(ranks: RankResults, on_error: str) -> None:
+    for rank, own in enumerate(ranks[f"full disk {on_error}"]):
+        said = own["errors"] or "".join(own["messages"])
+        if on_error == "stop" or rank == 0:
+            assert "step-00000004: expected to write it, got OSError on rank 1: [Errno 28] No space left" in said
+            assert "the last good one is " in said
+            assert "step-00000002" in said
+        assert own["taken"] == 6
+        assert own["steps"] == ([2] if on_error == "stop" else [2, 6])
+        assert own["latest"] == ("step-00000002" if on_error == "stop" else "step-00000006")
+        assert own["partial"] == []

@@ -1,0 +1,52 @@
+"""Streams over ranks: nobody waits for a batch that another lacks, counts add up, an error is everybody's."""
+
+from __future__ import annotations
+
+import pytest
+
+from dnis_torchrec import count_frequencies
+from tests.distributed.harness import RankResults, run_on_ranks
+from tests.distributed.streaming_scenarios import NUM_SAMPLES, count, fail_alone, own_batches, serve
+from tests.test_streaming_counting import TABLES, make_batches
+
+WORLD_SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
+    """All scenarios on two ranks."""
+    scenarios = {"serve": serve, "count": count, "fail_alone": fail_alone}
+    return run_on_ranks(WORLD_SIZE, scenarios, tmp_path_factory.mktemp("ranks"))
+
+
+def test_ranks_serve_every_sample_once_in_equally_many_batches(ranks: RankResults) -> None:
+    found = ranks["serve"]
+    for drop_last in ("True", "False"):
+        assert {len(epoch) for rank in found for epoch in rank[drop_last]} == {found[0][f"length {drop_last}"]}
+        for epoch in range(2):
+            served = [label for rank in found for batch in rank[drop_last][epoch] for label in batch]
+            assert len(set(served)) == len(served)
+            lost = NUM_SAMPLES - len(served)
+            assert lost == (NUM_SAMPLES % (4 * WORLD_SIZE) if drop_last == "True" else 0)
+
+
+def test_counts_of_all_ranks_are_those_of_one(ranks: RankResults) -> None:
+    batches = [batch for rank in range(WORLD_SIZE) for batch in make_batches(own_batches(rank), seed=rank)]
+    wanted = count_frequencies(batches, TABLES)
+    for found in ranks["count"]:
+        exact, rough = found["exact"], found["rough"]
+        for part in (exact, rough):
+            assert part["num_samples"] == wanted.num_samples
+            assert part["lengths"] == wanted.max_bag_lengths
+            assert part["counts"]["small"].equal(wanted.counts["small"])
+        assert exact["counts"]["large"].equal(wanted.counts["large"])
+        errors = rough["counts"]["large"] - wanted.counts["large"]
+        assert int(errors.min()) >= 0
+        assert float((errors > rough["error_bounds"]["large"]).float().mean()) <= 0.001
+        assert rough["counts"]["large"].equal(ranks["count"][0]["rough"]["counts"]["large"])
+
+
+def test_an_error_of_one_rank_is_raised_on_all(ranks: RankResults) -> None:
+    for found in ranks["fail_alone"]:
+        assert "table 'small', feature 'f', batch 1: expected ids in 0..8, got 9" in found["error"]
+        assert found["sum"] == sum(range(WORLD_SIZE))

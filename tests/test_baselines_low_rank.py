@@ -1,0 +1,63 @@
+"""The low-rank baseline: the cut of a rotated model, trained on only where that helps, through the one interface."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dnis_torchrec import TrainTask
+from dnis_torchrec.baselines import METHODS, low_rank
+from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.training import PlainTraining, evaluate, train_plainly
+from examples.models import FactorizationMachine
+from tests.test_baselines_methods import CPU, build, make_task, served
+from tests.tiny import make_batch, make_collection, make_recipe
+
+
+def factorization_machine(embedding_dim: int | None) -> Recipe:
+    """The tiny recipe's data with a model that may be rotated."""
+    torch.manual_seed(0)
+    recipe = build(embedding_dim)
+    return replace(recipe, model=FactorizationMachine(make_collection(embedding_dim or 16)))
+
+
+def test_a_result_has_the_bytes_of_uniform_and_serves_what_was_selected(gloo, tmp_path: Path) -> None:
+    task = make_task(tmp_path, 4, make=factorization_machine)
+    result = METHODS["low-rank"](task)
+    assert task.embedding_bytes() <= result.embedding_bytes() < task.embedding_bytes() + 4 * 52 + 200
+    assert {int(table.dims.max()) for table in result.scheme.tables.values()} == {4}
+    recipe = make_recipe()
+    loss = evaluate(TrainTask(result.model, recipe.loss), recipe.data.selection, recipe.loss, CPU)["loss"]
+    assert loss == pytest.approx(result.selection_loss, abs=1e-6)
+    batch = make_batch(32, 9)
+    with torch.no_grad():
+        expected = result.model(batch.dense_features, batch.sparse_features)
+        again = served(result, tmp_path / "artifact")(batch.dense_features, batch.sparse_features)
+    torch.testing.assert_close(again, expected, atol=1e-6, rtol=0)
+
+
+def test_the_cut_itself_is_kept_where_training_on_does_not_help(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worse(model, optimizer, *, mask=None, **options) -> PlainTraining:
+        trained = train_plainly(model, optimizer, mask=mask, **options)
+        return trained if mask is None else replace(trained, selection_loss=math.inf)
+
+    monkeypatch.setattr(low_rank, "train_plainly", worse)
+    result = METHODS["low-rank"](make_task(tmp_path, 4, make=factorization_machine))
+    recipe = make_recipe()
+    loss = evaluate(TrainTask(result.model, recipe.loss), recipe.data.selection, recipe.loss, CPU)["loss"]
+    assert loss == pytest.approx(result.selection_loss, abs=1e-6)
+    assert result.settings["trained_on"] == "False"
+
+
+def test_a_model_that_may_not_be_rotated_is_refused_before_training(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_rank, "train_plainly", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(NotImplementedError, match="supported are models that may be rotated"):
+        METHODS["low-rank"](make_task(tmp_path, 4))

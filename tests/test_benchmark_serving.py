@@ -1,0 +1,70 @@
+"""The serving benchmark gives a row for every case, form, batch, pooling and number of threads. No clock is judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import serving
+from dnis_torchrec.export import read_manifest
+from tests.serving_reference import write_two_tables
+
+FIELDS = {
+    "case",
+    "form",
+    "batch",
+    "pooling",
+    "threads",
+    "tables",
+    "latency_ratio",
+    "bytes_over_floor",
+    "resident_bytes",
+}
+
+
+def test_rows_of_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, small in {
+        "NUM_EMBEDDINGS": 300,
+        "NUM_EMBEDDINGS_OF_MANY": 100,
+        "NUM_TABLES": 2,
+        "BATCH_SIZES": (2,),
+        "BAGS_PER_TURN": 2,
+    }.items():
+        monkeypatch.setattr(serving, name, small)
+    artifact = write_two_tables(tmp_path / "artifact")
+    threads = torch.get_num_threads()
+    try:
+        serving.main(["--quick", "--artifact", str(artifact), "--json", str(tmp_path / "rows.json")])
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert all(set(row) >= FIELDS for row in rows)
+    cases = {(row["case"], row["tables"], row["baseline"].split(".")[-1]) for row in rows}
+    collection = "EmbeddingBagCollection"
+    assert cases == {
+        ("simulated", 1, "EmbeddingBag"),
+        ("simulated", 2, collection),
+        ("simulated_blocks", 2, collection),
+        ("artifact:ebc", 2, collection),
+        ("artifact:ebc:movie/seen", 1, collection),
+        ("artifact:ebc:user", 1, collection),
+    }
+    forms = {row["form"] for row in rows if row["case"] == "artifact:ebc:user"}
+    assert forms == {"csr_fp32", "csr_fp16", "csr_int8", "mixed_dimension_fp32"}
+    assert set(read_manifest(artifact)["forms"]) == {"csr", "mixed_dimension"}
+    assert {row["pooling"] for row in rows if row["tables"] == 1 and row["case"] == "simulated"} == {1, 20}
+    exact = next(row for row in rows if (row["case"], row["form"], row["tables"]) == ("simulated", "csr_fp32", 1))
+    assert 1 < exact["bytes_over_floor"] < 2
+
+
+def test_the_floor_is_four_bytes_per_value_and_the_entropy_of_the_mask() -> None:
+    case = serving.simulated(1, 1000, ["csr"])
+    values = int(case.tables["t0"].count_nonzero())
+    share = values / (1000 * 64)
+    column_shares = (case.tables["t0"] != 0).double().mean(dim=0)
+    bits = 1000 * float((torch.special.entr(column_shares) + torch.special.entr(1 - column_shares)).sum())
+    assert serving.floor_bytes(case) == pytest.approx(4 * values + bits / torch.tensor(2.0).log().item() / 8)
+    assert share == pytest.approx(0.05, abs=0.005)

@@ -1,0 +1,241 @@
+"""The compiled operators against the meaning they are documented with, and the collection with and without them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec import bag_splitting, block_operators, embedding_modules
+from dnis_torchrec.block_operators import are_compiled, fill_rows_, select_pieces, split_bags
+from dnis_torchrec.blocking import blocks_from_counts
+from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.frequency import FrequencyCounts
+
+pytestmark = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
+
+
+@st.composite
+def selections(draw):
+    """Pooled pieces of several widths, outputs of one piece or several, empty bags, divisors, more than one chunk."""
+    batch_size = draw(st.sampled_from([0, 1, 3, 70, 600]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dims = draw(st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=3))
+    num_rows, begins, begin = 3, {}, 0
+    for dim in sorted(set(dims)):
+        begins[dim], begin = begin, begin + num_rows * dim
+    layout, in_column, out_column = [], 0, 0
+    for output, dim in enumerate(dims):
+        for _ in range(draw(st.integers(1, 3))):
+            layout.append([in_column, out_column, dim, begins[dim], output])
+            in_column += dim
+        out_column += dim
+    rows = torch.randint(-1, num_rows, (batch_size, len(layout)), generator=generator, dtype=torch.int32)
+    pooled = torch.randn(batch_size, in_column, generator=generator, dtype=torch.float64)
+    for k, (column, _, dim, _, _) in enumerate(layout):
+        pooled[:, column : column + dim] *= (rows[:, k] >= 0).unsqueeze(1)
+    alpha = torch.rand(begin, generator=generator, dtype=torch.float64)
+    divisors = None
+    if draw(st.booleans()):
+        divisors = torch.randint(1, 4, (batch_size, len(dims)), generator=generator).double()
+    return pooled, alpha, rows, divisors, torch.tensor(layout), out_column
+
+
+def select_naively(pooled, alpha, rows, divisors, layout, width) -> torch.Tensor:
+    """The equation at the top of block_operators.py, a piece at a time, by autograd."""
+    out = [pooled.new_zeros(len(pooled), 0)]
+    for output in layout[:, 4].unique().tolist():
+        total = 0
+        for k in (layout[:, 4] == output).nonzero().flatten().tolist():
+            column, _, dim, begin, _ = layout[k].tolist()
+            own = alpha[begin : begin + 3 * dim].view(3, dim)[rows[:, k].long().clamp(min=0)]
+            total = total + pooled[:, column : column + dim] * own * (rows[:, k] >= 0).unsqueeze(1)
+        out.append(total if divisors is None else total / divisors[:, output : output + 1])
+    return torch.cat(out, dim=1)
+
+
+@pytest.mark.parametrize(("pooled_learns", "alpha_learns"), [(True, False), (False, True), (True, True)])
+@given(case=selections())
+def test_selection_and_its_gradients(case, pooled_learns: bool, alpha_learns: bool) -> None:
+    pooled, alpha, rows, divisors, layout, width = case
+    watched: list[bool] = []
+    expected_leaves = [pooled.clone().requires_grad_(pooled_learns), alpha.clone().requires_grad_(alpha_learns)]
+    expected = select_naively(*expected_leaves, rows, divisors, layout, width)
+    leaves = [pooled.clone().requires_grad_(pooled_learns), alpha.clone().requires_grad_(alpha_learns)]
+    lookup = leaves[0] * 1.0  # as a lookup's result: what may be worked on in place
+    got = select_pieces(
+        lookup, leaves[1], rows, divisors, layout, width, watch=lambda is_finite, _: watched.append(is_finite)
+    )
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(leaves[0].detach(), pooled, rtol=0, atol=0)
+    coefficients = torch.randn(got.shape, generator=torch.Generator().manual_seed(0), dtype=got.dtype)
+    for value, own in ((got, leaves), (expected, expected_leaves)):
+        (value * coefficients).sum().backward()
+        assert [leaf.grad is not None for leaf in own] == [pooled_learns, alpha_learns]
+    for leaf, other in zip(leaves, expected_leaves, strict=True):
+        if leaf.grad is not None:
+            torch.testing.assert_close(leaf.grad, other.grad)
+    assert watched == ([True] if pooled_learns else [])
+
+
+def test_gradcheck() -> None:
+    layout = torch.tensor([[0, 0, 2, 0, 0], [2, 2, 2, 0, 1], [4, 2, 2, 0, 1]])
+    rows = torch.tensor([[0, 1, -1], [1, 0, 1]], dtype=torch.int32)
+    divisors = torch.tensor([[1.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    pooled = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    pooled[0, 4:] = 0
+    alpha = torch.rand(4, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def of(pooled: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+        return select_pieces(pooled * 1.0, alpha, rows, divisors, layout, 4)
+
+    assert torch.autograd.gradcheck(lambda own: of(pooled, own), (alpha,))
+    nowhere_empty = (torch.randn(2, 4, generator=generator, dtype=torch.float64)).requires_grad_()
+    wide = lambda own: torch.cat([own, pooled[:, 4:]], dim=1)  # noqa: E731 - the piece of the empty bag stays zero
+    assert torch.autograd.gradcheck(lambda own: of(wide(own), alpha.detach()), (nowhere_empty,))
+    assert torch.autograd.gradcheck(lambda own, a: of(wide(own), a), (nowhere_empty, alpha))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_that_is_not_finite_is_seen(bad: float, dtype: torch.dtype) -> None:
+    seen: list[bool] = []
+    layout, rows = torch.tensor([[0, 0, 3, 0, 0]]), torch.zeros(5, 1, dtype=torch.int32)
+    pooled = torch.ones(5, 3, dtype=dtype, requires_grad=True)
+    for value in (1e30, bad):
+        out = select_pieces(
+            pooled * 1, torch.ones(3, dtype=dtype), rows, None, layout, 3, watch=lambda f, _: seen.append(f)
+        )
+        gradient = torch.ones_like(out)
+        gradient[4, 1] = value
+        out.backward(gradient)
+    assert seen == [True, False]
+
+
+def test_the_memory_of_a_leaf_or_of_a_view_is_left_alone() -> None:
+    layout, rows = torch.tensor([[0, 0, 2, 0, 0]]), torch.zeros(1, 1, dtype=torch.int32)
+    leaf, half = torch.ones(1, 2, requires_grad=True), torch.tensor([0.5, 0.5])
+    out = select_pieces(leaf, half, rows, None, layout, 2)
+    whole = torch.ones(1, 2, 2)
+    viewed = select_pieces(whole[:, 0], half, rows, None, layout, 2)
+    assert out.tolist() == viewed.tolist() == [[0.5, 0.5]]
+    assert leaf.tolist() == [[1.0, 1.0]]
+    assert whole.tolist() == [[[1.0, 1.0], [1.0, 1.0]]]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 8), max_size=4), min_size=6, max_size=6),
+    st.booleans(),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.booleans(),
+)
+def test_split_bags(bags: list[list[int]], weighted: bool, id_dtype, length_dtype, as_map: bool) -> None:
+    """Two features of three bags, blocks of rows 0..3, 4..6 and none; the second feature's block 1 is dropped."""
+    ids = torch.tensor([row for bag in bags for row in bag], dtype=id_dtype)
+    weights = torch.arange(len(ids)).float() if weighted else None
+    lengths = torch.tensor([len(bag) for bag in bags], dtype=length_dtype)
+    routing = torch.tensor([0] * 4 + [1] * 3 + [2] * 2, dtype=torch.uint8) if as_map else torch.tensor([4, 7])
+    pieces = torch.tensor([0, 1, 3, 2, 3, 3])
+    got, counts, got_weights = split_bags(ids, lengths, weights, [routing, routing], pieces, [0, 3, 6], 3, 3)
+    expected, expected_counts, expected_weights = [], [], []
+    positions = [list(range(start, start + len(bag))) for start, bag in zip(_starts(bags), bags, strict=True)]
+    for feature, rows in ((0, range(4)), (0, range(4, 7)), (1, range(4))):
+        for bag, places in list(zip(bags, positions, strict=True))[3 * feature : 3 * feature + 3]:
+            kept = [(row, place) for row, place in zip(bag, places, strict=True) if row in rows]
+            expected += [row for row, _ in kept]
+            expected_weights += [float(place) for _, place in kept]
+            expected_counts.append(len(kept))
+    assert (got.tolist(), counts.tolist()) == (expected, expected_counts)
+    assert (got.dtype, counts.dtype) == (id_dtype, length_dtype)
+    assert (None if got_weights is None else got_weights.tolist()) == (expected_weights if weighted else None)
+
+
+def _starts(bags: list[list[int]]) -> list[int]:
+    return [sum(map(len, bags[:index])) for index in range(len(bags))]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 16, 17, 300])
+def test_rows_of_single_id_features(num_blocks: int) -> None:
+    """By ends and by map, few blocks and many; the second key is empty in one sample, the first is of nobody."""
+    ends = torch.arange(1, num_blocks + 1) * 2
+    ids, lengths = torch.randint(2 * num_blocks, (8,)), torch.tensor([2, 0, 1, 1, 0, 1, 1, 1, 1])
+    rows = torch.full((3, 2), -7, dtype=torch.int32)
+    blocks = torch.bucketize(ids, ends, right=True)
+    dtype = torch.uint8 if num_blocks < 256 else torch.uint16
+    block_of_row = torch.bucketize(torch.arange(2 * num_blocks), ends, right=True).to(dtype)
+    for routing in (ends, block_of_row):
+        fill_rows_(rows, ids, lengths, [routing, routing], [(1, 2, 0), (0, 1, 5)])
+        assert rows[:, 1].tolist() == blocks[5:].tolist()
+        assert rows[:, 0].tolist() == [5 + int(blocks[3]), -1, 5 + int(blocks[4])]
+
+
+def test_what_is_out_of_range_is_refused_and_not_read() -> None:
+    rows, ids, lengths = torch.empty(1, 1, dtype=torch.int32), torch.tensor([9]), torch.tensor([1])
+    block_of_row = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="block operators: ids: expected rows of their table"):
+        fill_rows_(rows, ids, lengths, [block_of_row], [(0, 0, 0)])
+    with pytest.raises(ValueError, match="lengths: expected bags of at most one id"):
+        fill_rows_(rows, torch.tensor([1, 2]), torch.tensor([2]), [block_of_row], [(0, 0, 0)])
+    with pytest.raises(ValueError, match="lengths: expected as many ids as they say"):
+        split_bags(ids, torch.tensor([2]), None, [block_of_row], torch.tensor([0, 1]), [0, 2], 1, 1)
+    layout, bad_row = torch.tensor([[0, 0, 2, 0, 0]]), torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows: expected rows of alpha"):
+        select_pieces(torch.ones(1, 2), torch.ones(2), bad_row, None, layout, 2)
+
+
+def test_a_collection_gives_the_same_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs, hits and gradients of single-id, multi-hot, MEAN and shared features of two dims, keys in any order."""
+    tables = [
+        EmbeddingBagConfig(name="a", num_embeddings=9, embedding_dim=4, feature_names=["one", "two"]),
+        EmbeddingBagConfig(
+            name="b", num_embeddings=7, embedding_dim=8, feature_names=["many"], pooling=PoolingType.MEAN
+        ),
+    ]
+    generator = torch.Generator().manual_seed(2)
+    counts = {table.name: torch.randint(1, 9, (table.num_embeddings,), generator=generator) for table in tables}
+    blocks = blocks_from_counts(FrequencyCounts(counts, {"one": 1, "two": 3, "many": 3}, 9), tables, num_blocks=3)
+    lengths = torch.tensor([3, 0, 1, 1, 0, 1, 2, 1, 0], dtype=torch.int32)
+    ids = torch.randint(7, (int(lengths.sum()),), generator=generator)
+    features = KeyedJaggedTensor(keys=["many", "one", "two"], values=ids, lengths=lengths)
+    results = []
+    for compiled in (True, False):
+        for module in (embedding_modules, bag_splitting):
+            monkeypatch.setattr(module, "are_compiled", lambda compiled=compiled: compiled)
+        torch.manual_seed(0)
+        wrapper = SoftSelectionEmbeddingBagCollection(EmbeddingBagCollection(tables=tables), blocks)
+        for dim in wrapper.alpha.dims:
+            wrapper.alpha.of(dim).uniform_(0, 1)
+        values = wrapper(features).values()
+        values.square().sum().backward()
+        with wrapper.alpha.upper_level() as hits:
+            loss = wrapper(features).values().square().sum()
+            gradients = torch.autograd.grad(loss, [wrapper.alpha.of(dim) for dim in wrapper.alpha.dims])
+        results.append([values.detach(), *(p.grad for p in wrapper.parameters()), *gradients, *hits.values()])
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second)
+
+
+def test_nothing_is_compiled_where_that_is_forbidden() -> None:
+    program = "from dnis_torchrec.block_operators import are_compiled; print(are_compiled())"
+    environment = os.environ | {"DNIS_NO_COMPILE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_failing_compiler_is_told_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.warns(RuntimeWarning, match=r"block operators: expected a C\+\+ compiler(.|\n)*somewhat slower"):
+        assert not block_operators._load.__wrapped__()

@@ -1,0 +1,134 @@
+"""`run_search` in several attempts: what a run folder keeps, who may write it, what may be resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dnis_torchrec import Size
+from dnis_torchrec.jobs import SearchJob, run_search
+from dnis_torchrec.progress import _StopRequest
+from dnis_torchrec.run_folder import RunFolder, RunWriteError
+from dnis_torchrec.search import Saving, SearchInterrupted
+
+SETTINGS = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
+
+
+def job(out: Path, **changes) -> SearchJob:
+    plain = SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=Size(compression_ratio=4), settings=SETTINGS)
+    return dataclasses.replace(plain, **changes)
+
+
+def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
+    """As Ctrl-C in that step."""
+    asked = iter(range(10**6))
+    patch.setattr(_StopRequest, "is_requested", lambda self: next(asked) == steps)
+
+
+@pytest.fixture(scope="module")
+def whole(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run_search(job(out))
+    return out
+
+
+def interrupted(out: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 25)
+        with pytest.raises(SearchInterrupted):
+            run_search(job(out))
+
+
+def test_a_resumed_run_leaves_the_same_files(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    interrupted(out)
+    assert RunFolder(out).status() == "interrupted"
+    before = json.loads((out / "checkpoints" / "latest.json").read_text())["checkpoint"]
+    seconds = json.loads((out / "checkpoints" / before / "manifest.json").read_text())["values"]["search"]["seconds"]
+    (row,) = run_search(job(out, saving=Saving(resume=True)))
+    assert row.seconds > seconds > 0
+    assert "resumed after lower step 18, in epoch 1" in capsys.readouterr().err
+    for name in ("model", "alpha", "scheme", "counts", "blocks"):
+        assert (out / f"{name}.safetensors").read_bytes() == (whole / f"{name}.safetensors").read_bytes(), name
+    assert (out / "run.json").read_text() == (whole / "run.json").read_text()
+
+
+def test_resume_begins_a_run_and_leaves_a_finished_one(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    resuming = job(out, saving=Saving(resume=True))
+    first = run_search(resuming)
+    assert run_search(resuming) == first
+    with_uniform = dataclasses.replace(resuming, baselines=("uniform",))
+    rows = run_search(with_uniform)
+    assert [row.method for row in rows] == ["dnis", "uniform"]
+    assert rows[0] == first[0]
+    assert run_search(with_uniform) == rows
+
+
+def test_other_settings_are_refused_by_name(whole: Path) -> None:
+    other = job(whole, seed=3, settings=SETTINGS | {"ramp_epochs": 9}, saving=Saving(resume=True))
+    message = r"expected a run with these settings, got ramp_epochs 2 instead of 9, seed 0 instead of 3; repeat the run"
+    with pytest.raises(ValueError, match=message):
+        run_search(other)
+
+
+def test_resume_and_overwrite_contradict(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--resume: expected no --overwrite, got both"):
+        job(tmp_path, overwrite=True, saving=Saving(resume=True))
+
+
+def test_a_result_that_cannot_be_written_can_be_resumed(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "save_model", full)
+        message = "expected to write what the search found, got .* No space left on device; make room for it, then"
+        with pytest.raises(RunWriteError, match=message):
+            run_search(job(out))
+    run_search(job(out, saving=Saving(resume=True)))
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from dnis_torchrec.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_job_is_refused_until_the_first_is_gone(gloo, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    interrupted(out)
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "lock"}
+    command = [sys.executable, "-W", "ignore", "-c", HOLD, str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "held\n"
+        message = rf"expected no other job at work in it, got process {first.pid} on .*; wait for it, or choose another"
+        for changes in ({"saving": Saving(resume=True)}, {"overwrite": True}):
+            with pytest.raises(ValueError, match=message):
+                run_search(job(out, **changes))
+        assert {path: path.read_bytes() for path in files} == files
+        first.kill()
+    assert len(run_search(job(out, saving=Saving(resume=True)))) == 1
+
+
+def test_a_folder_left_before_the_run_began_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "lock").touch()
+    RunFolder.create(tmp_path / "run")
+    (tmp_path / "run" / "mine").touch()
+    with pytest.raises(ValueError, match="expected a folder that does not exist, got an existing one; choose another"):
+        RunFolder.create(tmp_path / "run")

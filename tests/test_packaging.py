@@ -1,0 +1,230 @@
+"""Packaged models predict what the model predicts, whatever the batch; damage and wrong inputs are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.packaging import Signature, export_graph, load_package, run_package, write_package
+from dnis_torchrec.packaging.flat_model import FlatModel, operator_libraries
+from dnis_torchrec.packaging.package import first_sample
+from dnis_torchrec.packaging.torchscript import to_torchscript
+from dnis_torchrec.packaging.triton import triton_config
+from dnis_torchrec.serving import load_operator
+from examples.serving import load_package as minimal_loader
+from tests import tiny
+from tests.tiny_artifact import RECIPES, write_tiny_artifact
+
+FORMS = ("csr", "csr_int8", "mixed_dimension")
+SIGNATURE = Signature(feature_names=("user", "genre"), num_dense=4, is_weighted=False)
+
+needs_operator = pytest.mark.skipif(not load_operator(), reason="the lookups are not compiled here")
+
+
+@pytest.fixture(scope="module", params=list(RECIPES), ids=["dlrm", "deepfm"])
+def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same tables in every form, in a DLRM and in a DeepFM."""
+    path = tmp_path_factory.mktemp("packaging") / "artifact"
+    return write_tiny_artifact(path, recipe=request.param, forms=FORMS)
+
+
+def model_of(artifact: Path, form: str) -> nn.Module:
+    """The artifact's model, serving."""
+    recipe = json.loads((artifact / "manifest.json").read_text())["run"]["recipe"]
+    return drop_in_(RECIPES[recipe](None, seed=0).model, artifact, form=form).eval()
+
+
+def inputs_of(batch_size: int, seed: int) -> tuple[Tensor, ...]:
+    """Flat inputs of the tiny data."""
+    return SIGNATURE.flatten(tiny.make_batch(batch_size, seed))
+
+
+def batches() -> list[tuple[Tensor, ...]]:
+    """A usual batch, one sample, two, and bags without a single id."""
+    nothing = (torch.rand(3, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int32))
+    return [inputs_of(37, 1), inputs_of(1, 2), inputs_of(2, 3), nothing]
+
+
+@needs_operator
+@pytest.mark.parametrize("form", FORMS)
+def test_graph_and_torchscript_predict_what_the_model_predicts(artifact: Path, form: str) -> None:
+    model = model_of(artifact, form)
+    program = export_graph(model, SIGNATURE)
+    assert operator_libraries(program) == {"aten", "dnis_torchrec"}
+    # AOTInductor renames constants that no module holds, so that nobody could give them back when it is loaded
+    assert InputKind.CONSTANT_TENSOR not in {spec.kind for spec in program.graph_signature.input_specs}
+    graph, script, flat = program.module(), to_torchscript(program), FlatModel(model, SIGNATURE)
+    with torch.inference_mode():
+        for inputs in batches():
+            expected = flat(*inputs)
+            torch.testing.assert_close(graph(*inputs), expected)
+            torch.testing.assert_close(script(*inputs), expected)
+
+
+@needs_operator
+def test_a_torchscript_package_is_a_triton_repository(artifact: Path, tmp_path: Path) -> None:
+    out = run_package(artifact, tmp_path / "package", form="csr", kind="torchscript", name="ranker")
+    assert {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()} >= {
+        "package.json",
+        "ranker/config.pbtxt",
+        "ranker/1/model.pt",
+    }
+    manifest = json.loads((out / "package.json").read_text())
+    assert manifest["feature_names"] == ["user", "genre"]
+    assert [Path(library).parent.as_posix() for library in manifest["libraries"]] == ["ranker/lib"]
+    inputs = inputs_of(5, 4)
+    with torch.inference_mode():
+        expected = FlatModel(model_of(artifact, "csr"), SIGNATURE)(*inputs)
+    torch.testing.assert_close(load_package(out)(*inputs), expected)
+
+
+def test_the_triton_config_names_inputs_by_position() -> None:
+    weighted = Signature(feature_names=("a", "b", "c"), num_dense=13, is_weighted=True)
+    assert triton_config("dlrm", weighted, 2) == (
+        'name: "dlrm"\n'
+        'platform: "pytorch_libtorch"\n'
+        "max_batch_size: 0\n"
+        "input [\n"
+        '  { name: "dense__0" data_type: TYPE_FP32 dims: [ -1, 13 ] },\n'
+        '  { name: "values__1" data_type: TYPE_INT64 dims: [ -1 ] },\n'
+        '  { name: "lengths__2" data_type: TYPE_INT32 dims: [ 3, -1 ] },\n'
+        '  { name: "weights__3" data_type: TYPE_FP32 dims: [ -1 ] }\n'
+        "]\n"
+        "output [\n"
+        '  { name: "prediction__0" data_type: TYPE_FP32 dims: [ -1, 1 ] }\n'
+        "]\n"
+        "instance_group [ { kind: KIND_CPU } ]\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A TorchScript package of the tiny DLRM."""
+    folder = tmp_path_factory.mktemp("package")
+    artifact = write_tiny_artifact(folder / "artifact")
+    return run_package(artifact, folder / "package", kind="torchscript")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda d, v, n: (d.double(), v, n), TypeError, "input 'dense': expected torch.float32"),
+        (lambda d, v, n: (d, v.int(), n), TypeError, "input 'values': expected torch.int64"),
+        (lambda d, v, n: (d, v, n.long()), TypeError, "input 'lengths': expected torch.int32"),
+        (lambda d, v, n: (d, v, n[:1]), ValueError, r"input 'lengths': expected shape \(2, 5\), got \(1, 5\)"),
+        (lambda d, v, n: (d[:, :3], v, n), ValueError, r"input 'dense': expected shape \(5, 4\)"),
+        (lambda d, v, n: (d, v), ValueError, "expected .'dense', 'values', 'lengths'."),
+    ],
+)
+def test_wrong_inputs_are_named(
+    package: Path, change: Callable[..., tuple[Tensor, ...]], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        load_package(package)(*change(*inputs_of(5, 0)))
+
+
+def test_an_unknown_id_is_an_error_and_no_guess(package: Path) -> None:
+    dense, values, lengths = inputs_of(5, 0)
+    with pytest.raises((ValueError, RuntimeError), match=r"expected ids in 0\.\.39, got 40"):
+        load_package(package)(dense, torch.cat([torch.tensor([40]), values[1:]]), lengths)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "version", "foreign", "outside", "no JSON"])
+def test_damage_is_named(package: Path, tmp_path: Path, damage: str) -> None:
+    copy = tmp_path / "copy"
+    for file in package.rglob("*"):
+        if file.is_file():
+            (copy / file.relative_to(package)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / file.relative_to(package)).write_bytes(file.read_bytes())
+    model, manifest = copy / "demo" / "1" / "model.pt", copy / "package.json"
+    content, fields = model.read_bytes(), json.loads(manifest.read_text())
+    match damage:
+        case "flipped":
+            model.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+        case "truncated":
+            model.write_bytes(content[:-1])
+        case "missing":
+            model.unlink()
+        case "version":
+            manifest.write_text(json.dumps(fields | {"format_version": "2.0"}))
+        case "foreign":
+            manifest.write_text(json.dumps(fields | {"format": "other"}))
+        case "outside":
+            (tmp_path / "outside").write_bytes(b"x")
+            entry = {"bytes": 1, "sha256": "0"}
+            manifest.write_text(json.dumps(fields | {"files": fields["files"] | {"../outside": entry}}))
+        case "no JSON":
+            manifest.write_text("{")
+    named = {"version": "update", "foreign": "format", "outside": "../outside", "no JSON": "JSON"}
+    with pytest.raises(ValueError, match=named.get(damage, "model.pt")):
+        load_package(copy)
+
+
+def test_what_stands_there_is_not_replaced(package: Path, tmp_path: Path) -> None:
+    artifact = write_tiny_artifact(tmp_path / "artifact")
+    before = (package / "package.json").read_bytes()
+    with pytest.raises(ValueError, match="does not exist"):
+        run_package(artifact, package, kind="torchscript")
+    assert (package / "package.json").read_bytes() == before
+
+
+class ReadsIds(nn.Module):
+    """A model whose shape of computation depends on ids: nothing that a graph can hold."""
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        return dense_features[:, : int(sparse_features.values().max()) % 2 + 1].sum(dim=1)
+
+
+def test_a_model_that_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match="model ReadsIds: supported are"):
+        write_package(ReadsIds(), tiny.make_batch(4, 0), tmp_path / "package")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Wrong(nn.Module):
+    """Predicts one thing while it is traced and another later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        del sparse_features
+        return dense_features.sum(dim=1) + (0 if torch.compiler.is_exporting() else 1)
+
+
+def test_a_package_that_predicts_something_else_never_appears(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="package: expected the model's predictions"):
+        write_package(Wrong(), tiny.make_batch(4, 0), tmp_path / "package", kind="torchscript")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="kind"):
+        write_package(ReadsIds(), tiny.make_batch(4, 0), tmp_path / "package", kind="onnx")
+    with pytest.raises(ValueError, match="name: expected letters"):
+        write_package(ReadsIds(), tiny.make_batch(4, 0), tmp_path / "package", name="../x")
+
+
+def test_the_first_sample_of_a_batch_is_the_batch_of_the_first_sample() -> None:
+    dense, values, lengths = first_sample(inputs_of(6, 5))
+    whole = tiny.make_batch(6, 5).sparse_features.to_dict()
+    assert dense.shape == (1, 4)
+    assert values.tolist() == [i for f in ("user", "genre") for i in whole[f].to_dense()[0].tolist()]
+    assert lengths.shape == (2, 1)
+
+
+def test_the_minimal_loader_reads_requests() -> None:
+    dense, values, lengths, weights = minimal_loader.read_request("2 1 1 3  0.5 -1  1 2  7 8 9  1 1 0.5")
+    assert dense.tolist() == [[0.5], [-1.0]]
+    assert lengths.tolist() == [[1, 2]]
+    assert values.tolist() == [7, 8, 9]
+    assert weights.tolist() == [1.0, 1.0, 0.5]

@@ -1,0 +1,116 @@
+"""A search that is interrupted goes on as if nothing had been: every loss, weight, optimizer state and alpha."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec import Size
+from dnis_torchrec.checkpoint import CheckpointFolder
+from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, SearchInterrupted, SearchOutcome, search
+from tests.tiny import make_recipe
+
+CPU = torch.device("cpu")
+SHORT = {"warm_up_epochs": 1, "ramp_epochs": 3, "release_epochs": 2, "patience": 1}
+
+
+class Dropping(nn.Module):
+    """A model that draws random numbers in every step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.dropout = model, nn.Dropout(0.2)
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.model(self.dropout(dense_features), sparse_features)
+
+
+def shuffled(optimizer: str) -> Recipe:
+    """Batches in an order of its own every epoch, drawn from torch's random numbers as users' loaders do."""
+    recipe = make_recipe(optimizer=optimizer)
+    recipe = dataclasses.replace(recipe, model=Dropping(recipe.model))
+    train, validation = (
+        DataLoader(part.batches, batch_size=None, shuffle=True) for part in (recipe.data.train, recipe.data.validation)
+    )
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train, validation=validation))
+
+
+def run(
+    folder: Path, optimizer: str, *, stop_at: int | None = None, every: int = 0, resume: bool = False, **settings: bool
+) -> tuple[SearchOutcome | None, list[float]]:
+    """A search, and the loss of each of its lower steps; None for the outcome of one that was stopped."""
+    losses: list[float] = []
+    events = SearchEvents(on_step=lambda loss, density: losses.append(loss), should_stop=lambda: len(losses) == stop_at)
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT, **settings)
+    saving = Saving(every_steps=every, resume=resume)
+    torch.manual_seed(99 if resume else 7)  # a new process has other random numbers
+    try:
+        return search(shuffled(optimizer), config, folder, CPU, events, saving), losses
+    except SearchInterrupted:
+        return None, losses
+
+
+def assert_same(first: SearchOutcome, second: SearchOutcome) -> None:
+    """Bit for bit."""
+    assert first.history == second.history
+    assert first.best_epoch == second.best_epoch
+    own, others = first.model.state_dict(), second.model.state_dict()
+    assert [name for name in own if not torch.equal(own[name], others[name])] == []
+    assert all(torch.equal(first.alpha[dim], second.alpha[dim]) for dim in first.alpha)
+    for name, table in first.scheme.tables.items():
+        assert torch.equal(table.retained, second.scheme.tables[name].retained)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [("adam", {}), ("rowwise_adagrad", {}), ("adam", {"unrolled": True, "pressure": False, "structure": "element"})],
+    ids=["adam", "rowwise_adagrad", "unrolled"],
+)
+def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path, optimizer: str, settings) -> None:
+    whole, expected = run(tmp_path / "whole", optimizer, **settings)
+    folder, seen = tmp_path / "broken", []
+    for stop_at in (13, 20):  # in the ramp; in a later epoch
+        outcome, losses = run(folder, optimizer, stop_at=stop_at, resume=bool(seen), **settings)
+        assert outcome is None
+        seen += losses
+    outcome, losses = run(folder, optimizer, resume=True, **settings)
+    assert seen + losses == expected
+    assert_same(outcome, whole)
+
+
+def test_steps_since_the_last_checkpoint_are_repeated_alike(gloo, tmp_path: Path) -> None:
+    """As after SIGKILL, which saves nothing: the state on disk is that of some step before."""
+    whole, expected = run(tmp_path, "adam", every=4)
+    kept = CheckpointFolder(tmp_path).steps()
+    assert len(kept) <= 4  # the last two, and those of the best epochs
+    latest = tmp_path / "latest.json"
+    for step in kept:
+        lower = json.loads((tmp_path / f"step-{step:08d}" / "manifest.json").read_text())["values"]["lower_steps"]
+        latest.write_text(json.dumps({"checkpoint": f"step-{step:08d}"}))
+        outcome, losses = run(tmp_path, "adam", every=4, resume=True)
+        assert losses == expected[lower:]
+        assert_same(outcome, whole)
+
+
+def test_a_finished_search_is_only_read_again(gloo, tmp_path: Path) -> None:
+    whole, _ = run(tmp_path, "adam")
+    again, losses = run(tmp_path, "adam", resume=True)
+    assert losses == []
+    assert_same(again, whole)
+
+
+def test_without_resume_a_search_begins_anew(gloo, tmp_path: Path) -> None:
+    _, losses = run(tmp_path, "adam", stop_at=5)
+    assert run(tmp_path, "adam", stop_at=5)[1] == losses
+
+
+def test_resume_without_a_checkpoint_begins_the_search(gloo, tmp_path: Path) -> None:
+    assert len(run(tmp_path, "adam", stop_at=5, resume=True)[1]) == 5

@@ -1,0 +1,294 @@
+"""Storage: fetched once, published whole, tried again when it stumbles, and named when it stays away."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from dnis_torchrec import storage
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
+    """Storage in memory, a cache of its own, and no waiting."""
+    monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(storage, "FIRST_WAIT_SECONDS", 0.0)
+    files = MemoryFileSystem()
+    yield files
+    if files.exists("/bucket"):
+        files.rm("/bucket", recursive=True)
+
+
+class Flaky:
+    """Fails a number of times, then does what it was made for."""
+
+    def __init__(self, failures: int, error: Exception, result: object = None) -> None:
+        self.failures, self.error, self.result, self.calls = failures, error, result, 0
+
+    def __call__(self, *_: object, **__: object) -> object:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise self.error
+        return self.result
+
+
+@pytest.mark.usefixtures("remote")
+def test_what_fails_for_a_moment_is_tried_again() -> None:
+    action = Flaky(storage.ATTEMPTS - 1, ConnectionResetError("gone"), "read")
+    assert storage.retrying(action, "address s3://b") == "read"
+    assert action.calls == storage.ATTEMPTS
+
+
+@pytest.mark.usefixtures("remote")
+def test_what_stays_away_is_named_with_what_to_do() -> None:
+    action = Flaky(99, ConnectionResetError("gone"))
+    message = r"address s3://b: .* \(5 of 5 attempts made\), got ConnectionResetError: gone; check address"
+    with pytest.raises(storage.StorageError, match=message):
+        storage.retrying(action, "address s3://b")
+    assert action.calls == storage.ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (PermissionError("no"), storage.StorageError),
+        (FileNotFoundError("no"), FileNotFoundError),
+        (TypeError("no"), TypeError),
+    ],
+)
+def test_what_waiting_cannot_mend_is_not_tried_again(error: Exception, raised: type[Exception]) -> None:
+    action = Flaky(99, error)
+    with pytest.raises(raised):
+        storage.retrying(action, "address s3://b")
+    assert action.calls == 1
+
+
+def test_waits_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    storage.retrying(Flaky(4, OSError("busy")), "address s3://b")
+    assert waits == [0.5, 1.0, 2.0, 4.0]
+
+
+def test_a_missing_package_and_an_unknown_protocol_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(url: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    with pytest.raises(ValueError, match=r"address nope://x: expected a protocol that fsspec knows, got 'nope'"):
+        storage.filesystem("nope://x")
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(ValueError, match=r"address s3://b: .*got no s3fs; pip install s3fs"):
+        storage.filesystem("s3://b")
+    with pytest.raises(ValueError, match=r"pip install gcsfs"):
+        storage.filesystem("gs://b")
+
+
+def test_local_addresses_are_paths(tmp_path: Path) -> None:
+    assert storage.fetch("data") == Path("data")
+    assert storage.fetch(f"file://{tmp_path}") == tmp_path
+    with storage.output(tmp_path / "run") as folder:
+        assert folder == tmp_path / "run"
+    with storage.output(f"file://{tmp_path}/run") as folder:
+        assert folder == tmp_path / "run"
+    assert not storage.is_url("C:/data")
+
+
+def test_a_folder_is_fetched_once_and_follows_changes(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.pipe({"/bucket/data/a.txt": b"one", "/bucket/data/sub/b.txt": b"two", "/bucket/other": b"3"})
+    folder = storage.fetch("memory://bucket/data")
+    assert {path.name: path.read_text() for path in folder.rglob("*.txt")} == {"a.txt": "one", "b.txt": "two"}
+    copied: list[str] = []
+    real = MemoryFileSystem.get_file
+    monkeypatch.setattr(
+        MemoryFileSystem,
+        "get_file",
+        lambda self, path, *rest, **more: (copied.append(path), real(self, path, *rest))[1],
+    )
+    assert storage.fetch("memory://bucket/data/") == folder
+    assert copied == []
+    remote.pipe("/bucket/data/a.txt", b"three")
+    remote.rm("/bucket/data/sub/b.txt")
+    storage.fetch("memory://bucket/data")
+    assert copied == ["/bucket/data/a.txt"]
+    assert [path.read_text() for path in folder.rglob("*.txt")] == ["three"]
+    assert storage.fetch("memory://bucket/other").read_text() == "3"
+    with pytest.raises(ValueError, match="address memory://bucket/none: expected a file or a folder with files, got"):
+        storage.fetch("memory://bucket/none")
+
+
+def test_no_name_leads_out_of_the_folder(remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = {"name": "/bucket/data/../../evil", "size": 1}
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: {info["name"]: info})
+    with pytest.raises(ValueError, match="expected names inside the folder"):
+        storage.fetch("memory://bucket/data")
+
+
+def test_an_output_is_published_with_what_names_it_last(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    order: list[str] = []
+    real = MemoryFileSystem.put_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "put_file", lambda self, local, path, **more: (order.append(path), real(self, local, path))[1]
+    )
+    with storage.output("memory://bucket/run") as folder:
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "run.json").write_text("{}")
+        (folder / "model.safetensors").write_text("m")
+        (folder / "checkpoints" / "last").write_text("c")
+        (folder / "model.safetensors.partial").write_text("half")
+        (folder / "checkpoints" / "next.partial").mkdir()
+        (folder / "checkpoints" / "next.partial" / "rank0").write_text("half")
+    assert order[-1] == "/bucket/run/run.json"
+    assert len(order) == 3
+    assert sorted(remote.find("/bucket/run")) == sorted(order)
+    assert not folder.exists()
+    assert not list((tmp_path / "cache" / "outputs").iterdir())
+
+
+def test_an_output_that_exists_is_seen_and_only_what_changed_is_published(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.pipe({"/bucket/run/run.json": b"{}", "/bucket/run/old.txt": b"1", "/bucket/run/keep.txt": b"2"})
+    events: list[str] = []
+    put, remove = MemoryFileSystem.put_file, MemoryFileSystem.rm_file
+    monkeypatch.setattr(
+        MemoryFileSystem,
+        "put_file",
+        lambda self, local, path, **more: (events.append(f"put {path[12:]}"), put(self, local, path))[1],
+    )
+    monkeypatch.setattr(
+        MemoryFileSystem, "rm_file", lambda self, path: (events.append(f"rm {path[12:]}"), remove(self, path))[1]
+    )
+    with storage.output("memory://bucket/run") as folder:
+        assert (folder / "keep.txt").read_text() == "2"
+    assert events == []
+    with storage.output("memory://bucket/run") as folder:
+        (folder / "old.txt").unlink()
+        (folder / "new.txt").write_text("3")
+    assert events == ["rm run.json", "put new.txt", "put run.json", "rm old.txt"]
+    names = sorted(name.rsplit("/", 1)[1] for name in remote.find("/bucket/run"))
+    assert names == ["keep.txt", "new.txt", "run.json"]
+
+
+def test_checkpoints_are_mirrored_while_the_caller_works(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(storage, "MIRROR_SECONDS", 0.01)
+    put, fails, passes = MemoryFileSystem.put_file, threading.Event(), threading.Semaphore(0)
+    fails.set()
+
+    def put_file(self: MemoryFileSystem, local: str, path: str, **_: object) -> None:
+        if fails.is_set():
+            raise ConnectionResetError("gone")
+        put(self, local, path)
+
+    push = storage.Mirror.push
+
+    def counted(self: storage.Mirror) -> None:
+        try:
+            push(self)
+        finally:
+            passes.release()
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    monkeypatch.setattr(storage.Mirror, "push", counted)
+    with storage.output("memory://bucket/run") as folder:
+        folder.mkdir(parents=True)
+        (folder / "last").write_text("state")
+        for _ in range(2):
+            assert passes.acquire(timeout=60)
+        fails.clear()
+        for _ in range(2):
+            assert passes.acquire(timeout=60)
+        assert remote.cat_file("/bucket/run/last") == b"state"
+    assert "the next pass tries again" in caplog.text
+
+
+def test_what_vanishes_while_it_is_published_is_left_out_and_a_missing_bucket_is_not(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mirror = storage.Mirror(tmp_path / "run", "memory://bucket/run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "gone").write_text("1")
+    put = MemoryFileSystem.put_file
+
+    def vanish(self: MemoryFileSystem, local: str, path: str, **_: object) -> None:
+        Path(local).unlink()
+        put(self, local, path)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", vanish)
+    mirror.push()
+    assert not remote.exists("/bucket/run/gone")
+    (tmp_path / "run" / "stays").write_text("1")
+    monkeypatch.setattr(MemoryFileSystem, "put_file", Flaky(99, FileNotFoundError("no such bucket")))
+    with pytest.raises(storage.StorageError, match="memory://bucket/run: expected a place to write to, got no such"):
+        mirror.push()
+
+
+def test_an_output_that_cannot_be_published_is_kept_and_named(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryFileSystem, "put_file", Flaky(99, ConnectionResetError("gone")))
+    output = storage.output("memory://bucket/run")
+    folder = output.__enter__()
+    folder.mkdir()
+    (folder / "a").write_text("x")
+    with pytest.raises(storage.StorageError, match=r"address memory://bucket/run/a: .*nothing is lost: .*/run has it"):
+        output.__exit__(None, None, None)
+    assert (folder / "a").read_text() == "x"
+
+
+def test_an_error_of_the_caller_passes_and_what_there_is_is_published(remote: MemoryFileSystem) -> None:
+    with suppress(KeyboardInterrupt), storage.output("memory://bucket/run") as folder:
+        folder.mkdir()
+        (folder / "last").write_text("state")
+        raise KeyboardInterrupt
+    assert remote.cat_file("/bucket/run/last") == b"state"
+    assert not folder.exists()
+
+
+def test_processes_of_one_machine_fill_one_folder(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(storage, "SHARED_POLL_SECONDS", 0.001)
+    remote.pipe("/bucket/run/run.json", b"{}")
+
+    def second() -> None:
+        with storage.shared_output("memory://bucket/run", job="1 0", is_first=False) as folder:
+            assert (folder / "run.json").is_file()
+            (folder / "shard.rank1").write_text("1")
+
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(second)
+        with storage.shared_output("memory://bucket/run", job="1 0", is_first=True) as folder:
+            (folder / "shard.rank0").write_text("0")
+            other.result(timeout=60)
+    names = sorted(name.rsplit("/", 1)[1] for name in remote.find("/bucket/run"))
+    assert names == ["run.json", "shard.rank0", "shard.rank1"]
+    assert not list((tmp_path / "cache" / "outputs").iterdir())
+    monkeypatch.setattr(storage, "SHARED_WAIT_SECONDS", 0.0)
+    alone = storage.shared_output("memory://bucket/run", job="2 0", is_first=False)
+    with pytest.raises(storage.StorageError, match="expected the first process to prepare it within 0 s"):
+        alone.__enter__()
+
+
+def test_files_of_addresses(remote: MemoryFileSystem, tmp_path: Path) -> None:
+    for name in ("b.tsv", "a.tsv", "c.parquet"):
+        (tmp_path / name).write_text("x")
+    remote.pipe({"/bucket/2.tsv": b"x", "/bucket/1.tsv": b"x"})
+    assert storage.expand([tmp_path / "*.tsv"]) == (str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv"))
+    assert storage.expand([tmp_path / "c.parquet", tmp_path])[0] == str(tmp_path / "c.parquet")
+    assert storage.expand(["memory://bucket/*.tsv"]) == ("memory:///bucket/1.tsv", "memory:///bucket/2.tsv")
+    assert storage.read_bytes("memory://bucket/1.tsv") == b"x"
+    with pytest.raises(ValueError, match="expected at least one file, got none"):
+        storage.expand(["memory://bucket/*.csv"])

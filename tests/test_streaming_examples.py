@@ -1,0 +1,101 @@
+"""The recipe on streamed Criteo data, and the benchmark that reads the same."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import data_loading
+from dnis_torchrec.storage import local_path
+from examples import criteo_stream
+
+ROWS = 600
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a generated train.txt, small tables, small batches and a cache of its own."""
+    monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(criteo_stream.HASH_ROWS_VARIABLE, "50")
+    monkeypatch.setattr(criteo_stream, "BATCH_SIZE", 16)
+    monkeypatch.setattr(data_loading, "MAX_VOCABULARY", 1000)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    data_loading.write_criteo_like(folder / "train.txt", ROWS)
+    return folder
+
+
+def test_generated_text_is_in_criteos_format(data: Path) -> None:
+    lines = (data / "train.txt").read_text().splitlines()
+    assert len(lines) == ROWS
+    fields = [line.split("\t") for line in lines]
+    assert {len(line) for line in fields} == {40}
+    assert {line[0] for line in fields} == {"0", "1"}
+    assert any(line[1] == "" for line in fields)
+    assert all(len(category) in (0, 8) and set(category) <= set("0123456789abcdef") for category in fields[0][14:])
+
+
+def test_the_recipe_trains_on_all_of_the_stream(data: Path) -> None:
+    recipe = criteo_stream.dlrm(data, seed=0, embedding_dim=4)
+    splits = [recipe.data.train, recipe.data.validation, recipe.data.selection, recipe.data.test]
+    assert sum(split.num_samples for split in splits) == ROWS
+    batch = next(iter(recipe.data.train))
+    assert batch.dense_features.shape == (16, 13)
+    assert len(batch.sparse_features.keys()) == 26
+    logits = recipe.model(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
+    assert recipe.loss(logits.squeeze(-1), batch.labels).isfinite()
+    tables = recipe.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
+    rows = {table.feature_names[0]: table.num_embeddings for table in tables}
+    assert max(rows.values()) == 50
+    assert rows["cat_8"] == 48
+    assert any("hashed into at most 50 rows" in note for note in recipe.notes)
+
+
+def test_files_are_found_packed_by_day_and_by_address(data: Path) -> None:
+    text = (data / "train.txt").read_bytes()
+    wanted = criteo_stream.open_stream(data)
+    lines = text.splitlines(keepends=True)
+    days = data.parent / "days"
+    days.mkdir()
+    for day, part in (("day_0", lines[:100]), ("day_10", lines[300:]), ("day_2", lines[100:300])):
+        (days / f"{day}.gz").write_bytes(gzip.compress(b"".join(part)))
+    (data / "listed").mkdir()
+    (data / "listed" / "urls.txt").write_text(f"file://{data}/train.txt\n\n")
+    for folder in (days, data / "listed"):
+        found = criteo_stream.open_stream(folder)
+        assert all(local_path(file) is not None for file in found.index.files)
+        chunks = [found.chunk(number) for number in range(len(found.index.chunks))]
+        assert torch.equal(torch.cat([chunk.ids for chunk in chunks], dim=1), wanted.chunk(0).ids)
+    with pytest.raises(ValueError, match=r"expected urls.txt, \*.parquet, train.txt"):
+        criteo_stream.open_stream(data.parent)
+
+
+def test_a_wrong_number_of_rows_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(criteo_stream.HASH_ROWS_VARIABLE, "many")
+    with pytest.raises(ValueError, match="DNIS_HASH_ROWS: expected an integer >= 2, got 'many'"):
+        criteo_stream.dlrm(data)
+
+
+def test_the_benchmark_writes_what_it_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data_loading, "MAX_VOCABULARY", 1000)
+    path = tmp_path / "loading.json"
+    data_loading.main(["--rows", "200", "--batch-size", "8,32", "--json", str(path)])
+    parsed, *cached = json.loads(path.read_text())["rows"]
+    assert parsed["stage"] == "parse"
+    assert parsed["rows"] == 200
+    assert parsed["rows_per_minute_per_core"] > 0
+    assert [(row["batch_size"], row["shuffle"], row["part"]) for row in cached] == [
+        (size, shuffle, part)
+        for size in (8, 32)
+        for shuffle, part in ((True, "whole"), (True, "train"), (False, "whole"))
+    ]
+    assert all(row["samples_per_second"] > 0 for row in cached)
+    assert capsys.readouterr().out.count("times what is wanted") == 7
+    with pytest.raises(SystemExit):
+        data_loading.parse(["--rows", "10"])

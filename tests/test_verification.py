@@ -1,0 +1,225 @@
+"""`dnis verify`: what is whole passes, every kind of damage is named, wrong values are found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from dnis_torchrec.cli import app
+from dnis_torchrec.export import FORMS, load, load_csr, read_scheme
+from dnis_torchrec.verification import Finding, parity, verify
+from dnis_torchrec.verification.latency import BATCH_SIZES, measure_latency
+from dnis_torchrec.verification.parity import Oracle, bag_cases, keyed_jagged_tensor, precision_of, unknown_bags
+from dnis_torchrec.verification.resident import measure_resident
+from dnis_torchrec.verification.served import BASELINES, baseline
+from tests.serving_reference import pool
+from tests.tiny_artifact import write_tiny_artifact
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's tables in every form that there is."""
+    return write_tiny_artifact(tmp_path_factory.mktemp("verification") / "artifact", forms=tuple(FORMS))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in the canonical form alone."""
+    return write_tiny_artifact(tmp_path_factory.mktemp("verification") / "small", forms=("csr", "csr_fp16"))
+
+
+@pytest.fixture
+def copy(small: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(small, tmp_path / "copy"))
+
+
+def failed(findings: tuple[Finding, ...]) -> dict[str, str]:
+    """Subject -> detail of what failed."""
+    return {finding.subject: finding.detail for finding in findings if finding.is_failure}
+
+
+def test_a_whole_artifact_passes_in_every_form(artifact: Path) -> None:
+    found = verify(artifact, recipe="tests.tiny:demo", measure=False)
+    assert failed(found.findings) == {}
+    assert set(found.forms) == set(FORMS)
+    tried = {finding.subject for finding in found.findings if finding.check == "parity"}
+    cases = bag_cases(read_scheme(artifact))
+    assert {"all empty", "all the same id", "one long bag", "random bags"} < set(cases)
+    assert tried == {f"{form}: {case}" for form in FORMS for case in cases}
+    assert {f.subject for f in found.findings if f.check == "metric"} >= {f"{form}, auc" for form in FORMS}
+
+
+def damage_csr(path: Path) -> Path:
+    return next(iter(sorted((path / "csr").iterdir())))
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)
+
+
+def flip_header(path: Path) -> str:
+    file = damage_csr(path)
+    flip(file, 12)
+    return f"csr/{file.name}"
+
+
+def flip_value(path: Path) -> str:
+    file = damage_csr(path)
+    flip(file, 8 + struct.unpack("<Q", file.read_bytes()[:8])[0] + 2)
+    return f"csr/{file.name}"
+
+
+def flip_last(path: Path) -> str:
+    flip(path / "scheme.safetensors", -1)
+    return "scheme.safetensors"
+
+
+def truncate(path: Path) -> str:
+    file = damage_csr(path)
+    file.write_bytes(file.read_bytes()[:-3])
+    return file.name
+
+
+def remove(path: Path) -> str:
+    file = damage_csr(path)
+    file.unlink()
+    return file.name
+
+
+def rename(path: Path) -> str:
+    file = damage_csr(path)
+    file.rename(file.with_name("other.safetensors"))
+    return file.name
+
+
+def add(path: Path) -> str:
+    (path / "notes.txt").write_text("mine")
+    return "notes.txt"
+
+
+def flip_manifest(path: Path) -> str:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"num_blocks": 3', '"num_blocks": 4'))
+    return "manifest.json"
+
+
+def newer(path: Path) -> str:
+    fields = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(fields | {"format_version": "9.0"}))
+    return "9.0"
+
+
+def foreign(path: Path) -> str:
+    (path / "manifest.json").write_text('{"format": "other"}')
+    return "other"
+
+
+@pytest.mark.parametrize(
+    "damage", [flip_header, flip_value, flip_last, truncate, remove, rename, add, flip_manifest, newer, foreign]
+)
+def test_damage_of_each_kind_is_named(copy: Path, damage: Callable[[Path], str]) -> None:
+    name = damage(copy)
+    found = verify(copy, measure=False)
+    assert [f.check for f in found.failures] == ["checksums"]
+    assert name in found.failures[0].subject + found.failures[0].detail
+    assert not found.to_json()["ok"]
+
+
+@pytest.mark.parametrize("wrong", ["value", "zero", "shape"])
+def test_wrong_values_are_found(small: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    def loaded(path: Path, **options: Any) -> torch.nn.Module:
+        module = load(path, **options)
+        if options["form"] == "csr":
+            values = module.tables.get_buffer("user/values")
+            if wrong == "value":
+                values[-1] += 1e-3
+            elif wrong == "zero":
+                values.zero_()
+            else:
+                values[0] = float("nan")
+        return module
+
+    monkeypatch.setattr(parity, "load", loaded)
+    found = verify(small, measure=False)
+    assert {subject.split(":")[0] for subject in failed(found.findings)} == {"csr"}
+    assert all("user: off by" in detail for detail in failed(found.findings).values())
+
+
+def test_an_unknown_id_that_is_looked_up_is_found(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "load", lambda path, **options: load(path, **(options | {"unknown_ids": "zero"})))
+    dense = {name: load_csr(small, name).to_dense() for name in read_scheme(small).tables}
+    oracle = Oracle(scheme=read_scheme(small), row=lambda table, row_id: dense[table][row_id])
+    found = parity.check_form(small, "csr", "sparse_arch.embedding_bag_collection", oracle)
+    assert failed(tuple(found)) == {"csr: refused": "ids [-1] were looked up without an error"}
+
+
+def test_the_oracle_is_the_naive_one(small: Path) -> None:
+    scheme = read_scheme(small)
+    dense = {name: load_csr(small, name).to_dense() for name in scheme.tables}
+    oracle = Oracle(scheme=scheme, row=lambda table, row_id: dense[table][row_id])
+    for bags in bag_cases(scheme).values():
+        pooled, _ = oracle.expected(bags, 0.0)
+        for name, table in scheme.tables.items():
+            naive: Tensor = pool(dense[name], bags[name], table.pooling, table.is_weighted)
+            torch.testing.assert_close(pooled[name].float(), naive)
+
+
+def test_unknown_bags_hold_ids_on_both_sides(small: Path) -> None:
+    kjt = keyed_jagged_tensor(unknown_bags(read_scheme(small)), is_weighted=False)
+    assert kjt["user"].values().tolist() == [-1, 0, 40, 2**31]
+
+
+def test_precision_is_in_the_name() -> None:
+    assert [precision_of(form) for form in ("csr", "csr_fp16", "mixed_dimension_int4", "row_pruned_int8")] == [
+        "fp32",
+        "fp16",
+        "int4",
+        "int8",
+    ]
+
+
+def test_memory_is_measured_in_a_fresh_process(small: Path) -> None:
+    rows = measure_resident(small, ["uncompressed_fp32", "csr"])
+    assert [row.form for row in rows] == ["uncompressed_fp32", "csr"]
+    assert all(row.touched_bytes >= 0 for row in rows)
+
+
+def test_latency_has_a_row_for_every_form_and_batch(small: Path) -> None:
+    rows = measure_latency(small, read_scheme(small), ["uncompressed_fp32", "csr"], rounds=3)
+    assert [(row.form, row.batch_size) for row in rows] == [
+        (f, b) for b in BATCH_SIZES for f in ("uncompressed_fp32", "csr")
+    ]
+    assert all(0 < row.p50_ms <= row.p99_ms for row in rows)
+    assert {row.ratio for row in rows if row.form == "uncompressed_fp32"} == {1.0}
+
+
+@pytest.mark.parametrize("form", BASELINES)
+def test_the_baselines_serve_all_features(small: Path, form: str) -> None:
+    scheme = read_scheme(small)
+    kjt = keyed_jagged_tensor(bag_cases(scheme)["random bags"], is_weighted=False)
+    assert baseline(form, scheme)(kjt).values().shape == (17, 16)
+
+
+def test_the_command_says_what_failed_and_exits_with_1(copy: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["verify", str(copy), "--no-measure", "--json", str(tmp_path / "good.json")])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "good.json").read_text())["ok"]
+    name = flip_value(copy)
+    result = CliRunner().invoke(app, ["verify", str(copy), "--no-measure", "--json", str(tmp_path / "bad.json")])
+    assert result.exit_code == 1
+    assert f"error: checksums, {name}: expected sha256" in result.output
+    bad = json.loads((tmp_path / "bad.json").read_text())
+    assert not bad["ok"]
+    assert {finding["status"] for finding in bad["findings"] if finding["subject"] == name} == {"failed"}
