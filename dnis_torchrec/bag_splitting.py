@@ -1,7 +1,7 @@
 """BagSplitter: from a KeyedJaggedTensor to one whose keys are (feature, block) pairs.
 
-A bag that mixes blocks cannot be multiplied by one row of alpha, nor be looked up in one mixed-dimension table. Split
-by block, each part can; the parts are summed again after pooling. The search and serving use this one module.
+A bag that mixes blocks cannot be multiplied by one row of alpha. Split by block, each part can; the parts are summed
+again after pooling.
 
 Shapes: B batch, F features, S blocks, I ids of a batch.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ class FeatureSplit:
         keys: one output key per block, None for a block that is left out; a single key and no routing
             passes the bags on.
         routing: row -> block, or None.
-        local_ids: replace each id by its position within its block, as mixed-dimension tables want it.
 
     Raises:
         ValueError: if `keys` is not one per block, or one where there is no routing.
@@ -43,7 +43,6 @@ class FeatureSplit:
     feature: str
     keys: tuple[str | None, ...]
     routing: RowRouting | None = None
-    local_ids: bool = False
 
     def __post_init__(self) -> None:
         num_blocks = 1 if self.routing is None else self.routing.num_blocks
@@ -77,7 +76,6 @@ class BagSplitter(nn.Module):
     """
 
     _slots: Tensor
-    _starts: Tensor | None
 
     def __init__(self, splits: Sequence[FeatureSplit]) -> None:
         super().__init__()
@@ -85,20 +83,18 @@ class BagSplitter(nn.Module):
         self._keys: list[str] = [key for split in splits for key in split.keys if key is not None]
         check(len(set(self._keys)) == len(self._keys), "BagSplitter", "expected distinct output keys", self._keys)
         # Features that share a routing (several on one table) share its tensors.
-        self._locators = nn.ModuleList()
-        self._locator_of_split: list[int | None] = []
-        known: dict[tuple[int, bool], int] = {}
+        self._routers = nn.ModuleList()
+        self._router_of_split: list[int | None] = []
+        known: dict[int, int] = {}
         for split in self._splits:
             if split.routing is None:
-                self._locator_of_split.append(None)
+                self._router_of_split.append(None)
                 continue
-            key = (id(split.routing), split.local_ids)
-            if key not in known:
-                known[key] = len(self._locators)
-                self._locators.append(_OrderedRows(split.routing) if split.local_ids else _Rows(split.routing))
-            self._locator_of_split.append(known[key])
+            if id(split.routing) not in known:
+                known[id(split.routing)] = len(self._routers)
+                self._routers.append(RowRouter(split.routing))
+            self._router_of_split.append(known[id(split.routing)])
         self.register_buffer("_slots", self._slot_of_block(), persistent=False)
-        self.register_buffer("_starts", self._start_of_block(), persistent=False)
 
     def _slot_of_block(self) -> Tensor:
         """Index of the output key of every (split, block), one past the last key for what is dropped.
@@ -112,16 +108,6 @@ class BagSplitter(nn.Module):
                 slot += key is not None
             slots.append(none)
         return torch.tensor(slots, dtype=torch.int16 if none < 2**15 else torch.int64)
-
-    def _start_of_block(self) -> Tensor | None:
-        """First row of every (split, block), rows ordered by block, ``(sum of (S + 1),)``; None if not wanted."""
-        if not any(split.local_ids for split in self._splits):
-            return None
-        starts = [torch.zeros(len(split.keys) + 1, dtype=torch.int64) for split in self._splits]
-        for start, split in zip(starts, self._splits, strict=True):
-            if split.routing is not None and split.local_ids:
-                start[1:] = split.routing.row_counts().cumsum(0)
-        return torch.cat(starts)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Splits every bag.
@@ -137,7 +123,7 @@ class BagSplitter(nn.Module):
             NotImplementedError: if the features of the batch differ in stride.
         """
         bags = select_features(features, [split.feature for split in self._splits])
-        if self._starts is None and bags.values().device.type == "cpu" and are_compiled():
+        if bags.values().device.type == "cpu" and are_compiled():
             values, lengths, weights = self._split_at_once(bags)
         else:
             values, lengths, weights = self._split_by_sorting(bags)
@@ -148,8 +134,10 @@ class BagSplitter(nn.Module):
     def _split_at_once(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """By the compiled operator: ids, lengths and weights of the split bags."""
         none = self._slots.new_empty(0, dtype=torch.int64)
-        locators = [None if index is None else self._locators[index] for index in self._locator_of_split]
-        routings = [locator.router.routing_tensor() if isinstance(locator, _Rows) else none for locator in locators]
+        routings = [
+            none if index is None else cast(RowRouter, self._routers[index]).routing_tensor()
+            for index in self._router_of_split
+        ]
         return split_bags(
             bags.values().contiguous(),
             bags.lengths().contiguous(),
@@ -165,13 +153,10 @@ class BagSplitter(nn.Module):
         """By torch's own operators, on any device: the same."""
         batch_size, num_keys = bags.stride(), len(self._keys)
         values, weights, lengths = bags.values(), bags.weights_or_none(), bags.lengths()
-        located, block = self._locate(values.split(bags.length_per_key()))
-        if self._starts is not None:
-            located = located - self._starts.index_select(0, block).to(values.dtype)
-        slot = self._slots.index_select(0, block)
+        slot = self._slots.index_select(0, self._blocks_of(values.split(bags.length_per_key())))
         order = torch.argsort(slot, stable=True)[: int((slot < num_keys).sum())]
         split_weights = None if weights is None else weights.index_select(0, order)
-        return located.index_select(0, order), self._split_lengths(slot, lengths, batch_size), split_weights
+        return values.index_select(0, order), self._split_lengths(slot, lengths, batch_size), split_weights
 
     def _split_lengths(self, slot: Tensor, lengths: Tensor, batch_size: int) -> Tensor:
         """Length of every split bag, ``(output keys * B,)`` of the dtype of `lengths`."""
@@ -181,46 +166,14 @@ class BagSplitter(nn.Module):
         one = lengths.new_ones(1).expand(slot.numel())
         return split_lengths.scatter_add_(0, slot.long() * batch_size + bag, one)[: len(self._keys) * batch_size]
 
-    def _locate(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Ids as their routing orders them, and for each id the index of its (split, block); both ``(I,)``."""
-        located, blocks, first = [], [], 0
-        for split, locator, ids in zip(self._splits, self._locator_of_split, values, strict=True):
-            if locator is None:
-                located.append(ids)
-                blocks.append(torch.full_like(ids, first, dtype=torch.int64))
-            else:
-                rows, block = self._locators[locator](ids)
-                located.append(rows)
-                blocks.append(block + first)
+    def _blocks_of(self, values: Sequence[Tensor]) -> Tensor:
+        """For each id the index of its (split, block), ``(I,)``."""
+        blocks, first = [], 0
+        for split, router, ids in zip(self._splits, self._router_of_split, values, strict=True):
+            block = torch.zeros_like(ids, dtype=torch.int64) if router is None else self._routers[router](ids)
+            blocks.append(block + first)
             first += len(split.keys) + 1
-        return torch.cat(located), torch.cat(blocks)
-
-
-class _Rows(nn.Module):
-    """Leaves ids as they are and tells their blocks."""
-
-    def __init__(self, routing: RowRouting) -> None:
-        super().__init__()
-        self.router = RowRouter(routing)
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return ids, self.router(ids)
-
-
-class _OrderedRows(nn.Module):
-    """Replaces ids by their position once rows are ordered by block, which also tells the block."""
-
-    ends: Tensor
-    positions: Tensor | None
-
-    def __init__(self, routing: RowRouting) -> None:
-        super().__init__()
-        self.register_buffer("ends", routing.row_counts().cumsum(0), persistent=False)
-        self.register_buffer("positions", routing.positions(), persistent=False)
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        rows = ids if self.positions is None else self.positions.index_select(0, ids).to(ids.dtype)
-        return rows, torch.bucketize(rows, self.ends, right=True)
+        return torch.cat(blocks)
 
 
 def select_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:

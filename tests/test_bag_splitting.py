@@ -27,12 +27,7 @@ def split_bags(splits: list[FeatureSplit], bags: Bags) -> Bags:
                 continue
             rows = None if blocks is None else [row for row, of_row in enumerate(blocks) if of_row == block]
             out[key] = [
-                [
-                    (rows.index(row) if split.local_ids and rows is not None else row, weight)
-                    for row, weight in bag
-                    if rows is None or row in rows
-                ]
-                for bag in bags[split.feature]
+                [(row, weight) for row, weight in bag if rows is None or row in rows] for bag in bags[split.feature]
             ]
     return out
 
@@ -48,7 +43,7 @@ def splits_and_bags(draw: st.DrawFn) -> tuple[list[FeatureSplit], Bags]:
             f"{index}/{feature}/b{block}" if routing is None or draw(st.integers(0, 3)) else None
             for block in range(1 if routing is None else routing.num_blocks)
         )
-        splits.append(FeatureSplit(feature=feature, keys=keys, routing=routing, local_ids=draw(st.booleans())))
+        splits.append(FeatureSplit(feature=feature, keys=keys, routing=routing))
         num_rows = 99 if routing is None else routing.num_embeddings
         rows_of[feature] = min(num_rows, rows_of.get(feature, 99))
     bags = {}
@@ -83,17 +78,15 @@ def test_equals_python_lists(case: tuple[list[FeatureSplit], Bags], weighted: bo
 
 def test_input_stays_as_it_was() -> None:
     features = keyed_jagged_tensor({"f": [[(3, 1.0), (0, 2.0)]]}, weighted=True)
-    BagSplitter([FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES, local_ids=True)])(features)
+    BagSplitter([FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES)])(features)
     assert (features.keys(), features.values().tolist(), features.weights().tolist()) == (["f"], [3, 0], [1.0, 2.0])
 
 
 def test_features_of_one_table_share_its_map() -> None:
     routing = RowRouting.from_map(torch.tensor([1, 0, 1]), 2)
-    splits = [
-        FeatureSplit(feature=f, keys=(f"{f}/b0", f"{f}/b1"), routing=routing, local_ids=True) for f in ("f", "g", "h")
-    ]
+    splits = [FeatureSplit(feature=f, keys=(f"{f}/b0", f"{f}/b1"), routing=routing) for f in ("f", "g", "h")]
     splitter = BagSplitter(splits)
-    assert sum(buffer.numel() for buffer in splitter.buffers() if buffer.dtype == torch.int32) == 3
+    assert sum(buffer.numel() for buffer in splitter.buffers() if buffer.dtype == torch.uint8) == 3
 
 
 def test_more_keys_than_a_small_integer_holds() -> None:
@@ -108,7 +101,7 @@ def test_more_keys_than_a_small_integer_holds() -> None:
 
 
 def test_holds_no_state() -> None:
-    splitter = BagSplitter([FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES, local_ids=True)])
+    splitter = BagSplitter([FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES)])
     assert splitter.state_dict() == {}
     assert list(splitter.parameters()) == []
 

@@ -38,6 +38,9 @@ RecipeArgument = Annotated[
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="Folder that `dnis search` wrote, or its URL.", **fetched_settings)
 ]
+ArtifactArgument = Annotated[
+    Path, typer.Argument(metavar="ARTIFACT", help="Folder that `dnis export` wrote, or its URL.", **fetched_settings)
+]
 DataOption = Annotated[
     Path | None,
     typer.Option(

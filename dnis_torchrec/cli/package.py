@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dnis_torchrec.cli.app import DataOption, app, arguments, check_data
+from dnis_torchrec.cli.addresses import shown
+from dnis_torchrec.cli.app import ArtifactArgument, DataOption, OutOption, app, arguments, check_data
 from dnis_torchrec.packaging import KINDS, run_package
 from dnis_torchrec.recipe import load_recipe
 
 
 @app.command()
 def package(
-    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder that `dnis export` wrote.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder to make.")],
+    artifact: ArtifactArgument,
+    out: OutOption,
     data: DataOption = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe of the model; the artifact's own if not given.")] = None,
     form: Annotated[str, typer.Option(help="How tables are served: `csr`, `mixed_dimension` or another form.")] = "csr",
@@ -40,4 +40,4 @@ def package(
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-    typer.echo(f"package: {out}")
+    typer.echo(f"package: {shown(out)}")

@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.cli.app import DataOption, app, arguments, check_data, print_table, write_text
+from dnis_torchrec.cli.addresses import fetched_settings
+from dnis_torchrec.cli.app import ArtifactArgument, DataOption, app, arguments, check_data, print_table, write_text
 from dnis_torchrec.verification import Verification
 from dnis_torchrec.verification import verify as verify_artifact
 
@@ -20,9 +21,10 @@ MIB = 2**20
 
 @app.command()
 def verify(
-    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder that `dnis export` wrote.")],
+    artifact: ArtifactArgument,
     against: Annotated[
-        Path | None, typer.Option(help="The run that it came from: same tables, same dense weights.")
+        Path | None,
+        typer.Option(help="The run that it came from: same tables, same dense weights.", **fetched_settings),
     ] = None,
     data: DataOption = None,
     recipe: Annotated[

@@ -20,12 +20,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.block_collection import BlockCollection, stored_blocks
-from dnis_torchrec.serving.logical_tables import logical_config
 
 __all__ = [
     "MixedDimensionEmbeddingBagCollection",
     "block_tables",
-    "logical_config",
     "rows_per_chunk",
     "stored_blocks",
 ]

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.export import load
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.mixed_dimension import logical_config
+from dnis_torchrec.serving.logical_tables import logical_config
 from dnis_torchrec.verification.findings import FAILED, SKIPPED, Finding, judged
 
 ROW_ERRORS = {"fp32": 1e-6, "fp16": 2.0**-10, "int8": 0.006, "int4": 0.07}

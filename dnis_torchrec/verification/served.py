@@ -13,7 +13,7 @@ from torchrec.quant.embedding_modules import quant_prep_customize_row_alignment
 
 from dnis_torchrec.export import load
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving.mixed_dimension import logical_config
+from dnis_torchrec.serving.logical_tables import logical_config
 
 BASELINES = ("uncompressed_fp32", "uncompressed_int8", "uncompressed_int4")
 """The uncompressed tables, as TorchRec serves them. Their values are drawn: neither size nor speed depends on them."""
