@@ -98,7 +98,7 @@ class SearchConfig:
     rotate: bool = True
     column_sharing: float = 0.0
     upper_every: int = 1
-    upper_batch_parts: int = 1
+    upper_batch_parts: int = 2
     alpha_learning_rate: float | None = None
     alpha_averaging: float = 0.98
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +16,11 @@ from dnis_torchrec.cli.addresses import fetched_settings
 from dnis_torchrec.cli.app import ArtifactArgument, DataOption, app, arguments, check_data, print_table, write_text
 from dnis_torchrec.verification import Verification
 from dnis_torchrec.verification import verify as verify_artifact
+from dnis_torchrec.verification.findings import OK, Finding
 
 WIDTH = 120
+MANY = 6
+"""Rows of one kind that are counted instead of listed."""
 MIB = 2**20
 
 
@@ -55,8 +60,8 @@ def verify(
 
 def _print(found: Verification) -> None:
     checks = Table("check", "of", "result", "detail", title=f"{found.artifact}: what was checked")
-    for finding in found.findings:
-        checks.add_row(finding.check, finding.subject, finding.status, finding.detail)
+    for cells in _rows(found.findings):
+        checks.add_row(*cells)
     print_table(checks, WIDTH)
     if found.resident:
         dense = next(row.touched_bytes for row in found.resident if row.form == "uncompressed_fp32")
@@ -73,3 +78,22 @@ def _print(found: Verification) -> None:
             figures = f"{timed.p50_ms:.3f}", f"{timed.p99_ms:.3f}", f"{timed.ratio:.2f}"
             latency.add_row(timed.form, str(timed.batch_size), *figures)
         print_table(latency, WIDTH)
+
+
+def _rows(findings: Sequence[Finding]) -> list[tuple[str, str, str, str]]:
+    """A row per finding; of `MANY` and more good ones of a check that are alike, how many they are."""
+    alike = Counter((finding.check, finding.status) for finding in findings if _is_plain(finding))
+    rows, counted = [], set()
+    for finding in findings:
+        kind = (finding.check, finding.status)
+        if not _is_plain(finding) or alike[kind] < MANY:
+            rows.append((finding.check, finding.subject, finding.status, finding.detail))
+        elif kind not in counted:
+            counted.add(kind)
+            rows.append((finding.check, f"{alike[kind]} of them, named by --json", finding.status, ""))
+    return rows
+
+
+def _is_plain(finding: Finding) -> bool:
+    """Whether nothing but that it is good can be said of it; bytes of a file and figures of the metric are not news."""
+    return finding.status == OK and finding.check in ("checksums", "run")
