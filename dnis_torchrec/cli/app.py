@@ -24,6 +24,7 @@ app = typer.Typer(
     "  dnis export RUN --out ARTIFACT\n\n"
     "  dnis evaluate ARTIFACT --data DIR\n\n"
     "  dnis report RUN\n\n"
+    "  dnis verify ARTIFACT --data DIR\n\n"
     "  dnis compare examples.movielens:mf --data DIR --methods uniform,magnitude,dnis --out COMPARISON",
     no_args_is_help=True,
     add_completion=False,
