@@ -79,7 +79,7 @@ class SearchConfig:
         column_sharing: see `Pressure`.
         upper_every: lower steps per upper step.
         upper_batch_parts: parts that a validation batch is cut into; an upper step takes one, and costs less (see
-            `BatchParts`).
+            `BatchParts`). Each rank cuts its own slice of the batch.
         alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
     """
