@@ -4,9 +4,9 @@ Pressure goes beyond the paper. NOTE[DIFF]: the paper lets validation loss alone
 be small; nothing drives alpha to zero, and from compression 4 on the result is worse than a smaller table. Here a
 number lambda is added to the normalised gradient and adapts so that the mean of alpha falls towards the requested size
 (the ramp); it is zero where validation loss alone takes alpha down faster. On the way columns die, those of smallest
-alpha first: at least as many as a line of their own asks for, so that the weights have time to adapt to every loss and
-the ramp does not end in a cliff. Then exactly as many columns as the budget allows are kept, lambda fades, and both
-levels train on (the release).
+alpha first, or of smallest alpha times what they carry (`AlphaOptimizer.scale_columns`): at least as many as a line of
+their own asks for, so that the weights have time to adapt to every loss and the ramp does not end in a cliff. Then
+exactly as many columns as the budget allows are kept, lambda fades, and both levels train on (the release).
 
 Both lines fall geometrically: at share p of the ramp, the mean to :math:`(0.6 t)^p` and the living columns to
 :math:`t^p` of the whole, where t is the requested density. Each step takes the same share of what is left.
@@ -112,6 +112,7 @@ class AlphaOptimizer:
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
         self._floor = 0.0 if pressure is None else FLOOR
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
+        self._scales = {dim: torch.ones_like(alpha.of(dim)) for dim in alpha.dims}
         self.num_steps = 0
         self.last_density = 1.0
         self._is_released = False
@@ -126,6 +127,15 @@ class AlphaOptimizer:
     def is_released(self) -> bool:
         """True once the ramp is over and the columns to keep are settled; always without pressure."""
         return self._pressure is None or self._is_released
+
+    def scale_columns(self, scales: Mapping[int, Tensor]) -> None:
+        """Lets columns die in the order of alpha times a scale, such as what they carry; else in that of alpha alone.
+
+        Args:
+            scales: embedding_dim -> ``(A, D)``, not negative; only their ratios matter.
+        """
+        for dim, scale in scales.items():
+            self._scales[dim].copy_(scale / scale.mean())
 
     def density(self) -> float:
         """Share of the tables' cost whose alpha is not zero."""
@@ -196,8 +206,8 @@ class AlphaOptimizer:
         return first
 
     def _scores(self, dim: int, column_sharing: float) -> Tensor:
-        """``(A, D)``: alpha[s, k] + column_sharing * mean over s of alpha[s, k]; -1 for the dead."""
-        alpha = self._alpha.of(dim)
+        """``(A, D)``: a[s, k] + column_sharing * mean over s of a[s, k], a = alpha * scale; -1 for the dead."""
+        alpha = self._alpha.of(dim) * self._scales[dim]
         shares = (self._costs[dim] / self._costs[dim].sum()).to(alpha)
         return (alpha + column_sharing * (shares @ alpha)).masked_fill(self._dead[dim], -1.0)
 
@@ -230,6 +240,7 @@ class AlphaOptimizer:
         for dim in self._alpha.dims:
             state[f"average/{dim}"] = self._averages[dim]
             state[f"dead/{dim}"] = self._dead[dim]
+            state[f"scale/{dim}"] = self._scales[dim]
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -239,4 +250,5 @@ class AlphaOptimizer:
         for dim in self._alpha.dims:
             self._averages[dim].copy_(state[f"average/{dim}"])
             self._dead[dim].copy_(state[f"dead/{dim}"])
+            self._scales[dim].copy_(state[f"scale/{dim}"])
         self.last_density = self.density()

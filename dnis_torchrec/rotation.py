@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
+from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.reductions import Ranks
@@ -152,6 +153,40 @@ def rotate_(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, c
     return [_rotate_group_(group, parts, counts, ranks, states) for group in groups]
 
 
+@torch.no_grad()
+def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) -> dict[int, Tensor]:
+    r"""What columns of blocks carry: :math:`\sqrt{\sum_i \eta_i E_{ik}^2 / \sum_i \eta_i}` over the rows i of a block.
+
+    Distributed: shards of whole rows and replicated tables; one all_reduce of ``(A, D)`` float64 per embedding_dim, and
+    one of a number per table.
+
+    Args:
+        model: prepared, sharded or not.
+        blocks: those of its alphas.
+        counts: frequencies of all rows, the same on every rank.
+
+    Returns:
+        embedding_dim -> ``(A, D)``, float32, on the CPU; 1 for a block without an occurrence.
+    """
+    modules = list(collections(model).values())
+    parts = [part for module in modules for part in local_shards(module)]
+    ranks, tables = ranks_of(*modules), tuple(blocks.embedding_dims)
+    copies = _copies(parts, tables, counts, ranks)
+    squares = {dim: torch.zeros(shape, dtype=torch.float64) for dim, shape in blocks.alpha_shapes.items()}
+    for part in parts:
+        dim, block = blocks.embedding_dims[part.table], blocks.routings[part.table].all_blocks()
+        for chunk, rows, _ in part.chunks():
+            of_rows = block[rows]
+            in_block = of_rows < blocks.routings[part.table].num_blocks
+            weights = counts.counts[part.table][rows].double() / copies[tables.index(part.table)]
+            energy = chunk.cpu().double().square() * weights[:, None]
+            alpha_rows = blocks.first_alpha_row(part.table) + of_rows[in_block]
+            squares[dim].index_add_(0, alpha_rows, energy[in_block])
+    occurrences = {dim: blocks.per_alpha_row(dim, blocks.occurrences)[:, None] for dim in squares}
+    means = {dim: ranks.sum_(square) / occurrences[dim].clamp(min=1) for dim, square in squares.items()}
+    return {dim: torch.where(occurrences[dim] > 0, mean.sqrt(), 1.0).float() for dim, mean in means.items()}
+
+
 def _rotate_group_(
     group: RotationGroup,
     parts: Sequence[TableShard],
@@ -177,10 +212,7 @@ def _second_moment(
     parts: Sequence[TableShard], tables: tuple[str, ...], counts: FrequencyCounts, ranks: Ranks
 ) -> Tensor:
     """``(D, D)`` float64: sum over tables of E^T diag(counts) E, every row once however many ranks hold it."""
-    rows_held = torch.zeros(len(tables), dtype=torch.int64)
-    for part in parts:
-        rows_held[tables.index(part.table)] += part.weight.shape[0]
-    copies = ranks.sum_(rows_held) / torch.tensor([counts.counts[table].numel() for table in tables])
+    copies = _copies(parts, tables, counts, ranks)
     moment = torch.zeros(1, dtype=torch.float64)
     for part in parts:
         for chunk, rows, _ in part.chunks():
@@ -188,6 +220,14 @@ def _second_moment(
             weights = counts.counts[part.table][rows].to(wide) / copies[tables.index(part.table)]
             moment = moment + (wide.T @ (wide * weights[:, None])).cpu()
     return ranks.sum_(moment / counts.num_samples)
+
+
+def _copies(parts: Sequence[TableShard], tables: tuple[str, ...], counts: FrequencyCounts, ranks: Ranks) -> Tensor:
+    """How many ranks hold each row of each table, ``(len(tables),)``: 1, or all where it is replicated."""
+    rows_held = torch.zeros(len(tables), dtype=torch.int64)
+    for part in parts:
+        rows_held[tables.index(part.table)] += part.weight.shape[0]
+    return ranks.sum_(rows_held) / torch.tensor([counts.counts[table].numel() for table in tables])
 
 
 def _principal_axes(moment: Tensor) -> Tensor:

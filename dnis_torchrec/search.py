@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ from dnis_torchrec.pruning import STRUCTURES, prune
 from dnis_torchrec.ranks import together
 from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask, check_labels
 from dnis_torchrec.reductions import Ranks
-from dnis_torchrec.rotation import rotate_, rotation_groups
+from dnis_torchrec.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search_loop import EpochRecord, Saving, SearchEvents, SearchInterrupted, SearchLoop
 from dnis_torchrec.swap import merge_, prepare_
@@ -256,7 +257,7 @@ def search(
         patience=config.patience,
         steps_per_epoch=steps_per_epoch,
         events=events,
-        after_warm_up=(lambda: rotate_(model, optimizer, counts)) if turned else None,
+        after_warm_up=partial(_turn_, model, optimizer, pipeline, blocks, counts) if turned else None,
     )
     loop.run()
     wrapper_alpha = pipeline.alpha
@@ -273,6 +274,22 @@ def search(
         best_epoch=loop.best.epoch,
         seconds_before=loop.seconds_before,
     )
+
+
+def _turn_(
+    model: DistributedModelParallel,
+    optimizer: KeyedOptimizerWrapper,
+    pipeline: BilevelTrainPipeline,
+    blocks: RowBlocks,
+    counts: FrequencyCounts,
+) -> None:
+    """Turns the tables into their principal axes; columns die in the order of alpha times what they carry from then on.
+
+    Without the scales validation loss alone sets the order at first, and where a model has begun to overfit it would
+    rather be rid of its strongest columns.
+    """
+    rotate_(model, optimizer, counts)
+    pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
 
 
 def _pipeline(

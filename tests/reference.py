@@ -94,3 +94,20 @@ def second_moment_reference(tables: Sequence[Tensor], counts: Sequence[Tensor]) 
         for row, count in zip(table.double(), of_rows.tolist(), strict=True):
             moment += count * torch.outer(row, row)
     return moment
+
+
+def column_scales_reference(
+    tables: Sequence[Tensor], counts: Sequence[Tensor], blocks: Sequence[Sequence[int]], num_blocks: int
+) -> Tensor:
+    """``(S, D)``: the root of the mean square of each column over all look-ups of a block's rows; 1 without one."""
+    scales = torch.ones(num_blocks, tables[0].shape[1], dtype=torch.float64)
+    for s in range(num_blocks):
+        looked_up = [
+            row
+            for table, of_rows, of_blocks in zip(tables, counts, blocks, strict=True)
+            for row, count, block in zip(table.double(), of_rows.tolist(), of_blocks, strict=True)
+            for _ in range(count if block == s else 0)
+        ]
+        if looked_up:
+            scales[s] = torch.stack(looked_up).square().mean(0).sqrt()
+    return scales

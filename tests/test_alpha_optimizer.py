@@ -138,6 +138,18 @@ def test_blocks_that_share_keep_the_same_columns() -> None:
     assert apart.any(0).sum() > 5
 
 
+def test_columns_that_carry_little_die_first_where_validation_is_indifferent() -> None:
+    torch.manual_seed(0)
+    alpha, optimizer = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=200))
+    scales = torch.rand(3, DIM) + 0.01
+    optimizer.scale_columns({DIM: 100 * scales})
+    for _ in range(200):
+        optimizer.step({DIM: torch.full((3, DIM), -0.1)}, {DIM: HIT})
+    kept = alpha.of(DIM) > 0
+    assert int(kept.sum()) == 6
+    assert float(scales[kept].min()) > float(scales[~kept].max())
+
+
 def test_what_is_dead_stays_dead() -> None:
     _, _, _, _, alive, _ = run_ramp(4)
     settled = alive[299]

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.rotation import LinearReader, RotationGroup, rotate_, rotation_groups
+from dnis_torchrec.rotation import LinearReader, RotationGroup, column_scales, rotate_, rotation_groups
 from dnis_torchrec.swap import prepare_
 from dnis_torchrec.table_shards import collections, local_shards
 from examples.models import (
@@ -31,7 +31,7 @@ from examples.models import (
     build_tables,
 )
 from tests import small_models
-from tests.reference import second_moment_reference
+from tests.reference import column_scales_reference, second_moment_reference
 from tests.small_models import shard_as
 
 ROWS = {"user": 11, "movie": 7}
@@ -203,6 +203,21 @@ def test_a_prepared_model_is_turned_like_a_plain_one() -> None:
     predicted = sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
     assert len(rotate_(sharded, optimizer_of(sharded, sgd), counts)) == 2
     torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scope", ["global", "table"])
+@pytest.mark.parametrize("sharding_type", ["table_wise", "data_parallel"])
+def test_column_scales_are_root_mean_squares_over_look_ups(scope: str, sharding_type: str) -> None:
+    model = build("wide_deep")
+    configs, counts = model.embedding_bag_collection.embedding_bag_configs(), counts_of(model)
+    tables = tables_of(model)
+    blocks = blocks_from_counts(counts, configs, num_blocks=3, scope=scope)
+    sharded = shard_as(prepare_(model, blocks), sharding_type)
+    (scales,) = column_scales(sharded, blocks, counts).values()
+    of_rows = [counts.counts[table] for table in tables]
+    of_blocks = [(blocks.first_alpha_row(table) + blocks.routings[table].all_blocks()).tolist() for table in tables]
+    wanted = column_scales_reference(list(tables.values()), of_rows, of_blocks, len(scales))
+    torch.testing.assert_close(scales, wanted.float())
 
 
 def test_models_that_do_not_say_are_left_alone() -> None:
