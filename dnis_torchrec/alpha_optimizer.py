@@ -180,7 +180,7 @@ class AlphaOptimizer:
         self.pressure_now = max(0.0, self.pressure_now + (change if self.mean() > wanted else -change))
         self._is_released = progress >= 1
         if self._is_released:
-            self._let_die(~self._first(self._amount, pressure))
+            self._let_die(~self._affordable(pressure))
         else:
             self._let_die(~self._first(self._line(progress), pressure))
             self._fade(~self._first(self._line(progress + FADE_SHARE), pressure), pressure.ramp_steps)
@@ -193,17 +193,37 @@ class AlphaOptimizer:
     def _first(self, amount: float, pressure: Pressure) -> Tensor:
         """The columns of highest score, as many as cost `amount`: bool, one after the other over all embedding_dims.
 
-        The last one may exceed it by a part of its cost, which pruning takes off after merging: there, columns are
-        those of one table and so much finer.
+        The last one may exceed it by a part of its cost.
         """
-        dims = self._alpha.dims
-        scores = torch.cat([self._scores(dim, pressure.column_sharing).cpu().flatten() for dim in dims])
-        costs = torch.cat([self._costs[dim].repeat_interleave(dim) for dim in dims])
+        scores, costs = self._all_scores(pressure), self._all_costs()
         order = torch.argsort(scores, descending=True, stable=True)
         spent_before = costs[order].cumsum(0) - costs[order]
         first = torch.zeros(scores.numel(), dtype=torch.bool)
         first[order] = (spent_before < amount * (1 - 1e-9)) & (scores[order] >= 0)
         return first
+
+    def _affordable(self, pressure: Pressure) -> Tensor:
+        """The columns of highest score that the budget has room for, as `_first`, but none exceeds it.
+
+        What is kept now trains on and is not pruned afterwards: one more column, cut off the finished model, may cost
+        more than all that the release gained.
+        """
+        scores, costs = self._all_scores(pressure), self._all_costs().tolist()
+        kept, room = torch.zeros(scores.numel(), dtype=torch.bool), self._amount * (1 + 1e-9)
+        for column in torch.argsort(scores, descending=True, stable=True).tolist():
+            if scores[column] >= 0 and costs[column] <= room:
+                kept[column] = True
+                room -= costs[column]
+        return kept
+
+    def _all_scores(self, pressure: Pressure) -> Tensor:
+        """Of every column, one after the other over all embedding_dims."""
+        dims = self._alpha.dims
+        return torch.cat([self._scores(dim, pressure.column_sharing).cpu().flatten() for dim in dims])
+
+    def _all_costs(self) -> Tensor:
+        """As `_all_scores`."""
+        return torch.cat([self._costs[dim].repeat_interleave(dim) for dim in self._alpha.dims])
 
     def _scores(self, dim: int, column_sharing: float) -> Tensor:
         """``(A, D)``: a[s, k] + column_sharing * mean over s of a[s, k], a = alpha * scale; -1 for the dead."""

@@ -26,7 +26,7 @@ SHORT = {"warm_up_epochs": 1, "ramp_epochs": 4, "release_epochs": 2}
 def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: str, optimizer: str) -> None:
     recipe = make_recipe(kind, optimizer=optimizer)
     outcome = search(recipe, SearchConfig(size=Size(compression_ratio=4), **SHORT), tmp_path, CPU)
-    assert 4 <= outcome.scheme.compression_ratio <= 4 * 1.03
+    assert 4 <= outcome.scheme.compression_ratio <= 4 * 1.05  # a column of the largest block is 5 % of the budget
 
     pruned = TrainTask(outcome.model, recipe.loss)
     expected = evaluate(pruned, recipe.data.test, recipe.loss, CPU)
