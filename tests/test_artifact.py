@@ -383,7 +383,7 @@ def test_overwrite_spares_what_is_no_artifact(tmp_path: Path, content: str | Non
     (home / "thesis.txt").write_text("years of work")
     if content is not None:
         (home / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match="expected an artifact to overwrite, got something else"):
+    with pytest.raises(ValueError, match="expected an old artifact to overwrite, got something else"):
         write_artifact(tables, scheme, home, overwrite=True)
     assert (home / "thesis.txt").read_text() == "years of work"
 
@@ -392,7 +392,7 @@ def test_overwrite_follows_no_link(written: Path) -> None:
     tables, scheme = two_tables()
     link = written.parent / "link"
     link.symlink_to(written)
-    with pytest.raises(ValueError, match="expected an artifact to overwrite"):
+    with pytest.raises(ValueError, match="expected an old artifact to overwrite"):
         write_artifact(tables, scheme, link, overwrite=True)
     assert read_manifest(written)["run"] == {"seed": 3}
 

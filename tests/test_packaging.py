@@ -176,6 +176,24 @@ def test_what_stands_there_is_not_replaced(package: Path, tmp_path: Path) -> Non
     assert (package / "package.json").read_bytes() == before
 
 
+def test_an_old_package_is_replaced_where_wanted_and_nothing_else_is(tmp_path: Path) -> None:
+    artifact, out = write_tiny_artifact(tmp_path / "artifact"), tmp_path / "package"
+    run_package(artifact, out, kind="torchscript", name="old")
+    served = load_package(out)
+    run_package(artifact, out, kind="torchscript", name="new", overwrite=True)
+    inputs = inputs_of(5, 0)
+    torch.testing.assert_close(load_package(out)(*inputs), served(*inputs))
+    assert not (out / "old").exists()
+    before = (out / "package.json").read_bytes()
+    with pytest.raises(RuntimeError, match="expected the model's predictions"):
+        write_package(Wrong(), tiny.make_batch(4, 0), out, kind="torchscript", overwrite=True)
+    assert (out / "package.json").read_bytes() == before
+    for other in (artifact, tmp_path):
+        with pytest.raises(ValueError, match="expected an old package to overwrite, got something else"):
+            run_package(artifact, other, kind="torchscript", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "package"]
+
+
 class ReadsIds(nn.Module):
     """A model whose shape of computation depends on ids: nothing that a graph can hold."""
 
