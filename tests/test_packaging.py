@@ -24,6 +24,8 @@ from tests import tiny
 from tests.tiny_artifact import RECIPES, write_tiny_artifact
 
 FORMS = ("csr", "csr_int8", "mixed_dimension")
+MADE_FORMS = ("csr_fp16", "mixed_dimension_fp16", "mixed_dimension_int8", "mixed_dimension_int4")
+"""Not held by the artifact: made of its sparse rows as it is loaded."""
 SIGNATURE = Signature(feature_names=("user", "genre"), num_dense=4, is_weighted=False)
 
 needs_operator = pytest.mark.skipif(not load_operator(), reason="the lookups are not compiled here")
@@ -54,7 +56,7 @@ def batches() -> list[tuple[Tensor, ...]]:
 
 
 @needs_operator
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *MADE_FORMS])
 def test_graph_and_torchscript_predict_what_the_model_predicts(artifact: Path, form: str) -> None:
     model = model_of(artifact, form)
     program = export_graph(model, SIGNATURE)
