@@ -310,6 +310,8 @@ def test_sparse_rows_that_do_not_fit_are_refused(written: Path) -> None:
         ({"row_pointers": torch.full((11,), 9)}, "CsrTable.row_pointers: expected rising row pointers from 0 to 21"),
         ({"values": torch.ones(3)}, "CsrTable.row_pointers: expected rising row pointers from 0 to 3"),
         ({"scales": torch.ones(10)}, "expected tensors"),
+        ({"compact_row_pointers": torch.ones(18)}, "CsrTable.compact_row_pointers: expected uint8"),
+        ({"compact_row_pointers": torch.ones(17).byte()}, "CsrTable.compact_row_pointers: expected 18 bytes, got 17"),
     ],
 )
 def test_other_sparse_tensors_are_refused_before_they_are_used(
@@ -333,6 +335,30 @@ def test_forged_rows_are_refused_where_they_are_read_as_a_whole(written: Path) -
             read(written)
     with pytest.raises(ValueError, match="expected columns below embedding_dim"):
         load(written, form="csr")(all_rows())
+
+
+def test_compact_row_pointers_are_made_where_an_artifact_brings_none(written: Path) -> None:
+    expected = load(written, form="csr")(all_rows()).values()
+    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
+    del tensors["compact_row_pointers"]
+    save_file(tensors, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    assert load(written, form="csr")(all_rows()).values().equal(expected)
+    tensors["row_pointers"][3] = 20
+    save_file(tensors, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    with pytest.raises(ValueError, match=rf"file '{CSR_FILE}': row pointers: expected rising ones.* in row 3"):
+        load(written, form="csr")
+
+
+def test_compact_row_pointers_that_contradict_the_others_are_refused(written: Path) -> None:
+    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
+    tensors["compact_row_pointers"][-1] += 1
+    save_file(tensors, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    message = rf"file '{CSR_FILE}': CsrTable.compact_row_pointers: expected what the row pointers say"
+    with pytest.raises(ValueError, match=message):
+        load_csr(written, "movie/seen")
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,14 @@ class Reader:
                         used[key] += 1
                 assert used == {key: len(rows) for key, rows in tensors.items()}
                 continue
+            compact = tensors.get("compact_row_pointers")
+            assert (compact is None) == (fields["embedding_dim"] > 255)
             for i in range(num_rows):
+                if compact is not None:  # the other way to find a row
+                    record = compact[i // 56 * 64 :][:64]
+                    begin = int(record[:8].copy().view("<i8")[0]) + int(record[8 : 8 + i % 56].sum())
+                    assert begin == tensors["row_pointers"][i]
+                    assert begin + int(record[8 + i % 56]) == tensors["row_pointers"][i + 1]
                 for p in range(tensors["row_pointers"][i], tensors["row_pointers"][i + 1]):
                     value = np.float32(tensors["values"][p])
                     out[first + i, tensors["columns"][p]] = (

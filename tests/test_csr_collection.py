@@ -25,6 +25,7 @@ from dnis_torchrec.export import load, write_artifact
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection, CsrTable, MixedDimensionEmbeddingBagCollection
+from dnis_torchrec.serving.compact_pointers import compact_bytes
 from tests.serving_reference import Case, all_rows, cases, keyed_jagged_tensor, table_scheme, two_tables
 
 UNPRUNED = RowRouting(10, 1, boundaries=torch.tensor([0, 10]))
@@ -188,13 +189,16 @@ def test_copies_serve_the_same() -> None:
     other.load_state_dict(module.state_dict())
     for copied in (other, copy.deepcopy(module)):
         assert copied(all_rows()).values().equal(expected)
-    fields = ("values", "columns", "row_pointers", "scales")
+    fields = ("values", "columns", "compact_row_pointers", "scales")
     assert list(module.state_dict()) == [f"tables.{table}/{field}" for table in tables for field in fields]
 
 
 def test_counts_its_bytes() -> None:
     scheme, tables = one_table()
     module = CsrEmbeddingBagCollection.from_tables(scheme, tables)
+    assert module.table_bytes() == 5 * int(tables["t"].count_nonzero()) + 8 + 10
+    wide, tables = one_table(embedding_dim=256)
+    module = CsrEmbeddingBagCollection.from_tables(wide, tables)
     assert module.table_bytes() == 5 * int(tables["t"].count_nonzero()) + 4 * 11
 
 
@@ -261,7 +265,10 @@ def test_rows_and_values_beyond_32_bits(tmp_path: Path) -> None:
     pointers = zeros_of_a_file(tmp_path / "pointers", torch.int32, num_rows + 1)
     pointers[-2:] = torch.tensor([1, 2], dtype=torch.int32)
     columns = torch.tensor([1, 0], dtype=torch.uint8)
-    table = CsrTable(embedding_dim=2, values=values, columns=columns, row_pointers=pointers)
+    compact = zeros_of_a_file(tmp_path / "compact", torch.uint8, compact_bytes(num_rows))
+    compact[-2:] = 1
+    arrays = {"values": values, "columns": columns, "row_pointers": pointers, "compact_row_pointers": compact}
+    table = CsrTable(embedding_dim=2, **arrays)
     routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
     retained = torch.ones(1, 2, dtype=torch.bool)
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained, num_retained=2)})
@@ -275,12 +282,15 @@ def test_rows_and_values_beyond_32_bits(tmp_path: Path) -> None:
     values = zeros_of_a_file(tmp_path / "values", torch.int8, before + 1)
     columns = zeros_of_a_file(tmp_path / "columns", torch.uint8, before + 1)
     values[-1], columns[-1] = 3, 1
-    scales, pointers = torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, before, before + 1])
-    table = CsrTable(embedding_dim=2, values=values, columns=columns, row_pointers=pointers, scales=scales)
-    routing = RowRouting(2, 1, boundaries=torch.tensor([0, 2]))
+    # what stands before the last of 57 rows, of two columns each, nobody looks at
+    pointers = torch.tensor([0] * 56 + [before, before + 1])
+    compact = torch.tensor([0] * 64 + [*before.to_bytes(8, "little"), 1], dtype=torch.uint8)
+    arrays = {"values": values, "columns": columns, "row_pointers": pointers, "compact_row_pointers": compact}
+    table = CsrTable(embedding_dim=2, scales=torch.ones(57, dtype=torch.bfloat16), **arrays)
+    routing = RowRouting(57, 1, boundaries=torch.tensor([0, 57]))
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
     module = CsrEmbeddingBagCollection(scheme, {"t": table})
-    assert module(keyed_jagged_tensor({"f": [[(1, 1.0)]]})).values().tolist() == [[0, 3]]
+    assert module(keyed_jagged_tensor({"f": [[(56, 1.0)]]})).values().tolist() == [[0, 3]]
 
 
 def test_tables_in_shards_of_one_dtype() -> None:

@@ -1,8 +1,9 @@
 """The operator csr_embedding_bag: compiled and torch's own give the same bits, and neither leaves its buffers.
 
 Random cases mix empty bags, batch 1, batch 0, rows without values, full rows, runs of neighbouring columns, D of all
-kinds up to two bytes per column, float32, float16 and int8 values, int32 and int64 ids, offsets and row pointers,
-several features on a table, keys in any order and keys that nobody reads, weights, MEAN, ids that are no rows.
+kinds up to two bytes per column, float32, float16 and int8 values, int32 and int64 ids and offsets, row pointers of
+either and compact ones, several features on a table, keys in any order and keys that nobody reads, weights, MEAN, ids
+that are no rows.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from dnis_torchrec.serving import CsrTable, csr_operator, load_operator
 from dnis_torchrec.serving.csr_build import INSTRUCTION_SETS, instruction_set
 from dnis_torchrec.serving.csr_operator import NAME, SCHEMA, torch_csr_embedding_bag
+from tests.test_compact_pointers import written_out
 
 COMPILED = load_operator()
 needs_compiler = pytest.mark.skipif(not COMPILED, reason="needs a C++ compiler")
@@ -52,9 +54,20 @@ class Call:
         return tuple(vars(self).values())
 
 
-def buffers(table: CsrTable) -> list[Tensor]:
+POINTERS = ("compact", torch.int32, torch.int64)
+
+
+def buffers(table: CsrTable, pointers: str | torch.dtype = "compact") -> list[Tensor]:
+    """As the operator takes them; tables too wide for compact row pointers have int32 ones."""
+    if pointers == "compact":
+        return list(table.lookup_tensors().values())
     scales = [] if table.scales is None else [table.scales]
-    return [table.values, table.columns, table.row_pointers, *scales]
+    return [table.values, table.columns, table.row_pointers.to(pointers), *scales]
+
+
+def plain_pointers(pointers: Tensor) -> Tensor:
+    """Row pointers, from compact ones byte by byte."""
+    return torch.tensor(written_out(pointers)) if pointers.dtype == torch.uint8 else pointers
 
 
 def in_shards(table: CsrTable, cuts: list[int]) -> list[CsrTable]:
@@ -69,7 +82,7 @@ def in_shards(table: CsrTable, cuts: list[int]) -> list[CsrTable]:
     return parts
 
 
-def random_table(generator: torch.Generator, num_rows: int, dim: int, dtype: torch.dtype, wide: bool) -> CsrTable:
+def random_table(generator: torch.Generator, num_rows: int, dim: int, dtype: torch.dtype) -> CsrTable:
     """Rows without values, sparse rows, rows of neighbouring columns and full rows."""
     weight = torch.randn(num_rows, dim, generator=generator)
     kind = torch.randint(0, 4, (num_rows, 1), generator=generator)
@@ -79,8 +92,7 @@ def random_table(generator: torch.Generator, num_rows: int, dim: int, dtype: tor
     weight *= torch.where(
         kind == 0, False, torch.where(kind == 1, sparse, (kind == 3) | (column >= first) & (column < last))
     )
-    table = CsrTable.from_dense(weight).quantized(dtype)
-    return replace(table, row_pointers=table.row_pointers.long()) if wide else table
+    return CsrTable.from_dense(weight).quantized(dtype)
 
 
 @st.composite
@@ -90,13 +102,13 @@ def calls(draw: st.DrawFn) -> Call:
     tables = [
         random_table(
             generator,
-            draw(st.integers(1, 9)),
-            draw(st.sampled_from([1, 2, 5, 8, 16, 31, 64, 256, 257, 300])),
+            draw(st.integers(1, 9) | st.sampled_from([56, 57, 130])),
+            draw(st.sampled_from([1, 2, 5, 8, 16, 31, 64, 255, 256, 257, 300])),
             draw(value_dtypes),
-            draw(st.booleans()),
         )
         for _ in range(draw(st.integers(1, 3)))
     ]
+    pointers = [draw(st.sampled_from(POINTERS)) for _ in tables]
     shards = [in_shards(table, draw(st.lists(st.integers(0, table.num_embeddings), max_size=3))) for table in tables]
     of_features = draw(st.lists(st.integers(0, len(tables) - 1), min_size=1, max_size=4))
     batch_size, zero_unknown = draw(st.integers(0, 5)), draw(st.booleans())
@@ -122,7 +134,12 @@ def calls(draw: st.DrawFn) -> Call:
         ids=ids.to(draw(integer)),
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(draw(integer)),
         per_sample_weights=torch.randn(len(ids), generator=generator) if draw(st.booleans()) else None,
-        tables=[buffer for of_table in shards for shard in of_table for buffer in buffers(shard)],
+        tables=[
+            buffer
+            for of_table, kind in zip(shards, pointers, strict=True)
+            for shard in of_table
+            for buffer in buffers(shard, kind)
+        ],
         layout=torch.tensor(layout),
         keys=keys,
         batch_size=batch_size,
@@ -154,7 +171,7 @@ def small_call(**changes: Any) -> Call:
 def large_call() -> Call:
     """Enough bags that threads share them; floats of all sizes, so that any other order of additions shows."""
     generator = torch.Generator().manual_seed(0)
-    tables = [random_table(generator, 100, 64, dtype, False) for dtype in (torch.float32, torch.float16, torch.int8)]
+    tables = [random_table(generator, 100, 64, dtype) for dtype in (torch.float32, torch.float16, torch.int8)]
     batch_size = 3000
     lengths = torch.randint(0, 9, (3 * batch_size,), generator=generator)
     ids = torch.randint(0, 100, (int(lengths.sum()),), generator=generator)
@@ -184,7 +201,7 @@ def test_equals_the_sum_over_dense_rows(call: Call) -> None:
     """Nothing of CSR left: rows of the dense tables, added one id at a time in float64."""
     shards, rest = [], iter(call.tables)
     for values in rest:
-        columns, row_pointers = next(rest), next(rest)
+        columns, row_pointers = next(rest), plain_pointers(next(rest))
         scales = next(rest) if values.dtype == torch.int8 else None
         fields = {"values": values, "columns": columns, "row_pointers": row_pointers, "scales": scales}
         shards.append(CsrTable(embedding_dim=2**16, **fields).to_dense().double())
@@ -296,6 +313,18 @@ def test_row_pointers_that_are_none(implementation: Any, pointers: list[int]) ->
 
 
 @pytest.mark.parametrize("implementation", [operator, torch_csr_embedding_bag])
+@pytest.mark.parametrize(
+    ("start", "lengths"),
+    [(0, [1, 0, 3]), (1, [1, 0, 2]), (2**40, [1, 0, 2]), (2**63 - 1, [1, 0, 2]), (-1, [0, 0, 2]), (0, [255, 0, 2])],
+)
+def test_compact_row_pointers_that_are_none(implementation: Any, start: int, lengths: list[int]) -> None:
+    record = [*start.to_bytes(8, "little", signed=True), *lengths]
+    tables = [*small_call().tables[:2], torch.tensor(record, dtype=torch.uint8)]
+    with pytest.raises(ValueError, match="expected rising row pointers up to the number of values"):
+        implementation(*small_call(tables=tables).arguments())
+
+
+@pytest.mark.parametrize("implementation", [operator, torch_csr_embedding_bag])
 @pytest.mark.parametrize("column_dtype", [torch.uint8, torch.uint16])
 @pytest.mark.parametrize("num_values", [1, 3, 9, 20])
 def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype, num_values: int) -> None:
@@ -346,6 +375,9 @@ def test_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> Non
         (1, torch.zeros(3, dtype=torch.int32), "columns: expected uint8 or uint16"),
         (2, torch.zeros(4), "row_pointers: expected int32 or int64"),
         (2, torch.zeros(0, dtype=torch.int32), "row_pointers: expected one more than rows"),
+        (2, torch.zeros(72, dtype=torch.uint8), "row_pointers: expected whole records"),
+        (2, torch.zeros(22, dtype=torch.uint8)[::2], "row_pointers: expected one contiguous dimension"),
+        (2, torch.zeros(0, dtype=torch.uint8), r"expected ids in 0\.\.-1"),
     ],
 )
 def test_buffers_that_do_not_fit(index: int, buffer: Tensor, message: str) -> None:

@@ -28,8 +28,11 @@ def test_dense_and_back(weight: torch.Tensor) -> None:
     assert table.values.numel() == int(weight.count_nonzero())
     assert table.columns.dtype == (torch.uint8 if weight.shape[1] <= 256 else torch.uint16)
     assert table.row_pointers.dtype == torch.int32
-    width = table.columns.element_size()
-    assert table.num_bytes == (4 + width) * table.values.numel() + 4 * (len(weight) + 1)
+    width, rows = table.columns.element_size(), len(weight)
+    pointers = 4 * (rows + 1) if weight.shape[1] > 255 else rows + 8  # compact: one record
+    assert table.num_bytes == (4 + width) * table.values.numel() + pointers
+    written = table.to_tensors()
+    assert set(written) - set(table.lookup_tensors()) == ({"row_pointers"} if weight.shape[1] <= 255 else set())
 
 
 def test_is_what_scipy_calls_csr() -> None:
@@ -87,6 +90,11 @@ def test_highest_column_of_uint16() -> None:
         ("columns", torch.tensor([0, 1, 2, 2], dtype=torch.uint8), "columns: expected them to rise .* in row 2"),
         ("values", torch.tensor([1.0, float("nan"), 1.0, 1.0]), "values: expected finite ones, got others in row 1"),
         ("scales", torch.tensor([1.0, 1.0, float("inf")]).bfloat16(), "scales: expected finite ones, .* in row 2"),
+        (
+            "compact_row_pointers",
+            torch.tensor([0] * 8 + [1, 2, 1], dtype=torch.uint8),
+            "compact_row_pointers: expected what the row pointers say",
+        ),
     ],
 )
 def test_rows_that_are_none(field: str, array: torch.Tensor, message: str) -> None:
@@ -169,6 +177,13 @@ def test_too_many_columns() -> None:
         ("row_pointers", torch.tensor([], dtype=torch.int64), ValueError, "row_pointers: expected rising.*got None"),
         ("scales", torch.ones(1, dtype=torch.bfloat16), ValueError, "scales: expected scales with int8 values only"),
         ("values", torch.ones(2, dtype=torch.int8), ValueError, "scales: expected scales with int8 values only"),
+        ("compact_row_pointers", torch.zeros(9), TypeError, "compact_row_pointers: expected uint8"),
+        (
+            "compact_row_pointers",
+            torch.zeros(8, dtype=torch.uint8),
+            ValueError,
+            "compact_row_pointers: expected 9 bytes, got 8",
+        ),
     ],
 )
 def test_arrays_of_no_table(field: str, array: torch.Tensor, error: type[Exception], message: str) -> None:

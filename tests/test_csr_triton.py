@@ -68,9 +68,11 @@ def test_shards_are_refused() -> None:
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, nothing is compiled")
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize(("value", "column", "id_dtype"), [("fp32", "u8", "i64"), ("i8", "u16", "i32")])
+@pytest.mark.parametrize(
+    ("value", "column", "id_dtype", "pointer"), [("fp32", "u8", "i64", "u8"), ("i8", "u16", "i32", "i32")]
+)
 def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
-    value: str, column: str, id_dtype: str, is_weighted: bool
+    value: str, column: str, id_dtype: str, pointer: str, is_weighted: bool
 ) -> None:
     """No multiplication is fused into an addition, and nothing is added atomically."""
     from triton.backends.compiler import GPUTarget
@@ -78,9 +80,10 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
     from triton.compiler import compile as compile_kernel
 
     pointers = {"ids": id_dtype, "offsets": "i64", "weights": "fp32" if is_weighted else id_dtype, "values": value}
-    pointers |= {"columns": column, "row_pointers": "i32", "scales": "bf16", "out": "fp32"}
+    pointers |= {"columns": column, "row_pointers": pointer, "scales": "bf16", "out": "fp32"}
     numbers = {"first_offset": "i64", "num_rows": "i64", "width": "i32", "first_column": "i32", "embedding_dim": "i32"}
     fixed = {"is_mean": True, "has_weights": is_weighted, "has_scales": value == "i8"}
+    fixed |= {"is_compact": pointer == "u8", "record_bytes": 64, "start_bytes": 8, "rows_per_record": 56}
     fixed |= {"columns_per_program": csr_triton.COLUMNS_PER_PROGRAM, "values_per_step": csr_triton.VALUES_PER_STEP}
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | numbers | dict.fromkeys(fixed, "constexpr")
     source = ASTSource(fn=csr_triton._kernel, signature=signature, constexprs=fixed)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dnis_torchrec.export.forms import serve
 from dnis_torchrec.serving.logical_tables import LogicalTables
 from dnis_torchrec.serving.mixed_dimension import block_tables
 from dnis_torchrec.serving.mixed_dimension_operator import BlockLayout, load_mixed_dimension_operator
@@ -142,3 +143,26 @@ def test_export_with_any_batch_size() -> None:
     assert program.module()(IDS, OFFSETS).equal(expected)
     three = torch.cat([IDS[:2], IDS[:1], IDS[2:], IDS[3:]])
     assert program.module()(three, torch.arange(7)).shape == (3, 10)
+
+
+class Served(nn.Module):
+    """A collection as a graph takes it: plain tensors in, pooled embeddings out."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.collection.lookup(ids, offsets)
+
+
+@pytest.mark.parametrize("form", ["csr", "mixed_dimension"])
+def test_a_module_serves_on_after_it_was_exported(form: str) -> None:
+    """torch.export puts tensors without content in the place of a module's own while it traces."""
+    tables, scheme = two_tables()
+    module = Served(serve(scheme, tables, form))
+    with torch.no_grad():
+        expected = module(IDS, OFFSETS)
+        program = torch.export.export(module, (IDS, OFFSETS), strict=False)
+        assert module(IDS, OFFSETS).equal(expected)
+        assert program.module()(IDS, OFFSETS).equal(expected)

@@ -24,6 +24,8 @@ from tests import tiny
 from tests.tiny_artifact import RECIPES, write_tiny_artifact
 
 FORMS = ("csr", "csr_int8", "mixed_dimension")
+MADE_FORMS = ("csr_fp16", "mixed_dimension_fp16", "mixed_dimension_int8", "mixed_dimension_int4")
+"""Not held by the artifact: made of its sparse rows as it is loaded."""
 SIGNATURE = Signature(feature_names=("user", "genre"), num_dense=4, is_weighted=False)
 
 needs_operator = pytest.mark.skipif(not load_operator(), reason="the lookups are not compiled here")
@@ -54,7 +56,7 @@ def batches() -> list[tuple[Tensor, ...]]:
 
 
 @needs_operator
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *MADE_FORMS])
 def test_graph_and_torchscript_predict_what_the_model_predicts(artifact: Path, form: str) -> None:
     model = model_of(artifact, form)
     program = export_graph(model, SIGNATURE)
@@ -174,6 +176,24 @@ def test_what_stands_there_is_not_replaced(package: Path, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="does not exist"):
         run_package(artifact, package, kind="torchscript")
     assert (package / "package.json").read_bytes() == before
+
+
+def test_an_old_package_is_replaced_where_wanted_and_nothing_else_is(tmp_path: Path) -> None:
+    artifact, out = write_tiny_artifact(tmp_path / "artifact"), tmp_path / "package"
+    run_package(artifact, out, kind="torchscript", name="old")
+    served = load_package(out)
+    run_package(artifact, out, kind="torchscript", name="new", overwrite=True)
+    inputs = inputs_of(5, 0)
+    torch.testing.assert_close(load_package(out)(*inputs), served(*inputs))
+    assert not (out / "old").exists()
+    before = (out / "package.json").read_bytes()
+    with pytest.raises(RuntimeError, match="expected the model's predictions"):
+        write_package(Wrong(), tiny.make_batch(4, 0), out, kind="torchscript", overwrite=True)
+    assert (out / "package.json").read_bytes() == before
+    for other in (artifact, tmp_path):
+        with pytest.raises(ValueError, match="expected an old package to overwrite, got something else"):
+            run_package(artifact, other, kind="torchscript", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "package"]
 
 
 class ReadsIds(nn.Module):

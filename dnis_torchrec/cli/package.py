@@ -6,8 +6,17 @@ from typing import Annotated
 
 import typer
 
+from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import shown
-from dnis_torchrec.cli.app import ArtifactArgument, DataOption, OutOption, app, arguments, check_data
+from dnis_torchrec.cli.app import (
+    ArtifactArgument,
+    DataOption,
+    OutOption,
+    OverwriteOption,
+    app,
+    arguments,
+    check_data,
+)
 from dnis_torchrec.packaging import KINDS, run_package
 from dnis_torchrec.recipe import load_recipe
 
@@ -23,6 +32,7 @@ def package(
         str, typer.Option("--format", help="`aoti` (compiled, constants memory-mapped) or `torchscript` (for Triton).")
     ] = "aoti",
     name: Annotated[str | None, typer.Option(help="Of the model; the recipe's function if not given.")] = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Packages the whole model, dense weights and pruned tables: inputs dense, values, lengths; any batch size.
 
@@ -33,10 +43,14 @@ def package(
         check_data(data)
         if package_format not in KINDS:
             raise ValueError(f"--format: expected one of {KINDS}, got {package_format!r}")
+        place, remedy = f"package {out}", "choose another --out, or --overwrite"
+        free = overwrite or not out.exists()
+        check(free, place, "expected a folder that does not exist", "an existing one", remedy)
         if recipe is not None:
             load_recipe(recipe)
+    kind = package_format
     try:
-        run_package(artifact, out, recipe=recipe, data=data, form=form, kind=package_format, name=name)
+        run_package(artifact, out, recipe=recipe, data=data, form=form, kind=kind, name=name, overwrite=overwrite)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -58,12 +58,23 @@ SAFETENSORS_DTYPES = {
 }
 """Dtypes of an artifact's tensors, by their name in a safetensors header."""
 
+
+class FolderKind(NamedTuple):
+    """What tells a folder that may be replaced from all others: its JSON file, and the format named there."""
+
+    name: str
+    manifest: str
+    format: str
+
+
+ARTIFACT = FolderKind("artifact", MANIFEST, FORMAT)
+
 _UNHASHED = 64 * "0"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
-def new_folder(path: Path | str, *, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind = ARTIFACT) -> Iterator[Path]:
     """A folder that appears under `path` complete, or not at all.
 
     The caller fills a hidden folder beside `path`; on leaving, its files are flushed to disk and it is renamed. An old
@@ -72,16 +83,17 @@ def new_folder(path: Path | str, *, overwrite: bool = False) -> Iterator[Path]:
 
     Args:
         path: the folder to make; missing parents are made too.
-        overwrite: replace an artifact that exists.
+        overwrite: replace a folder of that kind that exists.
+        kind: what the folder is to be; an artifact by default.
 
     Yields:
         The folder to fill.
 
     Raises:
-        ValueError: if `path` exists and is not to be, or is no artifact and so cannot be, replaced.
+        ValueError: if `path` exists and is not to be replaced, or is of no such kind and so cannot be.
     """
     target = Path(os.path.abspath(path))
-    _check_target(target, overwrite)
+    _check_target(target, overwrite, kind)
     made = [parent for parent in target.parents if not parent.exists()]
     partial = _beside(target)
     try:
@@ -298,20 +310,26 @@ def _file_inside(folder: Path, name: str, place: str) -> Path:
     return file
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
     if not os.path.lexists(target):
         return
-    place = f"artifact {str(target)!r}"
+    place = f"{kind.name} {str(target)!r}"
     remedy = "pass overwrite=True to replace it"
     check(overwrite, place, "expected a path that does not exist", "an existing one", remedy)
     ours = False
-    if target.is_dir() and not target.is_symlink() and (target / MANIFEST).is_file():
+    if target.is_dir() and not target.is_symlink() and (target / kind.manifest).is_file():
         try:
-            manifest = json.loads((target / MANIFEST).read_bytes())
-            ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+            manifest = json.loads((target / kind.manifest).read_bytes())
+            ours = isinstance(manifest, dict) and manifest.get("format") == kind.format
         except ValueError:
             ours = False
-    check(ours, place, "expected an artifact to overwrite", "something else", "choose another path, or remove it first")
+    check(
+        ours,
+        place,
+        f"expected an old {kind.name} to overwrite",
+        "something else",
+        "choose another path, or remove it first",
+    )
 
 
 def _beside(target: Path) -> Path:

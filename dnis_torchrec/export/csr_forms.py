@@ -6,6 +6,7 @@ Shapes: N rows of a table, D embedding_dim, V retained values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from torch import Tensor
 from dnis_torchrec.checks import check
 from dnis_torchrec.export.form_registry import Form, Rows, Shard, register
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.compact_pointers import compact_bytes, compacted
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
-from dnis_torchrec.serving.csr_table import CsrTable, column_dtype, pointer_dtype
+from dnis_torchrec.serving.csr_table import CsrTable, column_dtype, has_compact_pointers, pointer_dtype
 
+COMPACT_POINTERS = "compact_row_pointers"
 CSR = "csr"
 """The canonical form: every other one can be made from it."""
 VALUE_DTYPES = {CSR: torch.float32, "csr_fp16": torch.float16, "csr_int8": torch.int8}
@@ -23,6 +26,8 @@ VALUE_DTYPES = {CSR: torch.float32, "csr_fp16": torch.float16, "csr_int8": torch
 
 def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> CsrTable:
     """The rows of a shard; nothing but shapes, dtypes and the outer row pointers is read.
+
+    Compact row pointers are made of the others, which are read for it, where an artifact does not bring them.
 
     Args:
         table: scheme of the table.
@@ -33,7 +38,8 @@ def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> 
         ValueError: if the shard holds something else.
     """
     scales = {"scales"} if value_dtype == torch.int8 else set()
-    shard.check_names({"values", "columns", "row_pointers"} | scales)
+    brought = {COMPACT_POINTERS} & set(shard.tensors)
+    shard.check_names({"values", "columns", "row_pointers"} | scales | brought)
     received = shard.tensors["values"].dtype
     check(received == value_dtype, shard.place, f"expected {value_dtype} values", received, "export again")
     expected = column_dtype(table.embedding_dim)
@@ -41,6 +47,8 @@ def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> 
     check(received == expected, shard.place, f"expected {expected} columns", received, "export again")
     try:
         rows = CsrTable(embedding_dim=table.embedding_dim, **shard.tensors)
+        if not brought and has_compact_pointers(table.embedding_dim):
+            rows = replace(rows, compact_row_pointers=compacted(rows.row_pointers))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{shard.place}: {error}; export again") from error
     requirement = f"expected {shard.num_rows} rows"
@@ -48,11 +56,24 @@ def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> 
     return rows
 
 
+def unread_bytes(table: TableScheme) -> int:
+    """Bytes of the row pointers that lookups never touch, because they read the compact ones.
+
+    Args:
+        table: scheme of the table.
+    """
+    return _pointer_bytes(table) if has_compact_pointers(table.embedding_dim) else 0
+
+
+def _pointer_bytes(table: TableScheme) -> int:
+    return pointer_dtype(table.num_retained).itemsize * (table.num_embeddings + 1)
+
+
 def _predicted_bytes(table: TableScheme, value_dtype: torch.dtype) -> int:
-    pointer_bytes = pointer_dtype(table.num_retained).itemsize * (table.num_embeddings + 1)
+    compact = compact_bytes(table.num_embeddings) if has_compact_pointers(table.embedding_dim) else 0
     scale_bytes = 2 * table.num_embeddings if value_dtype == torch.int8 else 0
     value_bytes = value_dtype.itemsize + column_dtype(table.embedding_dim).itemsize
-    return table.num_retained * value_bytes + pointer_bytes + scale_bytes
+    return table.num_retained * value_bytes + _pointer_bytes(table) + compact + scale_bytes
 
 
 def _form(name: str, value_dtype: torch.dtype) -> Form:

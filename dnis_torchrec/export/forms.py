@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.export.csr_forms import VALUE_DTYPES
+from dnis_torchrec.export.csr_forms import VALUE_DTYPES, unread_bytes
 from dnis_torchrec.export.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
 from dnis_torchrec.export.form_registry import Shard, form_named
 from dnis_torchrec.export.mixed_dimension_form import MIXED_DIMENSION
@@ -47,8 +47,8 @@ class FormPrediction:
 
     Attributes:
         form: name, as `load` takes it.
-        resident_bytes: of all tables and of the maps and pointers that find rows in them; None if the form cannot hold
-            them.
+        resident_bytes: of all tables and of the maps and pointers that lookups find rows in them with; None if the
+            form cannot hold them.
         padding: stored over retained values; None like `resident_bytes`, and where nothing is retained.
         latency_ratio: estimated latency of a batch of single ids as a multiple of torchrec's fp32 collection, for the
             widest rows of each table, on a CPU with the compiled operators.
@@ -92,8 +92,8 @@ def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] = SERVING_F
         ...     retained=torch.arange(8).unsqueeze(0) < 1, num_retained=100)
         >>> found = {p.form: p for p in predict_forms(MixedDimensionScheme({"t": table}))}
         >>> found["mixed_dimension"].resident_bytes, found["csr"].resident_bytes, found["dense_int4"].resident_bytes
-        (400, 904, 800)
-        >>> found["csr"].warning
+        (400, 616, 800)
+        >>> found["dense_int8"].warning
         'larger than the dense tables in int4'
     """
     tables = list(scheme.tables.values())
@@ -225,8 +225,10 @@ def _int4_row_bytes(table: TableScheme) -> int:
 
 
 def _resident_bytes(form: str, table: TableScheme) -> int:
-    """Bytes of the form's tensors, and of the map that serving makes to find rows in them."""
+    """Bytes of the form's tensors that lookups read, and of the map that serving makes to find rows in them."""
     size = form_named(form).predicted_bytes(table)
+    if form in VALUE_DTYPES:
+        size -= unread_bytes(table)
     map_bytes = 4 * (table.num_embeddings + 1)
     if form in MIXED_FORMS and table.routing.boundaries is None:
         size += map_bytes

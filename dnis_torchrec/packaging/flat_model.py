@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
 
 INPUTS = ("dense", "values", "lengths", "weights")
 """What a packaged model takes, in order; weights only where bags are weighted."""
@@ -172,9 +174,11 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
     ids_and_batch = [{0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}, {0: Dim.DYNAMIC}]
     inputs = signature.example(_EXAMPLE_BATCH)
     # torch.export swaps the parameters of what it traces, which modules that remember theirs do not survive: it gets a
-    # copy, of everything but the tensors
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    traced = FlatModel(copy.deepcopy(model, shared), signature)
+    # copy, of everything but the tensors, and with what it can trace in the place of FBGEMM's kernels
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    quantised = QuantizedMixedDimensionEmbeddingBagCollection
+    memo |= {id(module): module.exportable() for module in model.modules() if isinstance(module, quantised)}
+    traced = FlatModel(copy.deepcopy(model, memo), signature)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)

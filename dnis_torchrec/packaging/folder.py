@@ -6,40 +6,18 @@ A package holds machine code, unlike an artifact: load only what you would run.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.export.artifact import describe_file, new_folder
+from dnis_torchrec.export.artifact import FolderKind, describe_file
 
 FORMAT = "dnis-torchrec-package"
 FORMAT_VERSION = "1.0"
 MANIFEST = "package.json"
+PACKAGE = FolderKind("package", MANIFEST, FORMAT)
 FIELDS = ("kind", "model", "inputs", "feature_names", "num_dense", "is_weighted", "libraries", "files")
-
-
-@contextmanager
-def new_package(path: Path | str) -> Iterator[Path]:
-    """A folder that appears under `path` complete, or not at all.
-
-    Args:
-        path: the folder to make; missing parents are made too.
-
-    Yields:
-        The folder to fill.
-
-    Raises:
-        ValueError: if something stands at `path`.
-    """
-    taken = os.path.lexists(path)
-    check(
-        not taken, f"package {str(path)!r}", "expected a path that does not exist", "an existing one", "choose another"
-    )
-    with new_folder(path) as folder:
-        yield folder
 
 
 def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:

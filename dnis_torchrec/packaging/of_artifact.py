@@ -21,6 +21,7 @@ def run_package(
     form: str = "csr",
     kind: str = "aoti",
     name: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Packages the model of an artifact.
 
@@ -32,6 +33,7 @@ def run_package(
         form: the tables' form.
         kind: ``"aoti"`` or ``"torchscript"``.
         name: of the model; the recipe's function by default.
+        overwrite: replace a package that stands at `out`.
 
     Returns:
         `out`.
@@ -53,4 +55,5 @@ def run_package(
             kind=kind,
             name=name or str(spec).rpartition(":")[2],
             described={"recipe": spec, "form": form},
+            overwrite=overwrite,
         )

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.export.artifact import new_folder
 from dnis_torchrec.packaging.aot_inductor import AotInductorModel, write_aot_inductor
 from dnis_torchrec.packaging.flat_model import OWN_OPERATORS, FlatModel, Signature, export_graph, operator_libraries
-from dnis_torchrec.packaging.folder import new_package, read_package_json, write_package_json
+from dnis_torchrec.packaging.folder import PACKAGE, read_package_json, write_package_json
 from dnis_torchrec.packaging.triton import MODEL_FILE, write_triton_model
 from dnis_torchrec.serving.csr_build import build
 from dnis_torchrec.serving.csr_operator import load_operator
@@ -41,6 +42,7 @@ def write_package(
     kind: str = "aoti",
     name: str = "model",
     described: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Packages a model whose collections serve pruned tables, and checks the package against it before it appears.
 
@@ -52,12 +54,15 @@ def write_package(
         kind: ``"aoti"`` or ``"torchscript"``.
         name: of the model in Triton: letters, digits, ``_`` and ``-``.
         described: more fields for package.json; JSON.
+        overwrite: replace a package that stands at `path`, in one step where the system can (Linux); who loaded the old
+            one keeps it. If packaging fails, it stays.
 
     Returns:
         `path`.
 
     Raises:
-        ValueError: for an unknown kind, a name that is none, or if something stands at `path`.
+        ValueError: for an unknown kind, a name that is none, or if something stands at `path` that is not to be, or is
+            no package and so cannot be, replaced.
         NotImplementedError: if the model or a collection's form cannot be exported.
         RuntimeError: if there is no C++ compiler where one is needed, or the package predicts something else than the
             model.
@@ -67,7 +72,7 @@ def write_package(
     signature = Signature.of_batch(batch)
     model = model.eval()
     program = export_graph(model, signature)
-    with new_package(path) as folder:
+    with new_folder(path, overwrite=overwrite, kind=PACKAGE) as folder:
         if kind == "aoti":
             write_aot_inductor(program, folder)
         else:

@@ -94,7 +94,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.tables = nn.Module()
         for name, parts in shards.items():
             for index, part in enumerate(parts):
-                for field, buffer in part.to_tensors().items():
+                for field, buffer in part.lookup_tensors().items():
                     self.tables.register_buffer(f"{name}/{field}{f'_{index}' if index else ''}", buffer)
         num_shards = {name: len(parts) for name, parts in shards.items()}
         self.register_buffer("layout", self._output_layout(num_shards), persistent=False)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.serving import csr_triton
+from dnis_torchrec.serving.compact_pointers import num_rows_of, row_bounds
 from dnis_torchrec.serving.csr_build import NO_COMPILE, build
 
 NAMESPACE, NAME = "dnis_torchrec", "csr_embedding_bag"
@@ -102,8 +103,8 @@ def torch_csr_embedding_bag(
         per_sample_weights: ``(I,)`` float32, or None.
         tables: for each table its shards (consecutive rows, most often all of them), and for each shard its values,
             ``(V,)`` float32, float16 or int8, its columns, ``(V,)`` uint8 or uint16, its row_pointers, ``(n + 1,)``
-            int32 or int64, and, if the values are int8, its scales, ``(n,)`` bfloat16. One list, because torch takes
-            longer to hand four over than to look a bag up.
+            int32 or int64 or, as uint8, compact (see compact_pointers.py), and, if the values are int8, its scales,
+            ``(n,)`` bfloat16. One list, because torch takes longer to hand four over than to look a bag up.
         layout: ``(F, 5)`` int64, on the CPU for lookups there: per feature the first shard of its table and how many
             there are, its first output column, D, and 1 for MEAN.
         keys: per feature the position of its key among those of `offsets`; None: the features in order.
@@ -165,7 +166,7 @@ class _Shard(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        return self.row_pointers.numel() - 1
+        return num_rows_of(self.row_pointers)
 
 
 def _split_shards(tensors: Sequence[Tensor]) -> list[_Shard]:
@@ -203,7 +204,7 @@ def _values_of_table(
 
 def _values_of_rows(table: _Shard, rows: Tensor, weights: Tensor | None, place: str) -> tuple[Tensor, Tensor, Tensor]:
     """All values of the given rows, one row after the other: which row (by position), which column, and the value."""
-    begin, end = table.row_pointers[rows].long(), table.row_pointers[rows + 1].long()
+    begin, end = row_bounds(table.row_pointers, rows)
     rising = (begin >= 0) & (begin <= end) & (end <= table.values.numel())
     _check_all(rising, place, "expected rising row pointers up to the number of values", rows)
     count = end - begin

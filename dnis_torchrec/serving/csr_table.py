@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.serving.compact_pointers import LARGEST_LENGTH, compact_bytes, compacted
 from dnis_torchrec.serving.mixed_dimension import rows_per_chunk
 
 VALUE_DTYPES = (torch.float32, torch.float16, torch.int8)
@@ -31,6 +32,8 @@ class CsrTable:
         columns: ``(V,)`` uint8 (D <= 256) or uint16, rising within a row.
         row_pointers: ``(N + 1,)`` int32 or int64.
         scales: ``(N,)`` bfloat16 with int8 values, else None.
+        compact_row_pointers: `row_pointers` as lookups read them, see compact_pointers.py; None: they are made when
+            they are asked for. Only up to D = 255: above, rows are wide enough for plain ones.
 
     Raises:
         ValueError: if the arrays do not describe N rows of D columns.
@@ -41,7 +44,7 @@ class CsrTable:
         >>> table.values.tolist(), table.columns.tolist(), table.row_pointers.tolist()
         ([2.0, 3.0, 4.0], [1, 0, 1], [0, 1, 1, 3])
         >>> table.num_bytes
-        31
+        26
     """
 
     embedding_dim: int
@@ -49,6 +52,7 @@ class CsrTable:
     columns: Tensor
     row_pointers: Tensor
     scales: Tensor | None = None
+    compact_row_pointers: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_dtype("values", self.values, VALUE_DTYPES)
@@ -67,6 +71,11 @@ class CsrTable:
             received = self.scales.numel()
             requirement = f"expected {self.num_embeddings} of them"
             check(received == self.num_embeddings, "CsrTable.scales", requirement, received)
+        if self.compact_row_pointers is not None:
+            _check_dtype("compact_row_pointers", self.compact_row_pointers, (torch.uint8,))
+            size = compact_bytes(self.num_embeddings) if has_compact_pointers(self.embedding_dim) else 0
+            received, place = self.compact_row_pointers.numel(), "CsrTable.compact_row_pointers"
+            check(received == size, place, f"expected {size} bytes", received)
 
     @classmethod
     def from_dense(cls, weight: Tensor) -> CsrTable:
@@ -145,13 +154,25 @@ class CsrTable:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in self.to_tensors().values())
+        """Bytes that lookups need."""
+        return sum(buffer.nbytes for buffer in self.lookup_tensors().values())
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The arrays by name, in the order that lookups take them."""
+        """All arrays by name: the canonical ones, and the compact row pointers, which are made of them."""
+        return {"row_pointers": self.row_pointers} | self.lookup_tensors()
+
+    def lookup_tensors(self) -> dict[str, Tensor]:
+        """The arrays that lookups need, by name, in the order in which the operator takes them.
+
+        Raises:
+            ValueError: if compact row pointers have to be made of row pointers that do not rise.
+        """
+        pointers = {"row_pointers": self.row_pointers}
+        if has_compact_pointers(self.embedding_dim):
+            made = self.compact_row_pointers
+            pointers = {"compact_row_pointers": compacted(self.row_pointers) if made is None else made}
         scales = {} if self.scales is None else {"scales": self.scales}
-        return {"values": self.values, "columns": self.columns, "row_pointers": self.row_pointers} | scales
+        return {"values": self.values, "columns": self.columns} | pointers | scales
 
     def rows(self, first: int, last: int) -> Tensor:
         """Rows ``first <= i < last`` as dense ``(last - first, D)`` float32; no others are read."""
@@ -173,11 +194,14 @@ class CsrTable:
         """Reads the whole table and checks what construction leaves to lookups.
 
         Raises:
-            ValueError: if row pointers fall, columns lie outside 0..D-1 or do not rise within a row, or a value or
-                scale is NaN or infinite; names the first row.
+            ValueError: if row pointers fall or the compact ones say something else, columns lie outside 0..D-1 or do
+                not rise within a row, or a value or scale is NaN or infinite; names the first row.
         """
         falling = self.row_pointers.diff() < 0
         self._check_none(falling, "row_pointers", "expected rising ones")
+        if self.compact_row_pointers is not None:
+            same = self.compact_row_pointers.equal(compacted(self.row_pointers))
+            check(same, "CsrTable.compact_row_pointers", "expected what the row pointers say", "something else")
         row, columns = self._row_of_value(), self.columns.int()
         self._check_none(columns >= self.embedding_dim, "columns", f"expected 0..{self.embedding_dim - 1}", row)
         unsorted = (columns.diff() <= 0) & (row.diff() == 0)
@@ -231,6 +255,7 @@ class CsrTable:
             columns=self.columns,
             row_pointers=self.row_pointers,
             scales=scales,
+            compact_row_pointers=self.compact_row_pointers,
         )
 
     def _to_int8(self) -> tuple[Tensor, Tensor]:
@@ -266,6 +291,16 @@ def column_dtype(embedding_dim: int) -> torch.dtype:
     if embedding_dim > 2**16:
         raise NotImplementedError(describe("embedding_dim", "supported is up to 65536", embedding_dim))
     return torch.uint8 if embedding_dim <= 2**8 else torch.uint16
+
+
+def has_compact_pointers(embedding_dim: int) -> bool:
+    """Whether lookups read compact row pointers: up to D = 255.
+
+    Example:
+        >>> has_compact_pointers(255), has_compact_pointers(256)
+        (True, False)
+    """
+    return embedding_dim <= LARGEST_LENGTH
 
 
 def pointer_dtype(num_values: int) -> torch.dtype:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dnis_torchrec.serving.compact_pointers import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES, num_rows_of
+
 try:
     import triton
     import triton.language as tl
@@ -69,7 +71,7 @@ def triton_csr_embedding_bag(
             raise NotImplementedError(f"feature {feature}: supported on a GPU is one shard per table, got {num_shards}")
         values, columns, row_pointers, scales = shards[first_shard]
         first_offset = (feature if keys is None else keys[feature]) * batch_size
-        num_rows = row_pointers.numel() - 1
+        num_rows = num_rows_of(row_pointers)
         if not zero_unknown:
             _assert_rows(ids, offsets, first_offset, batch_size, num_rows)
         if batch_size == 0 or embedding_dim == 0:
@@ -91,6 +93,10 @@ def triton_csr_embedding_bag(
             is_mean=bool(is_mean),
             has_weights=per_sample_weights is not None,
             has_scales=scales is not None,
+            is_compact=row_pointers.dtype == torch.uint8,
+            record_bytes=RECORD_BYTES,
+            start_bytes=START_BYTES,
+            rows_per_record=ROWS_PER_RECORD,
             columns_per_program=COLUMNS_PER_PROGRAM,
             values_per_step=VALUES_PER_STEP,
             enable_fp_fusion=False,  # a fused multiply-add would round otherwise than the CPU's operator
@@ -130,6 +136,10 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     is_mean: tl.constexpr,
     has_weights: tl.constexpr,
     has_scales: tl.constexpr,
+    is_compact: tl.constexpr,
+    record_bytes: tl.constexpr,
+    start_bytes: tl.constexpr,
+    rows_per_record: tl.constexpr,
     columns_per_program: tl.constexpr,
     values_per_step: tl.constexpr,
 ):
@@ -142,8 +152,17 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     for i in range(begin, end):
         row = tl.load(ids + i).to(tl.int64)
         is_row = (row >= 0) & (row < num_rows)
-        first = tl.load(row_pointers + row, mask=is_row, other=0).to(tl.int64)
-        last = tl.load(row_pointers + row + 1, mask=is_row, other=0).to(tl.int64)
+        if is_compact:
+            # the bytes of the record's start, little-endian, and the lengths of the rows before this one
+            record = row // rows_per_record * record_bytes
+            place = tl.arange(0, record_bytes)
+            own = tl.where(is_row, start_bytes + row % rows_per_record, 0)
+            content = tl.load(row_pointers + record + place, mask=place < own, other=0).to(tl.int64)
+            first = tl.sum(content << tl.where(place < start_bytes, 8 * place, 0).to(tl.int64), axis=0)
+            last = first + tl.load(row_pointers + record + own, mask=is_row, other=0).to(tl.int64)
+        else:
+            first = tl.load(row_pointers + row, mask=is_row, other=0).to(tl.int64)
+            last = tl.load(row_pointers + row + 1, mask=is_row, other=0).to(tl.int64)
         factor = 1.0
         if has_weights:
             factor = tl.load(weights + i)

@@ -145,8 +145,9 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
         if self._physical:
             is_weighted = self._logical.is_weighted
             self.blocks = EmbeddingBagCollection(tables=self._physical, is_weighted=is_weighted, device=place)
-            # nn.Module takes longer to find a hundred parts by attribute than the lookup takes
-            self._parameters_of_block = [bag._parameters for bag in self.blocks.embedding_bags.values()]
+            # nn.Module takes longer to find a hundred parts by attribute than the lookup takes; the parts, not their
+            # parameters, because torch.export and torch.func put others in their place for a while
+            self._bags: list[Any] = list(self.blocks.embedding_bags.values())
             self._fill_padding(place)
         if place.type != "meta":
             self.to(place)
@@ -165,7 +166,7 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
             return []
         if type(self.blocks) is not EmbeddingBagCollection:
             return None
-        tables: list[Any] = [parameters["weight"] for parameters in self._parameters_of_block]
+        tables = [bag._parameters["weight"] for bag in self._bags]
         return tables if tables[0].device.type == "cpu" else None
 
     def _wants_gradient(self) -> bool:

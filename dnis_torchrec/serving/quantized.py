@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from dnis_torchrec.checks import check_known
@@ -73,6 +73,7 @@ class QuantizedMixedDimensionEmbeddingBagCollection(BlockCollection):
             bits=stored.bits,
             unknown_ids=unknown_ids,
         )
+        self._precision = precision
         if self._physical:
             is_weighted = self._logical.is_weighted
             self.blocks = quantized_collection(self._physical, rows, is_weighted=is_weighted, device=device)
@@ -123,6 +124,48 @@ class QuantizedMixedDimensionEmbeddingBagCollection(BlockCollection):
             tables = stored_rows(self.blocks)
             self._rows_of_block = (memory.data_ptr(), tables)
         return tables
+
+    def _wants_gradient(self) -> bool:
+        return False
+
+    def exportable(self) -> BlockCollection:
+        """The same lookups for torch.export, which cannot look into FBGEMM's kernels: their tables as plain buffers.
+
+        Returns:
+            A module that shares the tables' memory; this one itself where the compiled operator cannot read them.
+
+        Example:
+            >>> from dnis_torchrec.row_routing import RowRouting
+            >>> table = TableScheme(name="t", collection="ebc", num_embeddings=2, embedding_dim=2, pooling="sum",
+            ...     feature_names=("f",), is_weighted=False, routing=RowRouting(2, 1, boundaries=torch.tensor([0, 2])),
+            ...     retained=torch.tensor([[False, True]]), num_retained=2)
+            >>> scheme, weight = MixedDimensionScheme({"t": table}), torch.tensor([[0.0, 2.0], [0.0, 4.0]])
+            >>> ebc = QuantizedMixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight}, precision="fp16")
+            >>> ebc.exportable().lookup(torch.tensor([1, 0]), torch.tensor([0, 1, 2])).tolist()
+            [[0.0, 4.0], [0.0, 2.0]]
+        """
+        tables = self._stock_tables()
+        return self if tables is None or not self._compiled else _PackedBlocks(self, tables)
+
+
+class _PackedBlocks(BlockCollection):
+    """Blocks of packed rows without FBGEMM's kernels around them, for the compiled operator alone."""
+
+    def __init__(self, source: QuantizedMixedDimensionEmbeddingBagCollection, tables: list[Tensor]) -> None:
+        stored = precision_named(source._precision)
+        super().__init__(
+            source._scheme,
+            dim_multiple=stored.dim_multiple,
+            data_type=stored.data_type,
+            bits=stored.bits,
+            unknown_ids="zero" if source._zero_unknown else "error",
+        )
+        self.tables = nn.Module()
+        for (name, s), table in zip(self._stored, tables, strict=True):
+            self.tables.register_buffer(f"{name}/b{s}", table)
+
+    def _stock_tables(self) -> list[Tensor]:
+        return list(self.tables.buffers())
 
     def _wants_gradient(self) -> bool:
         return False

@@ -30,6 +30,9 @@ constexpr int64_t WINDOW = 64;              // ids whose rows are asked of memor
 constexpr int64_t RUN_LENGTH = 8;           // from here on a row is worth a look whether its columns are neighbours
 constexpr int64_t ROWS_PER_THREAD = 4'096;  // rows and bags that outweigh waking a thread
 
+// A record of compact row pointers: where the first of its rows begins, int64, and how many values each row has, uint8.
+constexpr int64_t RECORD_BYTES = 64, START_BYTES = 8, ROWS_PER_RECORD = RECORD_BYTES - START_BYTES;
+
 struct Half {
   uint16_t bits;
 };
@@ -49,12 +52,26 @@ struct Integers {
   }
 };
 
+// Row pointers in records; the last ends with the last row.
+struct CompactPointers {
+  const uint8_t* data = nullptr;  // null: the shard has plain ones
+  int64_t num_bytes = 0;
+
+  const uint8_t* record_of(int64_t row) const { return data + row / ROWS_PER_RECORD * RECORD_BYTES; }
+  bool has_all_of(const uint8_t* record) const { return record + RECORD_BYTES <= data + num_bytes; }
+  int64_t num_rows() const {
+    const int64_t rest = num_bytes % RECORD_BYTES;
+    return num_bytes / RECORD_BYTES * ROWS_PER_RECORD + (rest > 0 ? rest - START_BYTES : 0);
+  }
+};
+
 // Consecutive rows of a table: all of them, or what one file of a large one holds.
 struct Shard {
   const void* values;      // (V,) of `kind`
   const void* columns;     // (V,) uint8 or uint16
   const uint16_t* scales;  // (n,) bfloat16, INT8 only
-  Integers row_pointers;   // (n + 1,)
+  Integers row_pointers;   // (n + 1,), or
+  CompactPointers compact_pointers;
   int64_t first_row;
   int64_t num_rows;
   int64_t num_values;
@@ -84,7 +101,14 @@ struct Feature {
   void prefetch(int64_t id) const {
     if (id < 0 || id >= num_embeddings) return;
     const Shard& shard = shard_of(id);
-    shard.row_pointers.prefetch(id - shard.first_row);
+    const int64_t row = id - shard.first_row;
+    if (shard.compact_pointers.data != nullptr) {
+      const uint8_t* record = shard.compact_pointers.record_of(row);
+      __builtin_prefetch(record);
+      __builtin_prefetch(record + START_BYTES + row % ROWS_PER_RECORD);  // another cache line if records straddle them
+    } else {
+      shard.row_pointers.prefetch(row);
+    }
   }
 };
 
@@ -198,6 +222,21 @@ Integers integers(const Tensor& tensor, const char* argument) {
   return {tensor.const_data_ptr(), dtype == ScalarType::Long};
 }
 
+// Takes row pointers of either kind, and with them the number of rows.
+void set_row_pointers(Shard& shard, const Tensor& pointers) {
+  if (pointers.scalar_type() != ScalarType::Byte) {
+    shard.row_pointers = integers(pointers, "row_pointers");
+    shard.num_rows = pointers.numel() - 1;
+    check(shard.num_rows >= 0, "row_pointers", "one more than rows");
+    return;
+  }
+  check(pointers.dim() == 1 && pointers.is_contiguous(), "row_pointers", "one contiguous dimension");
+  const int64_t rest = pointers.numel() % RECORD_BYTES;
+  check(rest == 0 || rest > START_BYTES, "row_pointers", "whole records of compact ones");
+  shard.compact_pointers = {static_cast<const uint8_t*>(pointers.const_data_ptr()), pointers.numel()};
+  shard.num_rows = shard.compact_pointers.num_rows();
+}
+
 // Reads one shard from `tensors`, values first, and moves on to the next.
 Shard make_shard(const std::vector<Tensor>& tensors, size_t& next) {
   check(tensors.size() - next >= 3, "tables", "values, columns and row_pointers of each shard");
@@ -217,10 +256,8 @@ Shard make_shard(const std::vector<Tensor>& tensors, size_t& next) {
   shard.values = values.const_data_ptr();
   shard.columns = columns.const_data_ptr();
   shard.num_values = values.numel();
-  shard.row_pointers = integers(row_pointers, "row_pointers");
-  shard.num_rows = row_pointers.numel() - 1;
   check(columns.numel() == shard.num_values, "columns", "one for each value");
-  check(shard.num_rows >= 0, "row_pointers", "one more than rows");
+  set_row_pointers(shard, row_pointers);
   if (shard.kind == ValueKind::INT8) {
     check(next < tensors.size(), "tables", "scales after int8 values");
     const Tensor& scales = tensors[next++];
@@ -319,6 +356,7 @@ void pool_all(const std::vector<Feature>& features, const Bags& bags) {
   size_t faulty = features.size();
   const auto pool = instruction_set.load()->pool;
   const auto pool_range = [&](int64_t begin, int64_t end) {
+    prefetch(features[begin / bags.batch_size], bags, begin % bags.batch_size);
     for (int64_t next = begin; next < end;) {
       const int64_t f = next / bags.batch_size, first_bag = next - f * bags.batch_size;
       const int64_t last_bag = std::min(bags.batch_size, first_bag + end - next);
