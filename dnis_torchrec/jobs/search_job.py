@@ -151,7 +151,7 @@ def _search(
         with together():
             if rank_of() == 0:
                 run.write_rows(rows)
-                run.write_head("finished", head | _results(outcome, metrics))
+                run.write_head("finished", head | _results(recipe, outcome, metrics))
     except (OSError, SafetensorError) as error:
         requirement, remedy = "expected to write what the search found", "make room for it, then --resume"
         raise RunWriteError(describe(f"run folder {run.path}", requirement, str(error), remedy)) from error
@@ -212,8 +212,9 @@ def _head(job: SearchJob, recipe: Recipe, config: SearchConfig) -> dict[str, Any
     }
 
 
-def _results(outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
+def _results(recipe: Recipe, outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
     return {
+        "notes": [*recipe.notes, *outcome.counts.notes()],
         "scheme": outcome.scheme.to_json(),
         "history": [asdict(record) for record in outcome.history],
         "best_epoch": outcome.best_epoch,

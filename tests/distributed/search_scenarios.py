@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search import SearchConfig, SearchEvents, search
+from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training import evaluate
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
@@ -77,6 +80,24 @@ def jobs(rank: Rank) -> dict[str, Any]:
         "metrics": dict(row.metrics),
         "again": outcome_of(lambda: job("run")),
         "baseline": outcome_of(lambda: job("other", baselines=("dense",))),
+    }
+
+
+def estimated(rank: Rank) -> dict[str, Any]:
+    """A search whose larger table is counted in bounded memory: what ranks have counted together."""
+    folder, seen = rank.folder / "estimated", []
+    folder.mkdir(exist_ok=True)
+    events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append((counts, blocks)))
+    rough = partial(CountLimits, exact_ids=8, epsilon=0.05, delta=0.1)
+    with patch("dnis_torchrec.search.CountLimits", rough):
+        outcome = search(recipe("adam"), config(exact_count_rows=20), folder, CPU, events)
+    ((counts, blocks),) = seen
+    return {
+        "counts": {name: rows[:] for name, rows in counts.counts.items()},
+        "error_bounds": counts.error_bounds(),
+        "num_samples": counts.num_samples,
+        "blocks": {name: routing.all_blocks() for name, routing in blocks.routings.items()},
+        "compression_ratio": outcome.scheme.compression_ratio,
     }
 
 

@@ -15,11 +15,12 @@ from dnis_torchrec.run_folder import load_state_
 from dnis_torchrec.search import SearchOutcome, count_training_data, search, table_configs
 from dnis_torchrec.training import evaluate
 from tests.distributed.harness import RankResults, running_ranks
-from tests.distributed.search_scenarios import CPU, config, diverges, jobs, recipe, refused, whole_search
+from tests.distributed.search_scenarios import CPU, config, diverges, estimated, jobs, recipe, refused, whole_search
 
 OPTIMIZERS = ("adam", "rowwise_adagrad")
 SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZERS} | {
     "jobs": jobs,
+    "estimated": estimated,
     "refused": refused,
     "diverges": diverges,
 }
@@ -58,6 +59,24 @@ def test_counts_are_those_of_one_process(both, optimizer: str) -> None:
     whole = count_training_data(own.data, own.loss, table_configs(own.model))
     assert found["num_samples"] == whole.num_samples == 641
     assert all(torch.equal(found["counts"][name], counts) for name, counts in whole.counts.items())
+
+
+def test_ranks_estimate_together(both) -> None:
+    """No count too low, none too high by more than is said for most, the same on both ranks, and the search goes on."""
+    own = recipe("adam")
+    whole = count_training_data(own.data, own.loss, table_configs(own.model))
+    first, second = both[0]["estimated"]
+    assert first["counts"]["genre"].equal(whole.counts["genre"])
+    errors = first["counts"]["user"] - whole.counts["user"]
+    assert int(errors.min()) >= 0
+    assert float((errors > 0).float().mean()) > 0
+    assert first["error_bounds"]["user"] > 0 == first["error_bounds"]["genre"]
+    assert float((errors > first["error_bounds"]["user"]).float().mean()) <= 0.1
+    assert first["num_samples"] == whole.num_samples
+    for own in (first, second):
+        assert all(rows.equal(first["counts"][name]) for name, rows in own["counts"].items())
+        assert all(rows.equal(first["blocks"][name]) for name, rows in own["blocks"].items())
+        assert own["compression_ratio"] >= 4
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
