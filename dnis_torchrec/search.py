@@ -266,7 +266,7 @@ def search(
         events.on_start(steps_per_epoch, counts, blocks)
     turned = [table for group in rotation_groups(recipe.model) for table in group.tables] if config.rotate else []
     task = TrainTask(prepare_(recipe.model, blocks), recipe.loss)
-    model, optimizer = shard(task, recipe, device, whole_rows=turned)
+    model, optimizer = shard(task, recipe, device, whole_rows=turned, replicated=config.unrolled)
     pipeline, stream = _pipeline(model, optimizer, device, recipe, config, steps_per_epoch)
     model.train()
     loop = SearchLoop(
