@@ -113,6 +113,8 @@ def jobs(rank: Rank) -> dict[str, Any]:
         "metrics": dict(row.metrics),
         "again": outcome_of(lambda: job("run")),
         "baseline": outcome_of(lambda: job("other", baselines=("dense",))),
+        "apart": outcome_of(lambda: job(f"apart{rank.rank}")),
+        "left": sorted(path.name for path in (rank.folder / "apart0").iterdir()),
     }
 
 

@@ -155,6 +155,19 @@ def test_a_job_on_two_ranks_writes_a_run_that_one_process_exports_and_evaluates(
     assert not (both[0].folder / "other").exists()
 
 
+def test_ranks_that_see_other_folders_are_told_before_training(both) -> None:
+    """As on two hosts whose --out is a disk of their own."""
+    first, second = both[0]["jobs"]
+    said = (
+        "expected the folder that rank 0 writes to, on storage that all hosts have mounted, got no such folder; choose"
+    )
+    assert first["apart"].startswith("ValueError: rank 1: folder ")
+    assert second["apart"].startswith(f"ValueError: folder {both[0].folder}/apart1 on ")
+    for own in (first, second):
+        assert said in own["apart"]
+        assert own["left"] == ["checkpoints", "lock"]  # a name that is free to use
+
+
 def test_a_missing_rank_is_named(both, tmp_path: Path) -> None:
     whole = both[0].folder / "model_adam"
     (tmp_path / "model.rank0.safetensors").write_bytes((whole / "model.rank0.safetensors").read_bytes())
