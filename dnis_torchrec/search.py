@@ -84,7 +84,7 @@ class SearchConfig:
         column_sharing: see `Pressure`.
         upper_every: lower steps per upper step.
         upper_batch_parts: parts that a validation batch is cut into; an upper step takes one, and costs less (see
-            `BatchParts`). Each rank cuts its own slice of the batch.
+            `BatchParts`). On several ranks each takes its slice of every part.
         alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
     """
@@ -251,7 +251,9 @@ def search(
     """
     ranks = Ranks.everyone()
     events = events or SearchEvents()
-    recipe = replace(recipe, data=split_over_ranks(recipe.data, ranks))
+    # Cut before ranks take their slices: several ranks then step on the samples that one process would step on.
+    validation = BatchParts(recipe.data.validation, config.upper_batch_parts)
+    recipe = replace(recipe, data=split_over_ranks(replace(recipe.data, validation=validation), ranks))
     with together():
         tables = table_configs(recipe.model)
     limits = CountLimits(exact_rows=config.exact_count_rows)
@@ -339,6 +341,4 @@ def _pipeline(
         alpha_averaging=config.alpha_averaging,
         unrolled_step=recipe.table_learning_rate if config.unrolled else None,
     )
-    validation = BatchParts(recipe.data.validation, config.upper_batch_parts)
-    stream = BilevelStream(recipe.data.train, validation, schedule)
-    return pipeline, stream
+    return pipeline, BilevelStream(recipe.data.train, recipe.data.validation, schedule)

@@ -143,14 +143,25 @@ class BoundedCounter:
         self._waiting.clear()
         places, known = self._find(ids)
         self.counts[places[known]] += counts[known]
-        new, where = ids[~known], places[~known]
+        new = ids[~known]
         before = np.zeros(len(new), np.int64) if self.sketch is None else self.sketch.estimate(new)
-        self.ids = np.insert(self.ids, where, new)
-        self.counts = np.insert(self.counts, where, counts[~known])
-        self.before = np.insert(self.before, where, before)
-        self.shrink()
+        self.include(new, counts[~known], before)
 
-    def shrink(self) -> None:
+    def include(self, ids: np.ndarray, counts: np.ndarray, before: np.ndarray) -> None:
+        """Takes ids into the table that are not in it.
+
+        Args:
+            ids: ``(n,)``, rising.
+            counts: ``(n,)`` int64, exact occurrences of each.
+            before: ``(n,)`` int64, what a sketch said of each, which is this one or will be added to it.
+        """
+        where = np.searchsorted(self.ids, ids)
+        self.ids = np.insert(self.ids, where, ids)
+        self.counts = np.insert(self.counts, where, counts)
+        self.before = np.insert(self.before, where, before)
+        self._shrink()
+
+    def _shrink(self) -> None:
         """If the table holds more ids than it may, moves the least frequent to the sketch until it is half full."""
         if len(self.ids) <= self.exact_ids:
             return

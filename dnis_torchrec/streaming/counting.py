@@ -145,16 +145,22 @@ def _merged(counts: FrequencyCounts, ranks: Ranks) -> FrequencyCounts:
 
 
 def _merged_counter(counter: BoundedCounter, ranks: Ranks) -> BoundedCounter:
-    """A counter of all ranks' ids: each rank says what it knows of the ids of all tables, and sketches add up."""
+    """A counter of all ranks' ids: each rank says what it knows of the ids of all tables, and sketches add up.
+
+    In W parts of the ids, so that no rank ever holds the tables of all.
+    """
     counter.settle()
     merged = BoundedCounter(exact_ids=counter.exact_ids, epsilon=counter.epsilon, delta=counter.delta)
-    merged.ids = np.unique(_gathered(counter.ids, ranks))
-    exact, sketched = (ranks.sum_(torch.from_numpy(part)).numpy() for part in counter.parts(merged.ids))
-    merged.counts, merged.before = exact, sketched
+    for part in range(ranks.world_size):
+        ids = np.unique(_gathered(counter.ids[counter.ids % ranks.world_size == part], ranks))
+        exact, sketched = (ranks.sum_(torch.from_numpy(own)).numpy() for own in counter.parts(ids))
+        merged.include(ids, exact, sketched)
     if int(ranks.max_(torch.tensor([not counter.is_exact], dtype=torch.int64))):
-        merged.sketch = counter.sketch or CountMinSketch(counter.epsilon, counter.delta)
-        ranks.sum_(torch.from_numpy(merged.sketch.table))
-    merged.shrink()
+        own_sketch = counter.sketch or CountMinSketch(counter.epsilon, counter.delta)
+        ranks.sum_(torch.from_numpy(own_sketch.table))
+        if merged.sketch is not None:
+            own_sketch.table += merged.sketch.table
+        merged.sketch = own_sketch
     return merged
 
 

