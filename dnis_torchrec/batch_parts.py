@@ -22,10 +22,12 @@ class BatchParts:
 
     An upper step costs about as much as the samples that it sees; what it learns from half of them is noisier, and the
     running mean of alpha's gradients is there for noise. A pass over the stream then takes that many more steps. A
-    batch of fewer samples gives that many parts of one. Local: every rank cuts its own batches.
+    batch of fewer samples gives that many parts of one. Local. What is split over ranks after it was cut gives them the
+    samples that one process alone would take.
 
     Args:
-        batches: can be iterated again and again; its attribute ``epoch``, if it has one, is passed on.
+        batches: can be iterated again and again; its attributes ``epoch`` and ``is_split_over_ranks``, if it has them,
+            are passed on.
         num_parts: parts of a batch; 1 leaves it whole.
 
     Raises:
@@ -47,8 +49,8 @@ class BatchParts:
             yield from cut(batch, self._num_parts)
 
     def __getattr__(self, name: str) -> object:
-        if name == "epoch":
-            return self._batches.epoch  # type: ignore[attr-defined]
+        if name in ("epoch", "is_split_over_ranks"):
+            return getattr(self._batches, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.frequency import FrequencyCounts, RowCounts, pieces
 from dnis_torchrec.row_routing import RowRouting
 
 logger = logging.getLogger(__name__)
@@ -155,6 +156,9 @@ def blocks_from_counts(
 ) -> RowBlocks:
     """Cuts the rows, sorted by descending frequency, into blocks.
 
+    Takes a byte per row (two from 256 blocks on) and a few MB, beside the counts. Local and deterministic: equal counts
+    give equal blocks on all ranks.
+
     Args:
         counts: occurrences in the training data.
         tables: the tables to block, as ``embedding_bag_configs()`` gives them.
@@ -197,63 +201,120 @@ def blocks_from_counts(
     for table in tables:
         sorted_together.setdefault(table.embedding_dim if scope == "global" else table.name, []).append(table)
     routings: dict[str, RowRouting] = {}
+    occurrences: dict[str, Tensor] = {}
+    seen_rows: dict[str, Tensor] = {}
     for members in sorted_together.values():
-        merged = torch.cat([counts.counts[table.name] for table in members])
-        block_of_row, actual = _cut(merged, strategy, num_blocks, boundaries or (), keep_ties_together)
-        for table, rows in zip(members, block_of_row.split([t.num_embeddings for t in members]), strict=True):
-            routings[table.name] = _route(rows, actual, counts.counts[table.name] == 0)
+        order = _FrequencyOrder([counts.counts[table.name] for table in members])
+        starts = _block_starts(order, strategy, num_blocks, boundaries or (), keep_ties_together)
+        for name in (table.name for table in members):
+            routings[name], occurrences[name], seen_rows[name] = _block_rows(counts.counts[name], order, starts)
     return RowBlocks(
         scope,
         strategy,
         {table.name: routings[table.name] for table in tables},
         {table.name: table.embedding_dim for table in tables},
         dict(counts.max_bag_lengths),
-        {t.name: _sum_per_block(routings[t.name], counts.counts[t.name]) for t in tables},
-        {t.name: _sum_per_block(routings[t.name], (counts.counts[t.name] > 0).long()) for t in tables},
+        {table.name: occurrences[table.name] for table in tables},
+        {table.name: seen_rows[table.name] for table in tables},
     )
 
 
-def _cut(
-    counts: Tensor, strategy: str, num_blocks: int, boundaries: Sequence[int], keep_ties_together: bool
-) -> tuple[Tensor, int]:
-    """Block of every row, ``(N,)`` int64, and the number of blocks that came out."""
-    num_rows = counts.numel()
-    ordered, order = torch.sort(counts, descending=True, stable=True)
+class _FrequencyOrder:
+    """Rows by falling frequency, ties in row order: as runs of rows of equal frequency, without sorting any rows.
+
+    However many rows there are, few frequencies are distinct: those of M occurrences are less than ``sqrt(2 M) + 1``.
+
+    Args:
+        counts: of the tables that are ordered together, one after the other.
+
+    Attributes:
+        frequencies: of the runs, ``(runs,)`` int64, falling.
+        starts: place of each run in the order, ``(runs + 1,)`` int64; the last one is the number of rows.
+    """
+
+    def __init__(self, counts: Sequence[RowCounts]) -> None:
+        values, sizes = torch.zeros(2, 0, dtype=torch.int64)
+        for piece in chain.from_iterable(map(pieces, counts)):
+            more, sizes_of_more = torch.unique(piece, return_counts=True)
+            values, run = torch.unique(torch.cat([values, more]), return_inverse=True)
+            both = torch.cat([sizes, sizes_of_more])
+            sizes = torch.zeros_like(values).index_add_(0, run, both)
+        self.frequencies, self._rising = values.flip(0), values
+        self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.flip(0).cumsum(0)])
+        self._next = self.starts[:-1].clone()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables."""
+        return int(self.starts[-1])
+
+    def run_of(self, places: Tensor) -> Tensor:
+        """The run that each place lies in."""
+        return torch.searchsorted(self.starts, places, right=True) - 1
+
+    def take_places(self, counts: Tensor) -> Tensor:
+        """The places of the next rows, which are asked for once, in their order; ``(n,)`` int64."""
+        runs = self.frequencies.numel() - 1 - torch.searchsorted(self._rising, counts)
+        ordered, order = torch.sort(runs, stable=True)
+        nth_of_run = torch.arange(counts.numel()) - torch.searchsorted(ordered, ordered)
+        places = torch.empty_like(runs)
+        places[order] = self._next[ordered] + nth_of_run
+        self._next += torch.bincount(runs, minlength=self._next.numel())
+        return places
+
+
+def _block_starts(
+    order: _FrequencyOrder, strategy: str, num_blocks: int, boundaries: Sequence[int], keep_ties_together: bool
+) -> Tensor:
+    """The places at which blocks begin, rising from 0."""
+    num_rows, frequencies, none = order.num_rows, order.frequencies, torch.zeros(1, dtype=torch.int64)
     if strategy == "equal_rows":
         starts = torch.arange(num_blocks) * num_rows // num_blocks
     elif strategy == "equal_mass":
-        mass = ordered.cumsum(0)
+        mass = (frequencies * order.starts.diff()).cumsum(0)
         shares = -(-torch.arange(1, num_blocks) * mass[-1] // num_blocks)  # rounded up, exact unlike floats
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.searchsorted(mass, shares) + 1])
+        run = torch.searchsorted(mass, shares)
+        before = torch.cat([none, mass])[run]
+        rows = -(-(shares - before) // frequencies[run].clamp(min=1))
+        starts = torch.cat([none, order.starts[run] + rows.clamp(min=1)])
     elif strategy == "decades":
-        rarest = max(1, int(ordered[(ordered > 0).sum() - 1]))
-        decade = torch.log10(ordered.clamp(min=rarest).double() * (1 + 1e-12)).floor()
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), decade.diff().nonzero().squeeze(1) + 1])
+        rarest = max(1, int(frequencies[(frequencies > 0).sum() - 1]))
+        decade = torch.log10(frequencies.clamp(min=rarest).double() * (1 + 1e-12)).floor()
+        starts = torch.cat([none, order.starts[1:-1][decade.diff() != 0]])
     else:
         starts = torch.tensor([0, *boundaries])
         rising = bool((starts.diff() > 0).all()) and int(starts[-1]) < num_rows
         check(rising, "boundaries", f"expected rising positions in 1..{num_rows - 1}", list(boundaries))
     if keep_ties_together:
         # A cut inside a run of equal counts moves up to the start of the run.
-        starts = torch.searchsorted(-ordered, -ordered[starts.clamp(max=num_rows - 1)])
+        starts = order.starts[order.run_of(starts.clamp(max=num_rows - 1))]
     starts = torch.unique(starts[starts < num_rows])
     wanted = num_blocks if strategy in ("equal_rows", "equal_mass") else starts.numel()
     if starts.numel() < wanted:
         logger.warning("blocking: %d blocks came out of %d wanted (too few rows or ties)", starts.numel(), wanted)
-    block_of_row = torch.empty(num_rows, dtype=torch.int64)
-    block_of_row[order] = torch.searchsorted(starts, torch.arange(num_rows), right=True) - 1
-    return block_of_row, starts.numel()
+    return starts
 
 
-def _route(block_of_row: Tensor, num_blocks: int, never_seen: Tensor) -> RowRouting:
-    """By boundaries only if they still say it all once never-seen rows are dropped, so that sizes can be told now."""
-    seen_first = bool((never_seen.int().diff() >= 0).all())
-    if seen_first and bool((block_of_row.diff() >= 0).all()):
-        boundaries = torch.searchsorted(block_of_row, torch.arange(num_blocks + 1))
-        return RowRouting(block_of_row.numel(), num_blocks, boundaries=boundaries)
-    return RowRouting.from_map(block_of_row, num_blocks)
+def _block_rows(counts: RowCounts, order: _FrequencyOrder, starts: Tensor) -> tuple[RowRouting, Tensor, Tensor]:
+    """Which rows of the next table are in which block; how often the rows of each block occur, and how many do.
 
-
-def _sum_per_block(routing: RowRouting, per_row: Tensor) -> Tensor:
-    per_block = torch.zeros(routing.num_blocks + 1, dtype=torch.int64)
-    return per_block.scatter_add_(0, routing.all_blocks(), per_row)[: routing.num_blocks]
+    By boundaries only if they still say it all once never-seen rows are dropped, so that sizes can be told now.
+    """
+    num_rows, num_blocks = counts.numel(), starts.numel()
+    block_of_row = torch.empty(num_rows, dtype=torch.uint8 if num_blocks < 256 else torch.uint16)
+    rows, occurrences, seen_rows = torch.zeros(3, num_blocks, dtype=torch.int64)
+    in_order, last = True, torch.zeros(2, 1, dtype=torch.int64)
+    filled = 0
+    for piece in pieces(counts):
+        block = torch.searchsorted(starts, order.take_places(piece), right=True) - 1
+        block_of_row[filled : filled + block.numel()] = block
+        filled += block.numel()
+        rows += torch.bincount(block, minlength=num_blocks)
+        occurrences.index_add_(0, block, piece)
+        seen_rows.index_add_(0, block, (piece > 0).long())
+        rising = torch.cat([last, torch.stack([block, (piece == 0).long()])], dim=1)
+        in_order, last = in_order and bool((rising.diff() >= 0).all()), rising[:, -1:]
+    if in_order:
+        boundaries = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
+        return RowRouting(num_rows, num_blocks, boundaries=boundaries), occurrences, seen_rows
+    return RowRouting(num_rows, num_blocks, block_of_row=block_of_row), occurrences, seen_rows

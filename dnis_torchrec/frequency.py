@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,24 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.sketch import EstimatedCounts
+
+RowCounts = Tensor | EstimatedCounts
+"""Occurrences of a table's rows: ``(N,)`` int64, or in bounded memory, to be read a slice at a time."""
+
+ROWS_AT_A_TIME = 1 << 20
+"""Rows whose counts are looked at together: bounds what that takes beside the counts themselves."""
+
+
+def pieces(counts: RowCounts) -> Iterator[Tensor]:
+    """Counts of all rows, `ROWS_AT_A_TIME` at a time.
+
+    Example:
+        >>> [piece.tolist() for piece in pieces(torch.tensor([2, 0, 1]))]
+        [[2, 0, 1]]
+    """
+    for first in range(0, counts.numel(), ROWS_AT_A_TIME):
+        yield counts[first : first + ROWS_AT_A_TIME]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +47,12 @@ class FrequencyCounts:
     """Occurrences of every row in the training data.
 
     Attributes:
-        counts: table -> ``(N,)`` int64 occurrences.
+        counts: table -> ``(N,)`` int64 occurrences; of a table too large for that, `EstimatedCounts`.
         max_bag_lengths: feature -> its longest bag; 1 or less makes it a single-id feature.
         num_samples: samples counted.
     """
 
-    counts: Mapping[str, Tensor]
+    counts: Mapping[str, RowCounts]
     max_bag_lengths: Mapping[str, int]
     num_samples: int
 
@@ -46,13 +63,50 @@ class FrequencyCounts:
             ValueError: if the table was not counted.
         """
         check_known("table", table, self.counts)
-        return self.counts[table] == 0
+        return torch.cat([piece == 0 for piece in pieces(self.counts[table])])
+
+    def error_bounds(self) -> dict[str, float]:
+        """Table -> what no row's count exceeds the true one by, with probability 1 - delta each; 0 if all are exact.
+
+        A row that never occurred may have a count above 0 in a table that is not exact: it is then kept as if it had.
+        """
+        return {name: counts.error_bound for name, counts in self._estimated().items()} | {
+            name: 0.0 for name, counts in self.counts.items() if isinstance(counts, Tensor)
+        }
+
+    def notes(self) -> list[str]:
+        """For people: what is not exact, a sentence per table."""
+        return [
+            f"Table {name!r}: frequencies are estimates in bounded memory, none too low, {counts.confidence:.0%} of "
+            f"them at most {counts.error_bound:,.1f} too high; a row that never occurred may pass for one that did."
+            for name, counts in self._estimated().items()
+            if counts.error_bound
+        ]
+
+    def exact(self) -> dict[str, Tensor]:
+        """Table -> ``(N,)`` int64 occurrences.
+
+        Raises:
+            NotImplementedError: if a table was counted in bounded memory.
+        """
+        for name in self._estimated():
+            supported = "supported are counts of every row"
+            raise NotImplementedError(describe(f"table {name!r}", supported, "estimated ones", "raise exact_rows"))
+        return {name: counts for name, counts in self.counts.items() if isinstance(counts, Tensor)}
+
+    def _estimated(self) -> dict[str, EstimatedCounts]:
+        return {name: counts for name, counts in self.counts.items() if isinstance(counts, EstimatedCounts)}
 
     def save(self, path: Path) -> None:
-        """Writes one safetensors file, whole or not at all."""
+        """Writes one safetensors file, whole or not at all; what is estimated stays as small as it is."""
+        estimated = self._estimated()
         described = {"max_bag_lengths": dict(self.max_bag_lengths), "num_samples": self.num_samples}
+        described |= {"tables": list(self.counts), "estimated": list(estimated)}
+        tensors = {name: counts for name, counts in self.counts.items() if isinstance(counts, Tensor)}
+        for name, counts in estimated.items():
+            tensors |= {f"{name}/{part}": value for part, value in counts.to_tensors().items()}
         temporary = path.with_name(f"{path.name}.partial")
-        save_file(dict(self.counts), temporary, metadata={"frequency_counts": json.dumps(described)})
+        save_file(tensors, temporary, metadata={"frequency_counts": json.dumps(described)})
         os.replace(temporary, path)
 
     @staticmethod
@@ -66,18 +120,25 @@ class FrequencyCounts:
             with safe_open(path, framework="pt") as file:
                 described = (file.metadata() or {}).get("frequency_counts", "")
                 check(bool(described), str(path), "expected a file of frequency counts", "another file")
-                counts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         except SafetensorError as error:
             requirement = "expected a whole safetensors file"
             raise ValueError(describe(str(path), requirement, str(error), "use another one")) from error
-        return FrequencyCounts(counts, **json.loads(described))
+        head = json.loads(described)
+        counts: dict[str, RowCounts] = {name: tensors[name] for name in head["tables"] if name in tensors}
+        for name in head["estimated"]:
+            own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+            counts[name] = EstimatedCounts.from_tensors(own)
+        ordered = {name: counts[name] for name in head["tables"]}
+        return FrequencyCounts(ordered, head["max_bag_lengths"], head["num_samples"])
 
 
 def count_frequencies(batches: Iterable[KeyedJaggedTensor], tables: Sequence[EmbeddingBagConfig]) -> FrequencyCounts:
     """Counts how often each row of each table is looked up.
 
     Memory is one int64 per row; time is linear in the number of ids, whatever the number of rows. Local: each rank
-    counts the batches that it is given; `merge_counts` adds up the counts of several.
+    counts the batches that it is given; `merge_counts` adds up the counts of several. `streaming.count_stream` counts
+    over ranks and in bounded memory.
 
     Args:
         batches: KeyedJaggedTensors of the training data, keys in any order, keys that no table reads allowed.
@@ -164,38 +225,18 @@ def merge_counts(parts: Sequence[FrequencyCounts]) -> FrequencyCounts:
 
     Raises:
         ValueError: if there are no parts or they count different tables or features.
+        NotImplementedError: if a table of a part was counted in bounded memory.
     """
     check(len(parts) > 0, "merge_counts", "expected at least one part", 0)
     first = parts[0]
     for part in parts[1:]:
         same = _tables_and_features(part) == _tables_and_features(first)
         check(same, "merge_counts", "expected the same tables and features in every part", _tables_and_features(part))
+    counts = [part.exact() for part in parts]
     return FrequencyCounts(
-        {name: torch.stack([part.counts[name] for part in parts]).sum(0) for name in first.counts},
+        {name: torch.stack([part[name] for part in counts]).sum(0) for name in first.counts},
         {name: max(part.max_bag_lengths[name] for part in parts) for name in first.max_bag_lengths},
         sum(part.num_samples for part in parts),
-    )
-
-
-def sum_counts_(own: FrequencyCounts, ranks: Ranks) -> FrequencyCounts:
-    """Adds up what ranks have counted, each its part of the training data.
-
-    Distributed: one reduction of a table's size per table, and two small ones; the result is the same on every rank.
-
-    Args:
-        own: counts of this rank, of the same tables and features on every rank. Its tensors change.
-        ranks: that have counted.
-
-    Returns:
-        The counts of all data.
-    """
-    features = sorted(own.max_bag_lengths)
-    longest = ranks.max_(torch.tensor([own.max_bag_lengths[feature] for feature in features], dtype=torch.int64))
-    num_samples = ranks.sum_(torch.tensor([own.num_samples]))
-    return FrequencyCounts(
-        {name: ranks.sum_(counts) for name, counts in own.counts.items()},
-        dict(zip(features, longest.tolist(), strict=True)),
-        int(num_samples),
     )
 
 

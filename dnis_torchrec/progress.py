@@ -45,6 +45,8 @@ def console_events(run: RunFolder) -> Iterator[SearchEvents]:
 
         def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
             run.save_stages(counts, blocks)
+            for note in counts.notes():
+                bar.write(note, file=sys.stderr)
             curves.start(blocks)
 
         def on_resume(steps: int, history: Sequence[EpochRecord]) -> None:

@@ -10,13 +10,14 @@ Without pressure (the paper's search) there is no ramp: alpha learns on validati
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
@@ -30,7 +31,7 @@ from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data_over_ranks import check_same, for_counting, split_over_ranks
-from dnis_torchrec.frequency import FrequencyCounts, count_frequencies, sum_counts_
+from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.pruning import STRUCTURES, prune
 from dnis_torchrec.ranks import together
@@ -39,6 +40,7 @@ from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search_loop import EpochRecord, Saving, SearchEvents, SearchInterrupted, SearchLoop
+from dnis_torchrec.streaming import CountLimits, count_stream
 from dnis_torchrec.swap import merge_, prepare_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
@@ -71,6 +73,8 @@ class SearchConfig:
         num_blocks: S.
         scope: see `blocks_from_counts`.
         strategy: see `blocks_from_counts`.
+        exact_count_rows: rows are counted exactly in tables of up to so many; in larger ones in bounded memory, with a
+            stated error (see `CountLimits.exact_rows` and `FrequencyCounts.error_bounds`).
         warm_up_epochs: epochs of lower steps alone.
         ramp_epochs: epochs in which the mean of alpha is led to the size.
         release_epochs: epochs at most after the ramp; without pressure the epochs of the ramp are added to them.
@@ -80,7 +84,7 @@ class SearchConfig:
         column_sharing: see `Pressure`.
         upper_every: lower steps per upper step.
         upper_batch_parts: parts that a validation batch is cut into; an upper step takes one, and costs less (see
-            `BatchParts`). Each rank cuts its own slice of the batch.
+            `BatchParts`). On several ranks each takes its slice of every part.
         alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
     """
@@ -92,6 +96,7 @@ class SearchConfig:
     num_blocks: int = 10
     scope: str = "global"
     strategy: str = "equal_rows"
+    exact_count_rows: int = CountLimits.exact_rows
     warm_up_epochs: int = 2
     ramp_epochs: int = 12
     release_epochs: int = 14
@@ -108,6 +113,7 @@ class SearchConfig:
         for name in ("num_blocks", *epochs, "upper_every", "upper_batch_parts"):
             check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
         check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
+        CountLimits(exact_rows=self.exact_count_rows)
 
     @property
     def epochs(self) -> int:
@@ -174,17 +180,34 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
     return configs
 
 
-def count_training_data(data: DataSplits, loss: nn.Module, tables: list[EmbeddingBagConfig]) -> FrequencyCounts:
-    """Counts the training split, and checks the labels of all splits on the way. Local: each rank counts its part.
+def count_training_data(
+    data: DataSplits,
+    loss: nn.Module,
+    tables: Sequence[EmbeddingBagConfig],
+    *,
+    limits: CountLimits | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> FrequencyCounts:
+    """Counts the training split in bounded memory, and checks the labels of all splits on the way.
+
+    Distributed: each rank reads its part, and all have the counts of all parts; see `count_stream`.
+
+    Args:
+        data: of this rank.
+        loss: decides which labels are allowed.
+        tables: the tables to count.
+        limits: what counting may cost.
+        process_group: of the ranks that count together; None for this process alone.
 
     Raises:
-        ValueError: for an empty split, a label outside the loss's domain, or an id outside its table.
+        ValueError: on all ranks, for an empty split, a label outside the loss's domain, or an id outside its table.
     """
-    for name in ("validation", "selection", "test"):
-        num_batches = sum(1 for _ in _checked(getattr(data, name), loss, name))
-        check(num_batches > 0, f"{name} stream", "expected at least one batch", 0, "check the data splits")
+    with together(process_group):
+        for name in ("validation", "selection", "test"):
+            num_batches = sum(1 for _ in _checked(getattr(data, name), loss, name))
+            check(num_batches > 0, f"{name} stream", "expected at least one batch", 0, "check the data splits")
     train = _checked(for_counting(data.train), loss, "train")
-    return count_frequencies((batch.sparse_features for batch in train), tables)
+    return count_stream((batch.sparse_features for batch in train), tables, limits=limits, process_group=process_group)
 
 
 def _checked(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterable[Batch]:
@@ -228,12 +251,14 @@ def search(
     """
     ranks = Ranks.everyone()
     events = events or SearchEvents()
-    recipe = replace(recipe, data=split_over_ranks(recipe.data, ranks))
+    # Cut before ranks take their slices: several ranks then step on the samples that one process would step on.
+    validation = BatchParts(recipe.data.validation, config.upper_batch_parts)
+    recipe = replace(recipe, data=split_over_ranks(replace(recipe.data, validation=validation), ranks))
     with together():
         tables = table_configs(recipe.model)
-        own_counts = count_training_data(recipe.data, recipe.loss, tables)
+    limits = CountLimits(exact_rows=config.exact_count_rows)
+    counts = count_training_data(recipe.data, recipe.loss, tables, limits=limits, process_group=ranks.group)
     check_same(recipe.data, ranks)
-    counts = sum_counts_(own_counts, ranks)
     blocks = blocks_from_counts(
         counts, tables, num_blocks=config.num_blocks, scope=config.scope, strategy=config.strategy
     )
@@ -243,7 +268,7 @@ def search(
         events.on_start(steps_per_epoch, counts, blocks)
     turned = [table for group in rotation_groups(recipe.model) for table in group.tables] if config.rotate else []
     task = TrainTask(prepare_(recipe.model, blocks), recipe.loss)
-    model, optimizer = shard(task, recipe, device, whole_rows=turned)
+    model, optimizer = shard(task, recipe, device, whole_rows=turned, replicated=config.unrolled)
     pipeline, stream = _pipeline(model, optimizer, device, recipe, config, steps_per_epoch)
     model.train()
     loop = SearchLoop(
@@ -316,6 +341,4 @@ def _pipeline(
         alpha_averaging=config.alpha_averaging,
         unrolled_step=recipe.table_learning_rate if config.unrolled else None,
     )
-    validation = BatchParts(recipe.data.validation, config.upper_batch_parts)
-    stream = BilevelStream(recipe.data.train, validation, schedule)
-    return pipeline, stream
+    return pipeline, BilevelStream(recipe.data.train, recipe.data.validation, schedule)

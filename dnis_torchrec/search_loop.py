@@ -29,7 +29,7 @@ from dnis_torchrec.checkpoint import (
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.level_schedule import BilevelStream
-from dnis_torchrec.ranks import rank_of, world_size_of
+from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
 from dnis_torchrec.training import evaluate
@@ -188,7 +188,7 @@ class SearchLoop:
             NonFiniteError: if training diverges.
             ValueError: if the checkpoint to resume from is damaged or of another search.
         """
-        latest = self._folder.latest() if self._saving.resume else None
+        latest = on_rank_zero(self._folder.latest) if self._saving.resume else None
         if latest is not None:
             self._restore(latest)
         with CheckpointSaver(self._folder, on_error=self._saving.on_error) as saver:

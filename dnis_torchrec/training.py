@@ -23,7 +23,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -35,6 +35,7 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.finite import FiniteGuard
 from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
+from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.recipe import RankingBatch, Recipe, TrainTask
 from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 
@@ -71,20 +72,26 @@ def process_group() -> Iterator[torch.device]:
 
 
 def shard(
-    task: TrainTask, recipe: Recipe, device: torch.device, *, whole_rows: Collection[str] = ()
+    task: TrainTask,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    whole_rows: Collection[str] = (),
+    replicated: bool = False,
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     """Shards a model as the recipe's table optimizer needs it.
 
-    ``"adam"`` on a CPU runs in the dense compute kernel, replicated over ranks (FBGEMM's fused CPU kernels know SGD
-    and Adagrad only); on a GPU it is fused into the tables' backward, as ``"rowwise_adagrad"`` is on both. Fused tables
-    are sharded as TorchRec's planner sees fit, the row-wise family included on CPUs too. A plan that cannot be made
-    raises on every rank alike (see `sharding`).
+    ``"adam"`` on a CPU runs in the dense compute kernel and steps whole shards, not only rows that were looked up
+    (FBGEMM's fused CPU kernels know SGD and Adagrad only); on a GPU it is fused into the tables' backward, as
+    ``"rowwise_adagrad"`` is on both. On several ranks tables are sharded as TorchRec's planner sees fit, the row-wise
+    family included on CPUs too. A plan that cannot be made raises on every rank alike (see `sharding`).
 
     Args:
         task: the model with its loss; prepared or not. Its tables are moved into TorchRec's kernels.
         recipe: optimizers and learning rates.
         device: where to train.
         whole_rows: tables whose rows no plan may cut.
+        replicated: hold all tables whole on every rank, where none is fused; one-step unrolled gradients want that.
 
     Returns:
         The sharded model, with the weights that `task` had, and the optimizer of everything that is not fused.
@@ -99,7 +106,8 @@ def shard(
         for collection in plain:
             apply_optimizer_in_backward(optimizer_class, collection.parameters(), {"lr": recipe.table_learning_rate})
     sharder, dense = CpuEmbeddingBagCollectionSharder(), ShardingType.DATA_PARALLEL.value
-    if fused:  # small tables would be planned data_parallel, whose dense kernel leaves the fused optimizer out
+    is_spread = fused or (world_size_of() > 1 and not replicated)
+    if is_spread:  # small tables would be planned data_parallel, whose dense kernel leaves the fused optimizer out
         kinds = [kind for kind in sharder.sharding_types(device.type) if kind != dense]
         constraint = ParameterConstraints(sharding_types=kinds)
         uncut = ParameterConstraints(sharding_types=[kind for kind in kinds if kind in WHOLE_ROWS])
@@ -110,6 +118,10 @@ def shard(
     sharders = [cast(ModuleSharder[nn.Module], sharder)]
     constraints = {table: uncut if table in whole_rows else constraint for table in tables}
     plan = make_sharding_plan(task, device, sharders, constraints=constraints)
+    if is_spread and not fused:  # every type runs in the dense kernel, which the planner knows for data_parallel alone
+        for of_module in plan.plan.values():
+            for sharding in cast(EmbeddingModuleShardingPlan, of_module).values():
+                sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
     model = shard_model(task, device, plan, sharders)
     return model, rest_optimizer(model, recipe)
 

@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
-    {"_dependencies", "checks"},
-    {"native_build", "ranks", "reductions", "storage"},
+    {"_dependencies", "checks", "hashing"},
+    {"native_build", "ranks", "reductions", "sketch", "storage"},
     {"batch_parts", "block_operators", "frequency", "level_schedule", "metrics", "recipe", "row_routing"},
     {"bag_splitting", "blocking", "data_over_ranks", "pooled_pieces", "scheme", "soft_selection", "streaming"},
     {"budget", "embedding_modules", "narrow_tables", "serving"},

@@ -10,6 +10,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.batch_parts import BatchParts, cut
+from dnis_torchrec.data_over_ranks import SplitsItself
 from dnis_torchrec.recipe import RankingBatch
 
 
@@ -58,6 +59,14 @@ def test_the_epoch_is_that_of_the_batches() -> None:
     parts.epoch = 5
     assert batches.epoch == 5
     assert not hasattr(BatchParts([], 2), "epoch")
+
+
+def test_what_is_split_over_ranks_stays_so() -> None:
+    """Else every rank would take a slice of what is its own already."""
+    own = Counted()
+    own.is_split_over_ranks = True
+    assert isinstance(BatchParts(own, 2), SplitsItself)
+    assert not isinstance(BatchParts(Counted(), 2), SplitsItself)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

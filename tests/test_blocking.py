@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,9 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec import blocking
+from dnis_torchrec import blocking, frequency
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.sketch import BoundedCounter, EstimatedCounts
 from tests.reference import blocks_reference
 
 DIMS = {"a": 4, "b": 8, "c": 4}
@@ -62,10 +65,12 @@ def cases(draw):
     return counts, draw(st.sampled_from(["global", "table"])), options
 
 
-@given(cases())
-def test_blocks_of_every_row(case) -> None:
+@given(cases(), st.integers(1, 14))
+def test_blocks_of_every_row(case, rows_at_a_time: int) -> None:
+    """However many rows are looked at together."""
     counts, scope, options = case
-    blocks = blocks_from_counts(counts_of(counts), tables_of(counts), scope=scope, **options)
+    with patch.object(frequency, "ROWS_AT_A_TIME", rows_at_a_time):
+        blocks = blocks_from_counts(counts_of(counts), tables_of(counts), scope=scope, **options)
     expected = expected_blocks(counts, scope, **options)
     assert {name: routing.all_blocks().tolist() for name, routing in blocks.routings.items()} == expected
     assert list(blocks.routings) == list(counts)
@@ -146,6 +151,21 @@ def test_a_save_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path, monkey
     with pytest.raises(OSError, match="disk full"):
         blocks_from_counts(counts, tables, num_blocks=3).save(path)
     assert RowBlocks.load(path).routings["a"].num_blocks == 2
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=80), st.sampled_from(["equal_rows", "equal_mass", "decades"]))
+def test_estimated_counts_are_blocked_as_the_same_numbers_in_a_tensor_are(ids: list[int], strategy: str) -> None:
+    counter = BoundedCounter(exact_ids=8, epsilon=0.3, delta=0.2)
+    counter.add(np.array(ids))
+    estimated, tables = EstimatedCounts(counter, 61), tables_of({"a": [0] * 61, "b": [3, 1]})
+    others = {"b": torch.tensor([3, 1])}
+    found, wanted = (
+        blocks_from_counts(FrequencyCounts({"a": counts} | others, {}, 80), tables, strategy=strategy)
+        for counts in (estimated, estimated[:])
+    )
+    assert found.routings["a"].all_blocks().equal(wanted.routings["a"].all_blocks())
+    assert found.occurrences["a"].equal(wanted.occurrences["a"])
+    assert found.seen_rows["a"].equal(wanted.seen_rows["a"])
 
 
 def one(counts: list[int], **options) -> list[int]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 
-from dnis_torchrec.cli import main
+from dnis_torchrec.cli import app, main
 
 ROOT = Path(__file__).parents[1]
 SHORT = ("--warm-up-epochs", "1", "--ramp-epochs", "3", "--release-epochs", "1")
@@ -194,3 +195,15 @@ def test_help_teaches() -> None:
     for command in ("search", "prune", "export", "evaluate", "report", "compare"):
         assert command in done.stdout
         assert dnis(command, "--help").returncode == 0
+
+
+@pytest.mark.parametrize("command", sorted(set(typer.main.get_command(app).commands) - {"search"}))  # type: ignore[attr-defined]
+def test_only_a_search_runs_on_several_ranks(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = dnis(command, tmp_path / "none", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: dnis {command}: expected one process: of all commands only search runs on several ranks, got 2 ranks; "
+        "start it without torchrun, or with --nproc_per_node 1\n"
+    )
+    assert list(tmp_path.iterdir()) == []

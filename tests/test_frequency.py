@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -21,6 +22,7 @@ from dnis_torchrec.frequency import (
     count_frequencies_in_frame,
     merge_counts,
 )
+from dnis_torchrec.sketch import BoundedCounter, EstimatedCounts
 
 READS = {"user": ["u"], "movie": ["seen", "shown"], "other": ["shown"]}
 FEATURES = ("u", "seen", "shown")
@@ -94,6 +96,37 @@ def test_save_and_load(tmp_path: Path) -> None:
     counts.save(tmp_path / "counts.safetensors")
     assert_same(FrequencyCounts.load(tmp_path / "counts.safetensors"), counts)
     assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
+
+
+@pytest.mark.parametrize("exact_ids", [2, 100])
+def test_estimated_counts_are_saved_as_small_as_they_are(tmp_path: Path, exact_ids: int) -> None:
+    counter = BoundedCounter(exact_ids=exact_ids, epsilon=0.1, delta=0.05)
+    counter.add(np.array([7, 7, 7, 10**9, 5, 3]))
+    estimated = EstimatedCounts(counter, 10**10)
+    counts = FrequencyCounts({"large": estimated, "small": torch.tensor([1, 0])}, {"f": 2}, 6)
+    counts.save(tmp_path / "counts.safetensors")
+    assert (tmp_path / "counts.safetensors").stat().st_size < 4000
+    again = FrequencyCounts.load(tmp_path / "counts.safetensors")
+    assert list(again.counts) == ["large", "small"]
+    assert again.counts["large"].numel() == 10**10
+    for rows in (slice(0, 12), slice(10**9 - 1, 10**9 + 1)):
+        assert again.counts["large"][rows].equal(estimated[rows])
+    assert again.error_bounds() == counts.error_bounds() == {"large": estimated.error_bound, "small": 0.0}
+    assert again.notes() == counts.notes()
+
+
+def test_what_is_estimated_is_said() -> None:
+    counter = BoundedCounter(exact_ids=2, epsilon=0.5, delta=0.05)
+    counts = FrequencyCounts({"t": EstimatedCounts(counter, 9)}, {"f": 1}, 6)
+    assert counts.notes() == []
+    counter.add(np.array([1, 1, 2, 3, 4]))
+    assert counts.error_bounds() == {"t": 1.5}
+    (note,) = counts.notes()
+    assert note.startswith(
+        "Table 't': frequencies are estimates in bounded memory, none too low, 95% of them at most 1.5 "
+    )
+    with pytest.raises(NotImplementedError, match="table 't': supported are counts of every row, got estimated ones"):
+        merge_counts([counts, counts])
 
 
 def test_a_save_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

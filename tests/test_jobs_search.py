@@ -7,15 +7,19 @@ import errno
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dnis_torchrec import Size
-from dnis_torchrec.jobs import SearchJob, run_search
+from dnis_torchrec.frequency import count_frequencies
+from dnis_torchrec.jobs import SearchJob, run_prune, run_report, run_search
+from dnis_torchrec.jobs.common import build_recipe
 from dnis_torchrec.progress import _StopRequest
 from dnis_torchrec.run_folder import RunFolder, RunWriteError
-from dnis_torchrec.search import Saving, SearchInterrupted
+from dnis_torchrec.search import Saving, SearchInterrupted, table_configs
+from dnis_torchrec.streaming import CountLimits
 
 SETTINGS = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
 
@@ -58,6 +62,28 @@ def test_a_resumed_run_leaves_the_same_files(whole: Path, tmp_path: Path, capsys
     for name in ("model", "alpha", "scheme", "counts", "blocks"):
         assert (out / f"{name}.safetensors").read_bytes() == (whole / f"{name}.safetensors").read_bytes(), name
     assert (out / "run.json").read_text() == (whole / "run.json").read_text()
+
+
+def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the end: what is pruned, reported and pruned again reads estimates."""
+    rough = partial(CountLimits, exact_ids=8, epsilon=0.05, delta=0.1)
+    monkeypatch.setattr("dnis_torchrec.search.CountLimits", rough)
+    out = tmp_path / "run"
+    (row,) = run_search(job(out, settings=SETTINGS | {"exact_count_rows": 20}))
+    assert 4 <= row.compression_ratio < 4.5
+    counts = RunFolder(out).counts()
+    assert counts.error_bounds()["genre"] == 0.0 < counts.error_bounds()["user"]
+    recipe = build_recipe("tests.tiny:demo", None, seed=0)
+    true = count_frequencies((batch.sparse_features for batch in recipe.data.train), table_configs(recipe.model))
+    assert bool((counts.counts["user"][:] >= true.counts["user"]).all())
+    (note,) = counts.notes()
+    assert note in RunFolder(out).read_head()["notes"]
+    assert note in capsys.readouterr().err
+    assert note.replace("'", "&#39;") in run_report(out).read_text()
+    again = run_prune(out, None, tmp_path / "pruned", size=Size(compression_ratio=8), max_epochs=1)
+    assert again.compression_ratio >= 8
 
 
 def test_resume_begins_a_run_and_leaves_a_finished_one(whole: Path, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dnis_torchrec.hashing import hash_values, spread
 from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, StreamSchema, cut, parsed, split_stream
 from dnis_torchrec.streaming.epochs import EpochOrder
-from dnis_torchrec.streaming.hashing import hash_values, spread
 from dnis_torchrec.streaming.split import Part
 from tests.streaming_data import COLUMNS, SCHEMA, contents, draw, expected, labels, write_parquet, write_text
 

@@ -13,12 +13,53 @@ import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from socket import gethostname
+from uuid import uuid4
+
+import torch.distributed as dist
 
 from dnis_torchrec.checkpoint.manifest import write_text
 from dnis_torchrec.checks import check
+from dnis_torchrec.ranks import on_rank_zero, rank_of, together, world_size_of
 
 LATEST = "latest.json"
+SHARED = "shared.partial"
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> None:
+    """Checks that all ranks see the folder that rank 0 sees: on several hosts a path may name one on each.
+
+    Distributed: rank 0 writes a word that every rank reads; three small collectives, none for a process alone.
+
+    Args:
+        path: the folder; made if it is not there.
+        process_group: the ranks; all of them if None.
+
+    Raises:
+        ValueError: on all ranks, naming the first one that sees another folder.
+    """
+    if world_size_of(process_group) == 1:
+        return
+    file = path / SHARED
+
+    def write() -> str:
+        path.mkdir(parents=True, exist_ok=True)
+        word = uuid4().hex
+        file.write_text(word, encoding="utf-8")
+        return word
+
+    word = on_rank_zero(write, process_group)
+    try:
+        with together(process_group):
+            found = file.read_text(encoding="utf-8") if file.is_file() else "none"
+            requirement = "expected the folder that rank 0 writes to, on storage that all hosts have mounted"
+            received = "another one" if path.is_dir() else "no such folder"
+            remedy = "choose a path that leads to the same folder on all hosts"
+            check(found == word, f"folder {path} on {gethostname()}", requirement, received, remedy)
+    finally:  # all have read it by now
+        if rank_of(process_group) == 0:
+            file.unlink(missing_ok=True)
 
 
 class CheckpointFolder:

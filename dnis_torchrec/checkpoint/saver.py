@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from dnis_torchrec.checkpoint.folder import CheckpointFolder
+from dnis_torchrec.checkpoint.folder import CheckpointFolder, check_shared
 from dnis_torchrec.checkpoint.placement import TrainingState
 from dnis_torchrec.checkpoint.transfer import CheckpointWriteError, write_checkpoint
 from dnis_torchrec.checks import check_known
@@ -35,10 +35,14 @@ class CheckpointSaver:
 
     Attributes:
         failed_steps: checkpoints that could not be written.
+
+    Raises:
+        ValueError: on all ranks, if they do not see the same folder.
     """
 
     def __init__(self, folder: CheckpointFolder, *, on_error: str = "stop") -> None:
         check_known("on_error", on_error, ON_ERROR)
+        check_shared(folder.path)
         self._folder, self._on_error = folder, on_error
         self._process_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

@@ -32,6 +32,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+ON_RANKS = ("search",)
+"""Commands that know what to do as one of several ranks."""
+
 RecipeArgument = Annotated[
     str,
     typer.Argument(metavar="RECIPE", help="`module:function`, looked for from the current folder."),
@@ -65,6 +68,16 @@ def arguments() -> Iterator[None]:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+@app.callback()
+def _before_any_command(context: typer.Context) -> None:
+    """Refuses to do the work of one process on every rank of a launcher: they would write over each other."""
+    command, world_size = context.invoked_subcommand, int(os.environ.get("WORLD_SIZE", "1"))
+    with arguments():
+        remedy = "start it without torchrun, or with --nproc_per_node 1"
+        requirement = f"expected one process: of all commands only {', '.join(ON_RANKS)} runs on several ranks"
+        check(world_size == 1 or command in ON_RANKS, f"dnis {command}", requirement, f"{world_size} ranks", remedy)
 
 
 def is_first_rank() -> bool:

@@ -48,6 +48,14 @@ BaselineOption = Annotated[
     list[str] | None,
     typer.Option(help="Train beside, at the same size: `dense`, `uniform`, `magnitude`. May be repeated."),
 ]
+ExactCountOption = Annotated[
+    int | None,
+    typer.Option(help="Larger tables are counted in bounded memory, with an error that is said; 2^24 by default."),
+]
+RotateOption = Annotated[
+    bool | None,
+    typer.Option("--rotate/--no-rotate", help="Turn tables into their principal axes first, where the model can."),
+]
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with an interrupted run at --out; begin it if there is none.")
 ]
@@ -69,13 +77,11 @@ def search(
         str, typer.Option(help="`global`: tables of equal embedding_dim share alpha; `table`.")
     ] = "global",
     strategy: Annotated[str, typer.Option(help="How rows are cut: equal_rows, equal_mass, decades.")] = "equal_rows",
+    exact_count_rows: ExactCountOption = None,
     warm_up_epochs: Annotated[int | None, typer.Option(help="Epochs before alpha moves.")] = None,
     ramp_epochs: Annotated[int | None, typer.Option(help="Epochs in which alpha is led to the size.")] = None,
     release_epochs: Annotated[int | None, typer.Option(help="Epochs at most after the ramp.")] = None,
-    rotate: Annotated[
-        bool | None,
-        typer.Option("--rotate/--no-rotate", help="Turn tables into their principal axes first, where the model can."),
-    ] = None,
+    rotate: RotateOption = None,
     overwrite: OverwriteOption = False,
     resume: ResumeOption = False,
     checkpoint_every: Annotated[int, typer.Option(help="Lower steps between checkpoints; also after an epoch.")] = 0,
@@ -95,6 +101,7 @@ def search(
             "num_blocks": num_blocks,
             "scope": scope,
             "strategy": strategy,
+            "exact_count_rows": exact_count_rows,
             "warm_up_epochs": warm_up_epochs,
             "ramp_epochs": ramp_epochs,
             "release_epochs": release_epochs,

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from dnis_torchrec.baselines import MagnitudePruning, MethodTask, nearest_dim, train_uniform
 from dnis_torchrec.budget import Size
+from dnis_torchrec.checkpoint import check_shared
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data_over_ranks import split_over_ranks
 from dnis_torchrec.jobs.common import build_recipe, scheme_row, versions
@@ -81,7 +82,8 @@ def run_search(job: SearchJob) -> list[ReportRow]:
         The rows of report.json, the search's own first.
 
     Raises:
-        ValueError: for a bad argument, data or size; before training. If another job writes the same run.
+        ValueError: for a bad argument, data or size; before training. If another job writes the same run, or ranks do
+            not see the same folder.
         NotImplementedError: for baselines on several ranks.
         SearchInterrupted: on SIGINT, after the state was saved.
         CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
@@ -124,8 +126,10 @@ def _run_folder(job: SearchJob, head: Mapping[str, Any]) -> Iterator[RunFolder]:
                 stack.enter_context(run.lock())
                 if run.status():
                     run.check_same(head)
-                if run.status() != "finished":
-                    run.write_head("searching", head)
+        check_shared(run.path)
+        with together():
+            if rank_of() == 0 and run.status() != "finished":
+                run.write_head("searching", head)
         yield run
 
 
@@ -151,7 +155,7 @@ def _search(
         with together():
             if rank_of() == 0:
                 run.write_rows(rows)
-                run.write_head("finished", head | _results(outcome, metrics))
+                run.write_head("finished", head | _results(recipe, outcome, metrics))
     except (OSError, SafetensorError) as error:
         requirement, remedy = "expected to write what the search found", "make room for it, then --resume"
         raise RunWriteError(describe(f"run folder {run.path}", requirement, str(error), remedy)) from error
@@ -212,8 +216,9 @@ def _head(job: SearchJob, recipe: Recipe, config: SearchConfig) -> dict[str, Any
     }
 
 
-def _results(outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
+def _results(recipe: Recipe, outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
     return {
+        "notes": [*recipe.notes, *outcome.counts.notes()],
         "scheme": outcome.scheme.to_json(),
         "history": [asdict(record) for record in outcome.history],
         "best_epoch": outcome.best_epoch,

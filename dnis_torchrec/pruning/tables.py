@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.frequency import FrequencyCounts, RowCounts
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.table_shards import (
@@ -36,7 +36,7 @@ class PrunedTable:
         collection: FQN of its collection.
         is_weighted: whether the collection takes per-sample weights.
         routing: row -> block.
-        counts: ``(N,)`` occurrences in the training data; replicated.
+        counts: of all N rows in the training data; replicated.
         shards: what this rank holds of the table, perhaps nothing.
         counted: what this rank counts of it: its shards, except for a table that every rank holds whole
             (data_parallel), which rank 0 counts for all.
@@ -46,7 +46,7 @@ class PrunedTable:
     collection: str
     is_weighted: bool
     routing: RowRouting
-    counts: Tensor
+    counts: RowCounts
     shards: tuple[TableShard, ...]
     counted: tuple[TableShard, ...]
 

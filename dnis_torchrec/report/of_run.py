@@ -6,12 +6,13 @@ Shapes: N rows of a table, D embedding_dim, S blocks, A rows of alpha for one D.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from dnis_torchrec.blocking import RowBlocks
-from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.frequency import ROWS_AT_A_TIME, FrequencyCounts, pieces
 from dnis_torchrec.report.content import BlockSummary
 from dnis_torchrec.report.row_distribution import RowDistribution
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -85,9 +86,10 @@ def count_rows(
         tables: table -> ``(N, D)`` pruned weights; needed only where single elements were pruned, because a scheme
             knows just the columns of such a block: the retained dims of a row are then its values that are not 0.
     """
-    dims = (_retained_dims(table, tables or {}) for table in scheme.tables.values())
-    pairs = zip((counts.counts[name] for name in scheme.tables), dims, strict=True)
-    return RowDistribution.of(pairs, max(table.embedding_dim for table in scheme.tables.values()))
+    dims = {name: _retained_dims(table, tables or {}) for name, table in scheme.tables.items()}
+    of_tables = (zip(pieces(counts.counts[name]), own.split(ROWS_AT_A_TIME), strict=True) for name, own in dims.items())
+    of_pieces = chain.from_iterable(of_tables)
+    return RowDistribution.of(of_pieces, max(table.embedding_dim for table in scheme.tables.values()))
 
 
 def _retained_dims(table: TableScheme, tables: Mapping[str, Tensor]) -> Tensor:

@@ -51,7 +51,8 @@ class RowDistribution:
         """Counts the rows of all tables together.
 
         Args:
-            tables: of each table, the frequency of every row, ``(N,)`` int64, and its retained dims, ``(N,)`` int64.
+            tables: of each table or piece of one, the frequency of every row, ``(N,)`` int64, and its retained dims,
+                ``(N,)`` int64.
             embedding_dim: the largest D.
 
         Raises:

@@ -4,7 +4,7 @@ files -> chunks -> parsed once, cached -> parts, split by a hash -> ranks, windo
 """
 
 from dnis_torchrec.streaming.batches import StreamedBatches, split_stream
-from dnis_torchrec.streaming.counting import CountLimits, StreamCounts, count_stream
+from dnis_torchrec.streaming.counting import CountLimits, count_stream
 from dnis_torchrec.streaming.parsed import ParsedStream
 from dnis_torchrec.streaming.schema import StreamSchema
 from dnis_torchrec.streaming.split import WHOLE, Part, cut
@@ -14,7 +14,6 @@ __all__ = [
     "CountLimits",
     "ParsedStream",
     "Part",
-    "StreamCounts",
     "StreamSchema",
     "StreamedBatches",
     "count_stream",

@@ -6,7 +6,7 @@ as many distinct ids as fit, exactly, and the rest in a count-min sketch, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.frequency import FrequencyCounts, RowCounts
 from dnis_torchrec.ranks import together
 from dnis_torchrec.reductions import Ranks
-from dnis_torchrec.streaming.sketch import DELTA, EPSILON, EXACT_IDS, BoundedCounter, CountMinSketch
-
-_ROWS_AT_A_TIME = 1 << 20
+from dnis_torchrec.sketch import DELTA, EPSILON, EXACT_IDS, BoundedCounter, CountMinSketch, EstimatedCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,49 +47,13 @@ class CountLimits:
             check(0 < getattr(self, name) < 1, name, "expected a number between 0 and 1", getattr(self, name))
 
 
-@dataclass(frozen=True, eq=False)
-class StreamCounts:
-    """Occurrences of rows in a stream.
-
-    Attributes:
-        exact: table -> ``(N,)`` int64, of the tables within `CountLimits.exact_rows`.
-        bounded: table -> its counter, of the others.
-        num_embeddings: table -> N.
-        max_bag_lengths: feature -> its longest bag.
-        num_samples: samples counted.
-    """
-
-    exact: Mapping[str, Tensor]
-    bounded: Mapping[str, BoundedCounter]
-    num_embeddings: Mapping[str, int]
-    max_bag_lengths: Mapping[str, int]
-    num_samples: int
-
-    def error_bounds(self) -> dict[str, float]:
-        """Table -> what no row's count exceeds the true one by, with probability 1 - delta each; 0 if all are exact."""
-        return dict.fromkeys(self.exact, 0.0) | {name: counter.error_bound for name, counter in self.bounded.items()}
-
-    def to_frequency_counts(self) -> FrequencyCounts:
-        """One count per row, as blocks are made from; 8 bytes a row, whatever the limits were.
-
-        A row that never occurred may have a count above 0 in a table that is not exact: it is then kept as if it had.
-        """
-        counts = dict(self.exact)
-        for name, counter in self.bounded.items():
-            rows = np.arange(self.num_embeddings[name], dtype=np.int64)
-            pieces = [counter.estimate(rows[at : at + _ROWS_AT_A_TIME]) for at in range(0, len(rows), _ROWS_AT_A_TIME)]
-            counts[name] = torch.from_numpy(np.concatenate(pieces))
-        ordered = {name: counts[name] for name in self.num_embeddings}
-        return FrequencyCounts(ordered, self.max_bag_lengths, self.num_samples)
-
-
 def count_stream(
     batches: Iterable[KeyedJaggedTensor],
     tables: Sequence[EmbeddingBagConfig],
     *,
     limits: CountLimits | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> StreamCounts:
+) -> FrequencyCounts:
     """Counts how often each row of each table is looked up, on all ranks together, in bounded memory.
 
     Distributed: each rank counts its own batches, as many as it has; then exact counts, sketches and lengths are added
@@ -105,7 +67,7 @@ def count_stream(
         process_group: of the ranks that count together; None for this process alone.
 
     Returns:
-        Counts of all ranks together.
+        Counts of all ranks together; `FrequencyCounts.error_bounds` says how far each table's may be off.
 
     Raises:
         ValueError: if there is no sample, a batch lacks a feature, or an id lies outside its table; on all ranks.
@@ -113,7 +75,7 @@ def count_stream(
     Example:
         >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([2, 2, 0]), lengths=torch.tensor([2, 1]))
         >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> count_stream([kjt], [table]).to_frequency_counts().counts["t"].tolist()
+        >>> count_stream([kjt], [table]).counts["t"].tolist()
         [1, 0, 2, 0]
     """
     ranks = Ranks(process_group)
@@ -130,15 +92,9 @@ def count_stream(
 
 def _count(
     batches: Iterable[KeyedJaggedTensor], tables: Sequence[EmbeddingBagConfig], limits: CountLimits
-) -> StreamCounts:
+) -> FrequencyCounts:
     """The counts of this rank's batches."""
-    rows = {table.name: table.num_embeddings for table in tables}
-    exact = {name: torch.zeros(n, dtype=torch.int64) for name, n in rows.items() if n <= limits.exact_rows}
-    bounded = {
-        name: BoundedCounter(exact_ids=limits.exact_ids, epsilon=limits.epsilon, delta=limits.delta)
-        for name in rows
-        if name not in exact
-    }
+    counts = {table.name: _nothing_counted(table.num_embeddings, limits) for table in tables}
     max_bag_lengths = {feature: 0 for table in tables for feature in table.feature_names}
     num_samples = 0
     for index, features in enumerate(batches):
@@ -148,14 +104,22 @@ def _count(
                 check_known(f"feature of table {table.name!r} in batch {index}", feature, jagged)
                 ids, lengths = jagged[feature].values().cpu().long(), jagged[feature].lengths()
                 _check_ids(ids, table, feature, index)
-                if table.name in exact:
-                    exact[table.name].scatter_add_(0, ids, torch.ones_like(ids))
+                own = counts[table.name]
+                if isinstance(own, EstimatedCounts):
+                    own.counter.add(ids.numpy())
                 else:
-                    bounded[table.name].add(ids.numpy())
+                    own.scatter_add_(0, ids, torch.ones_like(ids))
                 longest = int(lengths.max()) if lengths.numel() else 0
                 max_bag_lengths[feature] = max(max_bag_lengths[feature], longest)
         num_samples += features.stride()
-    return StreamCounts(exact, bounded, rows, max_bag_lengths, num_samples)
+    return FrequencyCounts(counts, max_bag_lengths, num_samples)
+
+
+def _nothing_counted(num_embeddings: int, limits: CountLimits) -> RowCounts:
+    if num_embeddings <= limits.exact_rows:
+        return torch.zeros(num_embeddings, dtype=torch.int64)
+    counter = BoundedCounter(exact_ids=limits.exact_ids, epsilon=limits.epsilon, delta=limits.delta)
+    return EstimatedCounts(counter, num_embeddings)
 
 
 def _check_ids(ids: Tensor, table: EmbeddingBagConfig, feature: str, index: int) -> None:
@@ -166,28 +130,37 @@ def _check_ids(ids: Tensor, table: EmbeddingBagConfig, feature: str, index: int)
     check(in_range, place, f"expected ids in 0..{table.num_embeddings - 1}", received, remedy)
 
 
-def _merged(counts: StreamCounts, ranks: Ranks) -> StreamCounts:
+def _merged(counts: FrequencyCounts, ranks: Ranks) -> FrequencyCounts:
     """The counts of all ranks together, the same on each."""
-    for exact in counts.exact.values():
-        ranks.sum_(exact)
-    lengths = ranks.max_(torch.tensor([*counts.max_bag_lengths.values()], dtype=torch.int64)).tolist()
+    longest = torch.tensor([*counts.max_bag_lengths.values()], dtype=torch.int64)
+    lengths = dict(zip(counts.max_bag_lengths, ranks.max_(longest).tolist(), strict=True))
     num_samples = int(ranks.sum_(torch.tensor([counts.num_samples])))
-    bounded = {name: _merged_counter(counter, ranks) for name, counter in counts.bounded.items()}
-    named_lengths = dict(zip(counts.max_bag_lengths, lengths, strict=True))
-    return StreamCounts(counts.exact, bounded, counts.num_embeddings, named_lengths, num_samples)
+    merged: dict[str, RowCounts] = {}
+    for name, own in counts.counts.items():
+        if isinstance(own, EstimatedCounts):
+            merged[name] = EstimatedCounts(_merged_counter(own.counter, ranks), own.numel())
+        else:
+            merged[name] = ranks.sum_(own)
+    return FrequencyCounts(merged, lengths, num_samples)
 
 
 def _merged_counter(counter: BoundedCounter, ranks: Ranks) -> BoundedCounter:
-    """A counter of all ranks' ids: each rank says what it knows of the ids of all tables, and sketches add up."""
+    """A counter of all ranks' ids: each rank says what it knows of the ids of all tables, and sketches add up.
+
+    In W parts of the ids, so that no rank ever holds the tables of all.
+    """
     counter.settle()
     merged = BoundedCounter(exact_ids=counter.exact_ids, epsilon=counter.epsilon, delta=counter.delta)
-    merged.ids = np.unique(_gathered(counter.ids, ranks))
-    exact, sketched = (ranks.sum_(torch.from_numpy(part)).numpy() for part in counter.parts(merged.ids))
-    merged.counts, merged.before = exact, sketched
+    for part in range(ranks.world_size):
+        ids = np.unique(_gathered(counter.ids[counter.ids % ranks.world_size == part], ranks))
+        exact, sketched = (ranks.sum_(torch.from_numpy(own)).numpy() for own in counter.parts(ids))
+        merged.include(ids, exact, sketched)
     if int(ranks.max_(torch.tensor([not counter.is_exact], dtype=torch.int64))):
-        merged.sketch = counter.sketch or CountMinSketch(counter.epsilon, counter.delta)
-        ranks.sum_(torch.from_numpy(merged.sketch.table))
-    merged.shrink()
+        own_sketch = counter.sketch or CountMinSketch(counter.epsilon, counter.delta)
+        ranks.sum_(torch.from_numpy(own_sketch.table))
+        if merged.sketch is not None:
+            own_sketch.table += merged.sketch.table
+        merged.sketch = own_sketch
     return merged
 
 

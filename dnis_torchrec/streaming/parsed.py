@@ -17,8 +17,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from dnis_torchrec.hashing import spread
 from dnis_torchrec.streaming.chunks import CHUNK_ROWS, FORMAT_VERSION, ChunkIndex, index_files
-from dnis_torchrec.streaming.hashing import spread
 from dnis_torchrec.streaming.parsing import ParsedChunk, parse_chunk
 from dnis_torchrec.streaming.schema import StreamSchema
 

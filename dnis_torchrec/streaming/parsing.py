@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.hashing import hash_values, rows_of_values
 from dnis_torchrec.storage import filesystem, read_bytes, retrying
 from dnis_torchrec.streaming.chunks import Chunk, is_parquet
-from dnis_torchrec.streaming.hashing import hash_values, rows_of_values
 from dnis_torchrec.streaming.schema import StreamSchema
 
 _EXCERPT = 80

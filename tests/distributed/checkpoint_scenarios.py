@@ -38,6 +38,9 @@ OTHERWISE = (
     ("mixed", "dense"),
 )
 """(sharding that wrote, sharding that goes on)."""
+FROM_ONE = "of_one_process"
+ONE_TO_TWO = ("row_wise", "mixed", "table_wise")
+"""Shardings in which two ranks go on with what one process wrote."""
 
 
 def adagrad_as(kind: str, group: dist.ProcessGroup) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
@@ -95,6 +98,22 @@ def goes_on(kind: str, then: str, at: Rank, *, adagrad: bool = False) -> Results
         "steps": values["lower_steps"] + values["upper_steps"],
         "path": str(path),
     }
+
+
+def written_by_one(folder: Path, group: dist.ProcessGroup) -> Results:
+    """What a process alone saves in the middle, for `goes_on_on_two`, and what it comes to."""
+    run = Run("table_wise", group, (0, 1))
+    run.steps(SAVED_AT)
+    with CheckpointSaver(CheckpointFolder(folder / FROM_ONE)) as saver:
+        saver.save(SAVED_AT, run.pipeline.state(run.stream))
+    return {"losses": run.steps(STEPS - SAVED_AT)} | run.found()
+
+
+def goes_on_on_two(then: str, at: Rank) -> Results:
+    """A run of one process goes on on all ranks, each with its half of every batch."""
+    run = Run(then, at.process_group, (at.rank,))
+    run.pipeline.restore(CheckpointFolder(at.folder / FROM_ONE).path_of(SAVED_AT), run.stream)
+    return {"losses": run.steps(STEPS - SAVED_AT)} | run.found()
 
 
 def outcome_of(action: Any) -> str:
@@ -166,5 +185,6 @@ def scenarios() -> dict[str, Scenario]:
     found |= {f"{kind} to {then}": partial(goes_on, kind, then) for kind, then in OTHERWISE}
     found["adagrad column_wise"] = partial(goes_on, "column_wise", "column_wise", adagrad=True)
     found["adagrad table_wise to row_wise"] = partial(goes_on, "table_wise", "row_wise", adagrad=True)
+    found |= {f"one to {then}": partial(goes_on_on_two, then) for then in ONE_TO_TWO}
     found |= {"column shards": column_shards, "damage": damage}
     return found | {f"full disk {kind}": partial(full_disk, kind) for kind in ("stop", "continue")}

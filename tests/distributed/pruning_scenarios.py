@@ -16,7 +16,7 @@ from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Size
 from dnis_torchrec.export import over_ranks
 from dnis_torchrec.export.of_model import export
-from dnis_torchrec.frequency import FrequencyCounts, sum_counts_
+from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.pruning import prune
 from dnis_torchrec.pruning.columns import mean_squares
 from dnis_torchrec.pruning.tables import pruned_tables
@@ -199,16 +199,11 @@ def texts(rank: Rank) -> dict[str, Any]:
         patch.setattr(reductions, "VALUES_PER_COLLECTIVE", 3)
         total = ranks.sum_(torch.arange(8).view(2, 4) * (rank.rank + 1))
         largest = ranks.max_(torch.tensor([float(rank.rank), -float(rank.rank), 0.5, 7.0]))
-    own = FrequencyCounts({"t": torch.tensor([rank.rank, 1])}, {"f": 3 - rank.rank, "g": rank.rank}, 5)
-    counted = sum_counts_(own, ranks)
     return {
         "texts": ranks.gather_texts("é" * rank.rank),
         "none": ranks.gather_texts(""),
         "sum": total,
         "max": largest,
-        "counts": counted.counts["t"],
-        "longest": dict(counted.max_bag_lengths),
-        "samples": counted.num_samples,
     }
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dnis_torchrec.budget import Size
 from dnis_torchrec.data_over_ranks import split_over_ranks
@@ -17,10 +20,13 @@ from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search import SearchConfig, SearchEvents, search
+from dnis_torchrec.streaming import CountLimits
+from dnis_torchrec.table_shards import collections, local_shards
 from dnis_torchrec.training import evaluate
+from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
-from tests.tiny import Repeatable, make_batch, make_recipe
+from tests.tiny import Repeatable, make_batch, make_collection, make_recipe
 
 SHORT = {"warm_up_epochs": 1, "ramp_epochs": 4, "release_epochs": 2}
 CPU = torch.device("cpu")
@@ -35,8 +41,7 @@ def recipe(optimizer: str) -> Recipe:
 
 def config(**settings: Any) -> SearchConfig:
     """A search of a second."""
-    whole = {"upper_batch_parts": 1}  # ranks cut their own slices: parts of a batch are other samples than alone
-    return SearchConfig(size=Size(compression_ratio=4), **SHORT, **whole, **settings)
+    return SearchConfig(size=Size(compression_ratio=4), **SHORT, **settings)
 
 
 def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
@@ -62,7 +67,37 @@ def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
         "scheme": described(outcome.scheme),
         "compression_ratio": outcome.scheme.compression_ratio,
         "metrics": metrics,
+        "held": held_by(outcome.model),
     }
+
+
+def held_by(model: nn.Module) -> list[list[Any]]:
+    """``[table, values]`` of this rank's shards."""
+    return [
+        [part.table, part.weight.numel()] for module in collections(model).values() for part in local_shards(module)
+    ]
+
+
+def rotatable() -> Recipe:
+    """A model whose tables are turned after the warm-up, with what Adam knows of them."""
+    torch.manual_seed(0)
+    return replace(make_recipe(optimizer="adam"), model=FactorizationMachine(make_collection()))
+
+
+def rotated(rank: Rank) -> dict[str, Any]:
+    """A search that turns its tables."""
+    folder = rank.folder / "rotated"
+    folder.mkdir(exist_ok=True)
+    outcome = search(rotatable(), config(num_blocks=3), folder, CPU)
+    return {"history": [asdict(record) for record in outcome.history], "held": held_by(outcome.model)}
+
+
+def unrolled(rank: Rank) -> dict[str, Any]:
+    """A search with one-step unrolled gradients."""
+    folder = rank.folder / "unrolled"
+    folder.mkdir(exist_ok=True)
+    short = replace(config(num_blocks=3, unrolled=True), ramp_epochs=1, release_epochs=1)
+    return {"held": held_by(search(make_recipe(), short, folder, CPU).model)}
 
 
 def jobs(rank: Rank) -> dict[str, Any]:
@@ -77,6 +112,26 @@ def jobs(rank: Rank) -> dict[str, Any]:
         "metrics": dict(row.metrics),
         "again": outcome_of(lambda: job("run")),
         "baseline": outcome_of(lambda: job("other", baselines=("dense",))),
+        "apart": outcome_of(lambda: job(f"apart{rank.rank}")),
+        "left": sorted(path.name for path in (rank.folder / "apart0").iterdir()),
+    }
+
+
+def estimated(rank: Rank) -> dict[str, Any]:
+    """A search whose larger table is counted in bounded memory: what ranks have counted together."""
+    folder, seen = rank.folder / "estimated", []
+    folder.mkdir(exist_ok=True)
+    events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append((counts, blocks)))
+    rough = partial(CountLimits, exact_ids=8, epsilon=0.05, delta=0.1)
+    with patch("dnis_torchrec.search.CountLimits", rough):
+        outcome = search(recipe("adam"), config(exact_count_rows=20), folder, CPU, events)
+    ((counts, blocks),) = seen
+    return {
+        "counts": {name: rows[:] for name, rows in counts.counts.items()},
+        "error_bounds": counts.error_bounds(),
+        "num_samples": counts.num_samples,
+        "blocks": {name: routing.all_blocks() for name, routing in blocks.routings.items()},
+        "compression_ratio": outcome.scheme.compression_ratio,
     }
 
 

@@ -38,11 +38,10 @@ def count(rank: Rank) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, limits in (("exact", None), ("rough", ROUGH)):
         counts = count_stream(batches, TABLES, limits=limits, process_group=rank.process_group)
-        frequencies = counts.to_frequency_counts()
         found[name] = {
-            "counts": dict(frequencies.counts),
-            "lengths": dict(frequencies.max_bag_lengths),
-            "num_samples": frequencies.num_samples,
+            "counts": {table: rows[:] for table, rows in counts.counts.items()},
+            "lengths": dict(counts.max_bag_lengths),
+            "num_samples": counts.num_samples,
             "error_bounds": counts.error_bounds(),
         }
     return found

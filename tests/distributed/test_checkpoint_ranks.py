@@ -8,15 +8,36 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.checkpoint_scenarios import OTHERWISE, SAME, SAVED_AT, STEPS, Run, scenarios
+from tests.distributed.checkpoint_scenarios import (
+    ONE_TO_TWO,
+    OTHERWISE,
+    SAME,
+    SAVED_AT,
+    STEPS,
+    Run,
+    scenarios,
+    written_by_one,
+)
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.test_two_ranks import whole
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the scenarios run."""
+    return tmp_path_factory.mktemp("checkpoint_ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(gloo: dist.ProcessGroup, folder: Path) -> dict:
+    """What a process alone came to; two ranks go on from its checkpoint."""
+    return written_by_one(folder, gloo)
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, alone: dict) -> RankResults:
     """Runs the scenarios once for all tests."""
-    return run_on_ranks(2, scenarios(), tmp_path_factory.mktemp("checkpoint_ranks"))
+    return run_on_ranks(2, scenarios(), folder)
 
 
 def assert_equal(first: dict, second: dict) -> None:
@@ -59,6 +80,17 @@ def test_one_rank_goes_on_within_rounding(ranks: RankResults, gloo: dist.Process
     torch.testing.assert_close(found["alpha"], results[0]["whole"]["alpha"], atol=1e-5, rtol=0)
     tables = whole([own["whole"] for own in results])
     torch.testing.assert_close(whole([found]), tables, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("then", ONE_TO_TWO)
+def test_two_ranks_go_on_with_the_run_of_one_within_rounding(ranks: RankResults, alone: dict, then: str) -> None:
+    results = ranks[f"one to {then}"]
+    losses = torch.tensor([own["losses"] for own in results]).mean(0)
+    torch.testing.assert_close(losses, torch.tensor(alone["losses"]), atol=1e-5, rtol=0)
+    for kind in ("alpha", "dense"):
+        torch.testing.assert_close(results[0][kind], alone[kind], atol=1e-5, rtol=0)
+        assert_equal(results[0][kind], results[1][kind])
+    torch.testing.assert_close(whole(results), whole([alone]), atol=1e-5, rtol=0)
 
 
 def test_row_wise_state_of_other_column_shards_is_refused(ranks: RankResults) -> None:

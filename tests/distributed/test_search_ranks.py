@@ -15,11 +15,26 @@ from dnis_torchrec.run_folder import load_state_
 from dnis_torchrec.search import SearchOutcome, count_training_data, search, table_configs
 from dnis_torchrec.training import evaluate
 from tests.distributed.harness import RankResults, running_ranks
-from tests.distributed.search_scenarios import CPU, config, diverges, jobs, recipe, refused, whole_search
+from tests.distributed.search_scenarios import (
+    CPU,
+    config,
+    diverges,
+    estimated,
+    jobs,
+    recipe,
+    refused,
+    rotatable,
+    rotated,
+    unrolled,
+    whole_search,
+)
 
 OPTIMIZERS = ("adam", "rowwise_adagrad")
 SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZERS} | {
     "jobs": jobs,
+    "rotated": rotated,
+    "unrolled": unrolled,
+    "estimated": estimated,
     "refused": refused,
     "diverges": diverges,
 }
@@ -34,6 +49,7 @@ def both(gloo, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankResults, d
             own = recipe(name)
             own.data.train.batches.pop()  # several ranks do not train on it
             alone[name] = search(own, config(num_blocks=3), tmp_path_factory.mktemp(name), CPU)
+        alone["rotated"] = search(rotatable(), config(num_blocks=3), tmp_path_factory.mktemp("rotated"), CPU)
         ranks.wait()
         return ranks, alone
 
@@ -60,14 +76,53 @@ def test_counts_are_those_of_one_process(both, optimizer: str) -> None:
     assert all(torch.equal(found["counts"][name], counts) for name, counts in whole.counts.items())
 
 
+def test_ranks_estimate_together(both) -> None:
+    """No count too low, none too high by more than is said for most, the same on both ranks, and the search goes on."""
+    own = recipe("adam")
+    whole = count_training_data(own.data, own.loss, table_configs(own.model))
+    first, second = both[0]["estimated"]
+    assert first["counts"]["genre"].equal(whole.counts["genre"])
+    errors = first["counts"]["user"] - whole.counts["user"]
+    assert int(errors.min()) >= 0
+    assert float((errors > 0).float().mean()) > 0
+    assert first["error_bounds"]["user"] > 0 == first["error_bounds"]["genre"]
+    assert float((errors > first["error_bounds"]["user"]).float().mean()) <= 0.1
+    assert first["num_samples"] == whole.num_samples
+    for own in (first, second):
+        assert all(rows.equal(first["counts"][name]) for name, rows in own["counts"].items())
+        assert all(rows.equal(first["blocks"][name]) for name, rows in own["blocks"].items())
+        assert own["compression_ratio"] >= 4
+
+
+def assert_learnt_alike(history: list[dict], alone: SearchOutcome) -> None:
+    for own, expected in zip(history[:4], alone.history, strict=False):
+        for name in ("step", "train_loss", "selection_loss", "alpha_mean", "alpha_density"):
+            assert own[name] == pytest.approx(getattr(expected, name), abs=1e-4), (expected.epoch, name)
+
+
+@pytest.mark.parametrize("scenario", [*(f"search {optimizer}" for optimizer in OPTIMIZERS), "rotated", "unrolled"])
+def test_no_rank_holds_what_another_holds(both, scenario: str) -> None:
+    """Adam's tables neither, though FBGEMM has no fused kernel for it on a CPU; only unrolled gradients want copies."""
+    per_rank = [own["held"] for own in both[0][scenario]]
+    whole = {table.name: table.num_embeddings * table.embedding_dim for table in table_configs(recipe("adam").model)}
+    copies = 2 if scenario == "unrolled" else 1
+    held = [part for own in per_rank for part in own]
+    assert {name: sum(size for table, size in held if table == name) for name in whole} == {
+        name: copies * size for name, size in whole.items()
+    }
+    assert all(per_rank)
+
+
+def test_tables_and_what_adam_knows_of_them_turn_as_in_one_process(both) -> None:
+    assert_learnt_alike(both[0]["rotated"][0]["history"], both[1]["rotated"])
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_ranks_with_half_batches_learn_as_one_process_does(both, optimizer: str) -> None:
     """Not bit for bit, because sums are rounded in another order, and not for ever, because Adam enlarges that."""
     found, alone = both[0][f"search {optimizer}"][0], both[1][optimizer]
     assert found["steps_per_epoch"] == [10]
-    for own, expected in zip(found["history"][:4], alone.history, strict=False):
-        for name in ("step", "train_loss", "selection_loss", "alpha_mean", "alpha_density"):
-            assert own[name] == pytest.approx(getattr(expected, name), abs=1e-4), (expected.epoch, name)
+    assert_learnt_alike(found["history"], alone)
     assert found["compression_ratio"] == pytest.approx(alone.scheme.compression_ratio, rel=0.05)
 
 
@@ -98,6 +153,19 @@ def test_a_job_on_two_ranks_writes_a_run_that_one_process_exports_and_evaluates(
             "NotImplementedError: baselines: supported is one process, got 2 ranks; train them with dnis compare"
         )
     assert not (both[0].folder / "other").exists()
+
+
+def test_ranks_that_see_other_folders_are_told_before_training(both) -> None:
+    """As on two hosts whose --out is a disk of their own."""
+    first, second = both[0]["jobs"]
+    said = (
+        "expected the folder that rank 0 writes to, on storage that all hosts have mounted, got no such folder; choose"
+    )
+    assert first["apart"].startswith("ValueError: rank 1: folder ")
+    assert second["apart"].startswith(f"ValueError: folder {both[0].folder}/apart1 on ")
+    assert said in first["apart"]
+    assert said in second["apart"]
+    assert first["left"] == ["checkpoints", "lock"]  # a name that is free to use
 
 
 def test_a_missing_rank_is_named(both, tmp_path: Path) -> None:

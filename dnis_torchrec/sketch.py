@@ -12,11 +12,14 @@ rare ids alone, a small part of the stream when frequencies are skewed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.streaming.hashing import spread
+from dnis_torchrec.hashing import spread
 
 EPSILON = 1e-6
 DELTA = 1e-2
@@ -140,14 +143,25 @@ class BoundedCounter:
         self._waiting.clear()
         places, known = self._find(ids)
         self.counts[places[known]] += counts[known]
-        new, where = ids[~known], places[~known]
+        new = ids[~known]
         before = np.zeros(len(new), np.int64) if self.sketch is None else self.sketch.estimate(new)
-        self.ids = np.insert(self.ids, where, new)
-        self.counts = np.insert(self.counts, where, counts[~known])
-        self.before = np.insert(self.before, where, before)
-        self.shrink()
+        self.include(new, counts[~known], before)
 
-    def shrink(self) -> None:
+    def include(self, ids: np.ndarray, counts: np.ndarray, before: np.ndarray) -> None:
+        """Takes ids into the table that are not in it.
+
+        Args:
+            ids: ``(n,)``, rising.
+            counts: ``(n,)`` int64, exact occurrences of each.
+            before: ``(n,)`` int64, what a sketch said of each, which is this one or will be added to it.
+        """
+        where = np.searchsorted(self.ids, ids)
+        self.ids = np.insert(self.ids, where, ids)
+        self.counts = np.insert(self.counts, where, counts)
+        self.before = np.insert(self.before, where, before)
+        self._shrink()
+
+    def _shrink(self) -> None:
         """If the table holds more ids than it may, moves the least frequent to the sketch until it is half full."""
         if len(self.ids) <= self.exact_ids:
             return
@@ -180,3 +194,69 @@ class BoundedCounter:
         known = places < len(self.ids)
         known[known] = self.ids[places[known]] == ids[known]
         return places, known
+
+
+class EstimatedCounts:
+    """Counts of a table's rows as a `BoundedCounter` has them: read a slice at a time, as a tensor of them would be.
+
+    Args:
+        counter: of the table's ids.
+        num_embeddings: N.
+
+    Attributes:
+        counter: as given.
+
+    Example:
+        >>> counter = BoundedCounter()
+        >>> counter.add(np.array([1, 1, 3]))
+        >>> counts = EstimatedCounts(counter, num_embeddings=5)
+        >>> counts[1:4].tolist(), counts.numel(), counts.error_bound
+        ([2, 0, 1], 5, 0.0)
+    """
+
+    def __init__(self, counter: BoundedCounter, num_embeddings: int) -> None:
+        self.counter = counter
+        self._num_embeddings = num_embeddings
+
+    @property
+    def error_bound(self) -> float:
+        """Most that a count is too high, with probability 1 - delta; none is too low. 0 if all are exact."""
+        return self.counter.error_bound
+
+    @property
+    def confidence(self) -> float:
+        """Probability that a count is not too high by more than that: 1 - delta."""
+        return 1 - self.counter.delta
+
+    def numel(self) -> int:
+        """N."""
+        return self._num_embeddings
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Counts of a run of rows, int64."""
+        first, end, step = rows.indices(self._num_embeddings)
+        return torch.from_numpy(self.counter.estimate(np.arange(first, end, step, dtype=np.int64)))
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Everything, for a safetensors file; `from_tensors` reads it back."""
+        counter = self.counter
+        counter.settle()
+        found: dict[str, np.ndarray] = {"ids": counter.ids, "counts": counter.counts, "before": counter.before}
+        found["limits"] = np.array([counter.epsilon, counter.delta])
+        found["size"] = np.array([self._num_embeddings, counter.exact_ids])
+        if counter.sketch is not None:
+            found["sketch"] = counter.sketch.table
+        return {name: torch.from_numpy(part) for name, part in found.items()}
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, Tensor]) -> EstimatedCounts:
+        """Rebuilds the counts from `to_tensors`."""
+        parts = {name: tensor.numpy() for name, tensor in tensors.items()}
+        num_embeddings, exact_ids = parts["size"].tolist()
+        epsilon, delta = parts["limits"].tolist()
+        counter = BoundedCounter(exact_ids=exact_ids, epsilon=epsilon, delta=delta)
+        counter.ids, counter.counts, counter.before = parts["ids"], parts["counts"], parts["before"]
+        if "sketch" in parts:
+            counter.sketch = CountMinSketch(epsilon, delta)
+            counter.sketch.table = parts["sketch"]
+        return EstimatedCounts(counter, num_embeddings)
