@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,7 +30,6 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "QUICK_ROUNDS", 2)
     monkeypatch.setattr(step_time, "WARM_UP_ROUNDS", 1)
     monkeypatch.setattr(step_time, "PROFILED_ROUNDS", 1)
-    monkeypatch.setattr(against_naive, "run_apart", against_naive.run_here)
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -159,50 +159,101 @@ def test_both_sides_train_the_same_function(monkeypatch: pytest.MonkeyPatch) -> 
     assert not naive.alpha.equal(torch.ones_like(naive.alpha))
 
 
-@pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize(("target", "not_reached"), [(2.0, []), (0.0, ["naive", "dnis"])])
-def test_against_naive_writes_rows_and_says_who_never_got_there(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    target: float,
-    not_reached: list[str],
-) -> None:
-    monkeypatch.setattr(against_naive, "TARGET_LOSS", target)
-    monkeypatch.setattr(against_naive, "BATCH_SIZE", 64)
-    monkeypatch.setattr(against_naive, "TRAIN_BATCHES", 3)
-    monkeypatch.setattr(against_naive, "QUICK_MAX_PAIRS", 4)
+def test_against_naive_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TARGET_LOSS": 2.0, "BATCH_SIZE": 64, "TRAIN_BATCHES": 3}.items():
+        monkeypatch.setattr(against_naive, name, value)
     monkeypatch.setattr(against_naive, "LEARNING_RATES", {"naive": (0.01,), "dnis": (0.03,)})
     real, peaks = against_naive.run_here, {"naive": 200, "dnis": 50}
     monkeypatch.setattr(
-        against_naive,
-        "run_apart",
-        lambda side, *rest: against_naive.Run(**vars(real(side, *rest)) | {"peak_bytes": peaks[side]}),
+        against_naive, "run_apart", lambda job: dataclasses.replace(real(job), peak_bytes=peaks[job.side])
     )
     path = tmp_path / "naive.json"
     against_naive.main(["--quick", "--num-rows", "200,400", "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
     assert [row["num_rows"] for row in rows] == [200, 400]
     for row in rows:
+        assert row["time_ratio"] == pytest.approx(row["dnis"]["seconds"] / row["naive"]["seconds"], abs=1e-4)
         assert row["memory_ratio"] == 0.25
-        assert row["not_reached"] == not_reached
-        assert (row["time_ratio"] is None) == bool(not_reached)
-        assert row["dnis"]["pairs"] == (4 if not_reached else 2)
+        assert (row["not_reached"], row["is_bound"]) == ([], False)
+        assert row["dnis"]["pairs"] == row["naive"]["pairs"] == 2
         assert row["dnis"]["best_loss"] < 2
-    assert ("so there is no time to compare" in capsys.readouterr().out) == bool(not_reached)
+
+
+def test_a_run_ends_at_its_limit_of_pairs_or_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TARGET_LOSS": 0.0, "BATCH_SIZE": 64, "TRAIN_BATCHES": 3}.items():
+        monkeypatch.setattr(against_naive, name, value)
+    job = against_naive.Job(side="naive", num_rows=200, learning_rate=0.01, max_pairs=4)
+    ended = against_naive.run_here(job)
+    assert (ended.pairs, ended.is_reached) == (4, False)
+    assert against_naive.run_here(dataclasses.replace(job, max_seconds=1e-9)).pairs == 1
+
+
+def made_up(seconds: float, pairs: int, *, is_reached: bool = True, peak_bytes: int = 100) -> against_naive.Run:
+    """What a run might have come to."""
+    return against_naive.Run(
+        seconds=seconds,
+        cpu_seconds=seconds,
+        preparation_seconds=1.0,
+        pairs=pairs,
+        is_reached=is_reached,
+        best_loss=0.3 if is_reached else 0.9,
+        peak_bytes=peak_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("reached", "fits", "expected"),
+    [
+        ({"dnis", "naive"}, True, {"time_ratio": 0.2, "memory_ratio": 0.5, "is_bound": False, "not_reached": []}),
+        ({"dnis"}, True, {"time_ratio": 0.2, "memory_ratio": 0.5, "is_bound": True, "not_reached": ["naive"]}),
+        ({"naive"}, True, {"time_ratio": None, "memory_ratio": 0.5, "is_bound": False, "not_reached": ["dnis"]}),
+        ({"dnis"}, False, {"time_ratio": None, "memory_ratio": None, "is_bound": False, "not_reached": []}),
+    ],
+)
+def test_a_row_says_what_its_ratios_are_worth(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reached: set[str],
+    fits: bool,
+    expected: dict[str, object],
+) -> None:
+    jobs = []
+
+    def run(job: against_naive.Job) -> against_naive.Run:
+        jobs.append(job)
+        seconds, pairs, peak_bytes = {"dnis": (2.0, 9, 100), "naive": (10.0, 5, 200)}[job.side]
+        return made_up(seconds, pairs, is_reached=job.side in reached, peak_bytes=peak_bytes)
+
+    monkeypatch.setattr(against_naive, "naive_fits", lambda num_rows: fits)
+    row = against_naive.compare(1000, {"dnis": 0.1, "naive": 0.03}, time_limit=4, repeats=3, run=run)
+    assert {name: row[name] for name in expected} == expected
+    assert [(job.seed, job.max_seconds) for job in jobs if job.side == "dnis"] == [(0, None), (1, None), (2, None)]
+    naive = [(job.seed, job.max_seconds, job.learning_rate) for job in jobs if job.side == "naive"]
+    assert naive == ([(0, 8.0, 0.03), (1, 8.0, 0.03), (2, 8.0, 0.03)] if fits else [])
+    against_naive.print_row(row)
+    text = capsys.readouterr().out
+    assert ("<=0.200" in text) == expected["is_bound"]
+    assert ("more than this machine has" in text) == (not fits)
+    assert ("naive came down to 0.900, not to" in text) == (expected["not_reached"] == ["naive"])
 
 
 def test_each_side_takes_the_learning_rate_that_needs_fewest_pairs() -> None:
-    pairs = {0.01: 50, 0.03: 20, 0.1: 10}
+    needed, limits = {0.03: 20, 0.01: 50, 0.1: 10}, []
 
-    def run(side: str, num_rows: int, learning_rate: float, max_pairs: int) -> against_naive.Run:
-        reached = learning_rate != 0.1
-        loss = 0.01 * learning_rate
-        return against_naive.Run(
-            seconds=1.0, pairs=pairs[learning_rate], is_reached=reached, best_loss=loss, peak_bytes=1
-        )
+    def run(job: against_naive.Job) -> against_naive.Run:
+        limits.append(job.max_pairs)
+        pairs = needed[job.learning_rate]
+        return made_up(1.0, min(pairs, job.max_pairs), is_reached=pairs <= job.max_pairs)
 
-    assert against_naive.tuned_learning_rate("naive", 100, 100, run) == 0.03
+    assert against_naive.tuned_learning_rate("naive", 100, run) == 0.1
+    assert limits == [against_naive.MAX_PAIRS, 20, 20]
+
+
+def test_a_learning_rate_that_arrives_beats_one_that_does_not() -> None:
+    def run(job: against_naive.Job) -> against_naive.Run:
+        return made_up(1.0, 300, is_reached=job.learning_rate == 0.3)
+
+    assert against_naive.tuned_learning_rate("dnis", 100, run) == 0.3
 
 
 def test_ratios_are_the_only_thing_that_is_compared() -> None:
