@@ -29,7 +29,6 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "ROUNDS", 2)
     monkeypatch.setattr(step_time, "QUICK_ROUNDS", 2)
     monkeypatch.setattr(step_time, "WARM_UP_ROUNDS", 1)
-    monkeypatch.setattr(step_time, "PROFILED_ROUNDS", 1)
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -90,7 +89,7 @@ def test_an_upper_step_may_take_a_part_of_a_batch() -> None:
 
 
 def test_two_ranks_measure_together() -> None:
-    measured = step_time.measure_over_ranks(small("movielens", ranks=2), rounds=1)
+    measured = step_time.measure_over_ranks(small("movielens", ranks=2), rounds=1, profiled_rounds=1)
     assert {len(values) for values in measured.times.values()} == {1}
     assert set(measured.parts) == {"plain", "lower", "upper"}
 
@@ -256,44 +255,52 @@ def test_a_learning_rate_that_arrives_beats_one_that_does_not() -> None:
     assert against_naive.tuned_learning_rate("dnis", 100, run) == 0.3
 
 
+def ratio(value: float, *quartiles: float) -> compare_ratios.Ratio:
+    """A ratio with or without its quartiles."""
+    return compare_ratios.Ratio(value=value, quartiles=list(quartiles) or None)
+
+
 def test_ratios_are_the_only_thing_that_is_compared() -> None:
     row = {"shape": "criteo", "lower_ratio": 1.1, "plain_ms": 120.0, "lower_quartiles": [1.0, 1.2]}
-    assert compare_ratios.ratios_of("step_time", [row]) == {"step_time criteo lower_ratio": 1.1}
-    row = {"num_rows": 100, "time_ratio": None, "memory_ratio": 0.5, "time_ratio_range": None}
-    assert compare_ratios.ratios_of("against_naive", [row]) == {"against_naive 100 memory_ratio": 0.5}
+    assert compare_ratios.ratios_of("step_time", [row]) == {"step_time criteo lower_ratio": ratio(1.1, 1.0, 1.2)}
+    row = {"num_rows": 100, "time_ratio": None, "memory_ratio": 0.5, "time_ratio_range": None, "is_bound": False}
+    assert compare_ratios.ratios_of("against_naive", [row]) == {"against_naive 100 memory_ratio": ratio(0.5)}
+    row = {"num_rows": 100, "time_ratio": 0.05, "time_cpu_ratio": 0.06, "memory_ratio": 0.5, "is_bound": True}
+    assert compare_ratios.ratios_of("against_naive", [row]) == {"against_naive 100 memory_ratio": ratio(0.5)}
 
 
 def test_what_moved_is_marked() -> None:
-    committed = {"a time_ratio": 1.0, "b time_ratio": 1.0, "b memory_ratio": 1.0, "c memory_ratio": 1.0, "d_ratio": 1.0}
-    measured = {
-        "a time_ratio": 1.19,
-        "b time_ratio": 0.7,
-        "b memory_ratio": 1.15,
-        "c memory_ratio": 0.95,
-        "e_ratio": 2.0,
+    cases = {
+        "lower_ratio": (ratio(1.0), ratio(1.19), ""),
+        "upper_ratio": (ratio(1.0), ratio(0.7), "moved -30%"),
+        "pair_ratio": (ratio(1.0, 0.8, 1.3), ratio(1.5, 1.2, 1.9), ""),  # too noisy to say
+        "pair_cpu_ratio": (ratio(1.0, 0.9, 1.1), ratio(1.5, 1.4, 1.6), "moved +50%"),
+        "a peak_memory_ratio": (ratio(1.0), ratio(1.15), "moved +15%"),
+        "b peak_memory_ratio": (ratio(1.0), ratio(1.05), ""),
+        "a output_volume_ratio": (ratio(1.0), ratio(1.001), "moved +0%"),
+        "a time_ratio": (ratio(0.1), ratio(0.19), ""),
+        "b time_ratio": (ratio(0.1), ratio(0.04), "moved -60%"),
+        "old_ratio": (ratio(1.0), None, "gone"),
+        "new_ratio": (None, ratio(2.0), "new"),
     }
+    committed = {name: case[0] for name, case in cases.items() if case[0] is not None}
+    measured = {name: case[1] for name, case in cases.items() if case[1] is not None}
     comparisons = compare_ratios.compare(committed, measured)
-    assert {c.name: c.verdict for c in comparisons} == {
-        "a time_ratio": "",
-        "b time_ratio": "moved -30%",
-        "b memory_ratio": "moved +15%",
-        "c memory_ratio": "",
-        "d_ratio": "gone",
-        "e_ratio": "new",
-    }
-    assert compare_ratios.table(comparisons).splitlines()[-1].startswith("2 moved by more than 20%")
+    assert {c.name: c.verdict for c in comparisons} == {name: case[2] for name, case in cases.items()}
+    assert compare_ratios.table(comparisons).splitlines()[-1].startswith("5 moved")
 
 
 def test_update_writes_what_the_next_run_is_compared_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compare_ratios, "COMMITTED", tmp_path / "ratios.json")
-    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": 2.0})
+    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": ratio(2.0, 1.9, 2.1)})
     compare_ratios.main(["--update", "--note", "a toaster"])
     assert "no committed ratios yet" in capsys.readouterr().out
-    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": 3.0})
+    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": ratio(3.0, 2.9, 3.1)})
     compare_ratios.main([])
     text = capsys.readouterr().out
     assert "a toaster" in text
+    assert "2.000 [1.900, 2.100]" in text
     assert "moved +50%" in text
-    assert json.loads((tmp_path / "ratios.json").read_text())["ratios"] == {"a_ratio": 2.0}
+    assert compare_ratios.read(tmp_path / "ratios.json") == ("a toaster", {"a_ratio": ratio(2.0, 1.9, 2.1)})
