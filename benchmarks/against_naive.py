@@ -11,12 +11,15 @@ and an upper one in turns, on the same generated data, until the validation loss
 
 Nine ids in ten come from the same few thousand rows whatever the size of the tables, so that the task stays equally
 hard and only the cost of rows grows. Each side's learning rate is the one of its own grid that reaches the target in
-the fewest pairs of steps at the smallest size. The clock runs in steps only, not in preparation or evaluation. Every
-run has a process of its own; its memory is the growth of its peak after the imports.
+the fewest pairs of steps at TUNING_ROWS. The clock runs in steps only; preparation is given beside, evaluation is not.
+Every run has a process of its own; its memory is the growth of the peak of its resident memory after the imports.
 
 ``time_ratio`` and ``memory_ratio`` are dnis over naive: below 1 this project needs less. They are medians over repeats
-in which the sides take turns. A side that does not reach the target is named in ``not_reached``, and ``time_ratio`` is
-null.
+in which the sides take turns, each repeat with data and weights of its own. The naive side may take as many times the
+seconds of the other as TIME_LIMIT says. Where it is not there by then, ``is_bound`` is true: it would have taken longer
+still, so that the ratio is at most what is given. Its memory has peaked in its first step. ``time_cpu_ratio`` is the
+same of the CPU time of the processes, which other programs disturb less. Where dnis does not reach the target there are
+no ratios of time, and no ratios at all where the naive side would not fit into this machine's memory.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.step_time import numbers, write_json
 from dnis_torchrec import (
     BilevelStream,
     BilevelTrainPipeline,
@@ -62,15 +66,21 @@ HEAD_ROWS, HEAD_SHARE = 2500, 0.9
 TRUE_DIMS, NOISE = 2, 0.3
 TRAIN_BATCHES, HELD_OUT_BATCHES = 60, 4
 ALPHA_LEARNING_RATE = 0.01
-LEARNING_RATES = {"naive": (0.01, 0.03, 0.1), "dnis": (0.03, 0.1, 0.3)}
-"""Of Adam over whole tables, and of row-wise Adagrad."""
+LEARNING_RATES = {"naive": (0.03, 0.01, 0.1), "dnis": (0.1, 0.03, 0.3)}
+"""Of Adam over whole tables, and of row-wise Adagrad; the likeliest one first, which the others have to beat."""
+TUNING_ROWS = 100_000
 
-TARGET_LOSS = 0.5
+TARGET_LOSS = 0.35
 """Mean squared error; a constant gives 1.09, the truth 0.09, and the truth of the head rows alone 0.28."""
 
 PAIRS_PER_EVALUATION = 2
-SIZES, QUICK_SIZES = (10_000, 100_000, 1_000_000, 10_000_000), (10_000, 100_000)
-MAX_PAIRS, QUICK_MAX_PAIRS = 600, 200
+MAX_PAIRS = 400
+SIZES, QUICK_SIZES = (10_000, 100_000, 1_000_000, 10_000_000), (10_000, 100_000, 1_000_000)
+REPEATS, QUICK_REPEATS = 3, 1
+TIME_LIMIT, QUICK_TIME_LIMIT = 100, 20
+"""Times the seconds of the other side that the naive one may take."""
+NAIVE_COPIES = 6
+"""Tables that the naive side holds: weights, gradient, Adam's two moments, and the temporary tensors of its step."""
 
 
 def true_factors(ids: Tensor, feature: int) -> Tensor:
@@ -162,7 +172,8 @@ def naive_side(num_rows: int, learning_rate: float, data: DataSplits) -> Iterato
 
 def dnis_side(num_rows: int, learning_rate: float, data: DataSplits) -> Iterator[Side]:
     """This project."""
-    tables = build_tables(dict.fromkeys(FEATURES, num_rows // 2), EMBEDDING_DIM, init_std=INIT_STD)
+    meta = torch.device("meta")  # where TorchRec wants large tables: it initialises them once they are sharded
+    tables = build_tables(dict.fromkeys(FEATURES, num_rows // 2), EMBEDDING_DIM, init_std=INIT_STD, device=meta)
     recipe = Recipe(
         model=Factorisation(tables),
         data=data,
@@ -174,7 +185,6 @@ def dnis_side(num_rows: int, learning_rate: float, data: DataSplits) -> Iterator
     counts = count_frequencies((batch.sparse_features for batch in data.train), configs)
     blocks = blocks_from_counts(counts, configs, num_blocks=NUM_BLOCKS)
     task = TrainTask(prepare_(recipe.model, blocks), recipe.loss)
-    del tables  # else the tables that TorchRec has copied into its kernels are held twice
     with process_group() as device:
         model, optimizer = shard(task, recipe, device)
         pipeline = BilevelTrainPipeline(model.train(), optimizer, device, alpha_learning_rate=ALPHA_LEARNING_RATE)
@@ -201,11 +211,34 @@ def endless(batches: Sequence[Batch]) -> Iterator[Batch]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What one run of one side came to.
+class Job:
+    """One run of one side.
 
     Attributes:
-        seconds: in steps, until the target was reached or the pairs ran out.
+        side: a key of SIDES.
+        num_rows: N of both tables together.
+        learning_rate: of the weights.
+        max_pairs: of steps to take at most.
+        max_seconds: in steps to take at most, and what the pair takes that is under way; None sets no limit.
+        seed: of data and weights.
+    """
+
+    side: str
+    num_rows: int
+    learning_rate: float
+    max_pairs: int
+    max_seconds: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a job came to.
+
+    Attributes:
+        seconds: in steps, until the target was reached or a limit was.
+        cpu_seconds: the same of the CPU time of the process.
+        preparation_seconds: before the first step: building the model, and for dnis counting, blocking and sharding.
         pairs: of steps, taken until then.
         is_reached: whether the target was.
         best_loss: lowest selection loss seen.
@@ -213,124 +246,160 @@ class Run:
     """
 
     seconds: float
+    cpu_seconds: float
+    preparation_seconds: float
     pairs: int
     is_reached: bool
     best_loss: float
     peak_bytes: int
 
 
-def run_here(side: str, num_rows: int, learning_rate: float, max_pairs: int) -> Run:
-    """Trains one side in this process until the target is reached."""
+def run_here(job: Job) -> Run:
+    """Trains one side in this process until the target, or a limit, is reached."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    torch.manual_seed(0)
+    torch.manual_seed(job.seed)
     splits = [
-        make_batches(num_rows, count, seed)
-        for seed, count in enumerate((TRAIN_BATCHES, HELD_OUT_BATCHES, HELD_OUT_BATCHES))
+        make_batches(job.num_rows, count, 3 * job.seed + split)
+        for split, count in enumerate((TRAIN_BATCHES, HELD_OUT_BATCHES, HELD_OUT_BATCHES))
     ]
     data = DataSplits(train=splits[0], validation=splits[1], selection=splits[2], test=())
-    seconds, pairs, best = 0.0, 0, math.inf
-    for pair, selection_loss in SIDES[side](num_rows, learning_rate, data):
-        while best > TARGET_LOSS and pairs < max_pairs:
-            start = time.perf_counter()
+    seconds, cpu_seconds, pairs, best = 0.0, 0.0, 0, math.inf
+    limit = math.inf if job.max_seconds is None else job.max_seconds
+    started = time.perf_counter()
+    for pair, selection_loss in SIDES[job.side](job.num_rows, job.learning_rate, data):
+        preparation = time.perf_counter() - started
+        while best > TARGET_LOSS and pairs < job.max_pairs and seconds < limit:
             for _ in range(PAIRS_PER_EVALUATION):
+                start, start_cpu = time.perf_counter(), time.process_time()
                 pair()
-            seconds += time.perf_counter() - start
-            pairs += PAIRS_PER_EVALUATION
+                seconds += time.perf_counter() - start
+                cpu_seconds += time.process_time() - start_cpu
+                pairs += 1
+                if seconds >= limit:
+                    break
             best = min(best, selection_loss())
-    peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    return Run(seconds=seconds, pairs=pairs, is_reached=best <= TARGET_LOSS, best_loss=best, peak_bytes=peak)
+    return Run(
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        preparation_seconds=preparation,
+        pairs=pairs,
+        is_reached=best <= TARGET_LOSS,
+        best_loss=best,
+        peak_bytes=1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before),
+    )
 
 
-def run_apart(side: str, num_rows: int, learning_rate: float, max_pairs: int) -> Run:
+def run_apart(job: Job) -> Run:
     """`run_here` in a fresh process, whose peak memory is its own."""
-    values = [side, str(num_rows), str(learning_rate), str(max_pairs)]
-    command = [sys.executable, "-m", "benchmarks.against_naive", "--run", *values]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.against_naive", "--run", json.dumps(asdict(job))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return Run(**json.loads(done.stdout.splitlines()[-1]))
 
 
-RunSide = Callable[[str, int, float, int], Run]
+RunJob = Callable[[Job], Run]
 
 
-def tuned_learning_rate(side: str, num_rows: int, max_pairs: int, run: RunSide) -> float:
+def tuned_learning_rate(side: str, num_rows: int, run: RunJob) -> float:
     """The learning rate of a side's grid that reaches the target in the fewest pairs, or comes nearest to it."""
+    tried: dict[float, tuple[bool, float]] = {}
+    max_pairs = MAX_PAIRS
+    for rate in LEARNING_RATES[side]:
+        result = run(Job(side=side, num_rows=num_rows, learning_rate=rate, max_pairs=max_pairs))
+        tried[rate] = (not result.is_reached, result.pairs if result.is_reached else result.best_loss)
+        if result.is_reached:
+            max_pairs = result.pairs
+    return min(tried, key=tried.__getitem__)
 
-    def badness(learning_rate: float) -> tuple[bool, float]:
-        tried = run(side, num_rows, learning_rate, max_pairs)
-        return not tried.is_reached, tried.pairs if tried.is_reached else tried.best_loss
 
-    return min(LEARNING_RATES[side], key=badness)
+def naive_fits(num_rows: int) -> bool:
+    """Whether this machine has the memory for NAIVE_COPIES of the tables, and a fifth to spare."""
+    return NAIVE_COPIES * num_rows * EMBEDDING_DIM * 4 < 0.8 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def compare(num_rows: int, learning_rates: dict[str, float], max_pairs: int, repeats: int, run: RunSide) -> dict:
+def compare(num_rows: int, rates: dict[str, float], time_limit: float, repeats: int, run: RunJob) -> dict[str, Any]:
     """The row of one size: the sides in turns, `repeats` times."""
-    runs: dict[str, list[Run]] = {side: [] for side in SIDES}
-    for _ in range(repeats):
-        for side in SIDES:
-            runs[side].append(run(side, num_rows, learning_rates[side], max_pairs))
-    pairs = list(zip(runs["dnis"], runs["naive"], strict=True))
-    times = [dnis.seconds / naive.seconds for dnis, naive in pairs]
-    not_reached = [side for side in SIDES if not all(own.is_reached for own in runs[side])]
+    runs: dict[str, list[Run]] = {"naive": [], "dnis": []}
+    fits = naive_fits(num_rows)
+    for seed in range(repeats):
+        job = Job(side="dnis", num_rows=num_rows, learning_rate=rates["dnis"], max_pairs=MAX_PAIRS, seed=seed)
+        runs["dnis"].append(run(job))
+        if fits:
+            limit = time_limit * runs["dnis"][-1].seconds
+            job = replace(job, side="naive", learning_rate=rates["naive"], max_seconds=limit)
+            runs["naive"].append(run(job))
+    not_reached = [side for side, own in runs.items() if not all(r.is_reached for r in own)]
+    has_times = fits and "dnis" not in not_reached
+
+    def ratios(quantity: str) -> list[float]:
+        return [getattr(d, quantity) / getattr(n, quantity) for d, n in zip(runs["dnis"], runs["naive"], strict=False)]
+
+    times = ratios("seconds")
     row: dict[str, Any] = {
         "num_rows": num_rows,
-        "time_ratio": None if not_reached else round(statistics.median(times), 4),
-        "memory_ratio": round(statistics.median(dnis.peak_bytes / naive.peak_bytes for dnis, naive in pairs), 4),
-        "time_ratio_range": None if not_reached else [round(min(times), 4), round(max(times), 4)],
+        "time_ratio": round(statistics.median(times), 4) if has_times else None,
+        "memory_ratio": round(statistics.median(ratios("peak_bytes")), 4) if fits else None,
+        "is_bound": has_times and "naive" in not_reached,
+        "time_cpu_ratio": round(statistics.median(ratios("cpu_seconds")), 4) if has_times else None,
+        "time_ratio_range": [round(min(times), 4), round(max(times), 4)] if has_times else None,
         "not_reached": not_reached,
         "target_loss": TARGET_LOSS,
         "repeats": repeats,
     }
     for side, own in runs.items():
-        row[side] = {
-            "learning_rate": learning_rates[side],
-            "seconds": round(statistics.median(r.seconds for r in own), 3),
-            "pairs": statistics.median(r.pairs for r in own),
-            "peak_bytes": statistics.median(r.peak_bytes for r in own),
-            "best_loss": round(min(r.best_loss for r in own), 4),
-        }
+        medians = {name: statistics.median(getattr(r, name) for r in own) for name in QUANTITIES} if own else None
+        row[side] = medians and {"learning_rate": rates[side], **medians}
     return row
 
 
+QUANTITIES = ("seconds", "cpu_seconds", "preparation_seconds", "pairs", "best_loss", "peak_bytes")
+"""Of a `Run`, whose medians are in a row."""
+
+
 def print_row(row: dict[str, Any]) -> None:
-    """One line of the table, and a second one where a side did not get there."""
+    """One line of the table, and further ones about what does not show in it."""
     sides = "  ".join(
-        f"{row[side]['seconds']:9.2f} s {row[side]['pairs']:5.0f} {row[side]['peak_bytes'] / 2**20:8.0f}"
-        for side in SIDES
+        f"{own['seconds']:9.2f} s {own['pairs']:5.0f} {own['peak_bytes'] / 2**20:8.0f}" if own else f"{'-':>26}"
+        for own in (row["naive"], row["dnis"])
     )
-    ratio = "   none" if row["time_ratio"] is None else f"{row['time_ratio']:7.3f}"
-    print(f"{row['num_rows']:>10}  {sides}  {ratio} {row['memory_ratio']:7.3f}", flush=True)
+    time_ratio, memory_ratio = ("-" if row[n] is None else f"{row[n]:.3f}" for n in ("time_ratio", "memory_ratio"))
+    sign = "<=" if row["is_bound"] else ""
+    print(f"{row['num_rows']:>10}  {sides}  {sign + time_ratio:>8} {memory_ratio:>7}", flush=True)
+    if row["naive"] is None:
+        print(f"{'':>10}  naive would need {NAIVE_COPIES} times the tables, more than this machine has", flush=True)
     for side in row["not_reached"]:
-        best, target = row[side]["best_loss"], row["target_loss"]
-        print(f"{'':>10}  {side} came down to {best}, not to {target}, so there is no time to compare", flush=True)
+        best, seconds = row[side]["best_loss"], row[side]["seconds"]
+        print(f"{'':>10}  {side} came down to {best:.3f}, not to {TARGET_LOSS}, in {seconds:.1f} s", flush=True)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three sizes, one repeat, a shorter time limit")
+    parser.add_argument("--num-rows", type=numbers, metavar="N,N", help="of both tables together")
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--run", metavar="JOB", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    arguments.num_rows = arguments.num_rows or (QUICK_SIZES if arguments.quick else SIZES)
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints a table, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two sizes, one repeat")
-    parser.add_argument(
-        "--num-rows", type=lambda text: [int(part) for part in text.split(",")], help="of both tables together"
-    )
-    parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--run", nargs=4, metavar=("SIDE", "ROWS", "RATE", "PAIRS"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
+    arguments = parse(argv)
     if arguments.run:
-        side, num_rows, learning_rate, max_pairs = arguments.run
-        print(json.dumps(vars(run_here(side, int(num_rows), float(learning_rate), int(max_pairs)))))
+        print(json.dumps(asdict(run_here(Job(**json.loads(arguments.run))))))
         return
-    sizes = arguments.num_rows or (QUICK_SIZES if arguments.quick else SIZES)
-    max_pairs, repeats = (QUICK_MAX_PAIRS, 1) if arguments.quick else (MAX_PAIRS, 3)
-    rates = {side: tuned_learning_rate(side, min(sizes), max_pairs, run_apart) for side in SIDES}
+    repeats, limit = (QUICK_REPEATS, QUICK_TIME_LIMIT) if arguments.quick else (REPEATS, TIME_LIMIT)
+    tuning_rows = min(TUNING_ROWS, max(arguments.num_rows))
+    rates = {side: tuned_learning_rate(side, tuning_rows, run_apart) for side in LEARNING_RATES}
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; ratios: dnis over naive")
-    print("      rows   naive: time pairs      MiB   dnis: time pairs      MiB     time  memory")
+    print("      rows   naive: time pairs      MiB   dnis: time pairs      MiB      time  memory")
     rows = []
-    for num_rows in sizes:
-        rows.append(compare(num_rows, rates, max_pairs, repeats, run_apart))
+    for num_rows in arguments.num_rows:
+        rows.append(compare(num_rows, rates, limit, repeats, run_apart))
         print_row(rows[-1])
     if arguments.json:
-        temporary = arguments.json.with_name(f"{arguments.json.name}.partial")
-        temporary.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, arguments.json)
+        write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

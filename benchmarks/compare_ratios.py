@@ -4,7 +4,8 @@
     python -m benchmarks.compare_ratios [--update --note "machine and load"]
 
 Runs `benchmarks.step_time --quick` and `benchmarks.against_naive --quick` and prints every ratio beside the one in
-benchmarks/ratios.json, with a mark where it is off by more than TIME_TOLERANCE or MEMORY_TOLERANCE. Absolute times are
+benchmarks/ratios.json, with a mark where it moved: off by more than its tolerance (`TOLERANCES`), and, where quartiles
+are known of both, with quartiles that do not overlap, so that a noisy run is not taken for a change. Absolute times are
 never compared. The exit code is 0 whatever moved: another machine has other ratios, and somebody has to look.
 """
 
@@ -17,14 +18,37 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 BENCHMARKS = ("step_time", "against_naive")
 COMMITTED = Path(__file__).parent / "ratios.json"
-TIME_TOLERANCE, MEMORY_TOLERANCE = 0.2, 0.1
-"""Share of the committed ratio by which one may differ without a mark."""
+TOLERANCES = {"memory_ratio": 0.1, "volume_ratio": 0.0, "time_ratio": 1.0, "time_cpu_ratio": 1.0, "": 0.2}
+"""How a ratio's name ends -> share of the committed one by which it may differ without a mark; the first that fits.
+
+Runs of `against_naive` are processes that follow each other, so that their times bear no more than a factor of two;
+steps of `step_time` take turns.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """A measured ratio.
+
+    Attributes:
+        value: the median.
+        quartiles: [25 %, 75 %] of the rounds; None where there is one measurement.
+    """
+
+    value: float
+    quartiles: Sequence[float] | None = None
+
+    def overlaps(self, other: Ratio) -> bool:
+        """Whether the middle halves of both have values in common; not if those of one are not known."""
+        if self.quartiles is None or other.quartiles is None:
+            return False
+        return self.quartiles[0] <= other.quartiles[1] and other.quartiles[0] <= self.quartiles[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,36 +62,46 @@ class Comparison:
     """
 
     name: str
-    committed: float | None
-    measured: float | None
+    committed: Ratio | None
+    measured: Ratio | None
 
     @property
     def tolerance(self) -> float:
-        """Share of the committed ratio."""
-        return MEMORY_TOLERANCE if self.name.endswith("memory_ratio") else TIME_TOLERANCE
+        """Share of the smaller of the two ratios."""
+        return next(share for end, share in TOLERANCES.items() if self.name.endswith(end))
 
     @property
     def verdict(self) -> str:
-        """``"moved +30 %"`` beyond the tolerance, ``"new"``, ``"gone"``, or nothing."""
+        """``"moved +30 %"`` beyond tolerance and quartiles, ``"new"``, ``"gone"``, or nothing."""
         if self.measured is None:
             return "gone"
         if self.committed is None:
             return "new"
-        change = self.measured / self.committed - 1
-        return f"moved {change:+.0%}" if abs(change) > self.tolerance else ""
+        low, high = sorted((self.measured.value, self.committed.value))
+        if high <= low * (1 + self.tolerance) or self.measured.overlaps(self.committed):
+            return ""
+        return f"moved {self.measured.value / self.committed.value - 1:+.0%}"
 
 
-def ratios_of(benchmark: str, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Name -> value of every ratio in the rows of a benchmark's JSON file; those that are null are left out."""
-    return {
-        f"{benchmark} {row.get('shape', row.get('num_rows'))} {name}": value
-        for row in rows
-        for name, value in row.items()
-        if name.endswith("_ratio") and value is not None
-    }
+def ratios_of(benchmark: str, rows: Sequence[dict[str, Any]]) -> dict[str, Ratio]:
+    """Name -> every ratio in the rows of a benchmark's JSON file; those that are null are left out.
+
+    Ratios that are bounds (see `against_naive`) say how long one waited: of them, only that they are bounds would be
+    worth comparing, so they are left out too.
+    """
+    found = {}
+    for row in rows:
+        for name, value in row.items():
+            is_bound = name.startswith("time_") and row.get("is_bound", False)
+            if name.endswith("_ratio") and value is not None and not is_bound:
+                quartiles = row.get(f"{name.removesuffix('_ratio')}_quartiles")
+                found[f"{benchmark} {row.get('shape', row.get('num_rows'))} {name}"] = Ratio(
+                    value=value, quartiles=quartiles
+                )
+    return found
 
 
-def compare(committed: dict[str, float], measured: dict[str, float]) -> list[Comparison]:
+def compare(committed: dict[str, Ratio], measured: dict[str, Ratio]) -> list[Comparison]:
     """Every ratio of either side, in the order of the committed ones, new ones last."""
     return [
         Comparison(name=name, committed=committed.get(name), measured=measured.get(name))
@@ -78,19 +112,25 @@ def compare(committed: dict[str, float], measured: dict[str, float]) -> list[Com
 def table(comparisons: Sequence[Comparison]) -> str:
     """The comparison as text."""
     width = max([len(comparison.name) for comparison in comparisons], default=0)
-    lines = [f"{'ratio':{width}}  committed   measured"]
+    lines = [f"{'ratio':{width}}  {'committed':>22}  {'measured':>22}"]
     for comparison in comparisons:
-        values = (comparison.committed, comparison.measured)
-        shown = "  ".join(f"{'-' if value is None else format(value, '.3f'):>9}" for value in values)
+        shown = f"{_shown(comparison.committed):>22}  {_shown(comparison.measured):>22}"
         lines.append(f"{comparison.name:{width}}  {shown}  {comparison.verdict}".rstrip())
     moved = sum(comparison.verdict.startswith("moved") for comparison in comparisons)
-    lines.append(f"{moved} moved by more than {TIME_TOLERANCE:.0%} (time) or {MEMORY_TOLERANCE:.0%} (memory)")
+    lines.append(f"{moved} moved beyond tolerance and quartiles")
     return "\n".join(lines)
 
 
-def measure() -> dict[str, float]:
+def _shown(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "-"
+    quartiles = "" if ratio.quartiles is None else " [{:.3f}, {:.3f}]".format(*ratio.quartiles)
+    return f"{ratio.value:.3f}{quartiles}"
+
+
+def measure() -> dict[str, Ratio]:
     """Ratios of the quick benchmarks, each in a process of its own; their tables go to the terminal."""
-    measured: dict[str, float] = {}
+    measured: dict[str, Ratio] = {}
     with tempfile.TemporaryDirectory() as folder:
         for benchmark in BENCHMARKS:
             path = Path(folder) / f"{benchmark}.json"
@@ -107,18 +147,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--update", action="store_true", help="write the measured ratios to benchmarks/ratios.json")
     parser.add_argument("--note", default="", help="with --update: where they were taken, and what else ran there")
     arguments = parser.parse_args(argv)
-    committed = json.loads(COMMITTED.read_text(encoding="utf-8")) if COMMITTED.is_file() else {"note": "", "ratios": {}}
+    note, committed = read(COMMITTED) if COMMITTED.is_file() else ("", {})
     measured = measure()
     print()
-    if not committed["ratios"]:
+    if not committed:
         print("no committed ratios yet: --update writes them")
-    elif committed["note"]:
-        print(f"committed: {committed['note']}")
-    print(table(compare(committed["ratios"], measured)))
+    elif note:
+        print(f"committed: {note}")
+    print(table(compare(committed, measured)))
     if arguments.update:
-        temporary = COMMITTED.with_name(f"{COMMITTED.name}.partial")
-        temporary.write_text(json.dumps({"note": arguments.note, "ratios": measured}, indent=1) + "\n", "utf-8")
-        os.replace(temporary, COMMITTED)
+        write(COMMITTED, arguments.note, measured)
+
+
+def read(path: Path) -> tuple[str, dict[str, Ratio]]:
+    """The note and the ratios that `write` wrote."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content["note"], {name: Ratio(**fields) for name, fields in content["ratios"].items()}
+
+
+def write(path: Path, note: str, ratios: dict[str, Ratio]) -> None:
+    """Writes a note and ratios in one piece."""
+    content = {"note": note, "ratios": {name: asdict(ratio) for name, ratio in ratios.items()}}
+    temporary = path.with_name(f"{path.name}.partial")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

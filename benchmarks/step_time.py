@@ -60,14 +60,15 @@ from dnis_torchrec import (
 )
 from dnis_torchrec.batch_parts import BatchParts
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
-from dnis_torchrec.search import table_configs
+from dnis_torchrec.search import SearchConfig, table_configs
 from dnis_torchrec.training import process_group, shard
 from examples.models import build_tables
 from examples.models.collaborative import MatrixFactorization
 
 NUM_DENSE = 13
-ROUNDS, QUICK_ROUNDS, WARM_UP_ROUNDS, PROFILED_ROUNDS = 60, 6, 2, 3
-STEPS_FOR_MEMORY = 6
+ROUNDS, QUICK_ROUNDS, WARM_UP_ROUNDS = 60, 6, 2
+PROFILED_ROUNDS, QUICK_PROFILED_ROUNDS = 3, 1
+STEPS_FOR_MEMORY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ class Shape:
         batch_size: B.
         num_blocks: S.
         table_optimizer: see `dnis_torchrec.Recipe`.
-        upper_batch_parts: parts that a validation batch is cut into, see `dnis_torchrec.search.SearchConfig`.
+        upper_batch_parts: parts that a validation batch is cut into: the search's default, see
+            `dnis_torchrec.search.SearchConfig`.
         ranks: W.
     """
 
@@ -95,7 +97,7 @@ class Shape:
     batch_size: int = 4096
     num_blocks: int = 6
     table_optimizer: str = "rowwise_adagrad"
-    upper_batch_parts: int = 1
+    upper_batch_parts: int = SearchConfig.upper_batch_parts
     ranks: int = 1
 
     @property
@@ -155,8 +157,9 @@ def make_batches(shape: Shape, num_batches: int, seed: int) -> list[Batch]:
 
 
 def make_recipe(shape: Shape, train: list[Batch], validation: list[Batch]) -> Recipe:
-    """The model of a shape."""
-    tables = build_tables(dict(zip(shape.features, shape.num_embeddings, strict=True)), shape.embedding_dim)
+    """The model of a shape; its tables wait on "meta", as TorchRec wants large ones, until they are sharded."""
+    num_embeddings = dict(zip(shape.features, shape.num_embeddings, strict=True))
+    tables = build_tables(num_embeddings, shape.embedding_dim, device=torch.device("meta"))
     loss: nn.Module = nn.BCEWithLogitsLoss()
     if shape.model == "dlrm":
         model: nn.Module = DLRM(tables, NUM_DENSE, [512, 256, shape.embedding_dim], [512, 256, 1])
@@ -255,8 +258,8 @@ class Measured:
     output_volume_ratio: float
 
 
-def measure(shape: Shape, rounds: int) -> Measured:
-    """Takes the steps in turns, and some more rounds for the breakdown; on one of several ranks, in step with them."""
+def measure(shape: Shape, rounds: int, profiled_rounds: int) -> Measured:
+    """Takes the steps in turns, and more rounds for the breakdown; on one of several ranks, in step with them."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     train, validation = make_batches(shape, 8, seed=2 * rank), make_batches(shape, 4, seed=2 * rank + 1)
     times: dict[str, list[float]] = {name: [] for step in STEPS for name in (step, f"{step}_cpu")}
@@ -270,30 +273,30 @@ def measure(shape: Shape, rounds: int) -> Measured:
             record_modules(model)
         bilevel.pipeline.alpha_optimizer.step = recorded("alpha_step", bilevel.pipeline.alpha_optimizer.step)
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-            for _ in range(PROFILED_ROUNDS):
+            for _ in range(profiled_rounds):
                 take_turns(plain, bilevel, lambda name: record_function(f"step {name}"))
     return Measured(times=times, parts=breakdown(profiler.events()), output_volume_ratio=bilevel.output_volume_ratio)
 
 
-def measure_on_rank(rank: int, shape: Shape, rounds: int, folder: str) -> None:
+def measure_on_rank(rank: int, shape: Shape, rounds: int, profiled_rounds: int, folder: str) -> None:
     """One process of `measure_over_ranks`."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store", shape.ranks)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=shape.ranks)
     try:
-        measured = measure(shape, rounds)
+        measured = measure(shape, rounds, profiled_rounds)
     finally:
         torch.distributed.destroy_process_group()
     if rank == 0:
         (Path(folder) / "measured.json").write_text(json.dumps(asdict(measured)), encoding="utf-8")
 
 
-def measure_over_ranks(shape: Shape, rounds: int) -> Measured:
+def measure_over_ranks(shape: Shape, rounds: int, profiled_rounds: int) -> Measured:
     """`measure` in as many processes as the shape has ranks; here if that is one."""
     if shape.ranks == 1:
-        return measure(shape, rounds)
+        return measure(shape, rounds, profiled_rounds)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure_on_rank, (shape, rounds, folder), nprocs=shape.ranks)
+        torch.multiprocessing.spawn(measure_on_rank, (shape, rounds, profiled_rounds, folder), nprocs=shape.ranks)
         return Measured(**json.loads((Path(folder) / "measured.json").read_text(encoding="utf-8")))
 
 
@@ -445,9 +448,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory = memory_ratios(shapes, at_once=2 if arguments.quick else 1)
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores")
     print(f"load of the machine at the start: {os.getloadavg()[0]:.1f}")
+    rounds = (QUICK_ROUNDS, QUICK_PROFILED_ROUNDS) if arguments.quick else (ROUNDS, PROFILED_ROUNDS)
     rows = []
     for shape, memory_ratio in zip(shapes, memory, strict=True):
-        measured = measure_over_ranks(shape, QUICK_ROUNDS if arguments.quick else ROUNDS)
+        measured = measure_over_ranks(shape, *rounds)
         rows.append(report(shape, measured, memory_ratio))
         print_row(rows[-1])
     if arguments.json:

@@ -18,6 +18,7 @@ Shapes: N rows of a table, D its embedding_dim, W ranks.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -42,6 +43,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
+from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.ranks import on_rank_zero, together
 from dnis_torchrec.table_shards import TableShard, collections, local_shards
 
@@ -192,9 +194,7 @@ def shard_model(
     with together(process_group):
         check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
     _check_same(plan, process_group)
-    weights = {
-        (fqn, part.table): part.weight for fqn, module in collections(model).items() for part in local_shards(module)
-    }
+    weights = _take_weights(model)
     group = process_group if process_group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
     sharded = DistributedModelParallel(
         model,
@@ -205,12 +205,33 @@ def shard_model(
     )
     for fqn, module in collections(sharded).items():
         replicated = _replicated_tables(plan, fqn)
-        for part in local_shards(module):
-            if not weights[fqn, part.table].is_meta:
-                _copy_weight_(part, weights[fqn, part.table])
-            if part.table in replicated:
-                dist.broadcast(part.weight, src=dist.get_global_rank(group, 0), group=group)
+        by_table = itertools.groupby(sorted(local_shards(module), key=lambda part: part.table), lambda part: part.table)
+        for table, parts in by_table:
+            weight = weights.pop((fqn, table))  # so that tables are held twice one after the other, not all at once
+            for part in parts:
+                if not weight.is_meta:
+                    _copy_weight_(part, weight)
+                if table in replicated:
+                    dist.broadcast(part.weight, src=dist.get_global_rank(group, 0), group=group)
     return sharded
+
+
+def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """Takes the weights out of a model: (FQN, table) -> weight; parameters on the meta device stay in their place.
+
+    TorchRec keeps what it has sharded for as long as the sharded collection lives: with weights, that would be twice
+    the memory.
+    """
+    weights = {}
+    for fqn, module in collections(model).items():
+        is_wrapper = isinstance(module, SoftSelectionEmbeddingBagCollection)
+        collection = cast(EmbeddingBagCollection, module.embedding_bag_collection if is_wrapper else module)
+        for table, bag in collection.embedding_bags.items():
+            weight = bag.weight
+            weights[fqn, table] = weight.detach()
+            bag.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+            vars(bag.weight).update(vars(weight))  # the optimizer that apply_optimizer_in_backward has noted there
+    return weights
 
 
 def _replicated_tables(plan: ShardingPlan, fqn: str) -> set[str]:

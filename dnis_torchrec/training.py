@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchrec.datasets.utils import Batch
@@ -25,10 +26,8 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.checks import check, describe
@@ -43,6 +42,8 @@ WHOLE_ROWS = frozenset(
     kind.value for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
 )
 """Sharding types, of those with fused kernels, that keep every row in one piece."""
+FUSED_OPTIMIZERS = {"adam": EmbOptimType.ADAM, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+"""`Recipe.table_optimizer` -> FBGEMM's optimizer that runs inside the tables' backward."""
 
 
 @contextmanager
@@ -101,11 +102,10 @@ def shard(
     """
     fused = recipe.table_optimizer == "rowwise_adagrad" or device.type == "cuda"
     plain = [module for module in task.modules() if isinstance(module, EmbeddingBagCollection)]
-    if fused:
-        optimizer_class = RowWiseAdagrad if recipe.table_optimizer == "rowwise_adagrad" else torch.optim.Adam
-        for collection in plain:
-            apply_optimizer_in_backward(optimizer_class, collection.parameters(), {"lr": recipe.table_learning_rate})
-    sharder, dense = CpuEmbeddingBagCollectionSharder(), ShardingType.DATA_PARALLEL.value
+    # Not by apply_optimizer_in_backward: torch then keeps what it was applied to, and every table would be held twice.
+    fused_params = {"optimizer": FUSED_OPTIMIZERS[recipe.table_optimizer], "learning_rate": recipe.table_learning_rate}
+    sharder = CpuEmbeddingBagCollectionSharder(fused_params=fused_params if fused else None)
+    dense = ShardingType.DATA_PARALLEL.value
     is_spread = fused or (world_size_of() > 1 and not replicated)
     if is_spread:  # small tables would be planned data_parallel, whose dense kernel leaves the fused optimizer out
         kinds = [kind for kind in sharder.sharding_types(device.type) if kind != dense]

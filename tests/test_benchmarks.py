@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,8 +29,6 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "ROUNDS", 2)
     monkeypatch.setattr(step_time, "QUICK_ROUNDS", 2)
     monkeypatch.setattr(step_time, "WARM_UP_ROUNDS", 1)
-    monkeypatch.setattr(step_time, "PROFILED_ROUNDS", 1)
-    monkeypatch.setattr(against_naive, "run_apart", against_naive.run_here)
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -90,7 +89,7 @@ def test_an_upper_step_may_take_a_part_of_a_batch() -> None:
 
 
 def test_two_ranks_measure_together() -> None:
-    measured = step_time.measure_over_ranks(small("movielens", ranks=2), rounds=1)
+    measured = step_time.measure_over_ranks(small("movielens", ranks=2), rounds=1, profiled_rounds=1)
     assert {len(values) for values in measured.times.values()} == {1}
     assert set(measured.parts) == {"plain", "lower", "upper"}
 
@@ -159,90 +158,149 @@ def test_both_sides_train_the_same_function(monkeypatch: pytest.MonkeyPatch) -> 
     assert not naive.alpha.equal(torch.ones_like(naive.alpha))
 
 
-@pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize(("target", "not_reached"), [(2.0, []), (0.0, ["naive", "dnis"])])
-def test_against_naive_writes_rows_and_says_who_never_got_there(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    target: float,
-    not_reached: list[str],
-) -> None:
-    monkeypatch.setattr(against_naive, "TARGET_LOSS", target)
-    monkeypatch.setattr(against_naive, "BATCH_SIZE", 64)
-    monkeypatch.setattr(against_naive, "TRAIN_BATCHES", 3)
-    monkeypatch.setattr(against_naive, "QUICK_MAX_PAIRS", 4)
+def test_against_naive_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TARGET_LOSS": 2.0, "BATCH_SIZE": 64, "TRAIN_BATCHES": 3}.items():
+        monkeypatch.setattr(against_naive, name, value)
     monkeypatch.setattr(against_naive, "LEARNING_RATES", {"naive": (0.01,), "dnis": (0.03,)})
     real, peaks = against_naive.run_here, {"naive": 200, "dnis": 50}
     monkeypatch.setattr(
-        against_naive,
-        "run_apart",
-        lambda side, *rest: against_naive.Run(**vars(real(side, *rest)) | {"peak_bytes": peaks[side]}),
+        against_naive, "run_apart", lambda job: dataclasses.replace(real(job), peak_bytes=peaks[job.side])
     )
     path = tmp_path / "naive.json"
     against_naive.main(["--quick", "--num-rows", "200,400", "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
     assert [row["num_rows"] for row in rows] == [200, 400]
     for row in rows:
+        assert row["time_ratio"] == pytest.approx(row["dnis"]["seconds"] / row["naive"]["seconds"], abs=1e-4)
         assert row["memory_ratio"] == 0.25
-        assert row["not_reached"] == not_reached
-        assert (row["time_ratio"] is None) == bool(not_reached)
-        assert row["dnis"]["pairs"] == (4 if not_reached else 2)
+        assert (row["not_reached"], row["is_bound"]) == ([], False)
+        assert row["dnis"]["pairs"] == row["naive"]["pairs"] == 2
         assert row["dnis"]["best_loss"] < 2
-    assert ("so there is no time to compare" in capsys.readouterr().out) == bool(not_reached)
+
+
+def test_a_run_ends_at_its_limit_of_pairs_or_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TARGET_LOSS": 0.0, "BATCH_SIZE": 64, "TRAIN_BATCHES": 3}.items():
+        monkeypatch.setattr(against_naive, name, value)
+    job = against_naive.Job(side="naive", num_rows=200, learning_rate=0.01, max_pairs=4)
+    ended = against_naive.run_here(job)
+    assert (ended.pairs, ended.is_reached) == (4, False)
+    assert against_naive.run_here(dataclasses.replace(job, max_seconds=1e-9)).pairs == 1
+
+
+def made_up(seconds: float, pairs: int, *, is_reached: bool = True, peak_bytes: int = 100) -> against_naive.Run:
+    """What a run might have come to."""
+    return against_naive.Run(
+        seconds=seconds,
+        cpu_seconds=seconds,
+        preparation_seconds=1.0,
+        pairs=pairs,
+        is_reached=is_reached,
+        best_loss=0.3 if is_reached else 0.9,
+        peak_bytes=peak_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("reached", "fits", "expected"),
+    [
+        ({"dnis", "naive"}, True, {"time_ratio": 0.2, "memory_ratio": 0.5, "is_bound": False, "not_reached": []}),
+        ({"dnis"}, True, {"time_ratio": 0.2, "memory_ratio": 0.5, "is_bound": True, "not_reached": ["naive"]}),
+        ({"naive"}, True, {"time_ratio": None, "memory_ratio": 0.5, "is_bound": False, "not_reached": ["dnis"]}),
+        ({"dnis"}, False, {"time_ratio": None, "memory_ratio": None, "is_bound": False, "not_reached": []}),
+    ],
+)
+def test_a_row_says_what_its_ratios_are_worth(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reached: set[str],
+    fits: bool,
+    expected: dict[str, object],
+) -> None:
+    jobs = []
+
+    def run(job: against_naive.Job) -> against_naive.Run:
+        jobs.append(job)
+        seconds, pairs, peak_bytes = {"dnis": (2.0, 9, 100), "naive": (10.0, 5, 200)}[job.side]
+        return made_up(seconds, pairs, is_reached=job.side in reached, peak_bytes=peak_bytes)
+
+    monkeypatch.setattr(against_naive, "naive_fits", lambda num_rows: fits)
+    row = against_naive.compare(1000, {"dnis": 0.1, "naive": 0.03}, time_limit=4, repeats=3, run=run)
+    assert {name: row[name] for name in expected} == expected
+    assert [(job.seed, job.max_seconds) for job in jobs if job.side == "dnis"] == [(0, None), (1, None), (2, None)]
+    naive = [(job.seed, job.max_seconds, job.learning_rate) for job in jobs if job.side == "naive"]
+    assert naive == ([(0, 8.0, 0.03), (1, 8.0, 0.03), (2, 8.0, 0.03)] if fits else [])
+    against_naive.print_row(row)
+    text = capsys.readouterr().out
+    assert ("<=0.200" in text) == expected["is_bound"]
+    assert ("more than this machine has" in text) == (not fits)
+    assert ("naive came down to 0.900, not to" in text) == (expected["not_reached"] == ["naive"])
 
 
 def test_each_side_takes_the_learning_rate_that_needs_fewest_pairs() -> None:
-    pairs = {0.01: 50, 0.03: 20, 0.1: 10}
+    needed, limits = {0.03: 20, 0.01: 50, 0.1: 10}, []
 
-    def run(side: str, num_rows: int, learning_rate: float, max_pairs: int) -> against_naive.Run:
-        reached = learning_rate != 0.1
-        loss = 0.01 * learning_rate
-        return against_naive.Run(
-            seconds=1.0, pairs=pairs[learning_rate], is_reached=reached, best_loss=loss, peak_bytes=1
-        )
+    def run(job: against_naive.Job) -> against_naive.Run:
+        limits.append(job.max_pairs)
+        pairs = needed[job.learning_rate]
+        return made_up(1.0, min(pairs, job.max_pairs), is_reached=pairs <= job.max_pairs)
 
-    assert against_naive.tuned_learning_rate("naive", 100, 100, run) == 0.03
+    assert against_naive.tuned_learning_rate("naive", 100, run) == 0.1
+    assert limits == [against_naive.MAX_PAIRS, 20, 20]
+
+
+def test_a_learning_rate_that_arrives_beats_one_that_does_not() -> None:
+    def run(job: against_naive.Job) -> against_naive.Run:
+        return made_up(1.0, 300, is_reached=job.learning_rate == 0.3)
+
+    assert against_naive.tuned_learning_rate("dnis", 100, run) == 0.3
+
+
+def ratio(value: float, *quartiles: float) -> compare_ratios.Ratio:
+    """A ratio with or without its quartiles."""
+    return compare_ratios.Ratio(value=value, quartiles=list(quartiles) or None)
 
 
 def test_ratios_are_the_only_thing_that_is_compared() -> None:
     row = {"shape": "criteo", "lower_ratio": 1.1, "plain_ms": 120.0, "lower_quartiles": [1.0, 1.2]}
-    assert compare_ratios.ratios_of("step_time", [row]) == {"step_time criteo lower_ratio": 1.1}
-    row = {"num_rows": 100, "time_ratio": None, "memory_ratio": 0.5, "time_ratio_range": None}
-    assert compare_ratios.ratios_of("against_naive", [row]) == {"against_naive 100 memory_ratio": 0.5}
+    assert compare_ratios.ratios_of("step_time", [row]) == {"step_time criteo lower_ratio": ratio(1.1, 1.0, 1.2)}
+    row = {"num_rows": 100, "time_ratio": None, "memory_ratio": 0.5, "time_ratio_range": None, "is_bound": False}
+    assert compare_ratios.ratios_of("against_naive", [row]) == {"against_naive 100 memory_ratio": ratio(0.5)}
+    row = {"num_rows": 100, "time_ratio": 0.05, "time_cpu_ratio": 0.06, "memory_ratio": 0.5, "is_bound": True}
+    assert compare_ratios.ratios_of("against_naive", [row]) == {"against_naive 100 memory_ratio": ratio(0.5)}
 
 
 def test_what_moved_is_marked() -> None:
-    committed = {"a time_ratio": 1.0, "b time_ratio": 1.0, "b memory_ratio": 1.0, "c memory_ratio": 1.0, "d_ratio": 1.0}
-    measured = {
-        "a time_ratio": 1.19,
-        "b time_ratio": 0.7,
-        "b memory_ratio": 1.15,
-        "c memory_ratio": 0.95,
-        "e_ratio": 2.0,
+    cases = {
+        "lower_ratio": (ratio(1.0), ratio(1.19), ""),
+        "upper_ratio": (ratio(1.0), ratio(0.7), "moved -30%"),
+        "pair_ratio": (ratio(1.0, 0.8, 1.3), ratio(1.5, 1.2, 1.9), ""),  # too noisy to say
+        "pair_cpu_ratio": (ratio(1.0, 0.9, 1.1), ratio(1.5, 1.4, 1.6), "moved +50%"),
+        "a peak_memory_ratio": (ratio(1.0), ratio(1.15), "moved +15%"),
+        "b peak_memory_ratio": (ratio(1.0), ratio(1.05), ""),
+        "a output_volume_ratio": (ratio(1.0), ratio(1.001), "moved +0%"),
+        "a time_ratio": (ratio(0.1), ratio(0.19), ""),
+        "b time_ratio": (ratio(0.1), ratio(0.04), "moved -60%"),
+        "old_ratio": (ratio(1.0), None, "gone"),
+        "new_ratio": (None, ratio(2.0), "new"),
     }
+    committed = {name: case[0] for name, case in cases.items() if case[0] is not None}
+    measured = {name: case[1] for name, case in cases.items() if case[1] is not None}
     comparisons = compare_ratios.compare(committed, measured)
-    assert {c.name: c.verdict for c in comparisons} == {
-        "a time_ratio": "",
-        "b time_ratio": "moved -30%",
-        "b memory_ratio": "moved +15%",
-        "c memory_ratio": "",
-        "d_ratio": "gone",
-        "e_ratio": "new",
-    }
-    assert compare_ratios.table(comparisons).splitlines()[-1].startswith("2 moved by more than 20%")
+    assert {c.name: c.verdict for c in comparisons} == {name: case[2] for name, case in cases.items()}
+    assert compare_ratios.table(comparisons).splitlines()[-1].startswith("5 moved")
 
 
 def test_update_writes_what_the_next_run_is_compared_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compare_ratios, "COMMITTED", tmp_path / "ratios.json")
-    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": 2.0})
+    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": ratio(2.0, 1.9, 2.1)})
     compare_ratios.main(["--update", "--note", "a toaster"])
     assert "no committed ratios yet" in capsys.readouterr().out
-    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": 3.0})
+    monkeypatch.setattr(compare_ratios, "measure", lambda: {"a_ratio": ratio(3.0, 2.9, 3.1)})
     compare_ratios.main([])
     text = capsys.readouterr().out
     assert "a toaster" in text
+    assert "2.000 [1.900, 2.100]" in text
     assert "moved +50%" in text
-    assert json.loads((tmp_path / "ratios.json").read_text())["ratios"] == {"a_ratio": 2.0}
+    assert compare_ratios.read(tmp_path / "ratios.json") == ("a toaster", {"a_ratio": ratio(2.0, 1.9, 2.1)})

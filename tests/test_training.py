@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.finite import NonFiniteError
@@ -33,6 +35,18 @@ def test_sharding_keeps_the_weights_that_the_model_came_with(gloo, optimizer: st
     after = shards_of(model)
     assert before.keys() == after.keys()
     assert all(torch.equal(weight, after[name].weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_tables_are_not_held_twice_once_they_are_sharded(gloo, optimizer: str) -> None:
+    recipe = make_recipe(optimizer=optimizer)
+    bags = [bag for module in collections(recipe.model).values() for bag in module.embedding_bags.values()]
+    weights = [TensorWeakRef(bag.weight) for bag in bags]
+    del bags
+    sharded = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * len(weights)
+    assert sharded
 
 
 class OnlyTables(nn.Module):

@@ -26,6 +26,7 @@ def build_tables(
     *,
     init_std: float = 0.01,
     scalar_names: Sequence[str] = (),
+    device: torch.device | None = None,
 ) -> EmbeddingBagCollection:
     """One table per feature, all of the same D, with SUM pooling and normal initial weights.
 
@@ -35,6 +36,8 @@ def build_tables(
         init_std: standard deviation of the initial weights.
         scalar_names: scalar features, given as weighted bags: one row each in the table ``"scalars"``, the bag's weight
             being the value. With any of them the whole collection is weighted (ids by 1).
+        device: where to put them, the CPU if None. On "meta" they take no memory until they are sharded, which
+            initialises them.
 
     Raises:
         ValueError: if `embedding_dim` is below 1.
@@ -49,7 +52,7 @@ def build_tables(
     tables = [_table(name, [name], rows, embedding_dim, init_std) for name, rows in num_embeddings.items()]
     if scalar_names:
         tables.append(_table(SCALARS, list(scalar_names), len(scalar_names), embedding_dim, init_std))
-    return EmbeddingBagCollection(tables=tables, is_weighted=bool(scalar_names))
+    return EmbeddingBagCollection(tables=tables, is_weighted=bool(scalar_names), device=device)
 
 
 def build_neumf_tables(
