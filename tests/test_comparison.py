@@ -14,12 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dnis_torchrec.comparison import Comparison, comparison_table, parse_names, parse_seeds, parse_sizes
+from dnis_torchrec.comparison import (
+    Comparison,
+    comparison_table,
+    parse_names,
+    parse_seeds,
+    parse_sizes,
+    registry,
+)
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, TrainedCell, read_crash, read_result, write_crash
 from dnis_torchrec.comparison.outputs import joined_versions, missing_lines, rows_frame, write_json
 from dnis_torchrec.comparison.streams import InterleavedBatches
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
+from dnis_torchrec.export import read_manifest
+from dnis_torchrec.jobs import run_evaluate
 from dnis_torchrec.report import ReportRow, read_rows
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_page import compared_lines, render_comparison
@@ -368,3 +377,19 @@ def test_versions_of_all_cells() -> None:
     result = make_result(Cell(method="dnis", size=2, seed=0), 0.5, 10)
     other = replace(result, versions={"torch": "3", "python": "3.12"})
     assert joined_versions([result, other, result]) == {"torch": "2, 3", "python": "3.12"}
+
+
+@pytest.mark.parametrize("method", ["uniform", "mde", "random", "magnitude", "nis-me", "dnis-paper", "dnis"])
+def test_the_artifact_of_a_cell_is_evaluated_as_any_other_and_says_the_same(gloo, tmp_path: Path, method: str) -> None:
+    """Of each way in which methods make a model: another D, projections, whole columns, single values, a search."""
+    cell = Cell(method=method, size=2.5, seed=0)
+    rules = {"recipe": "tests.tiny:demo", "data": None, "patience": 1, "max_epochs": 1, "trials": 1}
+    folder = tmp_path / "cells" / cell.name
+    CellTask(cell=cell, rules=rules, registry=registry.REGISTRY, cells_at_once=1, artifact=True).write(folder)
+    trained = run_cell(folder).trained
+    assert trained is not None
+    evaluated = run_evaluate(folder / "artifact", None)
+    assert evaluated["metrics"] == pytest.approx(trained.row.metrics, abs=1e-6)
+    assert evaluated["parameters"] == trained.row.parameters
+    described = read_manifest(folder / "artifact")["run"]
+    assert described["configuration"] == {"method": method, "size": 2.5, **trained.settings}

@@ -122,14 +122,20 @@ def table_widths(model: nn.Module) -> dict[str, int]:
 
 def _uniform_of(task: MethodTask, embedding_dim: int | None) -> MethodResult:
     """Trains tables of one embedding_dim, None for the recipe's own."""
-    if embedding_dim is None or embedding_dim == trainable_dim(embedding_dim):
-        recipe, form = task.build(embedding_dim), "dense_fp32"
-        widths = table_widths(recipe.model)
+    trained_dim = None if embedding_dim is None else trainable_dim(embedding_dim)
+    recipe = task.build(trained_dim)
+    if embedding_dim == trained_dim:
+        form, widths = "dense_fp32", table_widths(recipe.model)
     else:
-        recipe, form = task.build(trainable_dim(embedding_dim)), "mixed_dimension_fp32"
-        widths = table_widths(task.build(embedding_dim).model)
-    settings = {} if embedding_dim is None else {"embedding_dim": embedding_dim}
-    return scheme_result(task, recipe, uniform_scheme_(recipe.model, widths), form=form, settings=settings)
+        form, widths = "mixed_dimension_fp32", table_widths(task.build(embedding_dim).model)
+    return scheme_result(
+        task,
+        recipe,
+        uniform_scheme_(recipe.model, widths),
+        form=form,
+        embedding_dim=trained_dim,
+        settings={} if embedding_dim is None else {"embedding_dim": embedding_dim},
+    )
 
 
 def uniform_dim(embedding_dim: int, compression_ratio: float) -> int:
