@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from dnis_torchrec.baselines import dnis, low_rank, magnitude, mde, nis, random_search, uniform
 from dnis_torchrec.baselines.magnitude import MagnitudePruning
-from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import train_scheme
 from dnis_torchrec.baselines.uniform import nearest_dim, train_uniform, uniform_dim
 
@@ -32,6 +32,7 @@ __all__ = [
     "Method",
     "MethodResult",
     "MethodTask",
+    "NotApplicableError",
     "SizeNotMetError",
     "nearest_dim",
     "train_scheme",

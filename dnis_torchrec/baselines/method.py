@@ -102,4 +102,8 @@ class SizeNotMetError(ValueError):
     """A method cannot come to the requested size; the comparison leaves its row empty and says why."""
 
 
+class NotApplicableError(NotImplementedError):
+    """A method cannot work on this model at any size; the comparison leaves its rows empty and says why."""
+
+
 Method = Callable[[MethodTask], MethodResult]

@@ -2,7 +2,7 @@
 
 OUT/cells/<cell>/task.json      what the cell is asked for
                  log.txt        what its process printed
-                 result.json    once it has finished, or cannot meet its size; such a cell is never run again
+                 result.json    once it has finished, or its method cannot do it; such a cell is never run again
                  crash.txt      the traceback, if it crashed; such a cell is run again by the next call
                  artifact/      what it exports to, if asked for
                  work/          checkpoints, while it runs
@@ -129,7 +129,7 @@ class CellResult:
         cell: which.
         rules: what it was run under.
         versions: package -> version.
-        trained: what it measured; None if the method cannot meet the size.
+        trained: what it measured; None if the method cannot meet the size, or cannot work on the model.
         reason: why it cannot.
     """
 

@@ -24,7 +24,7 @@ def comparison_rows(
 
     Args:
         cells: of the whole comparison.
-        finished: results; a cell without one, or that cannot meet its size, leaves its seed out.
+        finished: results; a cell without one, or whose method cannot do it, leaves its seed out.
         crashes: what to say of each cell without a result.
         primary_metric: metric of the Pareto front.
         higher_is_better: its direction.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.projected import is_projected
 from dnis_torchrec.comparison.cells import CellResult, CellTask, TrainedCell, write_crash
 from dnis_torchrec.comparison.registry import load_registry
@@ -39,7 +39,7 @@ def run_cell(folder: Path) -> CellResult:
         folder: of the cell, with its task.json.
 
     Raises:
-        Exception: whatever the method raises, except that it cannot meet the size.
+        Exception: whatever the method raises, except that it cannot meet the size or cannot work on the model.
     """
     task = CellTask.read(folder)
     cell, rules = task.cell, task.rules
@@ -64,7 +64,7 @@ def run_cell(folder: Path) -> CellResult:
         )
         try:
             made = method(method_task)
-        except SizeNotMetError as error:
+        except (SizeNotMetError, NotApplicableError) as error:
             result = CellResult(cell=cell, rules=rules, versions=versions(), reason=str(error))
         else:
             recipe = build(None)
