@@ -31,7 +31,9 @@ from dnis_torchrec.export import read_manifest
 from dnis_torchrec.jobs import run_evaluate
 from dnis_torchrec.report import ReportRow, read_rows
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
-from dnis_torchrec.report.compare_page import compared_lines, render_comparison
+from dnis_torchrec.report.compare_lines import compared_lines, cost_lines, missing_reasons
+from dnis_torchrec.report.compare_page import render_comparison
+from dnis_torchrec.report.tables import TIMES
 from tests.tiny import make_recipe
 
 REGISTRY = "tests.comparison_methods:METHODS"
@@ -355,6 +357,32 @@ def test_table_and_csv_and_json_say_the_same(tmp_path: Path) -> None:
     assert described["rows"] == json.loads(json.dumps([row.to_json() for row in content.rows]))
     write_json(tmp_path / "b.json", make_content(make_rows()))
     assert [row.method for row in read_rows(tmp_path / "b.json")] == ["dense", "uniform", "uniform", "dnis"]
+
+
+def test_a_size_is_told_best_first_and_its_best_heads_the_page() -> None:
+    content = make_content(make_rows())
+    assert [(line.size, line.row.method) for line in compared_lines(content)] == [
+        ("-", "dense"),
+        ("2", "uniform"),
+        ("4", "dnis"),
+        ("4", "uniform"),
+    ]
+    higher = replace(content, higher_is_better=True)
+    assert [line.row.method for line in compared_lines(higher)][-2:] == ["uniform", "dnis"]
+    page = render_comparison(content)
+    told = "Best test mse on tests.tiny:demo, at the same bytes: uniform at compression 2; dnis at compression 4."
+    assert told in page
+    assert "Best at compression 4: dnis" in page
+    assert "+0.0200 ± 0.0100 against dense; next: uniform, 0.8200" in page
+    costs = {line.method: line.cells for line in cost_lines(content)}
+    assert costs["uniform"] == (("", ""), *[("40.0 s", f"4 runs, 3.6{TIMES} dense")] * 2)
+
+
+def test_one_reason_is_told_once_for_all_rows_that_have_it() -> None:
+    content = make_content(
+        make_rows(**{f"{method}_{seed}": "E: no" for method in ("uniform", "dnis") for seed in LEVELS})
+    )
+    assert missing_reasons(content) == [("uniform at 2, uniform at 4, dnis at 4", "crashed: E: no")]
 
 
 def test_page_shows_every_row_loads_nothing_and_escapes() -> None:

@@ -22,7 +22,7 @@ from dnis_torchrec.checks import check_known
 from dnis_torchrec.embedding_modules import PooledFeature, SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.row_routing import RowRouter
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.table_shards import collections
+from dnis_torchrec.table_shards import collections, table_configs_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def project_as_exported_(model: nn.Module, scheme: MixedDimensionScheme) -> None
     Raises:
         ValueError: if a table of the model is not in the scheme, or has another shape there.
     """
-    configs = [table for module in collections(model).values() for table in module.embedding_bag_configs()]
+    configs = [table for module in collections(model).values() for table in table_configs_of(module)]
     for table in configs:
         check_known("table", table.name, scheme.tables)
     tables = {table.name: scheme.tables[table.name] for table in configs}

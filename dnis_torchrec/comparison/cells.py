@@ -18,12 +18,10 @@ from typing import Any
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.report.content import json_text, write_text
+from dnis_torchrec.report.content import WITH_VALIDATION, json_text, write_text
 
 FORMAT = "dnis-torchrec-cell"
 FORMAT_VERSION = 1
-DENSE = "dense"
-"""The method that trains the uncompressed model; it has no size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,7 @@ class Cell:
     @property
     def row_name(self) -> str:
         """What the method is called in tables."""
-        return f"{self.method}+validation" if self.with_validation else self.method
+        return f"{self.method}{WITH_VALIDATION}" if self.with_validation else self.method
 
     @property
     def name(self) -> str:

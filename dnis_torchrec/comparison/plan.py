@@ -10,10 +10,11 @@ from typing import Any
 
 from dnis_torchrec.baselines.method import MAX_EPOCHS
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.comparison.cells import DENSE, Cell, CellResult, CellTask, read_result
+from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, read_result
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
 from dnis_torchrec.jobs import build_recipe
+from dnis_torchrec.report.content import DENSE
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.training import primary_metric
 

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dnis_torchrec.comparison.cells import DENSE, Cell, CellResult, TrainedCell
-from dnis_torchrec.report.compare_content import ComparisonRow, Difference
-from dnis_torchrec.report.content import RowGroup
-from dnis_torchrec.report.pareto import pareto_front
+from dnis_torchrec.comparison.cells import Cell, CellResult, TrainedCell
+from dnis_torchrec.report.compare_content import ComparisonRow
+from dnis_torchrec.report.content import DENSE, RowGroup
+from dnis_torchrec.report.pareto_points import Difference, pareto_front
 
 
 def comparison_rows(

@@ -20,6 +20,10 @@ from torch import Tensor
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.report.row_distribution import RowDistribution
 
+DENSE = "dense"
+"""The method that trains the uncompressed model; it has no size."""
+WITH_VALIDATION = "+validation"
+"""What the name of a row ends with whose method was trained on the alpha-validation split as well."""
 SAME_SIZE_RATIO = 1.05
 """Rows of one method whose compression ratios differ by no more than this factor are seeds of the same experiment."""
 
