@@ -6,7 +6,7 @@ from dnis_torchrec.baselines import dnis, low_rank, magnitude, mde, nis, random_
 from dnis_torchrec.baselines.magnitude import MagnitudePruning
 from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import train_scheme
-from dnis_torchrec.baselines.uniform import nearest_dim, train_uniform, uniform_dim
+from dnis_torchrec.baselines.uniform import nearest_dim, train_uniform
 
 METHODS: Mapping[str, Method] = {
     "dense": uniform.dense,
@@ -37,5 +37,4 @@ __all__ = [
     "nearest_dim",
     "train_scheme",
     "train_uniform",
-    "uniform_dim",
 ]

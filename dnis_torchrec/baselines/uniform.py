@@ -11,7 +11,7 @@ from torch import nn
 
 from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import best_of, scheme_result, uniform_scheme_
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import describe
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search import table_configs
@@ -136,17 +136,6 @@ def _uniform_of(task: MethodTask, embedding_dim: int | None) -> MethodResult:
         embedding_dim=trained_dim,
         settings={} if embedding_dim is None else {"embedding_dim": embedding_dim},
     )
-
-
-def uniform_dim(embedding_dim: int, compression_ratio: float) -> int:
-    """The embedding_dim whose uniform tables come nearest to a compression ratio.
-
-    Example:
-        >>> uniform_dim(64, 5)
-        13
-    """
-    check(compression_ratio >= 1, "compression_ratio", "expected a number >= 1", compression_ratio)
-    return max(1, round(embedding_dim / compression_ratio))
 
 
 def train_uniform(
