@@ -91,6 +91,10 @@ def test_plan_has_each_method_at_each_size_and_a_second_row_for_those_that_need_
         *("uniform-size4-seed0", "uniform+validation-size4-seed0"),
         *("dnis-size2-seed0", "dnis-size4-seed0"),
     ]
+    without_size = make_comparison(tmp_path, seeds=(0,), methods=("no-embeddings",), registry=registry.REGISTRY).cells()
+    assert [cell.name for cell in without_size] == [
+        *("dense-seed0", "dense+validation-seed0", "no-embeddings-seed0", "no-embeddings+validation-seed0"),
+    ]
     names = [cell.name for cell in make_comparison(tmp_path, sizes=(2.0, 2.0000001, 1e7, 1.5)).cells()]
     assert len(set(names)) == len(names)
 
@@ -376,6 +380,26 @@ def test_a_size_is_told_best_first_and_its_best_heads_the_page() -> None:
     assert "+0.0200 ± 0.0100 against dense; next: uniform, 0.8200" in page
     costs = {line.method: line.cells for line in cost_lines(content)}
     assert costs["uniform"] == (("", ""), *[("40.0 s", f"4 runs, 3.6{TIMES} dense")] * 2)
+
+
+def test_no_embeddings_is_a_level_not_a_point() -> None:
+    cells = [
+        Cell(method=method, size=size, seed=0)
+        for method, size in (("no-embeddings", None), ("dense", None), ("dnis", 4))
+    ]
+    results = dict(
+        zip(
+            cells,
+            (make_result(cells[0], 0.9, 8), make_result(cells[1], 0.7, 4096), make_result(cells[2], 0.71, 1024)),
+            strict=True,
+        )
+    )
+    rows = comparison_rows(cells, results, {}, primary_metric="mse", higher_is_better=False)
+    assert [row.pareto for row in rows] == [False, True, True]
+    page = render_comparison(make_content(rows))
+    assert "Uncompressed, and with every embedding zero" in page
+    assert "no-embeddings" not in page.split('<div class="pareto">')[1].split("</figure>")[0]
+    assert "Compression 4: 0.00102 MB" in page
 
 
 def test_one_reason_is_told_once_for_all_rows_that_have_it() -> None:

@@ -97,7 +97,7 @@ def test_comparison_figure_draws_rows_of_one_method_alike_and_what_is_beyond_as_
     (axis,) = figure.axes
     labels = [text.get_text().replace(tables.TIMES, "x") for text in figure.legends[0].get_texts()]
     names = ["dnis-paper", "uniform", "dnis"]  # as they stand at the largest compression, from above
-    assert labels == [*names, "dense (1x)", "dense+validation (1x)", "dashed: +validation"]
+    assert labels == [*names, "dense 0.7000", "dense+validation 0.6900", "dashed: +validation"]
     lines = {container[0].get_zorder(): container[0] for container in axis.containers}
     assert [line.get_linestyle() for _, line in sorted(lines.items())] == ["--", "-", "-"]
     assert len({to_hex(container[0].get_color()) for container in axis.containers}) == 3

@@ -10,6 +10,7 @@ from dnis_torchrec.baselines.uniform import nearest_dim, train_uniform
 
 METHODS: Mapping[str, Method] = {
     "dense": uniform.dense,
+    "no-embeddings": uniform.no_embeddings,
     "uniform": uniform.uniform,
     "uniform-grid": uniform.uniform_grid,
     "low-rank": low_rank.low_rank,

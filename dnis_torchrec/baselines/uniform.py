@@ -34,6 +34,18 @@ def dense(task: MethodTask) -> MethodResult:
     return _uniform_of(task, None)
 
 
+def no_embeddings(task: MethodTask) -> MethodResult:
+    """The model with every embedding zero: what biases, first-order weights and dense features are worth alone.
+
+    A data set on which this is as good as the uncompressed model says nothing about embeddings.
+
+    Args:
+        task: what to train; its compression_ratio is not looked at.
+    """
+    recipe = task.build(None)
+    return scheme_result(task, recipe, uniform_scheme_(recipe.model, dict.fromkeys(table_widths(recipe.model), 0)))
+
+
 def uniform(task: MethodTask) -> MethodResult:
     """Uniform tables of the requested size.
 

@@ -30,7 +30,7 @@ class Cell:
 
     Attributes:
         method: its name in the registry.
-        size: bytes of the uncompressed float32 tables over bytes wanted, above 1; None for the uncompressed model.
+        size: bytes of the uncompressed float32 tables over bytes wanted, above 1; None for a method without size.
         seed: of the splits and of everything else that is random.
         with_validation: train on the alpha-validation split as well, for a method that needs none.
 

@@ -19,7 +19,7 @@ class ComparisonRow:
 
     Attributes:
         method: its name; ``"<method>+validation"`` trained on the alpha-validation split as well.
-        size: the compression ratio asked for, in bytes; None for the uncompressed model.
+        size: the compression ratio asked for, in bytes; None for a method without size.
         group: a row per seed that finished; none of them in an empty row.
         missing: seed -> why it is not in `group`.
         forms: the export forms whose bytes are compared, one unless seeds differ in it.

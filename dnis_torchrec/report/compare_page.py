@@ -18,8 +18,7 @@ from dnis_torchrec.report.compare_lines import (
     ranked_rows,
     sizes_of,
 )
-from dnis_torchrec.report.content import WITH_VALIDATION, json_text, write_text
-from dnis_torchrec.report.figures.style import base_method
+from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, WITH_VALIDATION, base_method, json_text, write_text
 from dnis_torchrec.report.pareto import pareto_chart
 from dnis_torchrec.report.rendering import render
 from dnis_torchrec.report.tables import (
@@ -70,7 +69,8 @@ def render_comparison(content: ComparisonContent) -> str:
     lines = [line for line in compared_lines(content) if not line.row.is_empty]
     quality = quality_figure(content)
     metric, higher = content.primary_metric, content.higher_is_better
-    points = [point for row in content.rows if (point := row.point(metric)) is not None]
+    sized = [row for row in content.rows if base_method(row.method) != NO_EMBEDDINGS]
+    points = [point for row in sized if (point := row.point(metric)) is not None]
     winners = _winners(content)
     return render(
         "compare.html.j2",
@@ -86,7 +86,8 @@ def render_comparison(content: ComparisonContent) -> str:
         rules=json_text(dict(content.rules), "ComparisonContent.rules"),
         sentence=_sentence(content, winners),
         winners=winners,
-        dense_bytes=next((line.row.embedding_bytes for line in lines if line.row.size is None), None),
+        dense_bytes=next((line.row.embedding_bytes for line in lines if line.row.method == DENSE), None),
+        has_no_embeddings=len(sized) < len(content.rows),
         cells_at_once=max(row.cells_at_once for row in content.rows),
         num_seeds=max(len(row.group.rows) for row in content.rows),
         many_metrics=len(content.metrics) > MANY_METRICS,

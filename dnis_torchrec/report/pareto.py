@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from matplotlib.ticker import MaxNLocator
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.report.content import DENSE, WITH_VALIDATION
+from dnis_torchrec.report.content import DENSE, WITH_VALIDATION, base_method
 from dnis_torchrec.report.figures.style import (
     BLACK,
     BLUE,
@@ -24,7 +24,6 @@ from dnis_torchrec.report.figures.style import (
     PURPLE,
     SKY,
     YELLOW,
-    base_method,
     direction,
     log_ticks,
     method_styles,
@@ -219,6 +218,6 @@ def _with_deviation(text: str, deviation: float | None) -> str:
 
 def _difference(point: ParetoPoint) -> list[tuple[str, str]]:
     """The fact that says what a point has lost or gained, nothing where that is not known or it is the model itself."""
-    if point.difference is None or base_method(point.method) == point.method == DENSE:
+    if point.difference is None or point.method == DENSE:
         return []
     return [("against dense", _with_deviation(format_difference(point.difference.mean), point.difference.deviation))]

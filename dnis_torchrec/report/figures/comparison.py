@@ -11,11 +11,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.report.content import DENSE, WITH_VALIDATION
+from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, WITH_VALIDATION, base_method
 from dnis_torchrec.report.figures.style import (
     GREY,
     WIDTH,
-    base_method,
     legend_beside,
     log_axis,
     method_styles,
@@ -35,9 +34,9 @@ def quality_at_the_same_bytes(
 ) -> Figure:
     """A metric over the compression in bytes: a line per method, dashed and hollow if it had the validation split too.
 
-    The uncompressed model is a level. Bars are those of `ParetoPoint.bar`; points beyond `metric_range` stand at the
-    edge of the axis with their number. The legend names methods from top to bottom as they stand at the largest
-    compression.
+    Methods without size are levels, named with their number. Bars are those of `ParetoPoint.bar`; points beyond
+    `metric_range` stand at the edge of the axis with their number. The legend names methods from top to bottom as they
+    stand at the largest compression.
 
     Args:
         points: one per method and size.
@@ -49,11 +48,12 @@ def quality_at_the_same_bytes(
         ValueError: if there are no points.
     """
     check(len(points) > 0, "points", "expected at least one point", "none", "leave the figure out")
-    levels = [point for point in points if base_method(point.method) == DENSE]
-    compressed = [point for point in points if base_method(point.method) != DENSE]
+    levels = [point for point in points if base_method(point.method) in (DENSE, NO_EMBEDDINGS)]
+    compressed = [point for point in points if point not in levels]
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     axis = figure.subplots()
-    axis.set_ylim(metric_range(points, higher_is_better=higher_is_better))
+    shown = [point for point in points if base_method(point.method) != NO_EMBEDDINGS] or points
+    axis.set_ylim(metric_range(shown, higher_is_better=higher_is_better))
     styles = method_styles(point.method for point in points)
     for point in levels:
         linestyle = DOTTED if point.method.endswith(WITH_VALIDATION) else DASHED
@@ -131,7 +131,7 @@ def _legend(
     for point in levels:
         linestyle = DOTTED if point.method.endswith(WITH_VALIDATION) else DASHED
         handles.append(Line2D([], [], color=styles[point.method][0], linewidth=1.1, linestyle=linestyle))
-        labels.append(f"{point.method} (1\N{MULTIPLICATION SIGN})")
+        labels.append(f"{short(point.method)} {format_metric(point.mean)}")
     if any(point.method.endswith(WITH_VALIDATION) for point in compressed):
         handles.append(Line2D([], [], color=GREY, marker="o", markersize=5, mfc="white", lw=1.1, linestyle=DASHED))
         labels.append("dashed: +validation")

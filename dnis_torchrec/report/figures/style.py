@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
-from dnis_torchrec.report.content import WITH_VALIDATION
+from dnis_torchrec.report.content import WITH_VALIDATION, base_method
 
 BLUE, ORANGE, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#222222"
 PURPLE, SKY, YELLOW, GREY, BROWN = "#CC79A7", "#56B4E9", "#E69F00", "#8A8A8A", "#7A4A2B"
@@ -32,6 +32,7 @@ METHOD_STYLES = {
     "magnitude": (GREEN, "^"),
     "magnitude-iterative": (GREEN, "v"),
     "dense": (BLACK, "D"),
+    "no-embeddings": (GREY, "*"),
     "dnis-paper": (SKY, "o"),
     "dnis-unrolled": (SKY, "s"),
     "mde": (PURPLE, "v"),
@@ -92,16 +93,6 @@ def method_styles(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
         styles[method] = (OTHER_COLOURS[index % len(OTHER_COLOURS)], OTHER_MARKERS[index % len(OTHER_MARKERS)])
     both_rows = ((name, style) for method, style in styles.items() for name in (method, method + WITH_VALIDATION))
     return {name: style for name, style in both_rows if name in present}
-
-
-def base_method(name: str) -> str:
-    """A row's method, whether it was trained on the validation split as well or not.
-
-    Example:
-        >>> base_method("uniform+validation")
-        'uniform'
-    """
-    return name.removesuffix(WITH_VALIDATION)
 
 
 def short(name: str, limit: int = 26) -> str:
