@@ -10,17 +10,12 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.baselines import MagnitudePruning, MethodTask, nearest_dim, train_uniform, uniform_dim
+from dnis_torchrec.baselines import MagnitudePruning, MethodTask, nearest_dim, train_uniform
 from dnis_torchrec.recipe import Recipe
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")
 DENSE_PARAMETERS = 52 * 8
-
-
-@pytest.mark.parametrize(("ratio", "dim"), [(1, 64), (2, 32), (3, 21), (5, 13), (20, 3), (1000, 1)])
-def test_uniform_dim_is_the_nearest(ratio: float, dim: int) -> None:
-    assert uniform_dim(64, ratio) == dim
 
 
 @pytest.mark.parametrize(("ratio", "dim"), [(1, 16), (2, 8), (3, 5), (5, 3), (1000, 1)])

@@ -18,12 +18,11 @@ from dnis_torchrec.baselines.mde import (
     TEMPERATURES,
     MdeDims,
     MdeSetting,
-    ProjectedEmbeddingBagCollection,
     mde,
     popularity,
-    project_,
     solve,
 )
+from dnis_torchrec.baselines.projected import ProjectedEmbeddingBagCollection, project_
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.frequency import FrequencyCounts, count_frequencies

@@ -21,7 +21,7 @@ from tests.tiny import make_batch, make_recipe
 CPU = torch.device("cpu")
 DIM = 16
 SIZED = ("uniform-grid", "random", "mde", "magnitude", "magnitude-iterative")
-PLAIN = ("dense", "uniform", *SIZED)
+PLAIN = ("dense", "no-embeddings", "uniform", *SIZED)
 """Methods that learn on training data alone."""
 
 
@@ -61,6 +61,8 @@ def test_a_result_is_within_its_budget_and_serves_what_was_selected(gloo, tmp_pa
         result = METHODS[name](task)
         if name == "dense":
             assert result.embedding_bytes() == task.dense_bytes()
+        elif name == "no-embeddings":
+            assert result.scheme.parameters == 0
         elif name == "uniform":
             assert task.embedding_bytes() <= result.embedding_bytes() < task.embedding_bytes() + 4 * 52 + 200
         else:

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from dnis_torchrec.cli import app, main
+from dnis_torchrec.cli import main
+from dnis_torchrec.cli.app import ORDER, app
 
 ROOT = Path(__file__).parents[1]
 SHORT = ("--warm-up-epochs", "1", "--ramp-epochs", "3", "--release-epochs", "1")
@@ -192,8 +193,11 @@ def test_help_teaches() -> None:
     done = dnis("--help")
     assert done.returncode == 0
     assert "A typical session" in done.stdout
-    for command in ("search", "prune", "export", "evaluate", "report", "compare"):
-        assert command in done.stdout
+    assert sorted(ORDER) == sorted(command.name or command.callback.__name__ for command in app.registered_commands)
+    rows = [line.split() for line in done.stdout.partition("Commands")[2].splitlines()]
+    listed = [row[1] for row in rows if row[1:2] and row[1] in ORDER]
+    assert listed == list(ORDER)
+    for command in ORDER:
         assert dnis(command, "--help").returncode == 0
 
 

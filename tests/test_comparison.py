@@ -14,15 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dnis_torchrec.comparison import Comparison, comparison_table, parse_names, parse_seeds, parse_sizes
+from dnis_torchrec.comparison import (
+    Comparison,
+    comparison_table,
+    parse_names,
+    parse_seeds,
+    parse_sizes,
+    registry,
+)
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, TrainedCell, read_crash, read_result, write_crash
 from dnis_torchrec.comparison.outputs import joined_versions, missing_lines, rows_frame, write_json
 from dnis_torchrec.comparison.streams import InterleavedBatches
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
+from dnis_torchrec.export import read_manifest
+from dnis_torchrec.jobs import run_evaluate
 from dnis_torchrec.report import ReportRow, read_rows
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
-from dnis_torchrec.report.compare_page import compared_lines, render_comparison
+from dnis_torchrec.report.compare_lines import compared_lines, cost_lines, missing_reasons
+from dnis_torchrec.report.compare_page import render_comparison
+from dnis_torchrec.report.tables import TIMES
 from tests.tiny import make_recipe
 
 REGISTRY = "tests.comparison_methods:METHODS"
@@ -79,6 +90,10 @@ def test_plan_has_each_method_at_each_size_and_a_second_row_for_those_that_need_
         *("uniform-size2-seed0", "uniform+validation-size2-seed0"),
         *("uniform-size4-seed0", "uniform+validation-size4-seed0"),
         *("dnis-size2-seed0", "dnis-size4-seed0"),
+    ]
+    without_size = make_comparison(tmp_path, seeds=(0,), methods=("no-embeddings",), registry=registry.REGISTRY).cells()
+    assert [cell.name for cell in without_size] == [
+        *("dense-seed0", "dense+validation-seed0", "no-embeddings-seed0", "no-embeddings+validation-seed0"),
     ]
     names = [cell.name for cell in make_comparison(tmp_path, sizes=(2.0, 2.0000001, 1e7, 1.5)).cells()]
     assert len(set(names)) == len(names)
@@ -210,6 +225,15 @@ def test_a_size_that_cannot_be_met_is_a_finished_cell(gloo, tmp_path: Path) -> N
     assert row.to_json() == expected
 
 
+def test_a_method_that_cannot_work_on_the_model_is_a_finished_cell(gloo, tmp_path: Path) -> None:
+    cell = Cell(method="low-rank", size=2.0, seed=0)
+    folder = tmp_path / "cells" / cell.name
+    rules = {"recipe": "tests.tiny:demo", "data": None, "patience": 1, "max_epochs": 1, "trials": None}
+    CellTask(cell=cell, rules=rules, registry=registry.REGISTRY, cells_at_once=1, artifact=False).write(folder)
+    assert "low-rank: supported are models that may be rotated" in run_cell(folder).reason
+    assert read_result(folder).trained is None
+
+
 @pytest.mark.parametrize("keep", [0, 1, 40, -3])
 def test_a_half_written_result_counts_as_none(tmp_path: Path, keep: int) -> None:
     cell = Cell(method="uniform", size=2.0, seed=0)
@@ -339,6 +363,52 @@ def test_table_and_csv_and_json_say_the_same(tmp_path: Path) -> None:
     assert [row.method for row in read_rows(tmp_path / "b.json")] == ["dense", "uniform", "uniform", "dnis"]
 
 
+def test_a_size_is_told_best_first_and_its_best_heads_the_page() -> None:
+    content = make_content(make_rows())
+    assert [(line.size, line.row.method) for line in compared_lines(content)] == [
+        ("-", "dense"),
+        ("2", "uniform"),
+        ("4", "dnis"),
+        ("4", "uniform"),
+    ]
+    higher = replace(content, higher_is_better=True)
+    assert [line.row.method for line in compared_lines(higher)][-2:] == ["uniform", "dnis"]
+    page = render_comparison(content)
+    told = "Best test mse on tests.tiny:demo, at the same bytes: uniform at compression 2; dnis at compression 4."
+    assert told in page
+    assert "Best at compression 4: dnis" in page
+    assert "+0.0200 ± 0.0100 against dense; next: uniform, 0.8200" in page
+    costs = {line.method: line.cells for line in cost_lines(content)}
+    assert costs["uniform"] == (("", ""), *[("40.0 s", f"4 runs, 3.6{TIMES} dense")] * 2)
+
+
+def test_no_embeddings_is_a_level_not_a_point() -> None:
+    cells = [
+        Cell(method=method, size=size, seed=0)
+        for method, size in (("no-embeddings", None), ("dense", None), ("dnis", 4))
+    ]
+    results = dict(
+        zip(
+            cells,
+            (make_result(cells[0], 0.9, 8), make_result(cells[1], 0.7, 4096), make_result(cells[2], 0.71, 1024)),
+            strict=True,
+        )
+    )
+    rows = comparison_rows(cells, results, {}, primary_metric="mse", higher_is_better=False)
+    assert [row.pareto for row in rows] == [False, True, True]
+    page = render_comparison(make_content(rows))
+    assert "Uncompressed, and with every embedding zero" in page
+    assert "no-embeddings" not in page.split('<div class="pareto">')[1].split("</figure>")[0]
+    assert "Compression 4: 0.00102 MB" in page
+
+
+def test_one_reason_is_told_once_for_all_rows_that_have_it() -> None:
+    content = make_content(
+        make_rows(**{f"{method}_{seed}": "E: no" for method in ("uniform", "dnis") for seed in LEVELS})
+    )
+    assert missing_reasons(content) == [("uniform at 2, uniform at 4, dnis at 4", "crashed: E: no")]
+
+
 def test_page_shows_every_row_loads_nothing_and_escapes() -> None:
     crashed = {f"dnis_{seed}": "<script>alert(1)</script>" for seed in LEVELS}
     page = render_comparison(make_content(make_rows(**crashed)))
@@ -368,3 +438,19 @@ def test_versions_of_all_cells() -> None:
     result = make_result(Cell(method="dnis", size=2, seed=0), 0.5, 10)
     other = replace(result, versions={"torch": "3", "python": "3.12"})
     assert joined_versions([result, other, result]) == {"torch": "2, 3", "python": "3.12"}
+
+
+@pytest.mark.parametrize("method", ["uniform", "mde", "random", "magnitude", "nis-me", "dnis-paper", "dnis"])
+def test_the_artifact_of_a_cell_is_evaluated_as_any_other_and_says_the_same(gloo, tmp_path: Path, method: str) -> None:
+    """Of each way in which methods make a model: another D, projections, whole columns, single values, a search."""
+    cell = Cell(method=method, size=2.5, seed=0)
+    rules = {"recipe": "tests.tiny:demo", "data": None, "patience": 1, "max_epochs": 1, "trials": 1}
+    folder = tmp_path / "cells" / cell.name
+    CellTask(cell=cell, rules=rules, registry=registry.REGISTRY, cells_at_once=1, artifact=True).write(folder)
+    trained = run_cell(folder).trained
+    assert trained is not None
+    evaluated = run_evaluate(folder / "artifact", None)
+    assert evaluated["metrics"] == pytest.approx(trained.row.metrics, abs=1e-6)
+    assert evaluated["parameters"] == trained.row.parameters
+    described = read_manifest(folder / "artifact")["run"]
+    assert described["configuration"] == {"method": method, "size": 2.5, **trained.settings}

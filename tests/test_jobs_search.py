@@ -14,7 +14,7 @@ import pytest
 
 from dnis_torchrec import Size
 from dnis_torchrec.frequency import count_frequencies
-from dnis_torchrec.jobs import SearchJob, run_prune, run_report, run_search
+from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search
 from dnis_torchrec.jobs.common import build_recipe
 from dnis_torchrec.progress import _StopRequest
 from dnis_torchrec.run_folder import RunFolder, RunWriteError
@@ -158,3 +158,11 @@ def test_a_folder_left_before_the_run_began_is_taken(tmp_path: Path) -> None:
     (tmp_path / "run" / "mine").touch()
     with pytest.raises(ValueError, match="expected a folder that does not exist, got an existing one; choose another"):
         RunFolder.create(tmp_path / "run")
+
+
+def test_a_run_from_another_embedding_dim_is_exported_and_evaluated_as_such(gloo, tmp_path: Path) -> None:
+    out, artifact = tmp_path / "run", tmp_path / "artifact"
+    run_search(job(out, embedding_dim=4, size=Size(compression_ratio=2)))
+    run_export(out, artifact, forms=("mixed_dimension",))
+    expected = run_evaluate(out, None)["metrics"]
+    assert run_evaluate(artifact, None)["metrics"] == pytest.approx(expected, abs=1e-6)

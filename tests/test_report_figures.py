@@ -8,7 +8,8 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 
-from dnis_torchrec.report import BlockSummary, RowDistribution, figures, tables
+from dnis_torchrec.report import BlockSummary, ParetoPoint, RowDistribution, figures, tables
+from dnis_torchrec.report.pareto_points import Difference
 from tests.test_report import make_alpha, make_blocks, make_content, make_row, make_rows
 
 
@@ -69,6 +70,44 @@ def test_quality_figure_with_one_method_only_and_metrics_absent() -> None:
     assert axis.lines[0].get_xdata().tolist() == [4.0]
     with pytest.raises(ValueError, match="metric 'mse': expected at least one row"):
         figures.quality_against_size(rows, "mse", higher_is_better=False)
+
+
+def make_point(method: str, ratio: float, mean: float, deviation: float = 0.01) -> ParetoPoint:
+    """Of three seeds, within which the metric differs from the uncompressed model's by a deviation."""
+    difference = Difference(mean=mean - 0.7, deviation=deviation, num_seeds=3)
+    return ParetoPoint(
+        method=method,
+        bytes=1e6 / ratio,
+        mean=mean,
+        deviation=0.5,
+        num_seeds=3,
+        compression_ratio=ratio,
+        seconds=1.0,
+        difference=difference,
+    )
+
+
+def test_comparison_figure_draws_rows_of_one_method_alike_and_what_is_beyond_as_a_number() -> None:
+    points = [make_point("dense", 1, 0.7, 0.0), make_point("dense+validation", 1, 0.69)]
+    for ratio in (2.0, 4.0):
+        points += [make_point("uniform", ratio, 0.7 + ratio / 100), make_point("dnis", ratio, 0.69 + ratio / 100)]
+        points.append(make_point("uniform+validation", ratio, 0.695 + ratio / 100))
+    points.append(make_point("dnis-paper", 4.0, 1.9))
+    figure = figures.quality_at_the_same_bytes(points, "mse", higher_is_better=False, sizes=(2, 4))
+    (axis,) = figure.axes
+    labels = [text.get_text().replace(tables.TIMES, "x") for text in figure.legends[0].get_texts()]
+    names = ["dnis-paper", "uniform", "dnis"]  # as they stand at the largest compression, from above
+    assert labels == [*names, "dense 0.7000", "dense+validation 0.6900", "dashed: +validation"]
+    lines = {container[0].get_zorder(): container[0] for container in axis.containers}
+    assert [line.get_linestyle() for _, line in sorted(lines.items())] == ["--", "-", "-"]
+    assert len({to_hex(container[0].get_color()) for container in axis.containers}) == 3
+    assert [text.get_text() for text in axis.texts] == ["\N{UPWARDS ARROW} 1.9000"]
+    assert axis.get_ylim()[1] < 0.8
+    assert "3 seeds; bars: standard deviation of the difference to dense" in axis.get_title(loc="left")
+    (bars,) = axis.containers[0][2]
+    assert [end - begin for (_, begin), (_, end) in bars.get_segments()] == [pytest.approx(0.02)] * 2
+    with pytest.raises(ValueError, match="expected at least one point"):
+        figures.quality_at_the_same_bytes([], "mse", higher_is_better=False)
 
 
 def test_bytes_figure_labels_bars_in_megabytes() -> None:

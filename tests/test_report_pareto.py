@@ -84,6 +84,23 @@ def test_bars_are_the_deviation_over_seeds() -> None:
     ]
 
 
+def test_a_far_worse_point_stands_at_the_edge_and_says_its_number() -> None:
+    points = [point(2**index, 0.7 + index / 100) for index in range(7)]
+    assert max(y for _, y in places(pareto_chart(points, "auc", higher_is_better=True))) < BOTTOM
+    chart = pareto_chart([*points, point(8, -3.0)], "auc", higher_is_better=True)
+    *near, (_, far) = places(chart)
+    assert far == BOTTOM
+    assert max(y for _, y in near) - min(y for _, y in near) > 0.8 * (BOTTOM - TOP)
+    assert re.findall(r'<text class="beyond"[^>]*>([^<]*)<', chart) == ["\N{DOWNWARDS ARROW} -3.0000"]
+
+
+def test_the_row_with_validation_is_hollow_and_shares_its_entry_of_the_key() -> None:
+    chart = pareto_chart([point(1, 0.5, "uniform"), point(1, 0.6, "uniform+validation")], "auc", higher_is_better=True)
+    assert len(re.findall(r'<path class="mark second" transform', chart)) == 1
+    key = chart.split('class="plot"')[0]
+    assert (key.count("uniform"), key.count("hollow, dashed: +validation")) == (1, 1)
+
+
 @given(
     st.lists(st.tuples(st.floats(1, 1e12), st.floats(-1e6, 1e6), st.none() | st.floats(0, 1e3)), min_size=1, max_size=6)
 )

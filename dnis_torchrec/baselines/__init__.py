@@ -4,12 +4,13 @@ from collections.abc import Mapping
 
 from dnis_torchrec.baselines import dnis, low_rank, magnitude, mde, nis, random_search, uniform
 from dnis_torchrec.baselines.magnitude import MagnitudePruning
-from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import train_scheme
-from dnis_torchrec.baselines.uniform import nearest_dim, train_uniform, uniform_dim
+from dnis_torchrec.baselines.uniform import nearest_dim, train_uniform
 
 METHODS: Mapping[str, Method] = {
     "dense": uniform.dense,
+    "no-embeddings": uniform.no_embeddings,
     "uniform": uniform.uniform,
     "uniform-grid": uniform.uniform_grid,
     "low-rank": low_rank.low_rank,
@@ -32,9 +33,9 @@ __all__ = [
     "Method",
     "MethodResult",
     "MethodTask",
+    "NotApplicableError",
     "SizeNotMetError",
     "nearest_dim",
     "train_scheme",
     "train_uniform",
-    "uniform_dim",
 ]

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from dnis_torchrec.baselines.method import MethodResult, MethodTask
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, NotApplicableError
 from dnis_torchrec.baselines.trained_scheme import row_blocks, uniform_scheme_
 from dnis_torchrec.baselines.uniform import smallest_dim, table_widths
 from dnis_torchrec.checks import describe
@@ -33,12 +33,12 @@ def low_rank(task: MethodTask) -> MethodResult:
         task: what to train, how large.
 
     Raises:
-        NotImplementedError: if the model has no table that may be rotated; before training.
+        NotApplicableError: if the model has no table that may be rotated; before training.
     """
     recipe = task.build(None)
     if not rotation_groups(recipe.model):
         remedy = "give the model a method rotation_groups"
-        raise NotImplementedError(describe("low-rank", "supported are models that may be rotated", "another", remedy))
+        raise NotApplicableError(describe("low-rank", "supported are models that may be rotated", "another", remedy))
     widths = table_widths(task.build(smallest_dim(task, task.embedding_bytes())).model)
     counts, _ = row_blocks(task)
     torch.manual_seed(task.seed)

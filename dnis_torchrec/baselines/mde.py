@@ -16,12 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torch import Tensor
 
 from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.projected import ProjectedDims, project_
 from dnis_torchrec.baselines.trained_scheme import (
     best_of,
     byte_budget,
@@ -34,10 +32,7 @@ from dnis_torchrec.baselines.uniform import smallest_dim, table_widths, trainabl
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Budget
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.embedding_modules import PooledFeature, SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.row_routing import RowRouter
-from dnis_torchrec.table_shards import collections
 
 ROUNDINGS = ("integer", "power of two")
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -78,38 +73,16 @@ SETTINGS = tuple(MdeSetting(temperature=t, rounding=rounding) for rounding in RO
 
 
 @dataclass(frozen=True, kw_only=True)
-class MdeDims:
-    """The dims that a setting comes to.
+class MdeDims(ProjectedDims):
+    """The dims that a setting comes to, each in 1..D; the blocks have the tables' D at the base dimension.
 
     Attributes:
         setting: see `MdeSetting`.
         base_dim: embedding_dim to build the recipe with.
-        blocks: the blocks, with the tables' D at that embedding_dim.
-        dims: table -> ``(S,)`` int64 in 1..D.
     """
 
     setting: MdeSetting
     base_dim: int
-    blocks: RowBlocks
-    dims: Mapping[str, Tensor]
-
-    def projection_shapes(self) -> dict[str, tuple[int, int]]:
-        """Projection -> ``(d_s, D)``. Tables of equal D share those of a block; unseen blocks need none."""
-        return {
-            name: (int(self.dims[table][s]), self.blocks.embedding_dims[table])
-            for table in self.dims
-            for s, name in enumerate(self.projection_names(table))
-            if name is not None
-        }
-
-    def projection_names(self, table: str) -> list[str | None]:
-        """The projection of each block of a table; None where the block is as wide as the base, or never seen."""
-        dim, first = self.blocks.embedding_dims[table], self.blocks.first_alpha_row(table)
-        seen = self.blocks.seen_rows[table].tolist()
-        return [
-            f"D{dim}_b{first + s}_d{d}" if d < dim and seen[s] else None
-            for s, d in enumerate(self.dims[table].tolist())
-        ]
 
     def table_bytes(self, budget: Budget) -> float:
         """Bytes of the tables, without their fixed index bytes."""
@@ -232,153 +205,11 @@ def _train(task: MethodTask, plan: MdeDims, counts: FrequencyCounts) -> MethodRe
         "rounding": plan.setting.rounding,
         "embedding_dim": plan.base_dim,
     }
-    return scheme_result(task, recipe, scheme, extra_bytes=plan.projection_bytes(), settings=settings)
-
-
-def project_(model: nn.Module, plan: MdeDims) -> None:
-    """Puts a `ProjectedEmbeddingBagCollection` around every EmbeddingBagCollection of a model; all share projections.
-
-    The result of MDE is such a model: to serve it, build the recipe with the base dimension, wrap it so, and drop the
-    exported tables in.
-
-    Args:
-        model: built with the plan's base dimension, changed in place.
-        plan: the dims.
-    """
-    projections = Projections(plan)
-    found = {id(module): module for module in collections(model).values()}
-    wrappers = {key: ProjectedEmbeddingBagCollection(module, plan, projections) for key, module in found.items()}
-    for fqn, module in list(model.named_modules(remove_duplicate=False)):
-        if id(module) in wrappers:
-            model.set_submodule(fqn, wrappers[id(module)])
-
-
-class Projections(nn.Module):
-    """The learned ``(d_s, D)`` projections of a model, Xavier-initialised.
-
-    Args:
-        plan: the dims.
-    """
-
-    def __init__(self, plan: MdeDims) -> None:
-        super().__init__()
-        shapes = plan.projection_shapes()
-        self.matrices = nn.ParameterDict({name: torch.empty(shape) for name, shape in shapes.items()})
-        for matrix in self.matrices.values():
-            nn.init.xavier_uniform_(matrix)
-        self._names = {table: plan.projection_names(table) for table in plan.dims}
-
-    def forward(self, pooled: Tensor, table: str, block: int) -> Tensor:
-        """Projects sums of rows of one block.
-
-        Args:
-            pooled: ``(B, D)``, zero from column d_s on.
-            table: table name.
-            block: s.
-
-        Returns:
-            ``(B, D)``: ``pooled[:, :d_s] @ P_s``, or `pooled` itself where the block is as wide as the base.
-        """
-        name = self._names[table][block]
-        if name is None:
-            return pooled
-        matrix = self.matrices[name]
-        return pooled[:, : matrix.shape[0]] @ matrix
-
-
-class ProjectedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
-    """Wraps an EmbeddingBagCollection whose blocks keep their first d_s columns, and projects these to D.
-
-    ``pooled = sum over s of (sum of the bag's rows in block s)[:d_s] P_s``. The child holds the tables, with bags split
-    by block as a search splits them; it is what a scheme describes, what is sharded, exported and replaced by a serving
-    module. The projections are dense weights of the model.
-
-    Args:
-        embedding_bag_collection: the collection to wrap; its tables' weights are shared, not copied.
-        plan: blocks and dims of its tables.
-        projections: shared by all wrappers of a model.
-
-    Shape:
-        - Input: KeyedJaggedTensor, keys in any order, stride B.
-        - Output: KeyedTensor ``(B, sum of D over output keys)``, keys, order and dims as the wrapped collection's.
-    """
-
-    def __init__(
-        self, embedding_bag_collection: EmbeddingBagCollection, plan: MdeDims, projections: Projections
-    ) -> None:
-        super().__init__()
-        self._tables = list(embedding_bag_collection.embedding_bag_configs())
-        self._is_weighted = embedding_bag_collection.is_weighted()
-        soft = SoftSelectionEmbeddingBagCollection(embedding_bag_collection, plan.blocks)
-        self.bag_check, self.bag_splitter = soft.bag_check, soft.bag_splitter
-        self.embedding_bag_collection = soft.embedding_bag_collection
-        self.project_pooled = ProjectPooled(soft.outputs, plan.blocks, projections)
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up and projects them; raises as `SoftSelectionEmbeddingBagCollection` does."""
-        self.bag_check(features)
-        split = features if self.bag_splitter is None else self.bag_splitter(features)
-        pooled = self.embedding_bag_collection(split)
-        return self.project_pooled(pooled, features)
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Configs of the wrapped collection, as the user wrote them."""
-        return self._tables
-
-    def is_weighted(self) -> bool:
-        """Whether bags carry per-sample weights."""
-        return self._is_weighted
-
-
-class ProjectPooled(nn.Module):
-    """The part of the wrapper behind the lookup: a module of its own, so that TorchRec's tracer takes it for a leaf.
-
-    Args:
-        outputs: what stands behind each output key.
-        blocks: row -> block of every table.
-        projections: of the model.
-    """
-
-    def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, projections: Projections) -> None:
-        super().__init__()
-        self._outputs = outputs
-        self.projections = projections
-        tables = sorted({output.table for output in outputs if not output.is_multi_hot})
-        self._router_of = {table: index for index, table in enumerate(tables)}
-        self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
-
-    def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Projects pooled embeddings.
-
-        Args:
-            pooled: what the child returned for the split bags.
-            features: the bags as the user gave them.
-        """
-        by_key, bags = pooled.to_dict(), features.to_dict()
-        parts = [
-            self._multi_hot(output, [by_key[key] for key in output.block_keys], bags[output.feature])
-            if output.is_multi_hot
-            else self._single_id(output, by_key[output.name], bags[output.feature])
-            for output in self._outputs
-        ]
-        return KeyedTensor(
-            keys=[output.name for output in self._outputs],
-            length_per_key=[output.embedding_dim for output in self._outputs],
-            values=torch.cat(parts, dim=1),
-        )
-
-    def _multi_hot(self, output: PooledFeature, per_block: list[Tensor], bags: JaggedTensor) -> Tensor:
-        projected = [self.projections(part, output.table, s) for s, part in enumerate(per_block)]
-        total = torch.stack(projected).sum(dim=0)
-        return total / bags.lengths().clamp(min=1).unsqueeze(1) if output.divides else total
-
-    def _single_id(self, output: PooledFeature, pooled: Tensor, bags: JaggedTensor) -> Tensor:
-        """Bags sorted by block, so that each projection multiplies its own only, and put back into their order."""
-        router = self._routers[self._router_of[output.table]]
-        block = torch.zeros_like(bags.lengths(), dtype=torch.int64)  # an empty bag is zero under every projection
-        block = block.masked_scatter(bags.lengths() > 0, router(bags.values()))
-        order = torch.argsort(block, stable=True)
-        sizes = torch.bincount(block, minlength=output.num_blocks).tolist()
-        per_block = pooled.index_select(0, order).split(sizes)
-        projected = torch.cat([self.projections(part, output.table, s) for s, part in enumerate(per_block)])
-        return projected.index_select(0, torch.argsort(order))
+    return scheme_result(
+        task,
+        recipe,
+        scheme,
+        embedding_dim=plan.base_dim,
+        extra_bytes=plan.projection_bytes(),
+        settings=settings,
+    )

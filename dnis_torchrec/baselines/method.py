@@ -69,6 +69,8 @@ class MethodResult:
         model: the plain, unsharded model, called as `Recipe.model` is; pruned values are exactly zero.
         scheme: the retained dims of its tables.
         form: the export form whose bytes are compared, one of `dnis_torchrec.scheme.FORMS`.
+        embedding_dim: what `MethodTask.build` made the model with, None for the recipe's own; who serves the result
+            builds the recipe with it.
         extra_bytes: bytes that serving needs beside that form, such as learned projections.
         selection_loss: on the selection split.
         seconds: wall time of the one run that is reported.
@@ -80,6 +82,7 @@ class MethodResult:
     model: nn.Module
     scheme: MixedDimensionScheme
     form: str
+    embedding_dim: int | None = None
     extra_bytes: int = 0
     selection_loss: float
     seconds: float
@@ -97,6 +100,10 @@ class MethodResult:
 
 class SizeNotMetError(ValueError):
     """A method cannot come to the requested size; the comparison leaves its row empty and says why."""
+
+
+class NotApplicableError(NotImplementedError):
+    """A method cannot work on this model at any size; the comparison leaves its rows empty and says why."""
 
 
 Method = Callable[[MethodTask], MethodResult]

@@ -160,6 +160,7 @@ def scheme_result(
     scheme: MixedDimensionScheme,
     *,
     form: str = "mixed_dimension_fp32",
+    embedding_dim: int | None = None,
     extra_bytes: int = 0,
     settings: Mapping[str, float | str] | None = None,
 ) -> MethodResult:
@@ -170,6 +171,7 @@ def scheme_result(
         recipe: see `train_scheme`.
         scheme: see `train_scheme`.
         form: see `MethodResult`.
+        embedding_dim: see `MethodResult`.
         extra_bytes: see `MethodResult`.
         settings: see `MethodResult`.
     """
@@ -181,6 +183,7 @@ def scheme_result(
         model=model,
         scheme=MixedDimensionScheme(whole_columns),
         form=form,
+        embedding_dim=embedding_dim,
         extra_bytes=extra_bytes,
         selection_loss=trained.selection_loss,
         seconds=seconds,

@@ -11,7 +11,7 @@ from torch import nn
 
 from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import best_of, scheme_result, uniform_scheme_
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import describe
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search import table_configs
@@ -32,6 +32,18 @@ def dense(task: MethodTask) -> MethodResult:
         task: what to train; its compression_ratio is not looked at.
     """
     return _uniform_of(task, None)
+
+
+def no_embeddings(task: MethodTask) -> MethodResult:
+    """The model with every embedding zero: what biases, first-order weights and dense features are worth alone.
+
+    A data set on which this is as good as the uncompressed model says nothing about embeddings.
+
+    Args:
+        task: what to train; its compression_ratio is not looked at.
+    """
+    recipe = task.build(None)
+    return scheme_result(task, recipe, uniform_scheme_(recipe.model, dict.fromkeys(table_widths(recipe.model), 0)))
 
 
 def uniform(task: MethodTask) -> MethodResult:
@@ -122,25 +134,20 @@ def table_widths(model: nn.Module) -> dict[str, int]:
 
 def _uniform_of(task: MethodTask, embedding_dim: int | None) -> MethodResult:
     """Trains tables of one embedding_dim, None for the recipe's own."""
-    if embedding_dim is None or embedding_dim == trainable_dim(embedding_dim):
-        recipe, form = task.build(embedding_dim), "dense_fp32"
-        widths = table_widths(recipe.model)
+    trained_dim = None if embedding_dim is None else trainable_dim(embedding_dim)
+    recipe = task.build(trained_dim)
+    if embedding_dim == trained_dim:
+        form, widths = "dense_fp32", table_widths(recipe.model)
     else:
-        recipe, form = task.build(trainable_dim(embedding_dim)), "mixed_dimension_fp32"
-        widths = table_widths(task.build(embedding_dim).model)
-    settings = {} if embedding_dim is None else {"embedding_dim": embedding_dim}
-    return scheme_result(task, recipe, uniform_scheme_(recipe.model, widths), form=form, settings=settings)
-
-
-def uniform_dim(embedding_dim: int, compression_ratio: float) -> int:
-    """The embedding_dim whose uniform tables come nearest to a compression ratio.
-
-    Example:
-        >>> uniform_dim(64, 5)
-        13
-    """
-    check(compression_ratio >= 1, "compression_ratio", "expected a number >= 1", compression_ratio)
-    return max(1, round(embedding_dim / compression_ratio))
+        form, widths = "mixed_dimension_fp32", table_widths(task.build(embedding_dim).model)
+    return scheme_result(
+        task,
+        recipe,
+        uniform_scheme_(recipe.model, widths),
+        form=form,
+        embedding_dim=trained_dim,
+        settings={} if embedding_dim is None else {"embedding_dim": embedding_dim},
+    )
 
 
 def train_uniform(

@@ -7,17 +7,31 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_settings
 
+ORDER = ("search", "prune", "evaluate", "export", "verify", "package", "plan", "compare", "report")
+"""The commands in the order in which a user meets them."""
+
+
+class InOrder(TyperGroup):
+    """Lists the commands as `ORDER` has them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of the commands; `ctx` is a context of click or of typer, whichever typer was built on."""
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+
 app = typer.Typer(
     name="dnis",
+    cls=InOrder,
     help="Finds how many embedding dimensions each part of each table deserves; exports tables of just that size.\n\n"
     "A typical session:\n\n"
     "  dnis search examples.movielens:mf --data DIR --compression 5 --out RUN\n\n"

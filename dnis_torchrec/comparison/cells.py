@@ -2,7 +2,7 @@
 
 OUT/cells/<cell>/task.json      what the cell is asked for
                  log.txt        what its process printed
-                 result.json    once it has finished, or cannot meet its size; such a cell is never run again
+                 result.json    once it has finished, or its method cannot do it; such a cell is never run again
                  crash.txt      the traceback, if it crashed; such a cell is run again by the next call
                  artifact/      what it exports to, if asked for
                  work/          checkpoints, while it runs
@@ -18,12 +18,10 @@ from typing import Any
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.report.content import json_text, write_text
+from dnis_torchrec.report.content import WITH_VALIDATION, json_text, write_text
 
 FORMAT = "dnis-torchrec-cell"
 FORMAT_VERSION = 1
-DENSE = "dense"
-"""The method that trains the uncompressed model; it has no size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,7 @@ class Cell:
 
     Attributes:
         method: its name in the registry.
-        size: bytes of the uncompressed float32 tables over bytes wanted, above 1; None for the uncompressed model.
+        size: bytes of the uncompressed float32 tables over bytes wanted, above 1; None for a method without size.
         seed: of the splits and of everything else that is random.
         with_validation: train on the alpha-validation split as well, for a method that needs none.
 
@@ -50,7 +48,7 @@ class Cell:
     @property
     def row_name(self) -> str:
         """What the method is called in tables."""
-        return f"{self.method}+validation" if self.with_validation else self.method
+        return f"{self.method}{WITH_VALIDATION}" if self.with_validation else self.method
 
     @property
     def name(self) -> str:
@@ -129,7 +127,7 @@ class CellResult:
         cell: which.
         rules: what it was run under.
         versions: package -> version.
-        trained: what it measured; None if the method cannot meet the size.
+        trained: what it measured; None if the method cannot meet the size, or cannot work on the model.
         reason: why it cannot.
     """
 

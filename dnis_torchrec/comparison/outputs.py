@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dnis_torchrec.comparison.cells import CellResult
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
-from dnis_torchrec.report.compare_page import compared_lines
+from dnis_torchrec.report.compare_lines import compared_lines
 from dnis_torchrec.report.content import json_text, write_text
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from dnis_torchrec.baselines.method import MAX_EPOCHS
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.comparison.cells import DENSE, Cell, CellResult, CellTask, read_result
+from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, read_result
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
 from dnis_torchrec.jobs import build_recipe
+from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.training import primary_metric
 
@@ -81,7 +82,7 @@ class Comparison:
         cells = []
         for seed in self.seeds:
             for method in (DENSE, *(name for name in self.methods if name != DENSE)):
-                for size in (None,) if method == DENSE else self.sizes:
+                for size in (None,) if method in (DENSE, NO_EMBEDDINGS) else self.sizes:
                     own_split = (False,) if method.startswith(LEARNS_ON_VALIDATION) else (False, True)
                     cells += [Cell(method=method, size=size, seed=seed, with_validation=on) for on in own_split]
         return tuple(cells)

@@ -104,7 +104,7 @@ def _told(folder: Path, metric: str) -> str:
     if result is None:
         return f"crashed, see {folder / 'crash.txt'}: {read_crash(folder)}"
     if result.trained is None:
-        return f"size not met: {result.reason}"
+        return f"left empty: {result.reason}"
     row = result.trained.row
     measured = f"{metric} {format_metric(row.metrics[metric])} in " if metric in row.metrics else ""
     return measured + format_seconds(result.trained.seconds_of_trials)

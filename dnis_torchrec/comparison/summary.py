@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dnis_torchrec.comparison.cells import DENSE, Cell, CellResult, TrainedCell
-from dnis_torchrec.report.compare_content import ComparisonRow, Difference
-from dnis_torchrec.report.content import RowGroup
-from dnis_torchrec.report.pareto import pareto_front
+from dnis_torchrec.comparison.cells import Cell, CellResult, TrainedCell
+from dnis_torchrec.report.compare_content import ComparisonRow
+from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, RowGroup, base_method
+from dnis_torchrec.report.pareto_points import Difference, pareto_front
 
 
 def comparison_rows(
@@ -24,7 +24,7 @@ def comparison_rows(
 
     Args:
         cells: of the whole comparison.
-        finished: results; a cell without one, or that cannot meet its size, leaves its seed out.
+        finished: results; a cell without one, or whose method cannot do it, leaves its seed out.
         crashes: what to say of each cell without a result.
         primary_metric: metric of the Pareto front.
         higher_is_better: its direction.
@@ -89,8 +89,9 @@ def _differences(group: RowGroup, dense: RowGroup) -> dict[str, Difference]:
 
 
 def _marked(rows: Sequence[ComparisonRow], metric: str, higher_is_better: bool) -> tuple[ComparisonRow, ...]:
-    """Marks the Pareto front."""
-    points = {index: point for index, row in enumerate(rows) if (point := row.point(metric)) is not None}
+    """Marks the Pareto front; nothing is smaller than no embeddings at all, so these stand aside."""
+    sized = ((index, row) for index, row in enumerate(rows) if base_method(row.method) != NO_EMBEDDINGS)
+    points = {index: point for index, row in sized if (point := row.point(metric)) is not None}
     places = list(points)
     front = {places[position] for position in pareto_front(list(points.values()), higher_is_better=higher_is_better)}
     return tuple(replace(row, pareto=index in front) for index, row in enumerate(rows))

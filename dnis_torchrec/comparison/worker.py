@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, NotApplicableError, SizeNotMetError
+from dnis_torchrec.baselines.projected import is_projected
 from dnis_torchrec.comparison.cells import CellResult, CellTask, TrainedCell, write_crash
 from dnis_torchrec.comparison.registry import load_registry
 from dnis_torchrec.comparison.streams import train_on_validation
@@ -38,7 +39,7 @@ def run_cell(folder: Path) -> CellResult:
         folder: of the cell, with its task.json.
 
     Raises:
-        Exception: whatever the method raises, except that it cannot meet the size.
+        Exception: whatever the method raises, except that it cannot meet the size or cannot work on the model.
     """
     task = CellTask.read(folder)
     cell, rules = task.cell, task.rules
@@ -63,13 +64,14 @@ def run_cell(folder: Path) -> CellResult:
         )
         try:
             made = method(method_task)
-        except SizeNotMetError as error:
+        except (SizeNotMetError, NotApplicableError) as error:
             result = CellResult(cell=cell, rules=rules, versions=versions(), reason=str(error))
         else:
-            trained = _measure(task, made, build(None), device)
+            recipe = build(None)
+            trained = _measure(task, made, recipe, device)
             result = CellResult(cell=cell, rules=rules, versions=versions(), trained=trained)
             if task.artifact:
-                export(made.model, made.scheme, folder / "artifact", run={"cell": cell.name}, overwrite=True)
+                _export(folder / "artifact", result, trained, made, recipe)
     result.write(folder)
     return result
 
@@ -112,6 +114,21 @@ def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.d
         device=device.type,
         cells_at_once=task.cells_at_once,
     )
+
+
+def _export(out: Path, result: CellResult, trained: TrainedCell, made: MethodResult, recipe: Recipe) -> None:
+    """Exports a result with all that `dnis evaluate`, `verify` and `package` need to know of it."""
+    run = {
+        "recipe": result.rules["recipe"],
+        "seed": result.cell.seed,
+        "embedding_dim": made.embedding_dim,
+        "projected": is_projected(made.model),
+        "configuration": {"method": result.cell.row_name, "size": result.cell.size, **trained.settings},
+        "versions": dict(result.versions),
+        "metrics": dict(trained.row.metrics),
+        "notes": list(recipe.notes),
+    }
+    export(made.model, made.scheme, out, run=run, overwrite=True)
 
 
 def main() -> None:

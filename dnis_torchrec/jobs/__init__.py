@@ -3,7 +3,7 @@
 Results are returned; progress goes to the console and TensorBoard through `dnis_torchrec.progress`.
 """
 
-from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate, run_export
+from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact, run_evaluate, run_export
 from dnis_torchrec.jobs.common import build_recipe, scheme_row, versions
 from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.report_job import run_report
@@ -14,6 +14,7 @@ __all__ = [
     "SearchJob",
     "build_recipe",
     "drop_in_",
+    "recipe_of_artifact",
     "run_evaluate",
     "run_export",
     "run_prune",

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from dnis_torchrec.baselines.projected import project_as_exported_
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.export import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
 from dnis_torchrec.jobs.common import build_recipe
-from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.run_folder import RunFolder, load_state_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate, process_group
@@ -46,7 +47,8 @@ def run_export(
     head, tables, scheme = run.read_head(), run.tables(), run.scheme()
     if num_groups is not None:
         scheme = regroup(scheme, tables, num_groups=num_groups)
-    described = {key: head[key] for key in ("recipe", "seed", "configuration", "versions", "metrics", "notes")}
+    names = ("recipe", "seed", "embedding_dim", "configuration", "versions", "metrics", "notes")
+    described = {key: head[key] for key in names if key in head}
     return write_artifact(
         tables,
         scheme,
@@ -74,11 +76,11 @@ def run_evaluate(path: Path, data: Path | None) -> dict[str, Any]:
     """
     is_artifact = (path / "manifest.json").is_file()
     head = read_manifest(path)["run"] if is_artifact else RunFolder.open(path).read_head()
-    recipe = build_recipe(head["recipe"], data, seed=head["seed"], embedding_dim=head.get("embedding_dim"))
     if is_artifact:
-        scheme = read_scheme(path)
+        scheme, recipe = read_scheme(path), recipe_of_artifact(path, data)
         drop_in_(recipe.model, path)
     else:
+        recipe = build_recipe(head["recipe"], data, seed=head["seed"], embedding_dim=head.get("embedding_dim"))
         run = RunFolder.open(path)
         scheme = run.scheme()
         load_state_(recipe.model, run.state(), str(path))
@@ -89,12 +91,32 @@ def run_evaluate(path: Path, data: Path | None) -> dict[str, Any]:
         "path": str(path),
         "kind": "artifact" if is_artifact else "run",
         "recipe": head["recipe"],
-        "seed": head["seed"],
+        "seed": head.get("seed", 0),
         "compression_ratio": scheme.compression_ratio,
         "parameters": scheme.parameters,
         "bytes": scheme.form_bytes(),
         "metrics": metrics,
     }
+
+
+def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str | None = None) -> Recipe:
+    """The recipe that an artifact's model was trained by, its fresh model of the kind that `drop_in_` takes.
+
+    Args:
+        artifact: what `dnis export` or a cell of `dnis compare` wrote.
+        data: folder of the data.
+        recipe: ``module:function``; None for the one that the manifest names.
+
+    Raises:
+        ValueError: if the artifact is damaged or names no recipe, or the recipe refuses the data.
+    """
+    run = read_manifest(artifact)["run"]
+    spec = recipe or run.get("recipe")
+    check(spec is not None, f"artifact {str(artifact)!r}", "expected the name of a recipe", "none", "give --recipe")
+    built = build_recipe(str(spec), data, seed=run.get("seed", 0), embedding_dim=run.get("embedding_dim"))
+    if run.get("projected"):
+        project_as_exported_(built.model, read_scheme(artifact))
+    return built
 
 
 def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension") -> nn.Module:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from dnis_torchrec.checks import check
 from dnis_torchrec.export import read_manifest
-from dnis_torchrec.jobs import build_recipe, drop_in_
+from dnis_torchrec.jobs import drop_in_, recipe_of_artifact
 from dnis_torchrec.packaging.package import write_package
 
 
@@ -42,10 +41,8 @@ def run_package(
         ValueError: if the artifact is damaged, names no recipe, or does not fit the recipe's model, and as
             `write_package`.
     """
-    run = read_manifest(artifact)["run"]
-    spec = recipe or run.get("recipe")
-    check(spec is not None, f"artifact {str(artifact)!r}", "expected the name of a recipe", "none", "give --recipe")
-    built = build_recipe(str(spec), data, seed=run.get("seed", 0), embedding_dim=run.get("embedding_dim"))
+    built = recipe_of_artifact(artifact, data, recipe=recipe)
+    spec = recipe or read_manifest(artifact)["run"]["recipe"]
     model = drop_in_(built.model, artifact, form=form)
     with torch.no_grad():
         return write_package(
@@ -53,7 +50,7 @@ def run_package(
             next(iter(built.data.test)),
             out,
             kind=kind,
-            name=name or str(spec).rpartition(":")[2],
+            name=name or spec.rpartition(":")[2],
             described={"recipe": spec, "form": form},
             overwrite=overwrite,
         )

@@ -1,7 +1,7 @@
 """Reports: rows of results as JSON, figures, a self-contained HTML page, and tables for terminal and pandas.
 
-Inside this package, row_distribution and content come first, then tables and rendering, then figures, then pareto,
-of_run and several_runs, then page and search_images; each file imports only earlier ones.
+Inside this package, row_distribution and content come first, then tables, rendering and pareto_points,
+then figures, then pareto, of_run and several_runs, then page and search_images; each file imports only earlier ones.
 """
 
 from dnis_torchrec.report.content import BlockSummary, ReportContent, ReportRow, read_rows, write_rows
@@ -20,7 +20,8 @@ from dnis_torchrec.report.figures import (
 )
 from dnis_torchrec.report.of_run import block_summaries, count_rows, named_alpha, searched_summaries
 from dnis_torchrec.report.page import write_report
-from dnis_torchrec.report.pareto import ParetoPoint, pareto_chart, pareto_front, pareto_points
+from dnis_torchrec.report.pareto import pareto_chart
+from dnis_torchrec.report.pareto_points import ParetoPoint, pareto_front, pareto_points
 from dnis_torchrec.report.row_distribution import RowDistribution
 from dnis_torchrec.report.search_images import SearchImages
 from dnis_torchrec.report.several_runs import RunResults, SeveralRuns, combine

@@ -9,23 +9,8 @@ from typing import Any
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import RowGroup
-from dnis_torchrec.report.pareto import ParetoPoint
+from dnis_torchrec.report.pareto_points import Difference, ParetoPoint
 from dnis_torchrec.report.tables import form_names, metric_names
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A metric minus that of the uncompressed model within each seed.
-
-    Attributes:
-        mean: over the seeds.
-        deviation: sample standard deviation, None below two seeds.
-        num_seeds: how many seeds both have.
-    """
-
-    mean: float
-    deviation: float | None
-    num_seeds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +19,7 @@ class ComparisonRow:
 
     Attributes:
         method: its name; ``"<method>+validation"`` trained on the alpha-validation split as well.
-        size: the compression ratio asked for, in bytes; None for the uncompressed model.
+        size: the compression ratio asked for, in bytes; None for a method without size.
         group: a row per seed that finished; none of them in an empty row.
         missing: seed -> why it is not in `group`.
         forms: the export forms whose bytes are compared, one unless seeds differ in it.
@@ -95,6 +80,7 @@ class ComparisonRow:
             num_seeds=len(self.group.rows),
             seconds=self.group.seconds,
             form=", ".join(self.forms),
+            difference=self.difference.get(metric),
         )
 
     def bytes(self) -> dict[str, int]:

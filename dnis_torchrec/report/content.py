@@ -20,8 +20,22 @@ from torch import Tensor
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.report.row_distribution import RowDistribution
 
+DENSE, NO_EMBEDDINGS = "dense", "no-embeddings"
+"""The methods that have no size: the uncompressed model, and the model with every embedding zero."""
+WITH_VALIDATION = "+validation"
+"""What the name of a row ends with whose method was trained on the alpha-validation split as well."""
 SAME_SIZE_RATIO = 1.05
 """Rows of one method whose compression ratios differ by no more than this factor are seeds of the same experiment."""
+
+
+def base_method(name: str) -> str:
+    """A row's method, whether it was trained on the validation split as well or not.
+
+    Example:
+        >>> base_method("uniform+validation")
+        'uniform'
+    """
+    return name.removesuffix(WITH_VALIDATION)
 
 
 def _check_number(place: str, value: object, *, integer: bool = False, above_zero: bool = False) -> None:

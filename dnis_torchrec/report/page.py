@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from dnis_torchrec.checks import check
 from dnis_torchrec.report import figures
 from dnis_torchrec.report.content import ReportContent, RowGroup, json_text, write_text
-from dnis_torchrec.report.pareto import pareto_chart, pareto_points
+from dnis_torchrec.report.pareto import pareto_chart
+from dnis_torchrec.report.pareto_points import pareto_points
 from dnis_torchrec.report.rendering import render
 from dnis_torchrec.report.tables import (
     PLUS_MINUS,

@@ -7,16 +7,17 @@ strict Content-Security-Policy. Points are list items that the Tab key reaches a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.ticker import MaxNLocator
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.report.content import RowGroup
+from dnis_torchrec.report.content import DENSE, WITH_VALIDATION, base_method
 from dnis_torchrec.report.figures.style import (
     BLACK,
     BLUE,
+    BROWN,
     GREEN,
     GREY,
     ORANGE,
@@ -28,8 +29,16 @@ from dnis_torchrec.report.figures.style import (
     method_styles,
     short,
 )
+from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range, pareto_front
 from dnis_torchrec.report.rendering import render
-from dnis_torchrec.report.tables import PLUS_MINUS, format_megabytes, format_metric, format_ratio, format_seconds
+from dnis_torchrec.report.tables import (
+    PLUS_MINUS,
+    format_difference,
+    format_megabytes,
+    format_metric,
+    format_ratio,
+    format_seconds,
+)
 
 PLOT_WIDTH, PLOT_HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 72.0, 880.0, 14.0, 346.0
@@ -43,6 +52,7 @@ DARK = {
     SKY: "#8fd0f5",
     YELLOW: "#f0b73c",
     GREY: "#a9adb2",
+    BROWN: "#c79a78",
 }
 """Colour of a method on white -> its colour on a dark page."""
 MARK_PATHS = {
@@ -59,88 +69,6 @@ MARK_PATHS = {
     "*": "M0 -6.6l1.5 4.4l4.8 .1l-3.8 2.8l1.4 4.5l-3.9 -2.7l-3.9 2.7l1.4 -4.5l-3.8 -2.8l4.8 -.1z",
 }
 """Marker of matplotlib -> the same shape around the origin, as an SVG path."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParetoPoint:
-    """One point of the chart: a method at a size.
-
-    Attributes:
-        method: the method.
-        bytes: bytes of all embedding tables as served, index bytes counted.
-        mean: mean of the metric over the seeds.
-        deviation: standard deviation over the seeds, None for a single one.
-        compression_ratio: as the row tells it.
-        num_seeds: number of seeds.
-        seconds: mean wall time of one run.
-        form: the export form that `bytes` belongs to; empty to leave it out.
-
-    Raises:
-        ValueError: if a number is not finite, or `bytes` is not above 0, where a logarithmic axis has no place for it.
-    """
-
-    method: str
-    bytes: float
-    mean: float
-    compression_ratio: float
-    seconds: float
-    deviation: float | None = None
-    num_seeds: int = 1
-    form: str = ""
-
-    def __post_init__(self) -> None:
-        place = f"ParetoPoint of {self.method!r}"
-        check(math.isfinite(self.bytes) and self.bytes > 0, place, "expected bytes > 0", self.bytes)
-        for name in ("mean", "deviation"):
-            value = getattr(self, name)
-            check(value is None or math.isfinite(value), place, f"expected a finite {name}", value)
-
-
-def pareto_points(groups: Iterable[RowGroup], metric: str) -> tuple[ParetoPoint, ...]:
-    """The points of groups of rows, each at its smallest export form; groups without the metric or bytes have none."""
-    points = []
-    for group in groups:
-        sizes = {form: size for form, size in group.rows[0].bytes.items() if size > 0}
-        mean = group.mean(metric)
-        if mean is None or not sizes:
-            continue
-        form = min(sizes, key=lambda name: sizes[name])
-        measured = [row.bytes[form] for row in group.rows if form in row.bytes]
-        points.append(
-            ParetoPoint(
-                method=group.method,
-                bytes=sum(measured) / len(measured),
-                mean=mean,
-                deviation=group.deviation(metric),
-                compression_ratio=group.compression_ratio,
-                num_seeds=len(group.rows),
-                seconds=group.seconds,
-                form=form,
-            )
-        )
-    return tuple(points)
-
-
-def pareto_front(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tuple[int, ...]:
-    """Positions of the points that no other one beats: none is as small and better, or smaller and as good.
-
-    Returns:
-        Positions, by rising bytes; of equal points the first.
-
-    Example:
-        >>> at = dict(method="m", compression_ratio=1, seconds=0)
-        >>> points = [ParetoPoint(bytes=b, mean=m, **at) for b, m in ((4, 0.8), (2, 0.7), (3, 0.6), (4, 0.7))]
-        >>> pareto_front(points, higher_is_better=True)
-        (1, 0)
-    """
-    sign = 1 if higher_is_better else -1
-    front: list[int] = []
-    best = -math.inf
-    for index in sorted(range(len(points)), key=lambda i: (points[i].bytes, -sign * points[i].mean)):
-        if sign * points[index].mean > best:
-            best = sign * points[index].mean
-            front.append(index)
-    return tuple(front)
 
 
 def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better: bool) -> str:
@@ -164,8 +92,9 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
         (True, False)
     """
     check(len(points) > 0, "points", "expected at least one point", "none", "leave the chart out")
-    scale = _Scale.around(points)
+    scale = _Scale.around(points, higher_is_better=higher_is_better)
     styles = method_styles(point.method for point in points)
+    solid = {base_method(method): style for method, style in styles.items()}
     front = pareto_front(points, higher_is_better=higher_is_better)
     return render(
         "pareto.html.j2",
@@ -182,7 +111,8 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
         front=_stair([points[index] for index in front], scale),
         lines=[_method_line([p for p in points if p.method == method], scale, styles[method]) for method in styles],
         marks=[_mark(point, scale, styles[point.method], index in front) for index, point in enumerate(points)],
-        methods=[(short(name), MARK_PATHS[marker], _colours(colour)) for name, (colour, marker) in styles.items()],
+        methods=[(short(name), MARK_PATHS[marker], _colours(colour)) for name, (colour, marker) in solid.items()],
+        second_row=MARK_PATHS["o"] if any(method.endswith(WITH_VALIDATION) for method in styles) else "",
     )
 
 
@@ -196,17 +126,11 @@ class _Scale:
     high: float
 
     @staticmethod
-    def around(points: Sequence[ParetoPoint]) -> _Scale:
+    def around(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> _Scale:
         sizes = [point.bytes for point in points]
         margin = max(1.15, (max(sizes) / min(sizes)) ** 0.06)
-        ends = [point.mean + sign * (point.deviation or 0.0) for point in points for sign in (-1, 1)]
-        padding = 0.07 * (max(ends) - min(ends)) or 0.05 * abs(ends[0]) or 1.0
-        return _Scale(
-            low_bytes=min(sizes) / margin,
-            high_bytes=max(sizes) * margin,
-            low=min(ends) - padding,
-            high=max(ends) + padding,
-        )
+        low, high = metric_range(points, higher_is_better=higher_is_better)
+        return _Scale(low_bytes=min(sizes) / margin, high_bytes=max(sizes) * margin, low=low, high=high)
 
     def x(self, num_bytes: float) -> float:
         share = math.log(num_bytes / self.low_bytes) / math.log(self.high_bytes / self.low_bytes)
@@ -214,6 +138,10 @@ class _Scale:
 
     def y(self, value: float) -> float:
         return BOTTOM - (value - self.low) / (self.high - self.low) * (BOTTOM - TOP)
+
+    def beyond(self, value: float) -> int:
+        """1 for a metric above the axis, -1 for one below it, 0 for one on it."""
+        return (value > self.high) - (value < self.low)
 
 
 def _at(coordinate: float) -> str:
@@ -243,21 +171,30 @@ def _stair(front: Sequence[ParetoPoint], scale: _Scale) -> str:
     return "".join([*steps, f"H{_at(RIGHT)}"])
 
 
-def _method_line(points: Sequence[ParetoPoint], scale: _Scale, style: tuple[str, str]) -> tuple[str, str]:
-    """SVG points of the line through one method's sizes, and its colours."""
+def _method_line(points: Sequence[ParetoPoint], scale: _Scale, style: tuple[str, str]) -> tuple[str, str, str]:
+    """SVG points of the line through one method's sizes, its colours and its class."""
     ordered = sorted(points, key=lambda point: point.bytes)
-    return " ".join(f"{_at(scale.x(p.bytes))},{_at(scale.y(p.mean))}" for p in ordered), _colours(style[0])
+    places = " ".join(f"{_at(scale.x(p.bytes))},{_at(scale.y(p.mean))}" for p in ordered)
+    return places, _colours(style[0]), _row_class(ordered[0].method)
+
+
+def _row_class(method: str) -> str:
+    return " second" if method.endswith(WITH_VALIDATION) else " subject" if method == "dnis" else ""
 
 
 def _mark(point: ParetoPoint, scale: _Scale, style: tuple[str, str], is_front: bool) -> dict[str, object]:
     """All that the template says about one point: where it is, how it looks, what it tells."""
-    (colour, marker), x, y, deviation = style, scale.x(point.bytes), scale.y(point.mean), point.deviation
-    value = format_metric(point.mean) + (f" {PLUS_MINUS} {format_metric(deviation)}" if deviation is not None else "")
+    (colour, marker), x, beyond, bar = style, scale.x(point.bytes), scale.beyond(point.mean), point.bar
+    y = {0: scale.y(point.mean), 1: TOP, -1: BOTTOM}[beyond]
     size = format_megabytes(point.bytes) + (f" as {short(point.form)}" if point.form else "")
     return {
         "x": _at(x),
         "y": _at(y),
-        "bar": (_at(scale.y(point.mean - deviation)), _at(scale.y(point.mean + deviation))) if deviation else None,
+        "bar": (_at(scale.y(point.mean - bar)), _at(scale.y(point.mean + bar))) if bar else None,
+        "beyond": {0: "", 1: "\N{UPWARDS ARROW}", -1: "\N{DOWNWARDS ARROW}"}[beyond],
+        "mean": format_metric(point.mean),
+        "label_y": _at(y + 5),
+        "row_class": _row_class(point.method),
         "place": f"left: {100 * x / PLOT_WIDTH:.2f}%; top: {100 * y / PLOT_HEIGHT:.2f}%",
         "side": f"{'before' if x > PLOT_WIDTH / 2 else 'after'} {'above' if y > PLOT_HEIGHT / 2 else 'below'}",
         "path": MARK_PATHS[marker],
@@ -265,10 +202,22 @@ def _mark(point: ParetoPoint, scale: _Scale, style: tuple[str, str], is_front: b
         "method": short(point.method, 40),
         "is_front": is_front,
         "facts": [
-            ("metric", value),
+            ("metric", _with_deviation(format_metric(point.mean), point.deviation)),
+            *_difference(point),
             ("tables", size),
             ("compression", format_ratio(point.compression_ratio)),
             ("seeds", str(point.num_seeds)),
             ("time of one run", format_seconds(point.seconds)),
         ],
     }
+
+
+def _with_deviation(text: str, deviation: float | None) -> str:
+    return text if deviation is None else f"{text} {PLUS_MINUS} {format_metric(deviation)}"
+
+
+def _difference(point: ParetoPoint) -> list[tuple[str, str]]:
+    """The fact that says what a point has lost or gained, nothing where that is not known or it is the model itself."""
+    if point.difference is None or point.method == DENSE:
+        return []
+    return [("against dense", _with_deviation(format_difference(point.difference.mean), point.difference.deviation))]

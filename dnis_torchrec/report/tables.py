@@ -12,6 +12,7 @@ from dnis_torchrec.report.content import ReportRow, RowGroup, seed_groups
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
+MINUS = "\N{MINUS SIGN}"
 
 
 def rows_frame(rows: Iterable[ReportRow]) -> pd.DataFrame:
@@ -141,6 +142,17 @@ def format_metric(value: float) -> str:
         ('0.7263', '1234')
     """
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}" if abs(value) < 1e3 else f"{value:.0f}"
+
+
+def format_difference(value: float) -> str:
+    """A difference of metrics with its sign; none where it is printed as zero.
+
+    Example:
+        >>> format_difference(0.0123), format_difference(-0.00001), format_difference(-0.5) == f"{MINUS}0.5000"
+        ('+0.0123', '0.0000', True)
+    """
+    size = format_metric(abs(value))
+    return size if float(size) == 0 else f"{'+' if value > 0 else MINUS}{size}"
 
 
 def format_ratio(value: float) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.export import load_csr, read_scheme
-from dnis_torchrec.jobs import build_recipe, drop_in_
+from dnis_torchrec.jobs import drop_in_, recipe_of_artifact
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.training import evaluate, process_group
@@ -143,7 +143,7 @@ def _metrics(artifact: Path, manifest: dict[str, Any], recipe: str | None, data:
     findings = []
     for form in manifest["forms"]:
         try:
-            metrics = _evaluate(artifact, form, recipe, data, run)
+            metrics = _evaluate(artifact, form, recipe, data)
         except (ValueError, TypeError, NotImplementedError) as error:
             findings.append(Finding("metric", form, FAILED, str(error)))
             continue
@@ -156,8 +156,8 @@ def _metrics(artifact: Path, manifest: dict[str, Any], recipe: str | None, data:
     return findings
 
 
-def _evaluate(artifact: Path, form: str, recipe: str, data: Path | None, run: dict[str, Any]) -> dict[str, float]:
-    built = build_recipe(recipe, data, seed=run.get("seed", 0), embedding_dim=run.get("embedding_dim"))
+def _evaluate(artifact: Path, form: str, recipe: str, data: Path | None) -> dict[str, float]:
+    built = recipe_of_artifact(artifact, data, recipe=recipe)
     drop_in_(built.model, artifact, form=form)
     with process_group() as device, torch.inference_mode():
         task = TrainTask(built.model, built.loss)

@@ -1,8 +1,9 @@
 """Figures of a report, one function each, on matplotlib's object interface.
 
-Inside this folder, style comes first, then quality, frequency, search and saving, which know only style.
+Inside this folder, style comes first, then quality, comparison, frequency, search and saving, which know only style.
 """
 
+from dnis_torchrec.report.figures.comparison import quality_at_the_same_bytes
 from dnis_torchrec.report.figures.frequency import joint_distribution, retained_dims_against_frequency
 from dnis_torchrec.report.figures.quality import (
     bytes_per_form,
@@ -22,6 +23,7 @@ __all__ = [
     "quality_against_pruning_rate",
     "quality_against_setting",
     "quality_against_size",
+    "quality_at_the_same_bytes",
     "retained_dims_against_frequency",
     "save_png",
     "save_svg",

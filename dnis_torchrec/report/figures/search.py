@@ -27,7 +27,7 @@ def alpha_per_block(alpha: Mapping[str, Tensor]) -> Figure:
     """Heatmap of alpha, blocks downwards, dimensions sorted so that the structure is visible.
 
     Columns are sorted by the number of blocks in which alpha is not 0, then by mean alpha; values of exactly 0 stay
-    white; the number right of a row counts its non-zero dimensions. All panels share one scale from 0 to 1.
+    blank; the number right of a row counts its non-zero dimensions. All panels share one scale from 0 to 1.
 
     Args:
         alpha: embedding_dim or table name -> ``(S, D)``.
@@ -52,7 +52,7 @@ def alpha_per_block(alpha: Mapping[str, Tensor]) -> Figure:
     bar = figure.colorbar(
         image,
         ax=list(axes.flat),
-        label="alpha (white: 0)",
+        label="alpha (blank: 0)",
         fraction=0.03,
         pad=0.02,
         shrink=max(1 / num_rows, 0.1),

@@ -17,16 +17,24 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
+from dnis_torchrec.report.content import WITH_VALIDATION, base_method
+
 BLUE, ORANGE, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#222222"
-PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#E69F00", "#8A8A8A"
+PURPLE, SKY, YELLOW, GREY, BROWN = "#CC79A7", "#56B4E9", "#E69F00", "#8A8A8A", "#7A4A2B"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 METHOD_STYLES = {
     "dnis": (BLUE, "o"),
+    "dnis-retrained": (BLUE, "P"),
     "uniform": (ORANGE, "s"),
+    "uniform-grid": (ORANGE, "D"),
+    "low-rank": (BROWN, "X"),
     "magnitude": (GREEN, "^"),
+    "magnitude-iterative": (GREEN, "v"),
     "dense": (BLACK, "D"),
+    "no-embeddings": (GREY, "*"),
     "dnis-paper": (SKY, "o"),
+    "dnis-unrolled": (SKY, "s"),
     "mde": (PURPLE, "v"),
     "random": (YELLOW, "P"),
     "nis-se": (GREY, "s"),
@@ -72,16 +80,19 @@ def styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
 def method_styles(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Colour and marker of every method, in the order in which a legend names them: known ones first.
 
+    A method and its row with the validation split have the same; figures draw the latter hollow and dashed.
+
     Example:
-        >>> method_styles(["mine", "uniform", "dnis"])
-        {'dnis': ('#0072B2', 'o'), 'uniform': ('#D55E00', 's'), 'mine': ('#CC79A7', '<')}
+        >>> method_styles(["mine", "uniform+validation", "dnis"])
+        {'dnis': ('#0072B2', 'o'), 'uniform+validation': ('#D55E00', 's'), 'mine': ('#CC79A7', '<')}
     """
     present = set(methods)
-    others = sorted(present - METHOD_STYLES.keys())
-    styles = {method: style for method, style in METHOD_STYLES.items() if method in present}
+    others = sorted({base_method(method) for method in present} - METHOD_STYLES.keys())
+    styles = dict(METHOD_STYLES)
     for index, method in enumerate(others):
         styles[method] = (OTHER_COLOURS[index % len(OTHER_COLOURS)], OTHER_MARKERS[index % len(OTHER_MARKERS)])
-    return styles
+    both_rows = ((name, style) for method, style in styles.items() for name in (method, method + WITH_VALIDATION))
+    return {name: style for name, style in both_rows if name in present}
 
 
 def short(name: str, limit: int = 26) -> str:

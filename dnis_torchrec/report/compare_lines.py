@@ -1,0 +1,175 @@
+"""A comparison as lines of a table, for terminal and page alike: what every method reaches and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
+from dnis_torchrec.report.content import DENSE
+from dnis_torchrec.report.tables import (
+    PLUS_MINUS,
+    TIMES,
+    best_groups,
+    format_difference,
+    format_megabytes,
+    format_metric,
+    format_ratio,
+    format_seconds,
+    format_seeds,
+    group_metric,
+    is_higher_better,
+)
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedLine:
+    """One row of a comparison as it is printed; an empty one has dashes.
+
+    Attributes:
+        row: what is printed.
+        size: the compression ratio asked for.
+        megabytes: bytes in the form that is compared.
+        form: that form.
+        ratio: what the bytes came to, against the uncompressed tables.
+        metrics: text of each metric, and whether it is the best at this size.
+        difference: of the primary metric to the uncompressed model.
+        tone: ``"better"``, ``"worse"`` or ``""``, of the difference.
+        seeds: those that finished.
+        seconds: of the one run that is reported.
+        trials: runs that it took.
+        seconds_of_trials: of all of them.
+    """
+
+    row: ComparisonRow
+    size: str
+    megabytes: str = NOTHING
+    form: str = NOTHING
+    ratio: str = NOTHING
+    metrics: tuple[tuple[str, bool], ...] = ()
+    difference: str = NOTHING
+    tone: str = ""
+    seeds: str = NOTHING
+    seconds: str = NOTHING
+    trials: str = NOTHING
+    seconds_of_trials: str = NOTHING
+
+
+def compared_lines(content: ComparisonContent) -> list[ComparedLine]:
+    """The rows as they are printed, size by size, the uncompressed model first; within a size the best one first."""
+    return [line for size in sizes_of(content) for line in lines_of_size(content, size)]
+
+
+def sizes_of(content: ComparisonContent) -> list[float | None]:
+    """The sizes asked for, None for the uncompressed model first."""
+    return sorted({row.size for row in content.rows}, key=lambda size: size or 0)
+
+
+def ranked_rows(content: ComparisonContent, size: float | None) -> list[ComparisonRow]:
+    """The rows of a size, the best primary metric first; then those without all their seeds, then empty ones.
+
+    A mean over fewer seeds is one of other splits, which differ in level: it has no place among the others.
+    """
+    sign = -1 if content.higher_is_better else 1
+
+    def place(row: ComparisonRow) -> tuple[bool, bool, bool, float]:
+        mean = row.group.mean(content.primary_metric) if row.group.rows else None
+        return row.is_empty, bool(row.missing), mean is None, sign * (mean or 0.0)
+
+    return sorted((row for row in content.rows if row.size == size), key=place)
+
+
+def lines_of_size(content: ComparisonContent, size: float | None) -> list[ComparedLine]:
+    """The rows of one size as they are printed.
+
+    Args:
+        content: the comparison.
+        size: one of `sizes_of`.
+    """
+    rows, metrics = ranked_rows(content, size), content.metrics
+    best = {}
+    for name in metrics:
+        higher = content.higher_is_better if name == content.primary_metric else is_higher_better(name)
+        whole = [row for row in rows if not row.missing]
+        positions = best_groups([row.group for row in whole], name, higher) if higher is not None else ()
+        best[name] = [whole[position] for position in positions]
+    lines = []
+    for row in rows:
+        asked = NOTHING if row.size is None else f"{row.size:g}"
+        if row.is_empty:
+            lines.append(ComparedLine(row=row, size=asked, metrics=((NOTHING, False),) * len(metrics)))
+            continue
+        difference, tone = _difference(content, row)
+        lines.append(
+            ComparedLine(
+                row=row,
+                size=asked,
+                megabytes=format_megabytes(row.embedding_bytes),
+                form=", ".join(row.forms),
+                ratio=format_ratio(row.bytes_ratio),
+                metrics=tuple((group_metric(row.group, name), row in best[name]) for name in metrics),
+                difference=difference,
+                tone=tone,
+                seeds=format_seeds(row.group.seeds),
+                seconds=format_seconds(row.group.seconds),
+                trials=f"{row.trials:.0f}",
+                seconds_of_trials=format_seconds(row.seconds_of_trials),
+            )
+        )
+    return lines
+
+
+def _difference(content: ComparisonContent, row: ComparisonRow) -> tuple[str, str]:
+    """Text and tone of the difference to the uncompressed model."""
+    difference = row.difference.get(content.primary_metric)
+    if difference is None or row.method == DENSE:
+        return NOTHING, ""
+    size = format_difference(difference.mean)
+    text = size if difference.deviation is None else f"{size} {PLUS_MINUS} {format_metric(difference.deviation)}"
+    if size == format_metric(0):
+        return text, ""
+    return text, "better" if (difference.mean > 0) == content.higher_is_better else "worse"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostLine:
+    """What one method costs.
+
+    Attributes:
+        method: its name.
+        cells: per size, the wall time of all its runs and in words what that is in runs and plain trainings; two empty
+            strings where it has none.
+    """
+
+    method: str
+    cells: tuple[tuple[str, str], ...]
+
+
+def cost_lines(content: ComparisonContent) -> list[CostLine]:
+    """What every method costs at every size of `sizes_of`, in the order in which the methods were asked for."""
+    rows = {(row.method, row.size): row for row in content.rows if not row.is_empty}
+    plain = next((row.group.seconds for row in content.rows if row.method == DENSE and not row.is_empty), None)
+    lines = []
+    for method in dict.fromkeys(row.method for row in rows.values()):
+        of_sizes = (rows.get((method, size)) for size in sizes_of(content))
+        cells = tuple(("", "") if row is None else _cost(row, plain) for row in of_sizes)
+        lines.append(CostLine(method=method, cells=cells))
+    return lines
+
+
+def _cost(row: ComparisonRow, plain_seconds: float | None) -> tuple[str, str]:
+    told = [f"{row.trials:.0f} runs"] if row.trials > 1 else []
+    if plain_seconds:
+        told.append(f"{row.seconds_of_trials / plain_seconds:.2g}{TIMES} dense")
+    return format_seconds(row.seconds_of_trials), ", ".join(told)
+
+
+def missing_reasons(content: ComparisonContent) -> list[tuple[str, str]]:
+    """(rows, why they are missing or lack seeds), one entry per reason."""
+    rows: dict[str, list[str]] = {}
+    for row in content.rows:
+        if row.missing:
+            name = row.method if row.size is None else f"{row.method} at {row.size:g}"
+            rows.setdefault(row.reason, []).append(name)
+    return [(", ".join(names), reason) for reason, names in rows.items()]

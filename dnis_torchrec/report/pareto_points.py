@@ -1,0 +1,148 @@
+"""Points of quality against bytes, a method at a size each, and which of them no other one beats."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.report.content import RowGroup
+
+FAR, FEW = 5, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A metric minus that of the uncompressed model within each seed.
+
+    Attributes:
+        mean: over the seeds.
+        deviation: sample standard deviation, None below two seeds.
+        num_seeds: how many seeds both have.
+    """
+
+    mean: float
+    deviation: float | None
+    num_seeds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParetoPoint:
+    """One point of the chart: a method at a size.
+
+    Attributes:
+        method: the method.
+        bytes: bytes of all embedding tables as served, index bytes counted.
+        mean: mean of the metric over the seeds.
+        deviation: standard deviation over the seeds, None for a single one.
+        compression_ratio: as the row tells it.
+        num_seeds: number of seeds.
+        seconds: mean wall time of one run.
+        form: the export form that `bytes` belongs to; empty to leave it out.
+        difference: of the metric to the uncompressed model, where that was trained under the same seeds.
+
+    Raises:
+        ValueError: if a number is not finite, or `bytes` is not above 0, where a logarithmic axis has no place for it.
+    """
+
+    method: str
+    bytes: float
+    mean: float
+    compression_ratio: float
+    seconds: float
+    deviation: float | None = None
+    num_seeds: int = 1
+    form: str = ""
+    difference: Difference | None = None
+
+    def __post_init__(self) -> None:
+        place = f"ParetoPoint of {self.method!r}"
+        check(math.isfinite(self.bytes) and self.bytes > 0, place, "expected bytes > 0", self.bytes)
+        for name in ("mean", "deviation"):
+            value = getattr(self, name)
+            check(value is None or math.isfinite(value), place, f"expected a finite {name}", value)
+
+    @property
+    def bar(self) -> float | None:
+        """Half the length of the bar that says how sure the mean is, None for a single seed.
+
+        The standard deviation of the difference to the uncompressed model where there is one: splits differ in level,
+        which all methods share and which says nothing about a method.
+        """
+        return self.deviation if self.difference is None else self.difference.deviation
+
+
+def pareto_points(groups: Iterable[RowGroup], metric: str) -> tuple[ParetoPoint, ...]:
+    """The points of groups of rows, each at its smallest export form; groups without the metric or bytes have none."""
+    points = []
+    for group in groups:
+        sizes = {form: size for form, size in group.rows[0].bytes.items() if size > 0}
+        mean = group.mean(metric)
+        if mean is None or not sizes:
+            continue
+        form = min(sizes, key=lambda name: sizes[name])
+        measured = [row.bytes[form] for row in group.rows if form in row.bytes]
+        points.append(
+            ParetoPoint(
+                method=group.method,
+                bytes=sum(measured) / len(measured),
+                mean=mean,
+                deviation=group.deviation(metric),
+                compression_ratio=group.compression_ratio,
+                num_seeds=len(group.rows),
+                seconds=group.seconds,
+                form=form,
+            )
+        )
+    return tuple(points)
+
+
+def pareto_front(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tuple[int, ...]:
+    """Positions of the points that no other one beats: none is as small and better, or smaller and as good.
+
+    Returns:
+        Positions, by rising bytes; of equal points the first.
+
+    Example:
+        >>> at = dict(method="m", compression_ratio=1, seconds=0)
+        >>> points = [ParetoPoint(bytes=b, mean=m, **at) for b, m in ((4, 0.8), (2, 0.7), (3, 0.6), (4, 0.7))]
+        >>> pareto_front(points, higher_is_better=True)
+        (1, 0)
+    """
+    sign = 1 if higher_is_better else -1
+    front: list[int] = []
+    best = -math.inf
+    for index in sorted(range(len(points)), key=lambda i: (points[i].bytes, -sign * points[i].mean)):
+        if sign * points[index].mean > best:
+            best = sign * points[index].mean
+            front.append(index)
+    return tuple(front)
+
+
+def metric_range(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tuple[float, float]:
+    """Ends of an axis that shows points and their bars.
+
+    Where a few of more than `FEW` points are so much worse than the others that they would press them together, the
+    axis ends before them: those more than `FAR` times as far from the best mean as the median mean is, if that saves a
+    third.
+
+    Returns:
+        Lower and upper end, the former below the latter.
+
+    Example:
+        >>> at = dict(method="m", bytes=1, compression_ratio=1, seconds=0)
+        >>> points = [ParetoPoint(mean=mean, **at) for mean in (0.70, 0.71, 0.72, 0.73, 0.74, 0.74, 0.99)]
+        >>> [round(end, 2) for end in metric_range(points, higher_is_better=False)]
+        [0.7, 0.74]
+    """
+    means = sorted((point.mean for point in points), reverse=higher_is_better)
+    distances = [abs(mean - means[0]) for mean in means]
+    near = [distance for distance in distances if distance <= FAR * statistics.median(distances)]
+    has_outliers = len(points) > FEW and distances[-1] > 1.5 * near[-1] > 0
+    farthest = near[-1] if has_outliers else distances[-1]
+    shown = [point for point in points if abs(point.mean - means[0]) <= farthest]
+    ends = [point.mean + sign * (point.bar or 0.0) for point in shown for sign in (-1, 1)]
+    padding = 0.07 * (max(ends) - min(ends)) or 0.05 * abs(ends[0]) or 1.0
+    return min(ends) - padding, max(ends) + padding
