@@ -145,7 +145,7 @@ class _SelectPacked(torch.autograd.Function):
             grad_alpha = torch.empty_like(alpha)
             operators.sum_packed_alpha_gradient(grad, pooled, starts, rows, layout, grad_alpha)
         if ctx.needs_input_grad[0]:
-            grad_pooled = grad.new_empty(ctx.shape)
+            grad_pooled = grad.new_empty(ctx.shape)  # no kernel reads the gradient of an empty bag: it stays unwritten
             operators.spread_packed_gradient(grad, alpha, starts, rows, layout, grad_pooled)
         return grad_pooled, grad_alpha, None, None, None, None
 
@@ -154,7 +154,8 @@ def select_packed(pooled: Tensor, alpha: Tensor, bags: PackedBags, layout: Tenso
     """Soft selection of packed bags; see the top of this module. CPU, compiled.
 
     Args:
-        pooled: ``(R, sum of D over keys)``, float32 or float64; its empty bags are not looked at.
+        pooled: ``(R, sum of D over keys)``, float32 or float64; its empty bags are not looked at, nor is anything
+            written to the memory of their gradient.
         alpha: ``(sum of A * D,)``: the alphas of all embedding_dims, flattened, one after the other.
         bags: what was looked up.
         layout: ``(F, 6)`` int64: first column of the feature's keys in `pooled`, first column of its output, its

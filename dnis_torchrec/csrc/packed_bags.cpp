@@ -274,7 +274,7 @@ void select(const Packing& packing, const Number* pooled, const Number* alpha, N
   torch::stable::parallel_for(0, packing.batch_size, SAMPLES_PER_THREAD, range);
 }
 
-// grad_pooled = grad * alpha[row]; room that no piece takes gets zero.
+// grad_pooled = grad * alpha[row]; what no piece takes stays as it is.
 template <typename Number>
 void spread(const Packing& packing, const Number* grad, const Number* alpha, Number* grad_pooled) {
   const auto range = [&](int64_t begin, int64_t end) {
@@ -291,15 +291,6 @@ void spread(const Packing& packing, const Number* grad, const Number* alpha, Num
     }
   };
   torch::stable::parallel_for(0, packing.batch_size, SAMPLES_PER_THREAD, range);
-  for (size_t f = 0; f < packing.features.size(); ++f) {
-    const Feature& feature = packing.features[f];
-    const int64_t* start = packing.starts + f * (packing.batch_size + 1);
-    for (int64_t j = start[packing.batch_size] - start[0]; j < feature.num_keys * packing.num_rows; ++j) {
-      Number* to = grad_pooled + j / feature.num_keys * packing.in_width + feature.in_column +
-                   j % feature.num_keys * feature.dim;
-      std::fill(to, to + feature.dim, Number(0));
-    }
-  }
 }
 
 // grad_alpha[row] += grad * pooled. Summed in parts that do not depend on how many threads there are.
