@@ -10,14 +10,18 @@ from torch import nn
 from torch.profiler import record_function
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from dnis_torchrec.embedding_modules import SelectPooled
+from dnis_torchrec.embedding_modules import WatchedOutputs
 
 STEPS = ("plain", "lower", "upper")
 PART_OF = (
     ("_SelectPiecesBackward", "select"),
     ("_SelectBackward", "select"),
     ("_SelectBlocksBackward", "select"),
+    ("_SelectPackedBackward", "select"),
     ("select_pooled", "select"),
+    ("select_packed", "select"),
+    ("find_pieces", "select"),
+    ("pack_ids", "select"),
     ("alpha_step", "optimizer"),
     ("LookupFunction", "lookup"),
     ("embedding_lookup", "lookup"),
@@ -74,8 +78,8 @@ def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def record_modules(model: nn.Module) -> None:
     """Lets the profiler see lookup and soft selection, inside the pipeline's own `## forward`."""
     for module in model.modules():
-        if isinstance(module, SelectPooled | ShardedEmbeddingBagCollection):
-            name = "select_pooled" if isinstance(module, SelectPooled) else "embedding_lookup"
+        if isinstance(module, WatchedOutputs | ShardedEmbeddingBagCollection):
+            name = "select_pooled" if isinstance(module, WatchedOutputs) else "embedding_lookup"
             record_module(module, name)
 
 

@@ -200,11 +200,11 @@ class Bilevel:
         counts = count_frequencies((batch.sparse_features for batch in counted), tables)
         blocks = blocks_from_counts(counts, tables, num_blocks=shape.num_blocks)
         prepared = prepare_(recipe.model, blocks)
-        self.output_volume_ratio = output_volume_ratio(prepared)
         model, optimizer = shard(TrainTask(prepared, recipe.loss), recipe, device)
         self.model = model.train()
         pressure = Pressure(size=Size(compression_ratio=8), ramp_steps=10_000)
         self.pipeline = BilevelTrainPipeline(model, optimizer, device, pressure=pressure)
+        self.output_volume_ratio = output_volume_ratio(model)
         parts = BatchParts(validation, shape.upper_batch_parts)
         self._stream = BilevelStream(train, parts, LevelSchedule(warm_up_steps=1, upper_every=1))
         self.pipeline.progress(self._stream)  # the warm-up step: from here on lower and upper alternate
@@ -214,14 +214,11 @@ class Bilevel:
         self.pipeline.progress(self._stream)
 
 
-def output_volume_ratio(prepared: nn.Module) -> float:
-    """Columns that the collections inside wrappers hand back, over those that the wrapped ones did."""
-    wrappers = [m for m in prepared.modules() if isinstance(m, SoftSelectionEmbeddingBagCollection)]
-    columns = [
-        sum(config.embedding_dim * len(config.feature_names) for w in side for config in w.embedding_bag_configs())
-        for side in ([wrapper.embedding_bag_collection for wrapper in wrappers], wrappers)
-    ]
-    return columns[0] / columns[1]
+def output_volume_ratio(model: nn.Module) -> float:
+    """Columns that the sharded collections inside wrappers hand back, over those of the wrapped ones."""
+    wrappers = [m for m in model.modules() if isinstance(m, SoftSelectionEmbeddingBagCollection)]
+    handed_back = sum(dim for wrapper in wrappers for dim in wrapper.embedding_bag_collection._embedding_dims)
+    return handed_back / sum(output.embedding_dim for wrapper in wrappers for output in wrapper.outputs)
 
 
 def take_turns(

@@ -151,20 +151,8 @@ class BagSplitter(nn.Module):
 
     def _split_by_sorting(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """By torch's own operators, on any device: the same."""
-        batch_size, num_keys = bags.stride(), len(self._keys)
-        values, weights, lengths = bags.values(), bags.weights_or_none(), bags.lengths()
-        slot = self._slots.index_select(0, self._blocks_of(values.split(bags.length_per_key())))
-        order = torch.argsort(slot, stable=True)[: int((slot < num_keys).sum())]
-        split_weights = None if weights is None else weights.index_select(0, order)
-        return values.index_select(0, order), self._split_lengths(slot, lengths, batch_size), split_weights
-
-    def _split_lengths(self, slot: Tensor, lengths: Tensor, batch_size: int) -> Tensor:
-        """Length of every split bag, ``(output keys * B,)`` of the dtype of `lengths`."""
-        bag = torch.arange(batch_size, device=slot.device).repeat(len(self._splits))
-        bag = torch.repeat_interleave(bag, lengths, output_size=slot.numel())
-        split_lengths = lengths.new_zeros((len(self._keys) + 1) * batch_size)
-        one = lengths.new_ones(1).expand(slot.numel())
-        return split_lengths.scatter_add_(0, slot.long() * batch_size + bag, one)[: len(self._keys) * batch_size]
+        slot = self._slots.index_select(0, self._blocks_of(bags.values().split(bags.length_per_key())))
+        return sort_by_slot(bags, slot, len(self._keys))
 
     def _blocks_of(self, values: Sequence[Tensor]) -> Tensor:
         """For each id the index of its (split, block), ``(I,)``."""
@@ -174,6 +162,34 @@ class BagSplitter(nn.Module):
             blocks.append(block + first)
             first += len(split.keys) + 1
         return torch.cat(blocks)
+
+
+def sort_by_slot(bags: KeyedJaggedTensor, slot: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Splits bags by the key that each id goes to; ids keep their order within a bag.
+
+    Args:
+        bags: of one batch size B.
+        slot: ``(I,)`` integers: index of the key; `num_keys` drops the id.
+        num_keys: number of keys of the split bags.
+
+    Returns:
+        Ids, lengths ``(num_keys * B,)`` and weights of the split bags.
+
+    Example:
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0, 1]), lengths=torch.tensor([2, 1]))
+        >>> ids, lengths, _ = sort_by_slot(kjt, torch.tensor([1, 0, 0]), 2)
+        >>> ids.tolist(), lengths.tolist()
+        ([0, 1, 3], [1, 1, 1, 0])
+    """
+    batch_size, values, weights, lengths = bags.stride(), bags.values(), bags.weights_or_none(), bags.lengths()
+    order = torch.argsort(slot, stable=True)[: int((slot < num_keys).sum())]
+    bag = torch.arange(batch_size, device=slot.device).repeat(len(bags.keys()))
+    bag = torch.repeat_interleave(bag, lengths, output_size=slot.numel())
+    split_lengths = lengths.new_zeros((num_keys + 1) * batch_size)
+    one = lengths.new_ones(1).expand(slot.numel())
+    split_lengths.scatter_add_(0, slot.long() * batch_size + bag, one)
+    split_weights = None if weights is None else weights.index_select(0, order)
+    return values.index_select(0, order), split_lengths[: num_keys * batch_size], split_weights
 
 
 def select_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:

@@ -56,7 +56,9 @@ def _load() -> bool:
         slow = "training steps run on torch's operators, somewhat slower"
         warnings.warn(f"{error}\n{slow}; {NO_COMPILE}=1 silences this", RuntimeWarning, stacklevel=4)
         return False
-    for name in ("select_pooled", "sum_alpha_gradient", "split_bags", "fill_rows"):  # they write to their arguments
+    of_blocks = ("select_pooled", "sum_alpha_gradient", "split_bags", "fill_rows")
+    of_packed = ("find_pieces", "pack_ids", "select_packed", "spread_packed_gradient", "sum_packed_alpha_gradient")
+    for name in (*of_blocks, *of_packed):  # they write to their arguments
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: None)
     torch.library.register_fake(f"{NAMESPACE}::spread_gradient", lambda *arguments: True)
     return True

@@ -5,7 +5,8 @@ features, told apart when the wrapper is built:
 
 - a *single-id* feature (bags of at most one id): pooled output times the alpha row of the bag's one block;
 - a *multi-hot* feature: BagSplitter turns its bags into one per block, each is pooled alone, and the wrapper adds up
-  alpha_s * pooled_s. Costs up to S times the output volume of that feature.
+  alpha_s * pooled_s. Costs up to S times the output volume of that feature; in a sharded model shard_selection.py moves
+  both to the ranks that hold the shards, and the volume is the plain model's.
 
 Shapes: B batch, D embedding_dim, S blocks, A rows of alpha of one D.
 """
@@ -96,7 +97,7 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.bag_splitter = _bag_splitter(self._outputs, blocks)
         self.embedding_bag_collection = _child(embedding_bag_collection, self._tables, self._outputs, self.bag_splitter)
         self.alpha = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
-        self.selection = SelectPooled(self._outputs, blocks, self.alpha)
+        self.selection: WatchedOutputs = SelectPooled(self._outputs, blocks, self.alpha)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks bags up and multiplies them by alpha.
@@ -130,7 +131,38 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._outputs
 
 
-class SelectPooled(nn.Module):
+class WatchedOutputs(nn.Module):
+    """What a wrapper hands out, and who is told of its gradient.
+
+    Args:
+        outputs: what stands behind each output key.
+
+    Attributes:
+        on_gradient: called in every backward with the gradient, and the name of a table whose part of it is not finite
+            or None; None does not look.
+    """
+
+    def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self.on_gradient: Callable[[str | None, Tensor], None] | None = None
+        self._keys = [output.name for output in outputs]
+        self._dims = [output.embedding_dim for output in outputs]
+
+    def _watch(self, values: Tensor) -> None:
+        values.register_hook(lambda gradient: self._check_gradient(bool(torch.isfinite(gradient.sum())), gradient))
+
+    def _check_gradient(self, is_finite: bool, gradient: Tensor) -> None:
+        """Runs before the tables' own backward, hence before a fused optimizer applies the gradient."""
+        if self.on_gradient is not None:
+            self.on_gradient(None if is_finite else self._table_with_bad(gradient), gradient)
+
+    def _table_with_bad(self, gradient: Tensor) -> str | None:
+        parts = zip(self._outputs, gradient.split(self._dims, dim=1), strict=True)
+        return next((output.table for output, part in parts if not bool(torch.isfinite(part).all())), None)
+
+
+class SelectPooled(WatchedOutputs):
     """The part of the wrapper behind the lookup: local, no collective, no parameter.
 
     A module of its own, so that TorchRec's tracer takes it for a leaf and pipelines the lookup before it.
@@ -139,20 +171,12 @@ class SelectPooled(nn.Module):
         outputs: what stands behind each output key.
         blocks: row -> block of every table.
         alpha: the wrapper's alpha.
-
-    Attributes:
-        on_gradient: called in every backward with the gradient, and the name of a table whose part of it is not finite
-            or None; None does not look.
     """
 
     def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, alpha: Alpha) -> None:
-        super().__init__()
-        self._outputs = outputs
+        super().__init__(outputs)
         self._runs = _runs(outputs)
         self._alpha = [alpha]  # in a list: the wrapper registers it, once
-        self.on_gradient: Callable[[str | None, Tensor], None] | None = None
-        self._keys = [output.name for output in outputs]
-        self._dims = [output.embedding_dim for output in outputs]
         self._pieces = PooledPieces(outputs, {dim: alpha.of(dim).numel() for dim in alpha.dims})
         tables = sorted({output.table for output in outputs if not output.is_multi_hot})
         self._router_of = {table: index for index, table in enumerate(tables)}
@@ -205,7 +229,7 @@ class SelectPooled(nn.Module):
             parts.append(selected(part, run, jagged, split_jagged))
         merged = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if merged.requires_grad and not self._alpha[0].is_upper:
-            merged.register_hook(lambda gradient: self._check_gradient(bool(torch.isfinite(gradient.sum())), gradient))
+            self._watch(merged)
         return merged
 
     def _in_order(self, pooled: KeyedTensor) -> Tensor:
@@ -214,15 +238,6 @@ class SelectPooled(nn.Module):
             return pooled.values()
         by_key = pooled.to_dict()
         return torch.cat([by_key[key] for key in self._pieces.keys], dim=1)
-
-    def _check_gradient(self, is_finite: bool, gradient: Tensor) -> None:
-        """Runs before the tables' own backward, hence before a fused optimizer applies the gradient."""
-        if self.on_gradient is not None:
-            self.on_gradient(None if is_finite else self._table_with_bad(gradient), gradient)
-
-    def _table_with_bad(self, gradient: Tensor) -> str | None:
-        parts = zip(self._outputs, gradient.split(self._dims, dim=1), strict=True)
-        return next((output.table for output, part in parts if not bool(torch.isfinite(part).all())), None)
 
     @staticmethod
     def _width(output: PooledFeature) -> int:
@@ -234,7 +249,7 @@ class SelectPooled(nn.Module):
         if alpha.is_upper:
             alpha.record_hits(dim, torch.cat(rows_of_ids))
         filled = [
-            _one_per_bag(rows, jagged[output.feature].lengths(), output.first_alpha_row)
+            one_per_bag(rows, jagged[output.feature].lengths(), output.first_alpha_row)
             for rows, output in zip(rows_of_ids, run, strict=True)
         ]
         rows = torch.stack(filled, dim=1)
@@ -262,8 +277,21 @@ class SelectPooled(nn.Module):
         return cast(RowRouter, self._routers[self._router_of[output.table]])
 
 
-def _one_per_bag(rows: Tensor, lengths: Tensor, row_of_empty: int) -> Tensor:
-    """Row of alpha of each bag, ``(B,)``; an empty bag, whose embedding is zero, takes any."""
+def one_per_bag(rows: Tensor, lengths: Tensor, row_of_empty: int) -> Tensor:
+    """Row of alpha of each single-id bag; an empty bag, whose embedding is zero, takes any.
+
+    Args:
+        rows: of the ids, int64.
+        lengths: ``(B,)``, 0 or 1.
+        row_of_empty: what empty bags take.
+
+    Returns:
+        ``(B,)`` int64.
+
+    Example:
+        >>> one_per_bag(torch.tensor([5]), torch.tensor([0, 1]), 0).tolist()
+        [0, 5]
+    """
     if rows.numel() == lengths.numel():
         return rows
     filled = torch.full_like(lengths, row_of_empty, dtype=torch.int64)

@@ -44,6 +44,7 @@ from dnis_torchrec.hypergradient import (
     without_synchronisation,
 )
 from dnis_torchrec.level_schedule import BilevelStream, Level
+from dnis_torchrec.shard_selection import select_on_shards_
 from dnis_torchrec.soft_selection import Alpha
 from dnis_torchrec.table_shards import soft_selection_modules
 
@@ -137,6 +138,7 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         if isinstance(model, DMPCollection):
             supported = "supported is DistributedModelParallel"
             raise NotImplementedError(describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)"))
+        select_on_shards_(model)
         first = next(iter(wrappers.values()))
         self._alpha: Alpha = first.alpha
         self._process_group = model._env.process_group if isinstance(model, DistributedModelParallel) else None

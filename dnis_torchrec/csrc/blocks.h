@@ -1,0 +1,69 @@
+// What the operators on blocks share: how they check their arguments, and where rows belong.
+
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace dnis_torchrec {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t SAMPLES_PER_THREAD = 64;  // samples that outweigh waking a thread
+constexpr int64_t MAX_PARTIAL_SUMS = 16;    // alpha's gradient is summed in at most so many parts, whatever the threads
+constexpr int64_t SAMPLES_PER_SUM = 256;    // and in fewer where the batch is small
+constexpr int64_t FEW_BLOCKS = 16;          // up to here comparing with all ends beats guessing where to branch
+
+inline void check(bool condition, const char* argument, const char* requirement) {
+  if (!condition) throw std::invalid_argument(std::string("block operators: ") + argument + ": expected " + requirement);
+}
+
+template <typename Number>
+const Number* numbers(const Tensor& tensor, ScalarType dtype, const char* argument) {
+  check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument, "another dtype or layout");
+  return static_cast<const Number*>(tensor.const_data_ptr());
+}
+
+template <typename Number>
+Number* mutable_numbers(const Tensor& tensor, ScalarType dtype, const char* argument) {
+  check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument, "another dtype or layout");
+  return static_cast<Number*>(tensor.mutable_data_ptr());
+}
+
+// Where a row belongs: uint8 or uint16 block of every row, or (int64) the rising ends of the blocks; nothing passes on.
+struct Routing {
+  enum Kind { NONE, BYTES, SHORTS, ENDS };
+  Kind kind;
+  const void* data;
+  int64_t size;
+
+  explicit Routing(const Tensor& tensor) : kind(NONE), data(nullptr), size(tensor.numel()) {
+    check(tensor.is_contiguous() && tensor.is_cpu(), "routings", "contiguous ones");
+    if (size == 0) return;
+    data = tensor.const_data_ptr();
+    const ScalarType dtype = tensor.scalar_type();
+    check(dtype == ScalarType::Byte || dtype == ScalarType::UInt16 || dtype == ScalarType::Long, "routings",
+          "uint8, uint16 or int64");
+    kind = dtype == ScalarType::Byte ? BYTES : dtype == ScalarType::UInt16 ? SHORTS : ENDS;
+  }
+
+  int64_t block(int64_t id) const {
+    if (kind == NONE) return 0;
+    if (kind == ENDS) {
+      const int64_t* ends = static_cast<const int64_t*>(data);
+      if (size > FEW_BLOCKS) return std::upper_bound(ends, ends + size, id) - ends;
+      int64_t block = 0;
+      for (int64_t s = 0; s < size; ++s) block += id >= ends[s];
+      return block;
+    }
+    check(id >= 0 && id < size, "ids", "rows of their table");
+    return kind == BYTES ? static_cast<const uint8_t*>(data)[id] : static_cast<const uint16_t*>(data)[id];
+  }
+};
+
+}  // namespace dnis_torchrec

@@ -1,0 +1,217 @@
+"""What ranks do, and report, about selection on the shards; judged in test_shard_selection_ranks.py.
+
+Also on one rank, in the test's own process: tests/test_shard_selection.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.blocking import blocks_from_counts
+from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.level_schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.shard_selection import select_on_shards_
+from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.swap import prepare_
+from dnis_torchrec.table_shards import local_shards, soft_selection_modules
+from dnis_torchrec.train_pipeline import BilevelTrainPipeline
+from tests.distributed.harness import Rank, Results, Scenario
+from tests.distributed.model import CPU, Net, Stream, shard_as, task
+
+STEPS = 4
+PER_RANK, LEARNING_RATE = 9, 0.1
+ROWS = {"a": 23, "b": 11, "c": 17}
+LENGTHS = {"one": 1, "both": 4, "many": 3}
+SAME_KIND = ("table_wise", "column_wise", "row_wise", "data_parallel", "table_row_wise", "grid_shard")
+SHARDINGS = {kind: dict.fromkeys(ROWS, kind) for kind in SAME_KIND}
+SHARDINGS["mixed"] = {"a": "column_wise", "b": "row_wise", "c": "data_parallel"}
+VOLUME_KINDS = ("table_wise", "column_wise", "row_wise", "mixed")
+
+
+def tables() -> list[EmbeddingBagConfig]:
+    """SUM and MEAN, two dims, two features of one table, and one feature of two."""
+    of = {"a": (8, ["one", "both"]), "b": (8, ["both"]), "c": (12, ["many"])}
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=ROWS[name],
+            embedding_dim=dim,
+            feature_names=features,
+            pooling=PoolingType.SUM if name == "a" else PoolingType.MEAN,
+        )
+        for name, (dim, features) in of.items()
+    ]
+
+
+def make_model(weighted: bool) -> nn.Module:
+    """The prepared collection, with the same weights and the same alpha in every process."""
+    torch.manual_seed(1)
+    configs = tables()
+    counts = FrequencyCounts({n: torch.randint(0, 9, (rows,)) for n, rows in ROWS.items()}, LENGTHS, 30)
+    model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs, is_weighted=weighted)})
+    prepared = prepare_(model, blocks_from_counts(counts, configs, num_blocks=3))
+    for dim in prepared["ebc"].alpha.dims:
+        prepared["ebc"].alpha.of(dim).uniform_(0.1, 1)
+    return prepared
+
+
+def make_features(rank: int, weighted: bool) -> KeyedJaggedTensor:
+    """A rank's bags, empty ones among them; the second rank has no `many` at all."""
+    generator = torch.Generator().manual_seed(rank)
+    lengths = torch.cat(
+        [
+            torch.randint(0, most + 1, (PER_RANK,), generator=generator) * (feature != "many" or rank != 1)
+            for feature, most in LENGTHS.items()
+        ]
+    )
+    ids = torch.randint(0, min(ROWS.values()), (int(lengths.sum()),), generator=generator)
+    weights = torch.randn(len(ids), generator=generator) if weighted else None
+    return KeyedJaggedTensor(keys=list(LENGTHS), values=ids, lengths=lengths, weights=weights)
+
+
+def shard(model: nn.Module, kind: str, group: dist.ProcessGroup) -> nn.Module:
+    """The model sharded over a group, plain SGD fused into its tables."""
+    for name, bag in model["ebc"].embedding_bag_collection.embedding_bags.items():
+        if SHARDINGS[kind][name] != "data_parallel":
+            apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": LEARNING_RATE})
+    sharders = [CpuEmbeddingBagCollectionSharder()]
+    constraints = {
+        name: ParameterConstraints(sharding_types=[own], min_partition=4) for name, own in SHARDINGS[kind].items()
+    }
+    plan = make_sharding_plan(model, CPU, sharders, constraints=constraints, process_group=group)
+    return shard_model(model, CPU, plan, sharders, process_group=group)
+
+
+def loss_of(pooled: KeyedTensor) -> torch.Tensor:
+    """A mean over samples, so that the mean over ranks is that of the whole batch; every column counts differently."""
+    values = pooled.values()
+    return (values * torch.linspace(-1, 1, values.shape[1])).sin().sum(1).mean()
+
+
+def upper_gradients(
+    wrapper: SoftSelectionEmbeddingBagCollection, features: KeyedJaggedTensor
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """Alpha's gradients and hits."""
+    dims = wrapper.alpha.dims
+    with wrapper.alpha.upper_level() as hits:
+        loss = loss_of(wrapper(features))
+        alphas = [wrapper.alpha.of(dim) for dim in dims]
+        return list(torch.autograd.grad(loss, alphas, materialize_grads=True)), hits
+
+
+def compare(kind: str, weighted: bool, rank: int, world_size: int, group: dist.ProcessGroup) -> Results:
+    """How far the sharded collection is from the unsharded one, which sees all ranks' samples."""
+    whole = make_model(weighted)["ebc"]
+    parts = [make_features(other, weighted) for other in range(world_size)]
+    expected = whole(parts[rank]).values().detach()
+    expected_upper = [upper_gradients(whole, part) for part in parts]
+    (sum(loss_of(whole(part)) for part in parts) / world_size).backward()
+    trained = {
+        name: bag.weight.detach() - LEARNING_RATE * bag.weight.grad
+        for name, bag in whole.embedding_bag_collection.embedding_bags.items()
+    }
+    sharded = shard(make_model(weighted), kind, group)
+    before = list(sharded.state_dict())
+    select_on_shards_(sharded)
+    wrapper = soft_selection_modules(sharded)["ebc"]
+    loss = loss_of(got := wrapper(parts[rank]))
+    upper = upper_gradients(wrapper, parts[rank])
+    loss.backward()
+    alpha_error, hit_errors = 0.0, 0
+    for index, dim in enumerate(wrapper.alpha.dims):
+        gradient, hits = upper[0][index].clone(), upper[1][dim].int()
+        dist.all_reduce(gradient, group=group)
+        dist.all_reduce(hits, group=group)
+        wanted = sum(gradients[index] for gradients, _ in expected_upper) / world_size
+        alpha_error = max(alpha_error, float((gradient / world_size - wanted).abs().max()))
+        hit_errors += int(((hits > 0) != torch.stack([own[dim] for _, own in expected_upper]).any(0)).sum())
+    table_error = 0.0
+    for part in local_shards(wrapper):
+        rows = slice(part.first_row, part.first_row + part.weight.shape[0])
+        columns = slice(part.first_column, part.first_column + part.weight.shape[1])
+        weight = part.weight
+        if SHARDINGS[kind][part.table] == "data_parallel":
+            parameters = dict(wrapper.embedding_bag_collection.named_parameters())
+            weight = weight - LEARNING_RATE * parameters[f"embedding_bags.{part.table}.weight"].grad.view_as(weight)
+        table_error = max(table_error, float((weight - trained[part.table][rows, columns]).abs().max()))
+    return {
+        "keys": got.keys() == [output.name for output in whole.outputs],
+        "state": before == list(sharded.state_dict()),
+        "columns": sum(wrapper.embedding_bag_collection._embedding_dims),
+        "value_error": float((got.values().detach() - expected).abs().max()),
+        "alpha_error": alpha_error,
+        "hit_errors": hit_errors,
+        "table_error": table_error,
+    }
+
+
+def compare_on(kind: str, weighted: bool, at: Rank) -> Results:
+    """`compare` on one of several ranks."""
+    return compare(kind, weighted, at.rank, at.world_size, at.process_group)
+
+
+@contextmanager
+def counted_bytes() -> Iterator[dict[str, int]]:
+    """Bytes that this process gives to the collectives of input_dist (integers) and output_dist (floats)."""
+    counted = {"integers": 0, "floats": 0}
+    names = ("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str, *args: object, **kwargs: object) -> object:
+        given = kwargs.get("input", kwargs.get("input_tensor", kwargs.get("input_list", kwargs.get("tensor"))))
+        given = args[1] if given is None else given
+        for tensor in given if isinstance(given, list) else [given]:
+            counted["floats" if tensor.is_floating_point() else "integers"] += tensor.nbytes
+        return originals[name](*args, **kwargs)
+
+    for name in names:
+        setattr(dist, name, partial(counting, name))
+    try:
+        yield counted
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def volumes(kind: str, at: Rank) -> Results:
+    """Bytes that steps of the plain model, and lower steps of the wrapped one, put on the wire."""
+    found = {}
+    batches: list[Batch] = list(Stream("train", STEPS + 3, (at.rank,)))
+    for name, whole in (("plain", TrainTask(Net(), nn.BCEWithLogitsLoss())), ("wrapped", task())):
+        model, optimizer = shard_as(whole, kind, at.process_group)
+        model.train()
+        if name == "plain":
+            pipeline, stream = TrainPipelineSparseDist(model, optimizer, CPU), iter(batches)
+        else:
+            pipeline = BilevelTrainPipeline(model, optimizer, CPU)
+            stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=STEPS + 3))
+        with counted_bytes() as counted:
+            for _ in range(STEPS):
+                pipeline.progress(stream)
+                assert name == "plain" or pipeline.level is Level.LOWER
+        found[name] = dict(counted)
+    return found
+
+
+def scenarios() -> dict[str, Scenario]:
+    """All of them by name."""
+    found: dict[str, Scenario] = {f"volume {kind}": partial(volumes, kind) for kind in VOLUME_KINDS}
+    for kind in SHARDINGS:
+        for weighted in (False, True):
+            found[f"{kind} {weighted}"] = partial(compare_on, kind, weighted)
+    return found

@@ -1,0 +1,92 @@
+"""Selection on the shards, on one rank; tests/distributed/test_shard_selection_ranks.py has two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dnis_torchrec import shard_selection
+from dnis_torchrec.blocking import blocks_from_counts
+from dnis_torchrec.embedding_modules import SelectPooled
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.shard_selection import SelectedPooled, select_on_shards_
+from dnis_torchrec.swap import prepare_
+from tests.distributed.shard_selection_scenarios import (
+    ROWS,
+    SHARDINGS,
+    compare,
+    make_features,
+    make_model,
+    shard,
+    tables,
+    upper_gradients,
+)
+
+
+class OwnLookup(GroupedPooledEmbeddingsLookup):
+    """What a sharder of somebody else may have put in."""
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["table_wise", "grid_shard", "mixed"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_it_computes_what_the_unsharded_collection_does(
+    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, compiled: bool, kind: str, weighted: bool
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(shard_selection, "are_compiled", lambda: False)
+    found = compare(kind, weighted, 0, 1, gloo)
+    assert found["keys"]
+    assert found["state"]
+    assert found["columns"] == 36
+    assert max(found["value_error"], found["alpha_error"], found["table_error"]) < 1e-6
+    assert found["hit_errors"] == 0
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+def test_a_batch_without_ids(gloo: dist.ProcessGroup, kind: str) -> None:
+    wrapper = select_on_shards_(shard(make_model(False), kind, gloo)).module["ebc"]
+    features = make_features(0, False)
+    empty = type(features)(
+        keys=features.keys(), values=features.values()[:0], lengths=torch.zeros_like(features.lengths())
+    )
+    pooled = wrapper(empty).values()
+    assert not pooled.any()
+    pooled.sum().backward()
+    gradients, hits = upper_gradients(wrapper, empty)
+    assert not any(gradient.any() for gradient in gradients)
+    assert not any(hit.any() for hit in hits.values())
+
+
+def test_a_second_time_changes_nothing(gloo: dist.ProcessGroup) -> None:
+    model = select_on_shards_(shard(make_model(False), "mixed", gloo))
+    wrapper = model.module["ebc"]
+    selection, lookups = wrapper.selection, [own.forward for own in wrapper.embedding_bag_collection._lookups]
+    assert isinstance(selection, SelectedPooled)
+    assert select_on_shards_(model) is model
+    assert wrapper.selection is selection
+    assert [own.forward for own in wrapper.embedding_bag_collection._lookups] == lookups
+
+
+def test_what_cannot_be_moved_selects_behind_the_collection(gloo: dist.ProcessGroup) -> None:
+    features = make_features(1, False)
+    unsharded = make_model(False)
+    expected = unsharded["ebc"](features).values()
+    assert select_on_shards_(unsharded) is unsharded
+    sharded = shard(make_model(False), "table_wise", gloo)
+    wrapper = sharded.module["ebc"]
+    for lookup in wrapper.embedding_bag_collection._lookups:
+        lookup.__class__ = OwnLookup
+    select_on_shards_(sharded)
+    for own in (unsharded["ebc"], wrapper):
+        assert own.bag_splitter is not None
+        assert isinstance(own.selection, SelectPooled)
+        torch.testing.assert_close(own(features).values(), expected, atol=1e-6, rtol=0)
+    single = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables())})
+    counts = FrequencyCounts({name: torch.ones(rows, dtype=torch.int64) for name, rows in ROWS.items()}, {}, 30)
+    prepare_(single, blocks_from_counts(counts, tables(), num_blocks=3), multi_hot_features=[])
+    assert isinstance(select_on_shards_(shard(single, "table_wise", gloo)).module["ebc"].selection, SelectPooled)
