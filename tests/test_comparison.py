@@ -402,6 +402,21 @@ def test_no_embeddings_is_a_level_not_a_point() -> None:
     assert "Compression 4: 0.00102 MB" in page
 
 
+def test_rows_of_a_ranking_have_the_mean_of_its_seven_metrics_first() -> None:
+    cell = Cell(method="dense", size=None, seed=0)
+    values = {
+        f"{name}@{k}": k / 10 + index / 100 for index, name in enumerate(("recall", "mrr", "ndcg")) for k in (1, 5, 10)
+    }
+    result = make_result(cell, 0.5, 100)
+    result = replace(
+        result, trained=replace(result.trained, row=replace(result.trained.row, metrics={"loss": 0.5} | values))
+    )
+    (row,) = comparison_rows([cell], {cell: result}, {}, primary_metric="ndcg@10", higher_is_better=True)
+    seven = [0.1, 0.5, 1.0, 0.51, 1.01, 0.52, 1.02]
+    assert row.to_json()["metrics"]["recall_mrr_ndcg"] == pytest.approx(statistics.fmean(seven))
+    assert replace(make_content((row,)), primary_metric="ndcg@10").metrics[:2] == ["ndcg@10", "recall_mrr_ndcg"]
+
+
 def test_one_reason_is_told_once_for_all_rows_that_have_it() -> None:
     content = make_content(
         make_rows(**{f"{method}_{seed}": "E: no" for method in ("uniform", "dnis") for seed in LEVELS})
