@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dnis_torchrec.report.compare_lines import (
 )
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, WITH_VALIDATION, base_method, json_text, write_text
 from dnis_torchrec.report.pareto import pareto_chart
+from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range
 from dnis_torchrec.report.rendering import render
 from dnis_torchrec.report.tables import (
     PLUS_MINUS,
@@ -81,6 +83,7 @@ def render_comparison(content: ComparisonContent) -> str:
         forms=list(dict.fromkeys(form for row in content.rows for form in row.form_names())),
         pareto=Markup(pareto_chart(points, metric, higher_is_better=higher)) if points else "",
         has_differences=any(point.difference for point in points),
+        has_beyond=_some_beyond(points, higher_is_better=higher),
         quality=None if quality is None else Markup(figures.inline_svg(quality, "quality")),
         costs=cost_lines(content),
         rules=json_text(dict(content.rules), "ComparisonContent.rules"),
@@ -97,6 +100,13 @@ def render_comparison(content: ComparisonContent) -> str:
         format_count=format_count,
         format_megabytes=format_megabytes,
     )
+
+
+def _some_beyond(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> bool:
+    if not points:
+        return False
+    low, high = metric_range(points, higher_is_better=higher_is_better)
+    return any(not low <= point.mean <= high for point in points)
 
 
 def quality_figure(content: ComparisonContent) -> Figure | None:
