@@ -32,7 +32,7 @@ from dnis_torchrec.jobs import run_evaluate
 from dnis_torchrec.report import ReportRow, read_rows
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_lines import compared_lines, cost_lines, missing_reasons
-from dnis_torchrec.report.compare_page import render_comparison
+from dnis_torchrec.report.compare_page import comparison_figures, render_comparison
 from dnis_torchrec.report.tables import TIMES
 from tests.tiny import make_recipe
 
@@ -415,6 +415,22 @@ def test_rows_of_a_ranking_have_the_mean_of_its_seven_metrics_first() -> None:
     seven = [0.1, 0.5, 1.0, 0.51, 1.01, 0.52, 1.02]
     assert row.to_json()["metrics"]["recall_mrr_ndcg"] == pytest.approx(statistics.fmean(seven))
     assert replace(make_content((row,)), primary_metric="ndcg@10").metrics[:2] == ["ndcg@10", "recall_mrr_ndcg"]
+
+
+def test_dnis_stands_beside_network_pruning_where_both_were_trained() -> None:
+    rows = make_rows()
+    assert list(comparison_figures(make_content(rows))) == ["quality"]
+    cells = [
+        Cell(method=method, size=4, seed=0, with_validation=on)
+        for method, on in (("magnitude", False), ("magnitude", True))
+    ]
+    pruned = comparison_rows(
+        cells, {cell: make_result(cell, 0.8, 1024) for cell in cells}, {}, primary_metric="mse", higher_is_better=False
+    )
+    drawn = comparison_figures(make_content((*rows, *pruned)))
+    labels = [text.get_text() for text in drawn["pruning-rate"].legends[0].get_texts()]
+    assert labels == ["dnis", "magnitude", "dense"]
+    assert 'id="figure-pruning-rate"' in render_comparison(make_content((*rows, *pruned)))
 
 
 def test_one_reason_is_told_once_for_all_rows_that_have_it() -> None:
