@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from dnis_torchrec.baselines import METHODS
 from dnis_torchrec.comparison import (
     Comparison,
     comparison_table,
@@ -29,6 +31,7 @@ from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
 from dnis_torchrec.export import read_manifest
 from dnis_torchrec.jobs import run_evaluate
+from dnis_torchrec.recipe import load_recipe
 from dnis_torchrec.report import ReportRow, read_rows
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_lines import compared_lines, cost_lines, missing_reasons
@@ -36,6 +39,7 @@ from dnis_torchrec.report.compare_page import comparison_figures, render_compari
 from dnis_torchrec.report.tables import TIMES
 from tests.tiny import make_recipe
 
+ROOT = Path(__file__).parents[1]
 REGISTRY = "tests.comparison_methods:METHODS"
 LEVELS = {0: 0.70, 1: 0.72, 2: 0.80}
 """Test loss of the uncompressed model under each seed."""
@@ -485,3 +489,16 @@ def test_the_artifact_of_a_cell_is_evaluated_as_any_other_and_says_the_same(gloo
     assert evaluated["parameters"] == trained.row.parameters
     described = read_manifest(folder / "artifact")["run"]
     assert described["configuration"] == {"method": method, "size": 2.5, **trained.settings}
+
+
+def test_commands_in_the_documentation_name_methods_and_recipes_that_exist() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    named = re.findall(r"--methods ([\w,-]+)", text)
+    assert len(named) > 4
+    assert {name for names in named for name in names.split(",")} <= METHODS.keys()
+    recipes = re.findall(r"dnis compare (examples\.\w+:)(\w+)", text)
+    assert recipes
+    assert all(callable(load_recipe(module + name)) for module, name in recipes)
+    looped = re.findall(r"for \w+ in ([\w ]+); do.*\n +dnis compare (examples\.\w+:)\$", text)
+    assert len(looped) == 3
+    assert all(callable(load_recipe(module + name)) for names, module in looped for name in names.split())
