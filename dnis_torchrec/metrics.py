@@ -10,7 +10,8 @@ Shapes: B batch, Q queries, n samples of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -210,6 +211,29 @@ class RankingMetrics(Metric):
             ndcg = empty.index_add(0, query, hit * discount) / ideal
             found |= {f"recall@{k}": recall.mean(), f"mrr@{k}": reciprocal_rank.mean(), f"ndcg@{k}": ndcg.mean()}
         return found
+
+
+def ranking_mean(metrics: Mapping[str, float]) -> float | None:
+    """One number for a ranking: the mean of recall@k for every k, and of mrr@k and ndcg@k for every k above 1.
+
+    At k = 1 all three are equal for a query of one positive, so they count once.
+
+    Args:
+        metrics: name -> value; others than those of a ranking are passed over.
+
+    Returns:
+        The mean, None where there is no ranking metric.
+
+    Example:
+        >>> ranking_mean({"recall@1": 0.2, "mrr@1": 0.2, "recall@5": 0.6, "mrr@5": 0.4, "ndcg@5": 0.4, "loss": 3.0})
+        0.4
+        >>> ranking_mean({"mse": 0.7}) is None
+        True
+    """
+    parts = {name: name.partition("@") for name in metrics}
+    ranking = {name for name, (kind, at, _) in parts.items() if at and kind in ("recall", "mrr", "ndcg")}
+    counted = [metrics[name] for name in ranking if parts[name][0] == "recall" or parts[name][2] != "1"]
+    return math.fsum(counted) / len(counted) if counted else None
 
 
 def check_candidates(queries: Tensor, k: int = max(RANKING_KS)) -> None:

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import io
 import json
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
+from dnis_torchrec.baselines import METHODS
 from dnis_torchrec.comparison import (
     Comparison,
-    comparison_table,
     parse_names,
     parse_seeds,
     parse_sizes,
     registry,
 )
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, TrainedCell, read_crash, read_result, write_crash
-from dnis_torchrec.comparison.outputs import joined_versions, missing_lines, rows_frame, write_json
+from dnis_torchrec.comparison.outputs import joined_versions, missing_lines
 from dnis_torchrec.comparison.streams import InterleavedBatches
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
 from dnis_torchrec.export import read_manifest
 from dnis_torchrec.jobs import run_evaluate
-from dnis_torchrec.report import ReportRow, read_rows
+from dnis_torchrec.recipe import load_recipe
+from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
-from dnis_torchrec.report.compare_lines import compared_lines, cost_lines, missing_reasons
-from dnis_torchrec.report.compare_page import render_comparison
-from dnis_torchrec.report.tables import TIMES
+from dnis_torchrec.report.compare_lines import compared_lines
 from tests.tiny import make_recipe
 
+ROOT = Path(__file__).parents[1]
 REGISTRY = "tests.comparison_methods:METHODS"
 LEVELS = {0: 0.70, 1: 0.72, 2: 0.80}
 """Test loss of the uncompressed model under each seed."""
@@ -340,100 +338,6 @@ def test_a_row_without_all_its_seeds_says_so_and_stands_aside_from_the_front() -
     ]
 
 
-def test_table_and_csv_and_json_say_the_same(tmp_path: Path) -> None:
-    crashed = {f"dnis_{seed}": "RuntimeError: no" for seed in LEVELS}
-    content = make_content(make_rows(**crashed))
-    out = io.StringIO()
-    Console(file=out, width=150).print(comparison_table(content))
-    lines = [line for line in out.getvalue().splitlines() if line.strip()]
-    assert [line.split()[0] for line in lines] == ["method", "dense", "uniform", "uniform", "dnis"]
-    assert "0.8200 ± 0.0917" in lines[3]
-    assert "+0.0800 ± 0.0400" in lines[3]
-    assert lines[1].endswith("*")
-    frame = rows_frame(content.rows)
-    assert frame["metrics.mse"][2] == pytest.approx(0.82)
-    assert frame["difference.mse.mean"][2] == pytest.approx(0.08)
-    assert frame["seeds"][2] == "0 1 2"
-    assert pd.isna(frame["metrics.mse"][3])
-    assert frame["reason"].tolist() == ["", "", "", "crashed: RuntimeError: no"]
-    write_json(tmp_path / "a.json", content)
-    described = json.loads((tmp_path / "a.json").read_text())
-    assert described["rows"] == json.loads(json.dumps([row.to_json() for row in content.rows]))
-    write_json(tmp_path / "b.json", make_content(make_rows()))
-    assert [row.method for row in read_rows(tmp_path / "b.json")] == ["dense", "uniform", "uniform", "dnis"]
-
-
-def test_a_size_is_told_best_first_and_its_best_heads_the_page() -> None:
-    content = make_content(make_rows())
-    assert [(line.size, line.row.method) for line in compared_lines(content)] == [
-        ("-", "dense"),
-        ("2", "uniform"),
-        ("4", "dnis"),
-        ("4", "uniform"),
-    ]
-    higher = replace(content, higher_is_better=True)
-    assert [line.row.method for line in compared_lines(higher)][-2:] == ["uniform", "dnis"]
-    page = render_comparison(content)
-    told = "Best test mse on tests.tiny:demo, at the same bytes: uniform at compression 2; dnis at compression 4."
-    assert told in page
-    assert "Best at compression 4: dnis" in page
-    assert "+0.0200 ± 0.0100 against dense; next: uniform, 0.8200" in page
-    costs = {line.method: line.cells for line in cost_lines(content)}
-    assert costs["uniform"] == (("", ""), *[("40.0 s", f"4 runs, 3.6{TIMES} dense")] * 2)
-
-
-def test_no_embeddings_is_a_level_not_a_point() -> None:
-    cells = [
-        Cell(method=method, size=size, seed=0)
-        for method, size in (("no-embeddings", None), ("dense", None), ("dnis", 4))
-    ]
-    results = dict(
-        zip(
-            cells,
-            (make_result(cells[0], 0.9, 8), make_result(cells[1], 0.7, 4096), make_result(cells[2], 0.71, 1024)),
-            strict=True,
-        )
-    )
-    rows = comparison_rows(cells, results, {}, primary_metric="mse", higher_is_better=False)
-    assert [row.pareto for row in rows] == [False, True, True]
-    page = render_comparison(make_content(rows))
-    assert "Uncompressed, and with every embedding zero" in page
-    assert "no-embeddings" not in page.split('<div class="pareto">')[1].split("</figure>")[0]
-    assert "Compression 4: 0.00102 MB" in page
-
-
-def test_one_reason_is_told_once_for_all_rows_that_have_it() -> None:
-    content = make_content(
-        make_rows(**{f"{method}_{seed}": "E: no" for method in ("uniform", "dnis") for seed in LEVELS})
-    )
-    assert missing_reasons(content) == [("uniform at 2, uniform at 4, dnis at 4", "crashed: E: no")]
-
-
-def test_page_shows_every_row_loads_nothing_and_escapes() -> None:
-    crashed = {f"dnis_{seed}": "<script>alert(1)</script>" for seed in LEVELS}
-    page = render_comparison(make_content(make_rows(**crashed)))
-    assert "<script>alert" not in page
-    assert "&lt;script&gt;alert(1)" in page
-    assert "http://" not in page.replace("http://www.w3.org", "")
-    assert "src=" not in page
-    assert "<script" not in page
-    for section in ("summary", "quality", "cost", "bytes", "rules", "versions"):
-        assert f'<section id="{section}">' in page
-    assert '<td class="worse">+0.0800 ± 0.0400</td>' in page
-    assert 'class="best">0.8200' in page
-    assert "csr_fp32" in page
-    assert '<div class="pareto">' in page
-    assert "while up to 2 cells shared the machine" in page
-
-
-def test_page_of_nothing_but_crashes() -> None:
-    everything = {f"{method}_{seed}": "E: no" for method in ("dense", "uniform", "dnis") for seed in LEVELS}
-    page = render_comparison(make_content(make_rows(**everything)))
-    assert "No method has finished" in page
-    assert "E: no" in page
-    assert "<svg" not in page
-
-
 def test_versions_of_all_cells() -> None:
     result = make_result(Cell(method="dnis", size=2, seed=0), 0.5, 10)
     other = replace(result, versions={"torch": "3", "python": "3.12"})
@@ -454,3 +358,16 @@ def test_the_artifact_of_a_cell_is_evaluated_as_any_other_and_says_the_same(gloo
     assert evaluated["parameters"] == trained.row.parameters
     described = read_manifest(folder / "artifact")["run"]
     assert described["configuration"] == {"method": method, "size": 2.5, **trained.settings}
+
+
+def test_commands_in_the_documentation_name_methods_and_recipes_that_exist() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    named = re.findall(r"--methods ([\w,-]+)", text)
+    assert len(named) > 4
+    assert {name for names in named for name in names.split(",")} <= METHODS.keys()
+    recipes = re.findall(r"dnis compare (examples\.\w+:)(\w+)", text)
+    assert recipes
+    assert all(callable(load_recipe(module + name)) for module, name in recipes)
+    looped = re.findall(r"for \w+ in ([\w ]+); do.*\n +dnis compare (examples\.\w+:)\$", text)
+    assert len(looped) == 3
+    assert all(callable(load_recipe(module + name)) for names, module in looped for name in names.split())

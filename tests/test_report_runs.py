@@ -186,7 +186,8 @@ def test_images_take_no_more_than_their_share_of_the_time() -> None:
     images = SearchImages(writer, make_row_blocks("global"), clock=lambda: next(now))
     assert images.is_due()
     images.draw({4: torch.ones(2, 4)}, 7)
-    assert writer.written == [("alpha_per_block", 7), ("retained_dims_against_frequency", 7)]
+    tags = ("alpha_per_block", "alpha_distribution", "retained_dims_against_frequency")
+    assert writer.written == [(tag, 7) for tag in tags]
     assert not images.is_due(), "half a second is more than a twentieth of 9.9"
     assert images.is_due()
 
@@ -200,7 +201,7 @@ def test_a_search_leaves_images_and_a_report_of_two_runs(tmp_path: Path) -> None
     log = EventAccumulator(str(tmp_path / "one" / "tensorboard"), size_guidance={"images": 0})
     log.Reload()
     steps = {tag: [event.step for event in log.Images(tag)] for tag in log.Tags()["images"]}
-    assert set(steps) == {"alpha_per_block", "retained_dims_against_frequency"}
+    assert set(steps) == {"alpha_per_block", "alpha_distribution", "retained_dims_against_frequency"}
     assert all(found[0] == 10 and found[-1] == 50 for found in steps.values()), "the first epoch and the last"
     page = run_report(tmp_path / "one", [tmp_path / "two"])
     files = {path.name for path in (tmp_path / "one" / "figures").iterdir()}

@@ -21,7 +21,7 @@ def comparison_table(content: ComparisonContent) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method")
     metrics = content.metrics
-    headings = ("size", "bytes", "dense /", *metrics, f"{content.primary_metric} - dense", "seeds")
+    headings = ("size", "bytes", "compression", *metrics, f"{content.primary_metric} - dense", "seeds")
     for heading in (*headings, "one run", "runs", "all runs", "Pareto"):
         table.add_column(Text(heading), justify="right", no_wrap=heading in metrics)
     size = content.rows[0].size

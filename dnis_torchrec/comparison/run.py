@@ -19,7 +19,7 @@ from dnis_torchrec.comparison.plan import Comparison, RecipeFacts, recipe_facts
 from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.report.compare_content import ComparisonContent
-from dnis_torchrec.report.compare_page import quality_figure, write_comparison
+from dnis_torchrec.report.compare_page import comparison_figures, write_comparison
 from dnis_torchrec.report.figures import save_png, save_svg
 from dnis_torchrec.report.tables import format_metric, format_seconds
 
@@ -69,7 +69,7 @@ def run_comparison(comparison: Comparison) -> Compared:
 
 
 def _written(comparison: Comparison, facts: RecipeFacts) -> Compared:
-    """Gathers all cells and writes comparison.json, .csv and .html, and quality.png and .svg."""
+    """Gathers all cells and writes comparison.json, .csv and .html, and its figures as .png and .svg."""
     finished = comparison.finished()
     crashes = {cell: read_crash(comparison.folder(cell)) for cell in comparison.cells() if cell not in finished}
     rows = comparison_rows(
@@ -91,10 +91,9 @@ def _written(comparison: Comparison, facts: RecipeFacts) -> Compared:
     write_json(comparison.out / "comparison.json", content)
     write_frame(comparison.out / "comparison.csv", rows)
     write_comparison(comparison.out / "comparison.html", content)
-    figure = quality_figure(content)
-    if figure is not None:
-        save_png(figure, comparison.out / "quality.png", dpi=110)
-        save_svg(figure, comparison.out / "quality.svg")
+    for name, figure in comparison_figures(content).items():
+        save_png(figure, comparison.out / f"{name}.png", dpi=110)
+        save_svg(figure, comparison.out / f"{name}.svg")
     return Compared(content=content, crashes={cell: comparison.folder(cell) / "crash.txt" for cell in crashes})
 
 

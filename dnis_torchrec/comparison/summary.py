@@ -7,9 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dnis_torchrec.comparison.cells import Cell, CellResult, TrainedCell
+from dnis_torchrec.metrics import ranking_mean
 from dnis_torchrec.report.compare_content import ComparisonRow
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, RowGroup, base_method
 from dnis_torchrec.report.pareto_points import Difference, pareto_front
+
+RANKING_MEAN = "recall_mrr_ndcg"
+"""Name of `dnis_torchrec.metrics.ranking_mean` in the rows of a comparison."""
 
 
 def comparison_rows(
@@ -32,11 +36,19 @@ def comparison_rows(
     by_row: dict[tuple[str, float | None], list[Cell]] = {}
     for cell in cells:
         by_row.setdefault((cell.row_name, cell.size), []).append(cell)
-    trained = {cell: result.trained for cell, result in finished.items() if result.trained is not None}
+    trained = {cell: _with_mean(result.trained) for cell, result in finished.items() if result.trained is not None}
     dense = {cell.seed: value for cell, value in trained.items() if cell.row_name == DENSE}
     reasons = {cell: _missing_reason(cell, finished, crashes) for cell in cells if cell not in trained}
     rows = [_row(group, trained, dense, reasons) for group in by_row.values()]
     return _marked(rows, primary_metric, higher_is_better)
+
+
+def _with_mean(trained: TrainedCell) -> TrainedCell:
+    """A ranking is judged by several metrics; their mean stands in front."""
+    mean = ranking_mean(trained.row.metrics)
+    if mean is None:
+        return trained
+    return replace(trained, row=replace(trained.row, metrics={RANKING_MEAN: mean, **trained.row.metrics}))
 
 
 def _missing_reason(cell: Cell, finished: Mapping[Cell, CellResult], crashes: Mapping[Cell, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dnis_torchrec.report.compare_lines import (
 )
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, WITH_VALIDATION, base_method, json_text, write_text
 from dnis_torchrec.report.pareto import pareto_chart
+from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range
 from dnis_torchrec.report.rendering import render
 from dnis_torchrec.report.tables import (
     PLUS_MINUS,
@@ -67,7 +69,7 @@ def write_comparison(path: Path, content: ComparisonContent) -> Path:
 def render_comparison(content: ComparisonContent) -> str:
     """The page of `write_comparison` as a string."""
     lines = [line for line in compared_lines(content) if not line.row.is_empty]
-    quality = quality_figure(content)
+    drawn = comparison_figures(content)
     metric, higher = content.primary_metric, content.higher_is_better
     sized = [row for row in content.rows if base_method(row.method) != NO_EMBEDDINGS]
     points = [point for row in sized if (point := row.point(metric)) is not None]
@@ -81,7 +83,8 @@ def render_comparison(content: ComparisonContent) -> str:
         forms=list(dict.fromkeys(form for row in content.rows for form in row.form_names())),
         pareto=Markup(pareto_chart(points, metric, higher_is_better=higher)) if points else "",
         has_differences=any(point.difference for point in points),
-        quality=None if quality is None else Markup(figures.inline_svg(quality, "quality")),
+        has_beyond=_some_beyond(points, higher_is_better=higher),
+        figures={name: Markup(figures.inline_svg(figure, name)) for name, figure in drawn.items()},
         costs=cost_lines(content),
         rules=json_text(dict(content.rules), "ComparisonContent.rules"),
         sentence=_sentence(content, winners),
@@ -99,12 +102,29 @@ def render_comparison(content: ComparisonContent) -> str:
     )
 
 
-def quality_figure(content: ComparisonContent) -> Figure | None:
-    """Quality of every method at every size in bytes, None if no method has all its seeds."""
-    metric, higher = content.primary_metric, content.higher_is_better
-    points = [point for row in content.rows if (point := row.point(metric)) is not None]
-    sizes = sorted({row.size for row in content.rows if row.size is not None})
-    return figures.quality_at_the_same_bytes(points, metric, higher_is_better=higher, sizes=sizes) if points else None
+def _some_beyond(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> bool:
+    if not points:
+        return False
+    low, high = metric_range(points, higher_is_better=higher_is_better)
+    return any(not low <= point.mean <= high for point in points)
+
+
+def comparison_figures(content: ComparisonContent) -> dict[str, Figure]:
+    """The figures that have something to show, by the names of their files.
+
+    ``"quality"``: every method at every size in bytes. ``"pruning-rate"``: DNIS beside network pruning by the share of
+    parameters that is gone, the paper's comparison.
+    """
+    metric, higher, drawn = content.primary_metric, content.higher_is_better, {}
+    whole = [row for row in content.rows if row.point(metric) is not None]
+    points = [point for row in whole if (point := row.point(metric)) is not None]
+    if points:
+        sizes = sorted({row.size for row in content.rows if row.size is not None})
+        drawn["quality"] = figures.quality_at_the_same_bytes(points, metric, higher_is_better=higher, sizes=sizes)
+    rows = [row for entry in whole if base_method(entry.method) == entry.method for row in entry.group.rows]
+    if all(any(row.method.startswith(kind) for row in rows) for kind in ("dnis", "magnitude")):
+        drawn["pruning-rate"] = figures.quality_against_pruning_rate(rows, metric, higher_is_better=higher)
+    return drawn
 
 
 def _winners(content: ComparisonContent) -> list[Winner]:

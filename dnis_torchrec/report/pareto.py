@@ -43,6 +43,8 @@ from dnis_torchrec.report.tables import (
 PLOT_WIDTH, PLOT_HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 72.0, 880.0, 14.0, 346.0
 """Edges of the plotting area, in units of the SVG."""
+SUBJECT = " subject"
+"""Class of what is drawn for the method that the chart is about."""
 DARK = {
     BLUE: "#4fa8e0",
     ORANGE: "#f4894a",
@@ -96,6 +98,7 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
     styles = method_styles(point.method for point in points)
     solid = {base_method(method): style for method, style in styles.items()}
     front = pareto_front(points, higher_is_better=higher_is_better)
+    marks = [_mark(point, scale, styles[point.method], index in front) for index, point in enumerate(points)]
     return render(
         "pareto.html.j2",
         width=PLOT_WIDTH,
@@ -110,7 +113,7 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
         y_ticks=_metric_ticks(scale),
         front=_stair([points[index] for index in front], scale),
         lines=[_method_line([p for p in points if p.method == method], scale, styles[method]) for method in styles],
-        marks=[_mark(point, scale, styles[point.method], index in front) for index, point in enumerate(points)],
+        marks=sorted(marks, key=lambda mark: mark["row_class"] == SUBJECT),  # the last one lies on top
         methods=[(short(name), MARK_PATHS[marker], _colours(colour)) for name, (colour, marker) in solid.items()],
         second_row=MARK_PATHS["o"] if any(method.endswith(WITH_VALIDATION) for method in styles) else "",
     )
@@ -179,7 +182,7 @@ def _method_line(points: Sequence[ParetoPoint], scale: _Scale, style: tuple[str,
 
 
 def _row_class(method: str) -> str:
-    return " second" if method.endswith(WITH_VALIDATION) else " subject" if method == "dnis" else ""
+    return " second" if method.endswith(WITH_VALIDATION) else SUBJECT if method == "dnis" else ""
 
 
 def _mark(point: ParetoPoint, scale: _Scale, style: tuple[str, str], is_front: bool) -> dict[str, object]:

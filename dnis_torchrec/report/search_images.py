@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dnis_torchrec.blocking import RowBlocks
-from dnis_torchrec.report.figures import alpha_per_block, retained_dims_against_frequency
+from dnis_torchrec.report.figures import alpha_distribution, alpha_per_block, retained_dims_against_frequency
 from dnis_torchrec.report.of_run import named_alpha, searched_summaries
 
 SHARE_OF_TIME = 0.05
@@ -17,7 +17,7 @@ SHARE_OF_TIME = 0.05
 
 
 class SearchImages:
-    """Draws alpha per block and retained dims against frequency into a TensorBoard log.
+    """Draws alpha per block, its distribution, and retained dims against frequency into a TensorBoard log.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
@@ -37,14 +37,16 @@ class SearchImages:
         return self._spent <= SHARE_OF_TIME * (self._clock() - self._started)
 
     def draw(self, alpha: Mapping[int, Tensor], step: int) -> None:
-        """Writes both images.
+        """Writes the images.
 
         Args:
             alpha: embedding_dim -> ``(A, D)``.
             step: lower steps that led to it.
         """
         before = self._clock()
-        self._writer.add_figure("alpha_per_block", alpha_per_block(named_alpha(alpha, self._blocks)), step)
+        named = named_alpha(alpha, self._blocks)
+        self._writer.add_figure("alpha_per_block", alpha_per_block(named), step)
+        self._writer.add_figure("alpha_distribution", alpha_distribution(named), step)
         summaries = searched_summaries(alpha, self._blocks)
         self._writer.add_figure("retained_dims_against_frequency", retained_dims_against_frequency(summaries), step)
         self._spent += self._clock() - before

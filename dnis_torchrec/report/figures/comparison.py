@@ -25,6 +25,7 @@ from dnis_torchrec.report.figures.style import (
 from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range
 from dnis_torchrec.report.tables import format_metric, format_ratio
 
+ENOUGH_TICKS = 3
 DASHED, DOTTED = (0, (4, 2.5)), (0, (1, 2))
 
 
@@ -42,7 +43,7 @@ def quality_at_the_same_bytes(
         points: one per method and size.
         metric: name of the metric.
         higher_is_better: its direction, told on the axis.
-        sizes: compressions to put ticks at; round numbers if there are none.
+        sizes: compressions to put ticks at; round numbers if they are too few to read other points by.
 
     Raises:
         ValueError: if there are no points.
@@ -65,7 +66,7 @@ def quality_at_the_same_bytes(
     ratios = [point.compression_ratio for point in compressed] or [1.0]
     margin = max(1.08, (max(ratios) / min(ratios)) ** 0.06)
     log_axis(axis, min(ratios) / margin, max(ratios) * margin, format_ratio)
-    if sizes:
+    if len(sizes) >= ENOUGH_TICKS:
         axis.xaxis.set_major_locator(FixedLocator(list(sizes)))
     metric_axis(axis, metric, higher_is_better)
     axis.set_xlabel("compression: bytes of the uncompressed tables / bytes as served (log scale)")
