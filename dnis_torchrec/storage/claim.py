@@ -4,9 +4,9 @@
     memory://bucket/run.writer    {"writer": .., "job": .., "sign": ..}, every `RENEW_SECONDS` with another sign
 
 Whoever wants to write and finds the file watches it. If it changes, its writer is alive, and the newcomer is refused;
-if it does not for `DEAD_SECONDS`, the writer is dead, and the newcomer takes its place. No clocks are compared. Two jobs
-that begin within the same moment may both look before either has written: each looks again when it has, and the one
-whose sign is gone is refused.
+if it does not for `DEAD_SECONDS`, the writer is dead, and the newcomer takes its place. No clocks are compared. Two
+jobs that begin within the same moment may both look before either has written: each looks again when it has, and the
+one whose sign is gone is refused.
 """
 
 from __future__ import annotations
