@@ -174,10 +174,10 @@ def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
     copies = _copies(parts, tables, counts, ranks)
     squares = {dim: torch.zeros(shape, dtype=torch.float64) for dim, shape in blocks.alpha_shapes.items()}
     for part in parts:
-        dim, block = blocks.embedding_dims[part.table], blocks.routings[part.table].all_blocks()
+        dim, routing = blocks.embedding_dims[part.table], blocks.routings[part.table]
         for chunk, rows, _ in part.chunks():
-            of_rows = block[rows]
-            in_block = of_rows < blocks.routings[part.table].num_blocks
+            of_rows = routing.block_of(torch.arange(rows.start, rows.stop))
+            in_block = of_rows < routing.num_blocks
             weights = counts.counts[part.table][rows].double() / copies[tables.index(part.table)]
             energy = chunk.cpu().double().square() * weights[:, None]
             alpha_rows = blocks.first_alpha_row(part.table) + of_rows[in_block]

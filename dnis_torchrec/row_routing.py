@@ -9,6 +9,7 @@ whole, such as rows never seen in training.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from dnis_torchrec.checks import check
 
 MAX_NUM_BLOCKS = 65_535
+ROWS_AT_A_TIME = 1 << 20
+"""Rows that are looked at together: bounds what that takes beside a byte or two per row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +98,7 @@ class RowRouting:
         wide = block_of_row.long()
         within = wide.numel() == 0 or (int(wide.min()) >= 0 and int(wide.max()) <= num_blocks)
         check(within, "block_of_row", f"expected values in 0..{num_blocks}", "a value outside")
-        dtype = torch.uint8 if num_blocks < 256 else torch.uint16
-        return RowRouting(block_of_row.numel(), num_blocks, block_of_row=wide.to(dtype))
+        return RowRouting(block_of_row.numel(), num_blocks, block_of_row=wide.to(_map_dtype(num_blocks)))
 
     def block_of(self, ids: Tensor) -> Tensor:
         """Blocks of the given rows.
@@ -117,6 +119,12 @@ class RowRouting:
         sizes = self.row_counts(include_unassigned=True)
         return torch.repeat_interleave(torch.arange(self.num_blocks + 1), sizes)
 
+    def blocks_of_all(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, their blocks as int64) of all rows, `ROWS_AT_A_TIME` at a time."""
+        for first in range(0, self.num_embeddings, ROWS_AT_A_TIME):
+            rows = slice(first, min(first + ROWS_AT_A_TIME, self.num_embeddings))
+            yield rows, self.block_of(torch.arange(rows.start, rows.stop))
+
     def row_counts(self, *, include_unassigned: bool = False) -> Tensor:
         """Rows per block.
 
@@ -127,7 +135,9 @@ class RowRouting:
             ends = torch.cat([self.boundaries, torch.tensor([self.num_embeddings])])
             counts = ends.diff()
         else:
-            counts = torch.bincount(self.all_blocks(), minlength=self.num_blocks + 1)
+            counts = torch.zeros(self.num_blocks + 1, dtype=torch.int64)
+            for _, blocks in self.blocks_of_all():
+                counts += torch.bincount(blocks, minlength=self.num_blocks + 1)
         return counts if include_unassigned else counts[: self.num_blocks]
 
     def positions(self) -> Tensor | None:
@@ -163,9 +173,10 @@ class RowRouting:
             first = int(dropped.nonzero()[0])
             if bool(dropped[first:].all()):
                 return RowRouting(self.num_embeddings, self.num_blocks, boundaries=self.boundaries.clamp(max=first))
-        blocks = self.all_blocks()
-        blocks[dropped] = self.num_blocks
-        return RowRouting.from_map(blocks, self.num_blocks)
+        block_of_row = torch.empty(self.num_embeddings, dtype=_map_dtype(self.num_blocks))
+        for rows, blocks in self.blocks_of_all():
+            block_of_row[rows] = blocks.masked_fill(dropped[rows], self.num_blocks)
+        return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The tensors that say everything, for a safetensors file; `from_tensors` reads them back."""
@@ -217,6 +228,10 @@ class RowRouter(nn.Module):
             return self.cuts
         assert self.block_of_row is not None  # RowRouting has one of the two
         return self.block_of_row
+
+
+def _map_dtype(num_blocks: int) -> torch.dtype:
+    return torch.uint8 if num_blocks < 256 else torch.uint16
 
 
 def _block_of(ids: Tensor, cuts: Tensor | None, block_of_row: Tensor | None) -> Tensor:

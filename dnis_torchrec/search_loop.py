@@ -23,6 +23,7 @@ from dnis_torchrec.checkpoint import (
     ON_ERROR,
     CheckpointFolder,
     CheckpointSaver,
+    Manifest,
     PlacedTensor,
     TrainingState,
 )
@@ -176,7 +177,7 @@ class SearchLoop:
         self.best = self._best_before = Best()
         self._epoch, self._is_over = 0, False
         self._started, self.seconds_before = time.monotonic(), 0.0
-        # Sum and number of the epoch's losses on this rank.
+        # This rank's share of the sum and the number of the epoch's losses.
         self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
 
     def run(self) -> None:
@@ -212,7 +213,9 @@ class SearchLoop:
             loss = pipeline.progress(self._stream)[0]
             is_lower = pipeline.lower_steps > before
             if is_lower:
-                self._losses += torch.stack([loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)])
+                # Over the ranks, so that a step counts as much on another number of them.
+                share = torch.stack([loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)])
+                self._losses += share / world_size_of(pipeline.process_group)
                 self._events.on_step(float(loss), pipeline.alpha_optimizer.last_density)
             if self._is_stop_requested():
                 self._save(saver)
@@ -276,9 +279,6 @@ class SearchLoop:
         dist.all_reduce(any_wants, group=group)
         return bool(any_wants > 0)
 
-    def _tensors(self) -> dict[str, PlacedTensor]:
-        return {f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)}
-
     def _save(self, saver: CheckpointSaver) -> None:
         self._wait(saver)
         state = self._pipeline.state(self._stream)
@@ -288,14 +288,20 @@ class SearchLoop:
         own["seconds"] = self.seconds_before + time.monotonic() - self._started
         own["history"] = [asdict(record) for record in self.history]
         whole = TrainingState(
-            tensors={**state.tensors, **self._tensors()},
+            tensors={**state.tensors, f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)},
             tables=state.tables,
             values={**state.values, "search": own},
         )
         saver.save(self._steps, whole, keep=(self.best.step, self._best_before.step))
 
     def _restore(self, path: Path) -> None:
-        own = self._pipeline.restore(path, self._stream, self._tensors())["search"]
+        # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen them.
+        written = on_rank_zero(lambda: Manifest.read(path).world_size)
+        ranks = range(rank_of(), written, world_size_of())
+        losses = {f"rank{rank}/losses": torch.zeros_like(self._losses) for rank in ranks}
+        placed = {name: PlacedTensor.of(own_losses) for name, own_losses in losses.items()}
+        own = self._pipeline.restore(path, self._stream, placed)["search"]
+        self._losses += sum(losses.values())
         self._epoch, self._is_over, self.seconds_before = own["epoch"], own["is_over"], own["seconds"]
         self.best = self._best_before = Best(**own["best"] or {})
         self.history = [EpochRecord(**record) for record in own["history"]]

@@ -18,6 +18,7 @@ from dnis_torchrec import blocking, frequency
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.sketch import BoundedCounter, EstimatedCounts
+from tests.allocations import AllocatedPeak
 from tests.reference import blocks_reference
 
 DIMS = {"a": 4, "b": 8, "c": 4}
@@ -166,6 +167,16 @@ def test_estimated_counts_are_blocked_as_the_same_numbers_in_a_tensor_are(ids: l
     assert found.routings["a"].all_blocks().equal(wanted.routings["a"].all_blocks())
     assert found.occurrences["a"].equal(wanted.occurrences["a"])
     assert found.seen_rows["a"].equal(wanted.seen_rows["a"])
+
+
+@pytest.mark.parametrize("scope", ["global", "table"])
+def test_a_large_table_takes_a_byte_per_row(monkeypatch: pytest.MonkeyPatch, scope: str) -> None:
+    monkeypatch.setattr(frequency, "ROWS_AT_A_TIME", 1000)
+    counts = {name: torch.arange(70_000) * 7919 % 211 for name in ("a", "c")}
+    tables = tables_of({name: [0] * 70_000 for name in counts})
+    with AllocatedPeak(counts.values()) as taken:
+        blocks_from_counts(FrequencyCounts(counts, {}, 10), tables, scope=scope)
+    assert 2 * 70_000 <= taken.peak < 2 * 70_000 * 1.8
 
 
 def one(counts: list[int], **options) -> list[int]:

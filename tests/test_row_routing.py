@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dnis_torchrec import row_routing
 from dnis_torchrec.row_routing import RowRouter, RowRouting
+from tests.allocations import AllocatedPeak
 from tests.serving_reference import routings
 
 
@@ -114,3 +116,19 @@ def test_malformed_routings_are_refused(fields: dict, message: str) -> None:
 def test_map_outside_the_blocks_is_refused(block: int) -> None:
     with pytest.raises(ValueError, match=r"block_of_row: expected values in 0\.\.2"):
         RowRouting.from_map(torch.tensor([0, block]), 2)
+
+
+@pytest.mark.parametrize(("num_blocks", "bytes_per_row"), [(5, 1), (300, 2)])
+def test_a_large_table_takes_a_byte_or_two_per_row(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, bytes_per_row: int
+) -> None:
+    monkeypatch.setattr(row_routing, "ROWS_AT_A_TIME", 1000)
+    num_rows, generator = 100_500, torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, num_blocks + 1, (num_rows,), generator=generator)
+    routing, dropped = RowRouting.from_map(blocks, num_blocks), torch.rand(num_rows, generator=generator) < 0.3
+    with AllocatedPeak([blocks, dropped, routing.block_of_row]) as taken:
+        counts = routing.row_counts(include_unassigned=True)
+        without = routing.without_rows(dropped)
+    assert counts.equal(torch.bincount(blocks, minlength=num_blocks + 1))
+    assert without.all_blocks().equal(blocks.masked_fill(dropped, num_blocks))
+    assert num_rows * bytes_per_row <= taken.peak < num_rows * (bytes_per_row + 1)

@@ -13,13 +13,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import storage
+from dnis_torchrec.storage import access, claim, outputs
 
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
     """Storage in memory, a cache of its own, and no waiting."""
     monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(storage, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(access, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(claim, "SETTLE_SECONDS", 0.0)
     files = MemoryFileSystem()
     yield files
     if files.exists("/bucket"):
@@ -41,9 +43,9 @@ class Flaky:
 
 @pytest.mark.usefixtures("remote")
 def test_what_fails_for_a_moment_is_tried_again() -> None:
-    action = Flaky(storage.ATTEMPTS - 1, ConnectionResetError("gone"), "read")
+    action = Flaky(access.ATTEMPTS - 1, ConnectionResetError("gone"), "read")
     assert storage.retrying(action, "address s3://b") == "read"
-    assert action.calls == storage.ATTEMPTS
+    assert action.calls == access.ATTEMPTS
 
 
 @pytest.mark.usefixtures("remote")
@@ -52,7 +54,7 @@ def test_what_stays_away_is_named_with_what_to_do() -> None:
     message = r"address s3://b: .* \(5 of 5 attempts made\), got ConnectionResetError: gone; check address"
     with pytest.raises(storage.StorageError, match=message):
         storage.retrying(action, "address s3://b")
-    assert action.calls == storage.ATTEMPTS
+    assert action.calls == access.ATTEMPTS
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_what_waiting_cannot_mend_is_not_tried_again(error: Exception, raised: t
 
 def test_waits_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    monkeypatch.setattr(access.time, "sleep", waits.append)
     storage.retrying(Flaky(4, OSError("busy")), "address s3://b")
     assert waits == [0.5, 1.0, 2.0, 4.0]
 
@@ -171,11 +173,12 @@ def test_an_output_that_exists_is_seen_and_only_what_changed_is_published(
     )
     with storage.output("memory://bucket/run") as folder:
         assert (folder / "keep.txt").read_text() == "2"
-    assert events == []
+    released = "rm writer"  # the claim, beside the folder
+    assert events == [released]
     with storage.output("memory://bucket/run") as folder:
         (folder / "old.txt").unlink()
         (folder / "new.txt").write_text("3")
-    assert events == ["rm run.json", "put new.txt", "put run.json", "rm old.txt"]
+    assert events == [released, "rm run.json", "put new.txt", "put run.json", "rm old.txt", released]
     names = sorted(name.rsplit("/", 1)[1] for name in remote.find("/bucket/run"))
     assert names == ["keep.txt", "new.txt", "run.json"]
 
@@ -183,7 +186,7 @@ def test_an_output_that_exists_is_seen_and_only_what_changed_is_published(
 def test_checkpoints_are_mirrored_while_the_caller_works(
     remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(storage, "MIRROR_SECONDS", 0.01)
+    monkeypatch.setattr(outputs, "MIRROR_SECONDS", 0.01)
     put, fails, passes = MemoryFileSystem.put_file, threading.Event(), threading.Semaphore(0)
     fails.set()
 
@@ -260,24 +263,24 @@ def test_an_error_of_the_caller_passes_and_what_there_is_is_published(remote: Me
 def test_processes_of_one_machine_fill_one_folder(
     remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(storage, "SHARED_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(outputs, "SHARED_POLL_SECONDS", 0.001)
     remote.pipe("/bucket/run/run.json", b"{}")
 
     def second() -> None:
-        with storage.shared_output("memory://bucket/run", job="1 0", is_first=False) as folder:
+        with storage.shared_output("memory://bucket/run", job="1", attempt="0", is_first=False) as folder:
             assert (folder / "run.json").is_file()
             (folder / "shard.rank1").write_text("1")
 
     with ThreadPoolExecutor() as pool:
         other = pool.submit(second)
-        with storage.shared_output("memory://bucket/run", job="1 0", is_first=True) as folder:
+        with storage.shared_output("memory://bucket/run", job="1", attempt="0", is_first=True) as folder:
             (folder / "shard.rank0").write_text("0")
             other.result(timeout=60)
     names = sorted(name.rsplit("/", 1)[1] for name in remote.find("/bucket/run"))
     assert names == ["run.json", "shard.rank0", "shard.rank1"]
     assert not list((tmp_path / "cache" / "outputs").iterdir())
-    monkeypatch.setattr(storage, "SHARED_WAIT_SECONDS", 0.0)
-    alone = storage.shared_output("memory://bucket/run", job="2 0", is_first=False)
+    monkeypatch.setattr(outputs, "SHARED_WAIT_SECONDS", 0.0)
+    alone = storage.shared_output("memory://bucket/run", job="2", attempt="0", is_first=False)
     with pytest.raises(storage.StorageError, match="expected the first process to prepare it within 0 s"):
         alone.__enter__()
 

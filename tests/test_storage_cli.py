@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dnis_torchrec import storage
+from dnis_torchrec.storage import access, claim
 from tests.test_cli import SHORT, dnis
 
 
@@ -17,7 +17,8 @@ from tests.test_cli import SHORT, dnis
 def remote(gloo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
     """Storage in memory with a folder of data, a cache of its own, and no waiting."""
     monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(storage, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(access, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(claim, "SETTLE_SECONDS", 0.0)
     files = MemoryFileSystem()
     files.pipe("/cli/data/readme.txt", b"generated")
     yield files

@@ -35,16 +35,17 @@ def _published(context: typer.Context, value: str | None) -> Path | None:
 
     def prepare() -> Path:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        # Ranks of one torchrun have it for a parent, also those that it starts again.
+        job = f"ranks of {os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else ""
         if local_path(value) is not None or world_size == 1:
-            return context.with_resource(output(value))
+            return context.with_resource(output(value, job=job))
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         remedy = "give a path on storage that all hosts have mounted"
         requirement = "expected all ranks on one host, where they share a folder"
         check(here == world_size, f"address {value}", requirement, f"{here} of {world_size} ranks", remedy)
-        # Ranks of one torchrun have it for a parent; a restart of them starts from what storage has.
-        job = f"{os.getppid()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # which starts from what storage has
         is_first = os.environ.get("LOCAL_RANK") == "0"
-        return context.with_resource(shared_output(value, job=job, is_first=is_first))
+        return context.with_resource(shared_output(value, job=job, attempt=attempt, is_first=is_first))
 
     return _local(value, prepare)
 

@@ -62,7 +62,9 @@ def _without_empty_rows(routing: RowRouting, has_values: Tensor, retained: Tenso
     dropped = routing.without_rows(~has_values)
     if routing.boundaries is None or dropped.boundaries is not None:
         return dropped
-    end = int(has_values.nonzero().max()) + 1
-    trimmed = routing.without_rows(torch.arange(len(has_values)) >= end)
+    end = len(has_values) - int(has_values.flip(0).byte().argmax())
+    tail = torch.zeros_like(has_values)
+    tail[end:] = True
+    trimmed = routing.without_rows(tail)
     saved = (trimmed.row_counts() - dropped.row_counts()) @ retained.sum(1)
     return dropped if int(saved) > routing.num_embeddings else trimmed

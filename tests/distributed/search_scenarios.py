@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -90,6 +91,14 @@ def rotated(rank: Rank) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     outcome = search(rotatable(), config(num_blocks=3), folder, CPU)
     return {"history": [asdict(record) for record in outcome.history], "held": held_by(outcome.model)}
+
+
+def stopped(rank: Rank) -> dict[str, Any]:
+    """The same search, stopped in the midst of its third epoch."""
+    folder, steps = rank.folder / "stopped", itertools.count()
+    folder.mkdir(exist_ok=True)
+    events = SearchEvents(should_stop=lambda: next(steps) > 34)
+    return {"outcome": outcome_of(lambda: search(rotatable(), config(num_blocks=3), folder, CPU, events))}
 
 
 def unrolled(rank: Rank) -> dict[str, Any]:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.streaming import ParsedStream, StreamedBatches, count_stream
+from dnis_torchrec.budget import Size
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, SearchInterrupted, search
+from dnis_torchrec.streaming import ParsedStream, StreamedBatches, count_stream, split_stream
 from tests.distributed.harness import Rank
 from tests.streaming_data import SCHEMA, draw, labels, write_text
 from tests.test_streaming_counting import ROUGH, TABLES, make_batches
@@ -45,6 +55,52 @@ def count(rank: Rank) -> dict[str, Any]:
             "error_bounds": counts.error_bounds(),
         }
     return found
+
+
+def recipe_of(file: Path) -> Recipe:
+    """Clicks streamed from a file, and a DLRM for them."""
+    stream = ParsedStream([file], SCHEMA, chunk_rows=64)
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=[name])
+        for name, rows in SCHEMA.num_embeddings.items()
+    ]
+    torch.manual_seed(0)
+    return Recipe(
+        model=DLRM(EmbeddingBagCollection(tables=tables), len(SCHEMA.dense), [8, 4], [8, 1]),
+        data=split_stream(stream, batch_size=16, seed=0, fractions=(0.7, 0.1, 0.1, 0.1)),
+        loss=torch.nn.BCEWithLogitsLoss(),
+        table_optimizer="rowwise_adagrad",
+    )
+
+
+def write_clicks(path: Path) -> Path:
+    """The stream that `search_stream` reads."""
+    return write_text(path, [replace(sample, y=sample.y % 2) for sample in draw(600)])
+
+
+def search_stream(rank: Rank) -> dict[str, Any]:
+    """A search of data that splits itself, and the same after a stop in its third epoch."""
+    own = write_clicks(rank.folder / f"clicks_{rank.rank}.tsv")
+    epochs = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
+    config = SearchConfig(size=Size(compression_ratio=2), num_blocks=2, **epochs)
+    seen: list[FrequencyCounts] = []
+    events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append(counts))
+
+    def history(name: str, events: SearchEvents, *, resume: bool = False) -> list[dict[str, Any]]:
+        folder = rank.folder / name
+        folder.mkdir(exist_ok=True)
+        found = search(recipe_of(own), config, folder, rank.device, events, Saving(resume=resume))
+        return [asdict(record) for record in found.history]
+
+    whole, steps = history("whole", events), itertools.count()
+    try:
+        history("stopped", SearchEvents(should_stop=lambda: next(steps) > 44))
+        stopped = "no"
+    except SearchInterrupted as error:
+        stopped = str(error)
+    resumed = history("stopped", SearchEvents(), resume=True)
+    counts = {name: rows[:] for name, rows in seen[0].counts.items()}
+    return {"whole": whole, "resumed": resumed, "stopped": stopped, "counts": counts}
 
 
 def fail_alone(rank: Rank) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from dnis_torchrec.jobs import drop_in_, run_evaluate, run_export
 from dnis_torchrec.model_parts import load_parts
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.run_folder import load_state_
-from dnis_torchrec.search import SearchOutcome, count_training_data, search, table_configs
+from dnis_torchrec.search import Saving, SearchOutcome, count_training_data, search, table_configs
 from dnis_torchrec.training import evaluate
 from tests.distributed.harness import RankResults, running_ranks
 from tests.distributed.search_scenarios import (
@@ -25,6 +26,7 @@ from tests.distributed.search_scenarios import (
     refused,
     rotatable,
     rotated,
+    stopped,
     unrolled,
     whole_search,
 )
@@ -33,6 +35,7 @@ OPTIMIZERS = ("adam", "rowwise_adagrad")
 SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZERS} | {
     "jobs": jobs,
     "rotated": rotated,
+    "stopped": stopped,
     "unrolled": unrolled,
     "estimated": estimated,
     "refused": refused,
@@ -115,6 +118,16 @@ def test_no_rank_holds_what_another_holds(both, scenario: str) -> None:
 
 def test_tables_and_what_adam_knows_of_them_turn_as_in_one_process(both) -> None:
     assert_learnt_alike(both[0]["rotated"][0]["history"], both[1]["rotated"])
+
+
+def test_one_process_goes_on_with_a_search_of_two_ranks(both) -> None:
+    """With Adam's states of spread tables, and an epoch of which two ranks have seen one part each."""
+    for own in both[0]["stopped"]:
+        assert own["outcome"].startswith("SearchInterrupted: epoch 2, lower step 2")
+    folder = both[0].folder / "stopped"
+    found = search(rotatable(), config(num_blocks=3), folder, CPU, saving=Saving(resume=True))
+    assert len(found.history) == len(both[1]["rotated"].history)
+    assert_learnt_alike([asdict(record) for record in found.history], both[1]["rotated"])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dnis_torchrec import count_frequencies
 from tests.distributed.harness import RankResults, run_on_ranks
-from tests.distributed.streaming_scenarios import NUM_SAMPLES, count, fail_alone, own_batches, serve
+from tests.distributed.streaming_scenarios import (
+    NUM_SAMPLES,
+    count,
+    fail_alone,
+    own_batches,
+    recipe_of,
+    search_stream,
+    serve,
+    write_clicks,
+)
 from tests.test_streaming_counting import TABLES, make_batches
 
 WORLD_SIZE = 2
@@ -15,7 +26,7 @@ WORLD_SIZE = 2
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
     """All scenarios on two ranks."""
-    scenarios = {"serve": serve, "count": count, "fail_alone": fail_alone}
+    scenarios = {"serve": serve, "count": count, "fail_alone": fail_alone, "search": search_stream}
     return run_on_ranks(WORLD_SIZE, scenarios, tmp_path_factory.mktemp("ranks"))
 
 
@@ -50,3 +61,18 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks: RankResults) -> None:
     for found in ranks["fail_alone"]:
         assert "table 'small', feature 'f', batch 1: expected ids in 0..8, got 9" in found["error"]
         assert found["sum"] == sum(range(WORLD_SIZE))
+
+
+def test_a_search_of_a_stream_is_one_search_and_resumes_where_it_was(ranks: RankResults, tmp_path: Path) -> None:
+    """Every rank reads its own share: none takes a slice of what is a share already."""
+    first, second = ranks["search"]
+    assert first["whole"] == second["whole"]
+    recipe = recipe_of(write_clicks(tmp_path / "clicks.tsv"))
+    train = recipe.data.train
+    assert first["whole"][0]["step"] == train.num_samples // (16 * WORLD_SIZE)
+    for own in (first, second):
+        assert own["resumed"] == own["whole"]
+        assert own["stopped"].startswith("epoch 2, lower step")
+    served = WORLD_SIZE * 16 * first["whole"][0]["step"]
+    assert {int(rows.sum()) for name, rows in first["counts"].items() if name != "tags"} == {served}
+    assert all(rows.equal(second["counts"][name]) for name, rows in first["counts"].items())

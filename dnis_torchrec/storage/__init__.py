@@ -1,0 +1,39 @@
+"""Storage: files and folders that are named by an address, wherever fsspec can reach them, with retries.
+
+Work is done on local folders alone, so nothing else of the package has to know:
+
+    fetch(url)    -> local folder     inputs, copied to a cache folder; what is there already is not copied again
+    output(url)   -> local folder     claimed for one job, mirrored while it is filled, published when it is whole
+"""
+
+from dnis_torchrec.storage.access import (
+    StorageError,
+    exists,
+    expand,
+    filesystem,
+    is_url,
+    local_path,
+    read_bytes,
+    retrying,
+    version_of,
+)
+from dnis_torchrec.storage.fetching import cache_folder, fetch, local_copy_of
+from dnis_torchrec.storage.outputs import Mirror, output, shared_output
+
+__all__ = [
+    "Mirror",
+    "StorageError",
+    "cache_folder",
+    "exists",
+    "expand",
+    "fetch",
+    "filesystem",
+    "is_url",
+    "local_copy_of",
+    "local_path",
+    "output",
+    "read_bytes",
+    "retrying",
+    "shared_output",
+    "version_of",
+]

@@ -1,0 +1,175 @@
+"""Access to storage: addresses, file systems, attempts; nothing is copied to this machine.
+
+An address is a path of this machine, or a URL that fsspec knows: ``s3://bucket/run``, ``gs://bucket/run``,
+``memory://run``, ``file:///run``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from dnis_torchrec.checks import check, describe
+
+Result = TypeVar("Result")
+
+ATTEMPTS = 5
+FIRST_WAIT_SECONDS = 0.5
+"""The wait before each further attempt is twice the one before: 0.5, 1, 2 and 4 seconds."""
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs"}
+"""Protocol -> the package that fsspec needs for it; none of them is installed with this one."""
+
+_PERMANENT = (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
+_CALLER = (AttributeError, NotImplementedError, TypeError, ValueError)
+
+logger = logging.getLogger(__name__)
+
+
+class StorageError(RuntimeError):
+    """Storage could not be reached, or refused what was asked of it, after every retry."""
+
+
+def is_url(address: str | os.PathLike[str]) -> bool:
+    """Whether an address names storage through fsspec, and not a path of this machine.
+
+    Example:
+        >>> is_url("s3://bucket/run"), is_url("/data/run"), is_url("run")
+        (True, False, False)
+    """
+    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", os.fspath(address)))
+
+
+def local_path(address: str | os.PathLike[str]) -> Path | None:
+    """The path that an address names on this machine, or None for one on storage.
+
+    Example:
+        >>> local_path("run"), local_path("file:///run"), local_path("s3://bucket/run")
+        (PosixPath('run'), PosixPath('/run'), None)
+    """
+    text = os.fspath(address)
+    if text.startswith(("file://", "local://")):
+        return Path(LocalFileSystem._strip_protocol(text))
+    return None if is_url(text) else Path(text)
+
+
+def filesystem(address: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of an address, and the path in it.
+
+    Raises:
+        ValueError: if the protocol is unknown, or its package is not installed; the package is named.
+    """
+    text = os.fspath(address)
+    if not is_url(text):
+        return LocalFileSystem(), os.path.abspath(text)
+    protocol = re.split("::|://", text)[0]
+    try:
+        return fsspec.core.url_to_fs(text)
+    except ImportError as error:
+        package = PACKAGES.get(protocol, str(error))
+        remedy = f"pip install {package}" if protocol in PACKAGES else "install it"
+        requirement = f"expected the package for {protocol}:// to be installed"
+        raise ValueError(describe(f"address {text}", requirement, f"no {package}", remedy)) from error
+    except ValueError as error:
+        known = "file, memory, s3 (package s3fs), gs (package gcsfs), abfs (package adlfs)"
+        requirement = "expected a protocol that fsspec knows"
+        raise ValueError(describe(f"address {text}", requirement, repr(protocol), f"use {known}")) from error
+
+
+def retrying(action: Callable[[], Result], place: str) -> Result:
+    """Does what may fail for a moment, up to `ATTEMPTS` times, waiting twice as long each time.
+
+    What waiting cannot mend (a file that is missing, a right that is lacking) is not tried again.
+
+    Args:
+        action: what to do; may be done more than once.
+        place: what it is about, for the error.
+
+    Raises:
+        StorageError: naming the place and the last error.
+        FileNotFoundError: if what is to be read does not exist.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return action()
+        except (*_CALLER, FileNotFoundError):
+            raise
+        except Exception as error:  # each storage has its own errors for a network that is down
+            is_last = attempt == ATTEMPTS or isinstance(error, _PERMANENT)
+            received = f"{type(error).__name__}: {error}"
+            if is_last:
+                remedy = "check address, credentials and network"
+                requirement = f"expected storage that answers ({attempt} of {ATTEMPTS} attempts made)"
+                raise StorageError(describe(place, requirement, received, remedy)) from error
+            wait = FIRST_WAIT_SECONDS * 2 ** (attempt - 1)
+            logger.warning("%s: %s; attempt %d in %g s", place, received, attempt + 1, wait)
+            time.sleep(wait)
+    raise AssertionError("unreachable")
+
+
+def read_bytes(address: str | os.PathLike[str], start: int = 0, end: int | None = None) -> bytes:
+    """Reads a file or a range of its bytes.
+
+    Args:
+        address: of the file.
+        start: first byte.
+        end: byte after the last one; None reads to the end.
+
+    Raises:
+        StorageError: if storage does not answer.
+        FileNotFoundError: if there is no such file.
+    """
+    files, path = filesystem(address)
+    return retrying(lambda: files.cat_file(path, start=start, end=end), f"address {os.fspath(address)}")
+
+
+def version_of(info: dict[str, Any]) -> str:
+    """What tells two versions of a file apart unread: its size, and its checksum if storage keeps one, else its time.
+
+    Args:
+        info: what fsspec's ``info`` or ``find(detail=True)`` says about the file.
+    """
+    names = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "updated", "last_modified", "created")
+    version = next((str(info[name]) for name in names if info.get(name) is not None), "")
+    return f"{info.get('size')}:{version}"
+
+
+def exists(address: str | os.PathLike[str]) -> bool:
+    """Whether a file or folder is there.
+
+    Raises:
+        StorageError: if storage does not answer.
+    """
+    files, path = filesystem(address)
+    return retrying(lambda: files.exists(path), f"address {os.fspath(address)}")
+
+
+def expand(addresses: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """The files that addresses and globs stand for, each once, in the order given, those of a glob or a folder by name.
+
+    Raises:
+        ValueError: if an address or a glob stands for no file.
+        StorageError: if storage does not answer.
+    """
+    expanded: dict[str, None] = {}
+    for address in addresses:
+        files, path = filesystem(address)
+        place = f"address {os.fspath(address)}"
+        if retrying(partial(files.isdir, path), place):
+            path = path.rstrip("/") + "/*"
+        found = [path]
+        if any(sign in path for sign in "*?["):
+            found = sorted(retrying(partial(files.glob, path), place))
+        here = [name for name in found if retrying(partial(files.isfile, name), place)]
+        check(bool(here), place, "expected at least one file", "none")
+        is_local = local_path(address) is not None
+        expanded |= dict.fromkeys(name if is_local else files.unstrip_protocol(name) for name in here)
+    return tuple(expanded)

@@ -1,0 +1,120 @@
+"""Keeps two jobs from writing to one URL. Storage has no locks: a small file beside the folder says who writes there.
+
+    memory://bucket/run           the folder
+    memory://bucket/run.writer    {"writer": .., "job": .., "sign": ..}, every `RENEW_SECONDS` with another sign
+
+Whoever wants to write and finds the file watches it. If it changes, its writer is alive, and the newcomer is refused;
+if it does not for `DEAD_SECONDS`, the writer is dead, and the newcomer takes its place. No clocks are compared. Two
+jobs that begin within the same moment may both look before either has written: each looks again when it has, and the
+one whose sign is gone is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from socket import gethostname
+from uuid import uuid4
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.storage.access import StorageError, filesystem, retrying
+
+RENEW_SECONDS, DEAD_SECONDS, SETTLE_SECONDS = 10.0, 45.0, 1.0
+"""Between two signs of life; without one until a writer is taken for dead; until a new claim is looked at again."""
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def claimed(url: str, *, job: str = "") -> Iterator[None]:
+    """Claims a URL for this process while the block runs.
+
+    Args:
+        url: of the folder to write.
+        job: a word that earlier attempts of the same job on this machine had too: their claim is taken over at once.
+
+    Raises:
+        ValueError: if another job writes there.
+        StorageError: if storage does not answer.
+    """
+    claim = _Claim(url, job or uuid4().hex)
+    claim.take()
+    done = threading.Event()
+    thread = threading.Thread(target=claim.renew_until, args=(done,), name="dnis-claim", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        claim.release()
+
+
+class _Claim:
+    def __init__(self, url: str, job: str) -> None:
+        self._url = url.rstrip("/")
+        self._files, root = filesystem(self._url)
+        self._path, self._place = f"{root.rstrip('/')}.writer", f"address {self._url}"
+        self._job = f"{gethostname()} {job}"
+        self._told = b""
+
+    def take(self) -> None:
+        """Waits until it is clear whether somebody else is alive, and claims the URL if nobody is."""
+        found = self._read()
+        until = time.monotonic() + DEAD_SECONDS
+        while found and not self._is_own(found) and time.monotonic() < until:
+            time.sleep(min(SETTLE_SECONDS, DEAD_SECONDS))
+            now = self._read()
+            self._refuse(now, unless=not now or now == found)
+            found = now
+        self._write()
+        if found is None or not self._is_own(found):
+            time.sleep(SETTLE_SECONDS)
+            now = self._read()
+            self._refuse(now, unless=now == self._told)
+
+    def renew_until(self, done: threading.Event) -> None:
+        """Shows that this process is alive, until it is done; what fails is tried again the next time."""
+        while not done.wait(RENEW_SECONDS):
+            try:
+                self._write()
+            except StorageError as error:
+                logger.warning("%s; the claim is renewed later", error)
+
+    def release(self) -> None:
+        """Lets go of the URL. If storage does not answer, the claim dies by itself."""
+        with suppress(StorageError, FileNotFoundError):
+            retrying(lambda: self._files.rm_file(self._path), self._place)
+
+    def _refuse(self, found: bytes | None, *, unless: bool) -> None:
+        writer = json.loads(found)["writer"] if found else "nobody"
+        remedy = "wait for it, or choose another --out"
+        check(unless, self._place, "expected no other job at work there", writer, remedy)
+
+    def _is_own(self, told: bytes) -> bool:
+        return bool(json.loads(told)["job"] == self._job)
+
+    def _read(self) -> bytes | None:
+        self._files.invalidate_cache()
+        try:
+            return bytes(retrying(lambda: self._files.cat_file(self._path), self._place))
+        except FileNotFoundError:
+            return None
+
+    def _write(self) -> None:
+        writer = f"process {os.getpid()} on {gethostname()}"
+        self._told = json.dumps({"writer": writer, "job": self._job, "sign": uuid4().hex}).encode()
+
+        def write() -> None:
+            try:
+                self._files.pipe_file(self._path, self._told)
+            except FileNotFoundError:  # object stores need no folders, and may forbid to ask for the bucket's
+                self._files.makedirs(os.path.dirname(self._path), exist_ok=True)
+                self._files.pipe_file(self._path, self._told)
+
+        retrying(write, self._place)

@@ -1,0 +1,108 @@
+"""Copies of what lies on storage, in a cache folder of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.storage.access import filesystem, local_path, retrying, version_of
+
+CACHE_VARIABLE = "DNIS_CACHE"
+PARTIAL = ".partial"
+FETCHED = ".fetched.json"
+"""Where a copy keeps the versions of its files."""
+
+
+def cache_folder() -> Path:
+    """Where copies of what lies on storage are kept: ``$DNIS_CACHE``, or dnis_torchrec in the user's cache folder."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(chosen) if chosen else Path(base) / "dnis_torchrec"
+
+
+def local_copy_of(url: str) -> Path:
+    """The folder of the cache that stands for a URL; it need not exist."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rstrip("/").rsplit("/", 1)[-1]) or "root"
+    return cache_folder() / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16] / name
+
+
+def fetch(address: str | os.PathLike[str], into: Path | None = None) -> Path:
+    """A local path with the content of an address: itself if it is local, else a copy in the cache.
+
+    Files that have not changed since they were last fetched are not copied again; files that are gone are removed.
+
+    Args:
+        address: of a file or a folder.
+        into: copy to this path instead of the cache.
+
+    Returns:
+        The local path.
+
+    Raises:
+        ValueError: if there is nothing at the address, or a name in it leads out of its folder.
+        StorageError: if storage does not answer.
+
+    Example:
+        >>> fetch("data")
+        PosixPath('data')
+    """
+    here, text = local_path(address), os.fspath(address)
+    if here is not None:
+        return here
+    files, path = filesystem(text)
+    place = f"address {text}"
+    found = retrying(lambda: files.find(path, detail=True), place)
+    check(bool(found), place, "expected a file or a folder with files", "nothing there")
+    target = into or local_copy_of(text)
+    if list(found) == [path]:
+        _fetch_files(files, {path: target.name}, found, target.parent, place)
+        return target
+    root = path.rstrip("/") + "/"
+    relative = {name: name.removeprefix(root).lstrip("/") for name in found}
+    _fetch_files(files, relative, found, target, place)
+    return target
+
+
+def _fetch_files(
+    files: fsspec.AbstractFileSystem,
+    names: dict[str, str],
+    infos: dict[str, dict[str, Any]],
+    folder: Path,
+    place: str,
+) -> None:
+    """Copies files (remote name -> name in the folder) that are not there in their present version."""
+    for name in names.values():
+        inside = not posixpath.isabs(name) and ".." not in name.split("/")
+        check(inside, place, "expected names inside the folder", repr(name))
+    record = folder / FETCHED
+    folder.mkdir(parents=True, exist_ok=True)
+    known: dict[str, str] = json.loads(record.read_text()) if record.is_file() else {}
+    for gone in sorted(set(known) - set(names.values())):
+        (folder / gone).unlink(missing_ok=True)
+    present = {}
+    for remote, name in names.items():
+        target, version = folder / name, version_of(infos[remote])
+        if known.get(name) != version or not target.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # The process id: several on this machine may fetch the same file.
+            unfinished = target.with_name(f"{target.name}.{os.getpid()}{PARTIAL}")
+            retrying(partial(files.get_file, remote, str(unfinished)), place)
+            os.replace(unfinished, target)
+        present[name] = version
+    write_record(record, present)
+
+
+def write_record(record: Path, content: dict[str, str]) -> None:
+    """Writes a small JSON file whole or not at all."""
+    unfinished = record.with_name(f"{record.name}.{os.getpid()}{PARTIAL}")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, record)

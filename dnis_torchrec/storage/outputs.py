@@ -1,0 +1,229 @@
+"""Folders that are filled here and published on storage, while they are filled and when they are whole.
+
+Object stores cannot rename a folder, so "whole" is told by a file: the one that names the others (``manifest.json``,
+``run.json``) is written last and removed first, and whatever reads the folder asks for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import posixpath
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dnis_torchrec.checks import describe
+from dnis_torchrec.storage.access import StorageError, exists, filesystem, local_path, retrying
+from dnis_torchrec.storage.claim import claimed
+from dnis_torchrec.storage.fetching import FETCHED, PARTIAL, cache_folder, fetch, local_copy_of, write_record
+
+MIRROR_SECONDS = 30.0
+"""Seconds between two passes that copy to storage what changed in an output folder."""
+SHARED_WAIT_SECONDS, SHARED_POLL_SECONDS = 600.0, 0.1
+"""How long processes wait for the one among them that fetches, and how often they look."""
+LAST_FILES = ("manifest.json", "run.json", "comparison.json")
+"""Files that say that a folder is whole: published after everything else."""
+
+logger = logging.getLogger(__name__)
+
+
+class Mirror:
+    """Copies what changes in a local folder to a folder on storage, and removes there what is removed here.
+
+    In the order of the last change, because a file that points to others is written after them; `LAST_FILES` last.
+
+    Args:
+        folder: the local folder.
+        url: where its content goes.
+    """
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url.rstrip("/")
+        self._files, self._root = filesystem(self.url)
+        # What was fetched from storage is there already.
+        self._published = self._versions()
+
+    def push(self) -> None:
+        """Copies every file that is new or has changed; one that is being written (``.partial``) waits.
+
+        Raises:
+            StorageError: if storage does not answer; what was copied is remembered.
+        """
+        versions = self._versions()
+        for name in sorted(versions, key=lambda name: (name in LAST_FILES, versions[name])):
+            if self._published.get(name) != versions[name]:
+                try:
+                    self._put(name)
+                except FileNotFoundError as error:
+                    if (self.folder / name).exists():
+                        place = f"address {self.url}"
+                        raise StorageError(describe(place, "expected a place to write to", error)) from error
+                    continue  # removed since it was listed
+                self._published[name] = versions[name]
+        for name in sorted(set(self._published) - set(versions)):
+            self._remove(name)
+
+    def withdraw(self) -> None:
+        """Removes `LAST_FILES` from storage if anything has changed: what is there is about to be replaced.
+
+        Raises:
+            StorageError: if storage does not answer.
+        """
+        if self._published != self._versions():
+            for name in sorted(set(LAST_FILES) & set(self._published)):
+                self._remove(name)
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Name -> (time of the last change in ns, size) of the files of the folder."""
+        versions = {}
+        for path in self.folder.rglob("*"):
+            name = path.relative_to(self.folder)
+            if path.name == FETCHED or any(part.endswith(PARTIAL) for part in name.parts):
+                continue
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # replaced or removed between the listing and now
+                continue
+            if stat.S_ISREG(status.st_mode):
+                versions[name.as_posix()] = (status.st_mtime_ns, status.st_size)
+        return versions
+
+    def _put(self, name: str) -> None:
+        local, remote = self.folder / name, posixpath.join(self._root, name)
+
+        def put() -> None:
+            self._files.makedirs(posixpath.dirname(remote), exist_ok=True)
+            self._files.put_file(str(local), remote)
+
+        retrying(put, f"address {self.url}/{name}")
+
+    def _remove(self, name: str) -> None:
+        remote = posixpath.join(self._root, name)
+        with suppress(FileNotFoundError):
+            retrying(lambda: self._files.rm_file(remote), f"address {self.url}/{name}")
+        del self._published[name]
+
+
+@contextmanager
+def output(address: str | os.PathLike[str], *, job: str = "") -> Iterator[Path]:
+    """A local folder for what is to lie at an address: itself if it is local, else a copy that is mirrored to storage.
+
+    What stands at a URL is fetched first, so that whoever resumes or refuses to overwrite sees it as if it were local.
+    While the caller works, changes go to storage every `MIRROR_SECONDS`, so a lost machine loses no more than that; if
+    storage does not answer then, it is said and tried again. When the caller is done, also by an exception, the rest is
+    published and the copy deleted. What is replaced is not whole on storage until all of it is: its `LAST_FILES` are
+    removed first. Meanwhile the address is claimed: a second job that wants to write there is refused (see `claim`).
+
+    Args:
+        address: of the folder.
+        job: a word that this job's earlier attempts on this machine had too; they do not stand in its way.
+
+    Yields:
+        The local folder; it need not exist.
+
+    Raises:
+        ValueError: if another job writes to the URL.
+        StorageError: if the result cannot be published; it names the local folder, which has it.
+    """
+    here, url = local_path(address), os.fspath(address)
+    if here is not None:
+        yield here
+        return
+    with claimed(url, job=job):
+        # A folder of its own, because another process may be writing a copy of the same URL.
+        parent = cache_folder() / "outputs"
+        parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=parent))
+        folder = staging / local_copy_of(url).name
+        try:
+            if exists(url):
+                fetch(url, folder)
+            mirror = Mirror(folder, url)
+        except BaseException:
+            shutil.rmtree(staging)
+            raise
+        with _mirrored(mirror):
+            yield folder
+
+
+@contextmanager
+def shared_output(address: str | os.PathLike[str], *, job: str, attempt: str, is_first: bool) -> Iterator[Path]:
+    """`output` for several processes of one machine that fill one folder: the first prepares and publishes it for all.
+
+    No collective: the others wait for a file in which the first says where the folder is. What is written after the
+    first has left is not published.
+
+    Args:
+        address: of the folder, the same for all.
+        job: names these processes together with those of earlier attempts, and no others on this machine.
+        attempt: names these processes among them.
+        is_first: whether this is the one that talks to storage.
+
+    Yields:
+        The local folder, the same for all.
+
+    Raises:
+        ValueError: if another job writes to the URL.
+        StorageError: if the result cannot be published, or the first process does not show up within
+            `SHARED_WAIT_SECONDS`.
+    """
+    key = hashlib.sha256(f"{job} {attempt} {os.fspath(address)}".encode()).hexdigest()[:16]
+    told = cache_folder() / "outputs" / f"{key}.json"
+    if not is_first:
+        yield _told_folder(told, f"address {os.fspath(address)}")
+        return
+    with output(address, job=job) as folder:
+        told.parent.mkdir(parents=True, exist_ok=True)
+        write_record(told, {"folder": str(folder)})
+        try:
+            yield folder
+        finally:
+            told.unlink()
+
+
+def _told_folder(told: Path, place: str) -> Path:
+    """Where the first process has put the folder."""
+    until = time.monotonic() + SHARED_WAIT_SECONDS
+    while not told.is_file():
+        if time.monotonic() > until:
+            remedy = "look at what the first process of this machine says"
+            requirement = f"expected the first process to prepare it within {SHARED_WAIT_SECONDS:g} s"
+            raise StorageError(describe(place, requirement, "nothing", remedy))
+        time.sleep(SHARED_POLL_SECONDS)
+    return Path(json.loads(told.read_text(encoding="utf-8"))["folder"])
+
+
+@contextmanager
+def _mirrored(mirror: Mirror) -> Iterator[None]:
+    """Pushes now and then while the caller works, and all of it when the caller is done; then deletes the folder."""
+    stop = threading.Event()
+    thread = threading.Thread(target=_mirror_until, args=(mirror, stop), name="dnis-mirror", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        try:
+            mirror.withdraw()
+            mirror.push()
+        except StorageError as error:
+            received = f"{error}; nothing is lost: {mirror.folder} has it, copy it when storage is back"
+            raise StorageError(received) from error
+        shutil.rmtree(mirror.folder.parent)
+
+
+def _mirror_until(mirror: Mirror, stop: threading.Event) -> None:
+    while not stop.wait(MIRROR_SECONDS):
+        try:
+            mirror.push()
+        except StorageError as error:
+            logger.warning("%s; the search goes on, the next pass tries again", error)
