@@ -24,7 +24,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.csr_operator import load_operator
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.held_buffers import HeldBuffers
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, name_unknown_id
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_ids, name_unknown_id
 
 
 class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
@@ -92,7 +92,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._dims = self._logical.dims
         self._width = sum(self._dims)
         self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
-        buffers = {}
+        buffers: dict[str, Tensor] = {}
         for name, parts in shards.items():
             for index, part in enumerate(parts):
                 suffix = f"_{index}" if index else ""
@@ -149,7 +149,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
         Raises:
             ValueError: if a feature or the weights are missing, or an id is unknown and ``"error"`` wanted.
-            TypeError: if ids are int32 and a table has more rows than those can tell apart.
+            TypeError: if ids are no int32 or int64, or int32 and a table has more rows than those can tell apart.
             NotImplementedError: if the features of the batch differ in stride.
         """
         logical = self._logical
@@ -199,6 +199,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 self._zero_unknown,
             )
         except ValueError:
+            check_ids(ids)
             if not self._zero_unknown:
                 self._name_unknown_id(ids, offsets, keys, batch_size)
             raise
