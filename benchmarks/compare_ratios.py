@@ -24,11 +24,11 @@ from typing import Any
 
 BENCHMARKS = ("step_time", "against_naive")
 COMMITTED = Path(__file__).parent / "ratios.json"
-TOLERANCES = {"memory_ratio": 0.1, "volume_ratio": 0.0, "time_ratio": 1.0, "time_cpu_ratio": 1.0, "": 0.2}
+TOLERANCES = {"volume_ratio": 0.0, "time_ratio": 1.0, "time_cpu_ratio": 1.0, "": 0.2}
 """How a ratio's name ends -> share of the committed one by which it may differ without a mark; the first that fits.
 
 Runs of `against_naive` are processes that follow each other, so that their times bear no more than a factor of two;
-steps of `step_time` take turns.
+steps of `step_time` take turns. Peaks of memory differ by up to .15 from run to run of the same code.
 """
 
 

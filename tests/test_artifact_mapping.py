@@ -44,12 +44,12 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("limit", [400, 2000])
-def test_a_full_disk_leaves_the_old_artifact_and_nothing_else(tmp_path: Path, limit: int) -> None:
-    """The first file, or one in the middle, does not fit."""
+@pytest.mark.parametrize(("limit", "size"), [(400, 5000), (2000, 5000), (2000, 1)])
+def test_a_full_disk_leaves_the_old_artifact_and_nothing_else(tmp_path: Path, limit: int, size: int) -> None:
+    """The first file, or one in the middle, or the manifest alone does not fit."""
     tables, scheme = two_tables()
     path = write_artifact(tables, scheme, tmp_path / "artifact", run={"seed": 3})
-    state = {"layer": torch.zeros(5000)}
+    state = {"layer": torch.zeros(size)}
     for target in (path, tmp_path / "new" / "artifact"):
         refused = pytest.raises(OSError, match=r"expected it to be written, got .*File too large")
         with refused, files_of_at_most(limit):

@@ -273,8 +273,8 @@ def test_what_moved_is_marked() -> None:
         "upper_ratio": (ratio(1.0), ratio(0.7), "moved -30%"),
         "pair_ratio": (ratio(1.0, 0.8, 1.3), ratio(1.5, 1.2, 1.9), ""),  # too noisy to say
         "pair_cpu_ratio": (ratio(1.0, 0.9, 1.1), ratio(1.5, 1.4, 1.6), "moved +50%"),
-        "a peak_memory_ratio": (ratio(1.0), ratio(1.15), "moved +15%"),
-        "b peak_memory_ratio": (ratio(1.0), ratio(1.05), ""),
+        "a peak_memory_ratio": (ratio(1.0), ratio(1.25), "moved +25%"),
+        "b peak_memory_ratio": (ratio(1.0), ratio(1.15), ""),
         "a output_volume_ratio": (ratio(1.0), ratio(1.001), "moved +0%"),
         "a time_ratio": (ratio(0.1), ratio(0.19), ""),
         "b time_ratio": (ratio(0.1), ratio(0.04), "moved -60%"),

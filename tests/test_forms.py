@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from hypothesis import given, settings
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.export.forms import (
     SERVING_FORMS,
@@ -125,6 +126,19 @@ def test_nothing_retained() -> None:
     assert found["mixed_dimension"].resident_bytes == 0
     assert found["csr"].padding is None
     assert found["row_pruned_int8"].resident_bytes == serve(scheme, {"t": weight}, "row_pruned_int8").table_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int16])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+def test_ids_that_are_no_integers_of_torchrec_are_named(mode: type, dtype: torch.dtype) -> None:
+    """In every form, compiled or not."""
+    scheme = blocks_of([4], rows=10, dim=8)
+    weight = torch.randn(10, 8) * (torch.arange(8) < 4)
+    batch = KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 2]).to(dtype), lengths=torch.tensor([1, 1]))
+    for form in SERVING_FORMS:
+        module = serve(scheme, {"t": weight}, form)
+        with mode(), pytest.raises(TypeError, match="KeyedJaggedTensor: expected int32 or int64 ids, got torch"):
+            module(batch)
 
 
 def test_unknown_forms() -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dnis_torchrec.alpha_optimizer import AlphaOptimizer, Pressure
+from dnis_torchrec.bag_splitting import BagSplitter
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.budget import Size
 from dnis_torchrec.finite import NonFiniteError
@@ -20,7 +22,7 @@ from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.row_routing import RowRouter
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.swap import prepare_
-from dnis_torchrec.table_shards import collections, local_shards
+from dnis_torchrec.table_shards import collections, local_shards, soft_selection_modules
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
 from dnis_torchrec.training import shard
 from tests.distributed import model as net
@@ -167,6 +169,8 @@ def test_detached_lends_the_model_and_training_goes_on(gloo) -> None:
         if step == 4:
             with pipeline.detached() as model, torch.no_grad():
                 assert not model.training
+                assert [type(own.bag_splitter) for own in soft_selection_modules(model).values()] == [BagSplitter]
+                assert not [name for name in get_unwrapped_module(model)._modules if "." in name]
                 model(recipe.data.test.batches[0])
             assert model.training
         got, expected = pipeline.progress(stream)[0], undisturbed[3].progress(other)[0]

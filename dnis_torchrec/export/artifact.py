@@ -154,7 +154,11 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes manifest.json, adding format, version and its own hash."""
     fields = {"format": FORMAT, "format_version": FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
     content = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
-    (folder / MANIFEST).write_bytes(_with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest()))
+    hashed = _with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest())
+    try:
+        (folder / MANIFEST).write_bytes(hashed)
+    except OSError as error:
+        raise OSError(describe(f"artifact, file {MANIFEST!r}", "expected it to be written", str(error))) from error
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:

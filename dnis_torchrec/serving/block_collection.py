@@ -17,7 +17,7 @@ from dnis_torchrec.bag_splitting import select_features
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.bag_routing import BagRouter
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, name_unknown_id
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_ids, name_unknown_id
 from dnis_torchrec.serving.mixed_dimension_operator import BlockLayout, load_mixed_dimension_operator
 
 
@@ -106,6 +106,7 @@ class BlockCollection(EmbeddingBagCollectionInterface):
 
         Raises:
             ValueError: if a feature or the weights are missing or, on CPU, an id is unknown and has to raise.
+            TypeError: if ids are no int32 or int64.
             NotImplementedError: if the features of the batch differ in stride.
         """
         if self._is_compiled_on(features.values()):
@@ -169,6 +170,7 @@ class BlockCollection(EmbeddingBagCollectionInterface):
                 zero_unknown=self._zero_unknown,
             )
         except ValueError:
+            check_ids(ids)
             if not self._zero_unknown:
                 first = offsets[::batch_size].tolist()
                 positions = keys or range(len(self._logical.features))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -23,7 +23,8 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.csr_operator import load_operator
 from dnis_torchrec.serving.csr_table import CsrTable
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, name_unknown_id
+from dnis_torchrec.serving.held_buffers import HeldBuffers
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_ids, name_unknown_id
 
 
 class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
@@ -91,11 +92,12 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._dims = self._logical.dims
         self._width = sum(self._dims)
         self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
-        self.tables = nn.Module()
+        buffers: dict[str, Tensor] = {}
         for name, parts in shards.items():
             for index, part in enumerate(parts):
-                for field, buffer in part.lookup_tensors().items():
-                    self.tables.register_buffer(f"{name}/{field}{f'_{index}' if index else ''}", buffer)
+                suffix = f"_{index}" if index else ""
+                buffers |= {f"{name}/{field}{suffix}": buffer for field, buffer in part.lookup_tensors().items()}
+        self.tables = HeldBuffers(buffers)
         num_shards = {name: len(parts) for name, parts in shards.items()}
         self.register_buffer("layout", self._output_layout(num_shards), persistent=False)
 
@@ -147,7 +149,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
         Raises:
             ValueError: if a feature or the weights are missing, or an id is unknown and ``"error"`` wanted.
-            TypeError: if ids are int32 and a table has more rows than those can tell apart.
+            TypeError: if ids are no int32 or int64, or int32 and a table has more rows than those can tell apart.
             NotImplementedError: if the features of the batch differ in stride.
         """
         logical = self._logical
@@ -197,6 +199,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 self._zero_unknown,
             )
         except ValueError:
+            check_ids(ids)
             if not self._zero_unknown:
                 self._name_unknown_id(ids, offsets, keys, batch_size)
             raise

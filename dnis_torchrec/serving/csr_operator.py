@@ -23,6 +23,7 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.serving import csr_triton
 from dnis_torchrec.serving.compact_pointers import num_rows_of, row_bounds
 from dnis_torchrec.serving.csr_build import NO_COMPILE, build
+from dnis_torchrec.serving.logical_tables import check_ids
 
 NAMESPACE, NAME = "dnis_torchrec", "csr_embedding_bag"
 SCHEMA = (
@@ -117,6 +118,7 @@ def torch_csr_embedding_bag(
 
     Raises:
         ValueError: for an id outside its table, and for offsets, row pointers or columns that point out of theirs.
+        TypeError: for ids that are no int32 or int64 (the compiled one: ValueError).
 
     Example:
         >>> columns, row_pointers = torch.tensor([1, 0, 1], dtype=torch.uint8), torch.tensor([0, 1, 1, 3])
@@ -125,6 +127,7 @@ def torch_csr_embedding_bag(
         >>> torch_csr_embedding_bag(ids, offsets, None, table, layout, None, 2, 2, False).tolist()
         [[3.0, 6.0], [0.0, 0.0]]
     """
+    check_ids(ids)
     out = torch.zeros(batch_size, width, device=ids.device)
     shards, bounds = _split_shards(tables), offsets.long()
     for feature, (first_shard, num_shards, first_column, embedding_dim, is_mean) in enumerate(layout.tolist()):

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.bag_splitting import select_features
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 UNKNOWN_IDS = ("error", "zero")
@@ -160,8 +160,10 @@ def checked_bags(
 
     Raises:
         ValueError: if a feature or the weights are missing or, on CPU, an id is unknown and `unknown` None.
+        TypeError: if ids are no int32 or int64.
         NotImplementedError: if the features of the batch differ in stride.
     """
+    check_ids(features.values())
     bags = select_features(features, logical.features)
     ids, weights, batch_size = bags.values().long(), logical.weights_of(bags), bags.stride()
     counts = bags.lengths().view(len(logical.features), batch_size).sum(dim=1)
@@ -174,6 +176,19 @@ def checked_bags(
     elif not bool(is_row.all()):
         name_unknown_id(logical, ids.split(counts.tolist()))
     return KeyedJaggedTensor(keys=logical.names, values=ids, weights=weights, lengths=bags.lengths(), stride=batch_size)
+
+
+def check_ids(ids: Tensor) -> None:
+    """Checks that ids are integers as TorchRec has them; others would be rounded, or read as something else.
+
+    Args:
+        ids: of a batch.
+
+    Raises:
+        TypeError: if they are no int32 or int64.
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(describe("KeyedJaggedTensor", "expected int32 or int64 ids", ids.dtype, "convert them"))
 
 
 def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tensor]) -> None:

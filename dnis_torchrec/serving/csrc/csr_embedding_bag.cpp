@@ -319,7 +319,7 @@ std::vector<Feature> make_features(
 Tensor empty_output(int64_t batch_size, int64_t width) {
   const int64_t sizes[] = {batch_size, width}, strides[] = {width, 1};
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
@@ -356,7 +356,6 @@ void pool_all(const std::vector<Feature>& features, const Bags& bags) {
   size_t faulty = features.size();
   const auto pool = instruction_set.load()->pool;
   const auto pool_range = [&](int64_t begin, int64_t end) {
-    prefetch(features[begin / bags.batch_size], bags, begin % bags.batch_size);
     for (int64_t next = begin; next < end;) {
       const int64_t f = next / bags.batch_size, first_bag = next - f * bags.batch_size;
       const int64_t last_bag = std::min(bags.batch_size, first_bag + end - next);

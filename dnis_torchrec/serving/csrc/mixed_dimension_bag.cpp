@@ -155,7 +155,7 @@ std::vector<Feature> make_features(
 Tensor empty_output(int64_t batch_size, int64_t width) {
   const int64_t sizes[] = {batch_size, width}, strides[] = {width, 1};
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
