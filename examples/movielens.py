@@ -46,8 +46,8 @@ NEUMF_TOWER = ncf_tower(EMBEDDING_DIM)
 """NCF's layers for D=64, at every D for the same reason."""
 CLICKS_TOWER = (256, 128)
 _RATINGS_WITH_TOWER = {"warm_up_epochs": 8, "ramp_epochs": 8, "release_epochs": 8, "alpha_learning_rate": 0.01}
-"""How ratings are searched with a network behind the tables; chosen for MLP on `selection` of seed 0, compression 4. The
-warm-up is as long as a plain training: 8 epochs for MLP, 3 for NeuMF."""
+"""How ratings are searched with a network behind the tables; chosen for MLP on `selection` of seed 0, compression 4.
+The warm-up is as long as a plain training: 8 epochs for MLP, 3 for NeuMF."""
 _WITH_NETWORK = {"ramp_epochs": 6, "release_epochs": 5, "column_sharing": 3.0, "alpha_learning_rate": 0.003}
 """How clicks are searched with a network behind the tables; chosen for DLRM on `selection` of seed 0, compression 6."""
 _WITH_TOWER = _WITH_NETWORK | {"warm_up_epochs": 2, "ramp_epochs": 8, "release_epochs": 10}
