@@ -52,3 +52,4 @@ def test_copies_hold_their_own_and_nothing_is_stored_twice() -> None:
     torch.save(large, file)
     assert file.tell() < 500_000
     assert list(large.state_dict()) == ["a"]
+    assert not HeldBuffers({"a": torch.zeros(1)}, persistent=False).state_dict()

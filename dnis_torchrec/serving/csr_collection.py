@@ -66,8 +66,6 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         [[1.0, 6.0], [0.0, 4.0]]
     """
 
-    layout: Tensor
-
     def __init__(
         self,
         scheme: MixedDimensionScheme,
@@ -99,7 +97,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 buffers |= {f"{name}/{field}{suffix}": buffer for field, buffer in part.lookup_tensors().items()}
         self.tables = HeldBuffers(buffers)
         num_shards = {name: len(parts) for name, parts in shards.items()}
-        self.register_buffer("layout", self._output_layout(num_shards), persistent=False)
+        self.outputs = HeldBuffers({"layout": self._output_layout(num_shards)}, persistent=False)
 
     def _output_layout(self, num_shards: dict[str, int]) -> Tensor:
         """Per feature its table's first shard, their number, first output column, D, 1 for MEAN: ``(F, 5)`` int64."""
@@ -186,13 +184,14 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             raise TypeError(describe("KeyedJaggedTensor", requirement, ids.dtype, "hash to int64"))
         # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
         tables: Any = self._modules["tables"]
+        outputs: Any = self._modules["outputs"]
         try:
             return torch.ops.dnis_torchrec.csr_embedding_bag.default(
                 ids.contiguous(),
                 offsets,
                 None if weights is None else weights.contiguous(),
                 list(tables._buffers.values()),
-                self._buffers["layout"],
+                outputs._buffers["layout"],
                 keys,
                 batch_size,
                 self._width,

@@ -16,16 +16,20 @@ class HeldBuffers(nn.Module):
     that serve wait for each other. A view owns what it is a view of: so there is one of each buffer here, which nobody
     ever uses. Buffers are what they were, in state dicts too; where they are moved or replaced, the views follow.
 
+    Args:
+        tensors: name -> buffer.
+        persistent: whether state dicts hold them.
+
     Example:
         >>> buffers = HeldBuffers({"values": torch.ones(2)})
         >>> list(buffers.state_dict())
         ['values']
     """
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: dict[str, Tensor], *, persistent: bool = True) -> None:
         super().__init__()
         for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
+            self.register_buffer(name, tensor, persistent=persistent)
         self._hold()
 
     def _hold(self) -> None:
