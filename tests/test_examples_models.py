@@ -376,3 +376,9 @@ def test_goes_all_the_way(gloo, tmp_path: Path, name: str, optimizer: str) -> No
     features = next(iter(recipe.data.test)).sparse_features
     want: Tensor = collection(features).values()
     torch.testing.assert_close(load(artifact)(features).values(), want, atol=1e-5, rtol=0)
+
+
+def test_tables_on_meta_take_no_memory() -> None:
+    tables = build_tables({"user": 10**9}, 64, device=torch.device("meta"))
+    assert tables.embedding_bags["user"].weight.is_meta
+    assert tables.embedding_bag_configs()[0].num_embeddings == 10**9
