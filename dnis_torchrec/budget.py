@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.csr_size import column_bytes, pointer_bytes
 
 UNSPENT_SHARE = 0.03
 """Share of a budget that may be left unspent before a worse but better fitting choice is taken."""
@@ -176,9 +177,8 @@ def _costs(size: Size, blocks: RowBlocks) -> tuple[dict[str, Tensor], float, str
     for table, routing in blocks.routings.items():
         num_rows = routing.num_embeddings
         if size.form == "csr_fp32":
-            column_bytes = 1 if blocks.embedding_dims[table] <= 256 else 2
-            costs[table] = seen[table] * (4 + column_bytes)
-            fixed += 4 * (num_rows + 1)
+            costs[table] = seen[table] * (4 + column_bytes(blocks.embedding_dims[table]))
+            fixed += pointer_bytes(num_rows, blocks.embedding_dims[table])
         else:
             costs[table] = seen[table] * 4 + 2
             fixed += 8 * (routing.num_blocks + 1) + (0 if routing.boundaries is not None else 4 * num_rows)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.csr_size import column_bytes, pointer_bytes
 from dnis_torchrec.row_routing import RowRouting
 
 FORMS = ("dense_fp32", "csr_fp32", "mixed_dimension_fp32")
@@ -87,16 +88,16 @@ class TableScheme:
         """Bytes of this table in every form, index bytes counted.
 
         - ``dense_fp32``: 4 N D.
-        - ``csr_fp32``: 4 per value, 1 (D <= 256) or 2 per column, 4 (or 8 from 2^31 values on) per row pointer.
+        - ``csr_fp32``: 4 per value, 1 (D <= 256) or 2 per column, 1.14 per row pointer (D <= 255; else 4, or 8 from
+          2^31 values on), as lookups read it; the file of an artifact holds plain row pointers as well.
         - ``mixed_dimension_fp32``: 4 per value of the blocks' tables, 2 per retained column of a block, 8 per boundary,
           and 4 per row for the id remap where rows are not sorted by block.
         """
-        column_bytes = 1 if self.embedding_dim <= 256 else 2
-        pointer_bytes = 4 if self.num_retained < 2**31 else 8
+        pointers = pointer_bytes(self.num_embeddings, self.embedding_dim, self.num_retained)
         remap_bytes = 0 if self.routing.boundaries is not None else 4 * self.num_embeddings
         return {
             "dense_fp32": 4 * self.num_embeddings * self.embedding_dim,
-            "csr_fp32": self.num_retained * (4 + column_bytes) + (self.num_embeddings + 1) * pointer_bytes,
+            "csr_fp32": self.num_retained * (4 + column_bytes(self.embedding_dim)) + pointers,
             "mixed_dimension_fp32": 4 * self.block_area
             + 2 * int(self.dims.sum())
             + 8 * (self.routing.num_blocks + 1)

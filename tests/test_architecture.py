@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
-    {"_dependencies", "checks", "hashing"},
+    {"_dependencies", "checks", "csr_size", "hashing"},
     {"native_build", "ranks", "reductions", "sketch", "storage"},
     {"batch_parts", "block_operators", "frequency", "level_schedule", "metrics", "recipe", "row_routing"},
     {
@@ -60,6 +60,7 @@ SERVING_NEEDS = {
     "bag_splitting",
     "block_operators",
     "checks",
+    "csr_size",
     "native_build",
     "row_routing",
     "scheme",

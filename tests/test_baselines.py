@@ -50,5 +50,5 @@ def test_magnitude_pruning_meets_each_size_to_the_value_from_the_same_dense_mode
     assert [row.parameters for row in rows] == [208, 52, 208]
     assert rows[0].metrics == rows[2].metrics  # nothing of the size before is left
     assert pruning.dense_row().metrics == dense.metrics
-    assert rows[0].bytes["csr_fp32"] == 208 * 5 + 4 * (41 + 13)
+    assert rows[0].bytes["csr_fp32"] == 208 * 5 + (40 + 8) + (12 + 8)
     assert dense.parameters == DENSE_PARAMETERS

@@ -63,7 +63,8 @@ def test_bytes_cost_values_columns_and_indices(blocks: RowBlocks, form: str) -> 
     fixed = 0
     for table, routing in blocks.routings.items():
         if form == "csr_fp32":
-            fixed += 4 * (routing.num_embeddings + 1)
+            rows, is_compact = routing.num_embeddings, blocks.embedding_dims[table] <= 255
+            fixed += rows + 8 * math.ceil(rows / 56) if is_compact else 4 * (rows + 1)
             expected = [CSR_BYTES[blocks.embedding_dims[table]] * seen for seen in blocks.seen_rows[table].tolist()]
         else:
             fixed += 8 * (routing.num_blocks + 1)

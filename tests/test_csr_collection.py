@@ -21,11 +21,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.csr_size import compact_bytes
 from dnis_torchrec.export import load, write_artifact
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection, CsrTable, MixedDimensionEmbeddingBagCollection
-from dnis_torchrec.serving.compact_pointers import compact_bytes
 from tests.serving_reference import Case, all_rows, cases, keyed_jagged_tensor, table_scheme, two_tables
 
 UNPRUNED = RowRouting(10, 1, boundaries=torch.tensor([0, 10]))

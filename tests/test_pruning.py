@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -136,7 +137,7 @@ def test_element_per_table(case: Case, parameters: int) -> None:
 def test_csr_bytes_are_never_exceeded_and_met_within_a_value(case: Case, extra: int, scope: str) -> None:
     model, blocks, counts = case
     before = seen_tables(model, counts)
-    pointers = sum(4 * (len(table) + 1) for table in before)
+    pointers = sum(len(table) + 8 * math.ceil(len(table) / 56) for table in before)
     size = Size(embedding_bytes=pointers + 5 + extra, form="csr_fp32")
     scheme = prune(model, blocks, counts, size=size, structure="element", scope=scope)
     spent = scheme.form_bytes()["csr_fp32"]
@@ -395,8 +396,8 @@ def test_pruned_values_of_a_sharded_model_stay_zero(sharding_type: str) -> None:
         ({"threshold": -0.1}, "threshold: expected a number >= 0, got -0.1"),
         ({"size": Size(parameters=0.5)}, "parameters: expected at least 1 for these tables and blocks, got 0.5"),
         (
-            {"size": Size(embedding_bytes=24, form="csr_fp32"), "structure": "element"},
-            "embedding_bytes: expected at least 25 for these tables in CSR, got 24",
+            {"size": Size(embedding_bytes=16, form="csr_fp32"), "structure": "element"},
+            "embedding_bytes: expected at least 17 for these tables in CSR, got 16",
         ),
         (
             {"size": Size(compression_ratio=8.5), "structure": "element"},
@@ -413,9 +414,9 @@ def test_unfit_options_are_refused_before_a_table_changes(options: dict, message
 
 def test_the_smallest_csr_size_that_is_named_can_be_met() -> None:
     model, blocks, counts = simple()
-    scheme = prune(model, blocks, counts, size=Size(embedding_bytes=25, form="csr_fp32"), structure="element")
+    scheme = prune(model, blocks, counts, size=Size(embedding_bytes=17, form="csr_fp32"), structure="element")
     assert scheme.parameters == 1
-    assert scheme.form_bytes()["csr_fp32"] == 25
+    assert scheme.form_bytes()["csr_fp32"] == 17
 
 
 def test_bytes_of_other_forms_are_for_blocks() -> None:

@@ -15,6 +15,7 @@ from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult, MethodTask,
 from dnis_torchrec.baselines.trained_scheme import columns_of_dims, keep_columns_, row_blocks
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.checks import describe
+from dnis_torchrec.csr_size import column_bytes, pointer_bytes
 from dnis_torchrec.pruning import RetainedMask, keep_largest_, prune
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
@@ -104,7 +105,7 @@ class MagnitudePruning:
         csr = 0
         for part in self._shards:
             num_rows, dim = part.weight.shape
-            csr += int((part.weight != 0).sum()) * (5 if dim <= 256 else 6) + 4 * (num_rows + 1)
+            csr += int((part.weight != 0).sum()) * (4 + column_bytes(dim)) + pointer_bytes(num_rows, dim)
         sizes = {"dense_fp32": 4 * self._dense_parameters} | ({} if method == "dense" else {"csr_fp32": csr})
         return ReportRow(
             method=method,

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.csr_size import compact_bytes, has_compact_pointers
 from dnis_torchrec.export.form_registry import Form, Rows, Shard, register
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.compact_pointers import compact_bytes, compacted
+from dnis_torchrec.serving.compact_pointers import compacted
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
-from dnis_torchrec.serving.csr_table import CsrTable, column_dtype, has_compact_pointers, pointer_dtype
+from dnis_torchrec.serving.csr_table import CsrTable, column_dtype, pointer_dtype
 
 COMPACT_POINTERS = "compact_row_pointers"
 CSR = "csr"

@@ -17,6 +17,7 @@ from torch import Tensor
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Size
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.csr_size import column_bytes, pointer_bytes
 from dnis_torchrec.pruning.tables import PrunedTable
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.table_shards import TableShard
@@ -111,8 +112,9 @@ def num_elements(size: Size, blocks: RowBlocks) -> int:
         return min(int(value), total)
     if size.form != "csr_fp32":
         raise NotImplementedError(describe("form", "supported for single elements is 'csr_fp32'", repr(size.form)))
-    pointers = sum(4 * (routing.num_embeddings + 1) for routing in blocks.routings.values())
-    per_value = {4 + (1 if dim <= 256 else 2) for dim in blocks.embedding_dims.values()}
+    dims = blocks.embedding_dims
+    pointers = sum(pointer_bytes(routing.num_embeddings, dims[table]) for table, routing in blocks.routings.items())
+    per_value = {4 + column_bytes(dim) for dim in dims.values()}
     affordable = int(value - pointers) // max(per_value)
     smallest = pointers + max(per_value)
     check(affordable >= 1, name, f"expected at least {smallest} for these tables in CSR", value)

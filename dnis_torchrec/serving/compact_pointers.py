@@ -17,24 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dnis_torchrec.checks import check
-
-RECORD_BYTES = 64
-START_BYTES = 8
-ROWS_PER_RECORD = RECORD_BYTES - START_BYTES
-LARGEST_LENGTH = 255
-"""Values that a row of compact row pointers may have, so the largest D that they serve."""
+from dnis_torchrec.csr_size import LARGEST_LENGTH, RECORD_BYTES, ROWS_PER_RECORD, START_BYTES, compact_bytes
 
 _RECORDS_PER_CHUNK = 2**16
-
-
-def compact_bytes(num_rows: int) -> int:
-    """Bytes of the compact row pointers of n rows.
-
-    Example:
-        >>> compact_bytes(56), compact_bytes(57)
-        (64, 73)
-    """
-    return num_rows + START_BYTES * -(-num_rows // ROWS_PER_RECORD)
 
 
 def num_rows_of(pointers: Tensor) -> int:

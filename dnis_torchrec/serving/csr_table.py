@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.serving.compact_pointers import LARGEST_LENGTH, compact_bytes, compacted
+from dnis_torchrec.csr_size import compact_bytes, has_compact_pointers
+from dnis_torchrec.serving.compact_pointers import compacted
 from dnis_torchrec.serving.mixed_dimension import rows_per_chunk
 
 VALUE_DTYPES = (torch.float32, torch.float16, torch.int8)
@@ -291,16 +292,6 @@ def column_dtype(embedding_dim: int) -> torch.dtype:
     if embedding_dim > 2**16:
         raise NotImplementedError(describe("embedding_dim", "supported is up to 65536", embedding_dim))
     return torch.uint8 if embedding_dim <= 2**8 else torch.uint16
-
-
-def has_compact_pointers(embedding_dim: int) -> bool:
-    """Whether lookups read compact row pointers: up to D = 255.
-
-    Example:
-        >>> has_compact_pointers(255), has_compact_pointers(256)
-        (True, False)
-    """
-    return embedding_dim <= LARGEST_LENGTH
 
 
 def pointer_dtype(num_values: int) -> torch.dtype:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec.serving.compact_pointers import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES, num_rows_of
+from dnis_torchrec.csr_size import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES
+from dnis_torchrec.serving.compact_pointers import num_rows_of
 
 try:
     import triton
