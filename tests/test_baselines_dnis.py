@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from dnis_torchrec.baselines import METHODS, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines import METHODS, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.method import MethodResult
 from dnis_torchrec.training import process_group
 from tests import tiny
@@ -15,10 +17,10 @@ from tests import tiny
 RATIO = 3.0
 
 
-def run(name: str, folder: Path, ratio: float = RATIO) -> MethodResult:
+def run(name: str, folder: Path, ratio: float = RATIO, **changes: Any) -> MethodResult:
     with process_group() as device:
         task = MethodTask(
-            build=lambda dim: tiny.demo(None, seed=0, embedding_dim=dim),
+            build=lambda dim: replace(tiny.demo(None, seed=0, embedding_dim=dim), **changes),
             compression_ratio=ratio,
             seed=0,
             device=device,
@@ -63,4 +65,9 @@ def test_retraining_keeps_the_scheme_and_not_the_weights(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["dnis", "dnis-paper"])
 def test_a_size_out_of_reach_is_told(name: str, tmp_path: Path) -> None:
     with pytest.raises(SizeNotMetError, match="embedding_bytes: expected at least"):
-        run(name, tmp_path, ratio=15)
+        run(name, tmp_path, ratio=60)
+
+
+def test_unrolled_says_that_fused_tables_are_not_for_it(tmp_path: Path) -> None:
+    with pytest.raises(NotApplicableError, match="fused"):
+        run("dnis-unrolled", tmp_path, table_optimizer="rowwise_adagrad")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import train_scheme
 from dnis_torchrec.budget import Size, SizeOutOfReachError
 from dnis_torchrec.recipe import TrainTask
@@ -44,7 +44,7 @@ def dnis_unrolled(task: MethodTask) -> MethodResult:
 
     Raises:
         SizeNotMetError: if the size is out of reach.
-        NotImplementedError: for tables with a fused optimizer.
+        NotApplicableError: for tables with a fused optimizer.
     """
     return _searched(task, SINGLE_VALUES, {**_PAPER, "unrolled": True})
 
@@ -84,6 +84,8 @@ def _searched(task: MethodTask, form: str, settings: dict[str, Any]) -> MethodRe
         outcome = search(recipe, config, task.folder, task.device)
     except SizeOutOfReachError as error:
         raise SizeNotMetError(str(error)) from error
+    except NotImplementedError as error:
+        raise NotApplicableError(str(error)) from error
     seconds = time.monotonic() - started
     found = TrainTask(outcome.model, recipe.loss)
     return MethodResult(
