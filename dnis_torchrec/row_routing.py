@@ -125,6 +125,12 @@ class RowRouting:
             rows = slice(first, min(first + ROWS_AT_A_TIME, self.num_embeddings))
             yield rows, self.block_of(torch.arange(rows.start, rows.stop))
 
+    def largest_block(self) -> int:
+        """The largest number among the rows' blocks, at most S unless a file is damaged."""
+        if self.block_of_row is None or not self.num_embeddings:
+            return 0
+        return max(int(blocks.max()) for _, blocks in self.blocks_of_all())
+
     def row_counts(self, *, include_unassigned: bool = False) -> Tensor:
         """Rows per block.
 

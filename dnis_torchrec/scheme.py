@@ -58,6 +58,8 @@ class TableScheme:
             f"expected a routing of {self.num_embeddings} rows",
             self.routing.num_embeddings,
         )
+        largest = self.routing.largest_block()
+        check(largest <= shape[0], place, f"expected blocks 0..{shape[0]}", largest)
         check(
             0 <= self.num_retained <= self.block_area,
             place,

@@ -169,13 +169,11 @@ def _read_all(path: Path | str, manifest: Mapping[str, Any], field: str) -> dict
 
 def _scheme_of(path: Path | str, manifest: Mapping[str, Any]) -> MixedDimensionScheme:
     _check_described(path, manifest["tables"])
-    scheme = MixedDimensionScheme.from_parts(manifest["tables"], _read_all(path, manifest, "scheme"))
-    for name, table in scheme.tables.items():
-        num_blocks = table.routing.num_blocks
-        within = table.routing.row_counts(include_unassigned=True).numel() == num_blocks + 1
-        place = f"artifact {str(path)!r}, file {manifest['scheme'][0]!r}"
-        check(within, place, f"expected blocks 0..{num_blocks} in table {name!r}", "others", "export again")
-    return scheme
+    tensors = _read_all(path, manifest, "scheme")
+    try:
+        return MixedDimensionScheme.from_parts(manifest["tables"], tensors)
+    except ValueError as error:
+        raise ValueError(f"artifact {str(path)!r}, file {manifest['scheme'][0]!r}: {error}; export again") from error
 
 
 def _check_described(path: Path | str, tables: Any) -> None:
