@@ -26,9 +26,10 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t WINDOW = 64;              // ids whose rows are asked of memory ahead of their use
-constexpr int64_t RUN_LENGTH = 8;           // from here on a row is worth a look whether its columns are neighbours
-constexpr int64_t ROWS_PER_THREAD = 4'096;  // rows and bags that outweigh waking a thread
+constexpr const char* OPERATOR = "csr_embedding_bag";
+#include "fused_bags.h"
+
+constexpr int64_t RUN_LENGTH = 8;  // from here on a row is worth a look whether its columns are neighbours
 
 // A record of compact row pointers: where the first of its rows begins, int64, and how many values each row has, uint8.
 constexpr int64_t RECORD_BYTES = 64, START_BYTES = 8, ROWS_PER_RECORD = RECORD_BYTES - START_BYTES;
@@ -38,19 +39,6 @@ struct Half {
 };
 
 enum class ValueKind { FLOAT, HALF, INT8 };
-
-// int32 or int64, as they come.
-struct Integers {
-  const void* data = nullptr;
-  bool is_wide = false;
-
-  int64_t operator[](int64_t index) const {
-    return is_wide ? static_cast<const int64_t*>(data)[index] : static_cast<const int32_t*>(data)[index];
-  }
-  void prefetch(int64_t index) const {
-    __builtin_prefetch(static_cast<const char*>(data) + index * (is_wide ? sizeof(int64_t) : sizeof(int32_t)));
-  }
-};
 
 // Row pointers in records; the last ends with the last row.
 struct CompactPointers {
@@ -110,17 +98,6 @@ struct Feature {
       shard.row_pointers.prefetch(row);
     }
   }
-};
-
-struct Bags {
-  Integers ids;          // (I,)
-  Integers offsets;      // (keys * B + 1,)
-  const float* weights;  // (I,) or null
-  float* out;            // (B, width)
-  int64_t num_ids;
-  int64_t batch_size;
-  int64_t width;
-  bool zero_unknown;
 };
 
 template <typename Value, typename Column>
@@ -210,17 +187,6 @@ const InstructionSet* widest_instruction_set(const std::string& limit) {
 }
 
 std::atomic<const InstructionSet*> instruction_set{widest_instruction_set("avx512")};
-
-void check(bool condition, const char* argument, const char* requirement) {
-  if (!condition) throw std::invalid_argument(std::string("csr_embedding_bag: ") + argument + ": expected " + requirement);
-}
-
-Integers integers(const Tensor& tensor, const char* argument) {
-  const ScalarType dtype = tensor.scalar_type();
-  check(dtype == ScalarType::Long || dtype == ScalarType::Int, argument, "int32 or int64");
-  check(tensor.dim() == 1 && tensor.is_contiguous(), argument, "one contiguous dimension");
-  return {tensor.const_data_ptr(), dtype == ScalarType::Long};
-}
 
 // Takes row pointers of either kind, and with them the number of rows.
 void set_row_pointers(Shard& shard, const Tensor& pointers) {
@@ -316,14 +282,6 @@ std::vector<Feature> make_features(
   return features;
 }
 
-Tensor empty_output(int64_t batch_size, int64_t width) {
-  const int64_t sizes[] = {batch_size, width}, strides[] = {width, 1};
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
 std::string describe(const Fault& fault, size_t feature, const Feature& fields, const Bags& bags) {
   const std::string place = "csr_embedding_bag: feature " + std::to_string(feature) + ": expected ";
   switch (fault.kind) {
@@ -347,65 +305,21 @@ void prefetch(const Feature& feature, const Bags& bags, int64_t first_bag) {
   for (int64_t k = begin; k < std::min(begin + WINDOW, bags.num_ids); ++k) feature.prefetch(bags.ids[k]);
 }
 
-// Pools every bag of every feature. Bags are spread over torch's threads where there is enough to do; each writes its
-// own part of the output, so the result does not depend on how many threads there are.
-void pool_all(const std::vector<Feature>& features, const Bags& bags) {
-  const int64_t num_bags = static_cast<int64_t>(features.size()) * bags.batch_size;
-  std::mutex mutex;
-  Fault fault;
-  size_t faulty = features.size();
-  const auto pool = instruction_set.load()->pool;
-  const auto pool_range = [&](int64_t begin, int64_t end) {
-    for (int64_t next = begin; next < end;) {
-      const int64_t f = next / bags.batch_size, first_bag = next - f * bags.batch_size;
-      const int64_t last_bag = std::min(bags.batch_size, first_bag + end - next);
-      if (f + 1 < static_cast<int64_t>(features.size())) prefetch(features[f + 1], bags, 0);
-      const Fault found = pool(features[f], bags, first_bag, last_bag);
-      if (found.kind != Fault::NONE) {
-        const std::lock_guard<std::mutex> guard(mutex);
-        const size_t feature = static_cast<size_t>(f);
-        if (feature < faulty || (feature == faulty && found.position < fault.position)) {
-          fault = found;
-          faulty = feature;
-        }
-      }
-      next += last_bag - first_bag;
-    }
-  };
-  if (num_bags + bags.num_ids < 2 * ROWS_PER_THREAD) {
-    pool_range(0, num_bags);
-  } else {
-    const int64_t rows_per_bag = 1 + bags.num_ids / num_bags;
-    torch::stable::parallel_for(0, num_bags, std::max<int64_t>(1, ROWS_PER_THREAD / rows_per_bag), pool_range);
-  }
-  if (fault.kind != Fault::NONE) throw std::invalid_argument(describe(fault, faulty, features[faulty], bags));
-}
-
 Tensor csr_embedding_bag(
     const Tensor& ids, const Tensor& offsets, const std::optional<Tensor>& per_sample_weights,
     const std::vector<Tensor>& tensors, const Tensor& layout, const std::optional<std::vector<int64_t>>& keys,
     int64_t batch_size, int64_t width, bool zero_unknown) {
-  check(batch_size >= 0 && width >= 0, "batch_size and width", "none below 0");
-  Bags bags{};
-  bags.ids = integers(ids, "ids");
-  bags.num_ids = ids.numel();
-  bags.offsets = integers(offsets, "offsets");
-  bags.batch_size = batch_size;
-  bags.width = width;
-  bags.zero_unknown = zero_unknown;
-  if (per_sample_weights) {
-    const bool fits = per_sample_weights->scalar_type() == ScalarType::Float && per_sample_weights->is_contiguous() &&
-                      per_sample_weights->numel() == bags.num_ids;
-    check(fits, "per_sample_weights", "one contiguous float32 for each id");
-    bags.weights = static_cast<const float*>(per_sample_weights->const_data_ptr());
-  }
+  Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
   Tensor out = empty_output(batch_size, width);
   if (batch_size == 0 || width == 0) return out;
   bags.out = static_cast<float*>(out.mutable_data_ptr());
   std::vector<Shard> shards = make_shards(tensors);
   const int64_t num_keys = (offsets.numel() - 1) / batch_size;
   const std::vector<Feature> features = make_features(layout, keys, shards, num_keys, width);
-  if (!features.empty()) pool_all(features, bags);
+  const auto ahead = [&](int64_t f) {
+    if (f + 1 < static_cast<int64_t>(features.size())) prefetch(features[f + 1], bags, 0);
+  };
+  if (!features.empty()) pool_all(features, bags, instruction_set.load()->pool, ahead, describe);
   return out;
 }
 

@@ -28,20 +28,9 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr const char* OPERATOR = "mixed_dimension_bag";
+#include "fused_bags.h"
 #include "mixed_dimension_kernel.h"
-
-void check(bool condition, const char* argument, const char* requirement) {
-  if (!condition) {
-    throw std::invalid_argument(std::string("mixed_dimension_bag: ") + argument + ": expected " + requirement);
-  }
-}
-
-Integers integers(const Tensor& tensor, const char* argument) {
-  const ScalarType dtype = tensor.scalar_type();
-  check(dtype == ScalarType::Long || dtype == ScalarType::Int, argument, "int32 or int64");
-  check(tensor.dim() == 1 && tensor.is_contiguous(), argument, "one contiguous dimension");
-  return {tensor.const_data_ptr(), dtype == ScalarType::Long};
-}
 
 // Rows of an int64 table of so many columns, on the CPU.
 const int64_t* int64_rows(const Tensor& tensor, const char* argument, int64_t columns) {
@@ -152,14 +141,6 @@ std::vector<Feature> make_features(
   return features;
 }
 
-Tensor empty_output(int64_t batch_size, int64_t width) {
-  const int64_t sizes[] = {batch_size, width}, strides[] = {width, 1};
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
 std::string describe(const Fault& fault, size_t feature, const Feature& fields, const Bags& bags) {
   const std::string place = "mixed_dimension_bag: feature " + std::to_string(feature) + ": expected ";
   switch (fault.kind) {
@@ -173,58 +154,13 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
   }
 }
 
-// Pools every bag of every feature. Bags are spread over torch's threads where there is enough to do; each writes its
-// own part of the output, so the result does not depend on how many threads there are.
-void pool_all(const std::vector<Feature>& features, const Bags& bags, Pool pool) {
-  const int64_t num_bags = static_cast<int64_t>(features.size()) * bags.batch_size;
-  std::mutex mutex;
-  Fault fault;
-  size_t faulty = features.size();
-  const auto pool_range = [&](int64_t begin, int64_t end) {
-    for (int64_t next = begin; next < end;) {
-      const int64_t f = next / bags.batch_size, first_bag = next - f * bags.batch_size;
-      const int64_t last_bag = std::min(bags.batch_size, first_bag + end - next);
-      const Fault found = pool(features[f], bags, first_bag, last_bag);
-      if (found.kind != Fault::NONE) {
-        const std::lock_guard<std::mutex> guard(mutex);
-        const size_t feature = static_cast<size_t>(f);
-        if (feature < faulty || (feature == faulty && found.position < fault.position)) {
-          fault = found;
-          faulty = feature;
-        }
-      }
-      next += last_bag - first_bag;
-    }
-  };
-  if (num_bags + bags.num_ids < 2 * ROWS_PER_THREAD) {
-    pool_range(0, num_bags);
-  } else {
-    const int64_t rows_per_bag = 1 + bags.num_ids / num_bags;
-    torch::stable::parallel_for(0, num_bags, std::max<int64_t>(1, ROWS_PER_THREAD / rows_per_bag), pool_range);
-  }
-  if (fault.kind != Fault::NONE) throw std::invalid_argument(describe(fault, faulty, features[faulty], bags));
-}
-
 Tensor mixed_dimension_bag(
     const Tensor& ids, const Tensor& offsets, const std::optional<Tensor>& per_sample_weights,
     const std::vector<Tensor>& tables, const std::vector<Tensor>& positions, const Tensor& feature_layout,
     const Tensor& table_layout, const Tensor& block_layout, const Tensor& masks,
     const std::optional<std::vector<int64_t>>& keys, int64_t batch_size, int64_t width, int64_t bits,
     bool zero_unknown) {
-  check(batch_size >= 0 && width >= 0, "batch_size and width", "none below 0");
-  Bags bags{};
-  bags.ids = integers(ids, "ids");
-  bags.num_ids = ids.numel();
-  bags.offsets = integers(offsets, "offsets");
-  bags.batch_size = batch_size;
-  bags.width = width;
-  bags.zero_unknown = zero_unknown;
-  if (per_sample_weights) {
-    const bool fits = per_sample_weights->scalar_type() == ScalarType::Float && per_sample_weights->is_contiguous() &&
-                      per_sample_weights->numel() == bags.num_ids;
-    check(fits, "per_sample_weights", "one contiguous float32 for each id");
-    bags.weights = static_cast<const float*>(per_sample_weights->const_data_ptr());
-  }
+  Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
   Tensor out = empty_output(batch_size, width);
   if (batch_size == 0 || width == 0) return out;
   bags.out = static_cast<float*>(out.mutable_data_ptr());
@@ -235,7 +171,7 @@ Tensor mixed_dimension_bag(
   const int64_t num_keys = (offsets.numel() - 1) / batch_size;
   const std::vector<Feature> features =
       make_features(feature_layout, block_layout, table_layout, made, keys, num_keys, width);
-  if (!features.empty()) pool_all(features, bags, pool);
+  if (!features.empty()) pool_all(features, bags, pool, [](int64_t) {}, describe);
   return out;
 }
 

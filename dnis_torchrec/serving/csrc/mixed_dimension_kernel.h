@@ -4,21 +4,9 @@
 // Portable code and AVX-512 give the same bits: one multiplication and one addition per value, in the order of the ids,
 // never fused. Whatever ids and offsets hold, nothing outside the buffers is read or written.
 
-constexpr int64_t WINDOW = 64;              // ids whose rows are asked of memory ahead of their use
-constexpr int64_t ROWS_PER_THREAD = 4'096;  // rows and bags that outweigh waking a thread
 constexpr int64_t LANES = 16;               // columns of one mask
 constexpr int64_t LINE = 64;                // bytes of a cache line
 constexpr int64_t COUNTED_BLOCKS = 32;      // up to so many blocks are counted, not searched
-
-// int32 or int64, as they come.
-struct Integers {
-  const void* data = nullptr;
-  bool is_wide = false;
-
-  int64_t operator[](int64_t index) const {
-    return is_wide ? static_cast<const int64_t*>(data)[index] : static_cast<const int32_t*>(data)[index];
-  }
-};
 
 struct Block {
   const uint8_t* rows;    // of its table, or null where nothing is stored
@@ -50,18 +38,6 @@ struct Feature {
   int64_t first_column;  // of the output
   int64_t embedding_dim;
   bool is_mean;
-};
-
-struct Bags {
-  Integers ids;          // (I,)
-  Integers offsets;      // (keys * B + 1,)
-  const float* weights;  // (I,) or null
-  float* out;            // (B, width)
-  int64_t num_ids;
-  int64_t batch_size;
-  int64_t width;
-  int64_t max_dim;
-  bool zero_unknown;
 };
 
 struct Row {

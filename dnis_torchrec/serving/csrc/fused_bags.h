@@ -1,0 +1,111 @@
+// What the fused operators share: the bags of a batch, how they are read and checked, and how they are spread over threads.
+// A source includes this file in its namespace, behind torch's and the standard library's headers, with the name of its
+// operator in OPERATOR.
+
+constexpr int64_t WINDOW = 64;              // ids whose rows are asked of memory ahead of their use
+constexpr int64_t ROWS_PER_THREAD = 4'096;  // rows and bags that outweigh waking a thread
+
+// int32 or int64, as they come.
+struct Integers {
+  const void* data = nullptr;
+  bool is_wide = false;
+
+  int64_t operator[](int64_t index) const {
+    return is_wide ? static_cast<const int64_t*>(data)[index] : static_cast<const int32_t*>(data)[index];
+  }
+  void prefetch(int64_t index) const {
+    __builtin_prefetch(static_cast<const char*>(data) + index * (is_wide ? sizeof(int64_t) : sizeof(int32_t)));
+  }
+};
+
+struct Bags {
+  Integers ids;          // (I,)
+  Integers offsets;      // (keys * B + 1,)
+  const float* weights;  // (I,) or null
+  float* out;            // (B, width)
+  int64_t num_ids;
+  int64_t batch_size;
+  int64_t width;
+  int64_t max_dim;  // largest R of a block; mixed dimensions only
+  bool zero_unknown;
+};
+
+void check(bool condition, const char* argument, const char* requirement) {
+  if (!condition) {
+    throw std::invalid_argument(std::string(OPERATOR) + ": " + argument + ": expected " + requirement);
+  }
+}
+
+Integers integers(const Tensor& tensor, const char* argument) {
+  const ScalarType dtype = tensor.scalar_type();
+  check(dtype == ScalarType::Long || dtype == ScalarType::Int, argument, "int32 or int64");
+  check(tensor.dim() == 1 && tensor.is_contiguous(), argument, "one contiguous dimension");
+  return {tensor.const_data_ptr(), dtype == ScalarType::Long};
+}
+
+// What the bags of a batch hold; `out` and `max_dim` are for the caller to set.
+Bags read_bags(
+    const Tensor& ids, const Tensor& offsets, const std::optional<Tensor>& per_sample_weights, int64_t batch_size,
+    int64_t width, bool zero_unknown) {
+  check(batch_size >= 0 && width >= 0, "batch_size and width", "none below 0");
+  Bags bags{};
+  bags.ids = integers(ids, "ids");
+  bags.num_ids = ids.numel();
+  bags.offsets = integers(offsets, "offsets");
+  bags.batch_size = batch_size;
+  bags.width = width;
+  bags.zero_unknown = zero_unknown;
+  if (per_sample_weights) {
+    const bool fits = per_sample_weights->scalar_type() == ScalarType::Float && per_sample_weights->is_contiguous() &&
+                      per_sample_weights->numel() == bags.num_ids;
+    check(fits, "per_sample_weights", "one contiguous float32 for each id");
+    bags.weights = static_cast<const float*>(per_sample_weights->const_data_ptr());
+  }
+  return bags;
+}
+
+Tensor empty_output(int64_t batch_size, int64_t width) {
+  const int64_t sizes[] = {batch_size, width}, strides[] = {width, 1};
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+// Pools every bag of every feature. Bags are spread over torch's threads where there is enough to do; each writes its
+// own part of the output, so the result does not depend on how many threads there are.
+//
+// `pool(feature, bags, first_bag, last_bag)` pools some bags of a feature and says what it found wrong; of several such
+// finds the one that comes first is described and thrown. `ahead(f)` is called before the bags of feature f are begun.
+template <typename Feature, typename Pool, typename Ahead, typename Describe>
+void pool_all(const std::vector<Feature>& features, const Bags& bags, Pool pool, Ahead ahead, Describe describe) {
+  using Fault = decltype(pool(features[0], bags, 0, 0));
+  const int64_t num_bags = static_cast<int64_t>(features.size()) * bags.batch_size;
+  std::mutex mutex;
+  Fault fault;
+  size_t faulty = features.size();
+  const auto pool_range = [&](int64_t begin, int64_t end) {
+    for (int64_t next = begin; next < end;) {
+      const int64_t f = next / bags.batch_size, first_bag = next - f * bags.batch_size;
+      const int64_t last_bag = std::min(bags.batch_size, first_bag + end - next);
+      ahead(f);
+      const Fault found = pool(features[f], bags, first_bag, last_bag);
+      if (found.kind != Fault::NONE) {
+        const std::lock_guard<std::mutex> guard(mutex);
+        const size_t feature = static_cast<size_t>(f);
+        if (feature < faulty || (feature == faulty && found.position < fault.position)) {
+          fault = found;
+          faulty = feature;
+        }
+      }
+      next += last_bag - first_bag;
+    }
+  };
+  if (num_bags + bags.num_ids < 2 * ROWS_PER_THREAD) {
+    pool_range(0, num_bags);
+  } else {
+    const int64_t rows_per_bag = 1 + bags.num_ids / num_bags;
+    torch::stable::parallel_for(0, num_bags, std::max<int64_t>(1, ROWS_PER_THREAD / rows_per_bag), pool_range);
+  }
+  if (fault.kind != Fault::NONE) throw std::invalid_argument(describe(fault, faulty, features[faulty], bags));
+}
