@@ -17,6 +17,7 @@ from dnis_torchrec.packaging import Signature, export_graph, load_package, run_p
 from dnis_torchrec.packaging.flat_model import FlatModel, operator_libraries
 from dnis_torchrec.packaging.package import first_sample
 from dnis_torchrec.packaging.torchscript import to_torchscript
+from dnis_torchrec.packaging.transposed_linear import TransposedLinear
 from dnis_torchrec.packaging.triton import triton_config
 from dnis_torchrec.serving import load_operator
 from examples.serving import load_package as minimal_loader
@@ -69,6 +70,27 @@ def test_graph_and_torchscript_predict_what_the_model_predicts(artifact: Path, f
             expected = flat(*inputs)
             torch.testing.assert_close(graph(*inputs), expected)
             torch.testing.assert_close(script(*inputs), expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (1, 3), (0, 3), (2, 4, 3), (3,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_transposed_linear_is_the_linear(shape: tuple[int, ...], bias: bool) -> None:
+    linear, inputs = nn.Linear(3, 7, bias=bias), torch.randn(shape)
+    transposed = TransposedLinear(linear)
+    assert transposed.weight.is_contiguous()
+    assert transposed.weight.shape == (3, 7)
+    torch.testing.assert_close(transposed(inputs), linear(inputs))
+
+
+@needs_operator
+def test_exporting_leaves_the_model_its_linear_layers(artifact: Path) -> None:
+    model = model_of(artifact, "csr")
+    before = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    program = export_graph(model, SIGNATURE)
+    assert before == [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    assert all(
+        program.state_dict[f"model.{name}.weight"].shape == model.get_submodule(name).weight.T.shape for name in before
+    )
 
 
 @needs_operator

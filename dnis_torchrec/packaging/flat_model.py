@@ -22,6 +22,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.packaging.transposed_linear import TransposedLinear
 from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
 
 INPUTS = ("dense", "values", "lengths", "weights")
@@ -174,10 +175,12 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
     ids_and_batch = [{0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}, {0: Dim.DYNAMIC}]
     inputs = signature.example(_EXAMPLE_BATCH)
     # torch.export swaps the parameters of what it traces, which modules that remember theirs do not survive: it gets a
-    # copy, of everything but the tensors, and with what it can trace in the place of FBGEMM's kernels
+    # copy, of everything but the tensors, with what it can trace in the place of FBGEMM's kernels, and linear layers as
+    # small batches want them
     memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     quantised = QuantizedMixedDimensionEmbeddingBagCollection
     memo |= {id(module): module.exportable() for module in model.modules() if isinstance(module, quantised)}
+    memo |= {id(module): TransposedLinear(module) for module in model.modules() if type(module) is nn.Linear}
     traced = FlatModel(copy.deepcopy(model, memo), signature)
     try:
         with torch.no_grad(), warnings.catch_warnings():
