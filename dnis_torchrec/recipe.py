@@ -86,6 +86,7 @@ class Recipe:
         column_sharing: how much blocks keep the same columns, see `dnis_torchrec.alpha_optimizer.Pressure`.
         alpha_learning_rate: step of alpha; None takes the one that the ramp suggests. Noisy validation gradients, as
             those of clicks are, want a smaller one.
+        upper_every: lower steps per upper step. More cost less, and an epoch has fewer steps of alpha.
         notes: limits of the data, shown beside every figure that comes from it.
     """
 
@@ -101,6 +102,7 @@ class Recipe:
     dense_learning_rate: float = 1e-3
     column_sharing: float = 0.0
     alpha_learning_rate: float | None = None
+    upper_every: int = 1
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

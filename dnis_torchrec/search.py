@@ -125,7 +125,7 @@ class SearchConfig:
         """The configuration that suits a recipe.
 
         Args:
-            recipe: gives the number of blocks, of epochs, and alpha's rate.
+            recipe: gives the number of blocks and of epochs, alpha's rate and how often it steps.
             size: see `size`.
             settings: any field by name, instead of the recipe's or the default.
         """
@@ -136,6 +136,7 @@ class SearchConfig:
             "release_epochs",
             "column_sharing",
             "alpha_learning_rate",
+            "upper_every",
         )
         return SearchConfig(size=size, **{name: getattr(recipe, name) for name in names} | dict(settings or {}))
 

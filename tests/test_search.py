@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask,
 from dnis_torchrec.checkpoint import CheckpointFolder
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.search import SearchConfig, SearchEvents, SearchInterrupted, search
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate
@@ -40,6 +42,15 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
     loaded = load(artifact)
     assert isinstance(loaded, MixedDimensionEmbeddingBagCollection)
     torch.testing.assert_close(loaded(features).values(), collection(features).values(), atol=1e-6, rtol=0)
+
+
+def test_a_configuration_takes_from_the_recipe_whatever_both_know() -> None:
+    values = {"num_blocks": 3, "warm_up_epochs": 4, "ramp_epochs": 5, "release_epochs": 6, "upper_every": 7}
+    values |= {"column_sharing": 0.5, "alpha_learning_rate": 0.25}
+    assert values.keys() == {f.name for f in fields(Recipe)} & {f.name for f in fields(SearchConfig)}
+    recipe = replace(make_recipe(), **values)
+    config = SearchConfig.of(recipe, Size(compression_ratio=2), {"ramp_epochs": 8})
+    assert {name: getattr(config, name) for name in values} == {**values, "ramp_epochs": 8}
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def dnis_retrained(task: MethodTask) -> MethodResult:
 _PAPER: dict[str, Any] = {
     "pressure": False,
     "rotate": False,
+    "upper_every": 1,
     "upper_batch_parts": 1,
     "structure": "element",
     "alpha_learning_rate": 0.01,
