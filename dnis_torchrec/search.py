@@ -120,6 +120,20 @@ class SearchConfig:
         """Epochs at most."""
         return self.warm_up_epochs + self.ramp_epochs + self.release_epochs
 
+    def within(self, max_epochs: int) -> SearchConfig:
+        """A configuration of at most so many epochs: each part shorter by the same share, none below one epoch.
+
+        Example:
+            >>> parts = {"warm_up_epochs": 2, "ramp_epochs": 8, "release_epochs": 10}
+            >>> short = SearchConfig(size=Size(compression_ratio=2), **parts).within(10)
+            >>> short.warm_up_epochs, short.ramp_epochs, short.release_epochs
+            (1, 4, 5)
+        """
+        if self.epochs <= max_epochs:
+            return self
+        names = ("warm_up_epochs", "ramp_epochs", "release_epochs")
+        return replace(self, **{name: max(1, getattr(self, name) * max_epochs // self.epochs) for name in names})
+
     @staticmethod
     def of(recipe: Recipe, size: Size, settings: Mapping[str, Any] | None = None) -> SearchConfig:
         """The configuration that suits a recipe.

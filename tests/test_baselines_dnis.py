@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from dnis_torchrec.baselines import METHODS, MethodTask, NotApplicableError, SizeNotMetError
-from dnis_torchrec.baselines.method import MethodResult
+from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult
 from dnis_torchrec.training import process_group
 from tests import tiny
 
 RATIO = 3.0
 
 
-def run(name: str, folder: Path, ratio: float = RATIO, **changes: Any) -> MethodResult:
+def run(name: str, folder: Path, ratio: float = RATIO, *, max_epochs: int = MAX_EPOCHS, **changes: Any) -> MethodResult:
     with process_group() as device:
         task = MethodTask(
             build=lambda dim: replace(tiny.demo(None, seed=0, embedding_dim=dim), **changes),
@@ -25,6 +25,7 @@ def run(name: str, folder: Path, ratio: float = RATIO, **changes: Any) -> Method
             seed=0,
             device=device,
             folder=folder,
+            max_epochs=max_epochs,
         )
         return METHODS[name](task)
 
@@ -37,6 +38,12 @@ def test_a_result_is_within_its_bytes_and_nearly_uses_them(name: str, tmp_path: 
     tables = dict(result.model.named_parameters())
     stored = sum(int((tables[k] != 0).sum()) for k in tables if ".embedding_bags." in k)
     assert stored == result.scheme.parameters
+
+
+@pytest.mark.parametrize("max_epochs", [3, 7])
+def test_a_search_takes_no_more_epochs_than_a_training_may(max_epochs: int, tmp_path: Path) -> None:
+    result = run("dnis", tmp_path, max_epochs=max_epochs)
+    assert result.settings["epochs"] <= max_epochs
 
 
 def test_the_paper_prunes_single_values_and_never_releases(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load
 from dnis_torchrec.checkpoint import CheckpointFolder
@@ -51,6 +53,18 @@ def test_a_configuration_takes_from_the_recipe_whatever_both_know() -> None:
     recipe = replace(make_recipe(), **values)
     config = SearchConfig.of(recipe, Size(compression_ratio=2), {"ramp_epochs": 8})
     assert {name: getattr(config, name) for name in values} == {**values, "ramp_epochs": 8}
+
+
+@given(parts=st.tuples(*[st.integers(1, 40)] * 3), max_epochs=st.integers(3, 150))
+def test_a_shorter_search_keeps_its_shares(parts: tuple[int, int, int], max_epochs: int) -> None:
+    warm_up, ramp, release = parts
+    size = Size(compression_ratio=2)
+    config = SearchConfig(size=size, warm_up_epochs=warm_up, ramp_epochs=ramp, release_epochs=release)
+    short = config.within(max_epochs)
+    assert (short == config) == (config.epochs <= max_epochs)
+    if short != config:
+        for kept, part in zip((short.warm_up_epochs, short.ramp_epochs, short.release_epochs), parts, strict=True):
+            assert kept == max(1, part * max_epochs // config.epochs)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ _PAPER: dict[str, Any] = {
 def _searched(task: MethodTask, form: str, settings: dict[str, Any]) -> MethodResult:
     recipe = task.build(None)
     size = Size(embedding_bytes=task.embedding_bytes(), form=form)
-    config = SearchConfig.of(recipe, size, {"patience": task.patience, **settings})
+    config = SearchConfig.of(recipe, size, {"patience": task.patience, **settings}).within(task.max_epochs)
     torch.manual_seed(task.seed)
     started = time.monotonic()
     try:

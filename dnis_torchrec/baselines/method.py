@@ -35,7 +35,7 @@ class MethodTask:
         device: where to train.
         folder: existing, empty folder for checkpoints.
         patience: epochs without a better selection loss before a training stops.
-        max_epochs: epochs of one training at most.
+        max_epochs: epochs of one training at most; of a search too, but for one of warm-up, ramp and release each.
         num_trials: trials of a method that needs several; None for the method's own number.
     """
 
