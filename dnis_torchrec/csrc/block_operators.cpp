@@ -164,42 +164,26 @@ bool spread(const Selection<Number>& selection, const Number* grad, int64_t out_
   return all_finite;
 }
 
-// grad_alpha[row] += grad * pooled / divisor. Summed in parts that do not depend on how many threads there are.
+// grad_alpha[row] += grad * pooled / divisor.
 template <typename Number>
 void gather_alpha(const Selection<Number>& selection, const Number* grad, int64_t out_width, const Number* pooled,
                   int64_t in_width, Number* grad_alpha, int64_t alpha_size) {
-  const int64_t most = (selection.batch_size + MAX_PARTIAL_SUMS - 1) / MAX_PARTIAL_SUMS;
-  const int64_t step = std::max(SAMPLES_PER_SUM, most);
-  const int64_t num_parts = (selection.batch_size + step - 1) / step;
-  std::vector<Number> sums(static_cast<size_t>(num_parts * alpha_size), Number(0));
-  const auto range = [&](int64_t first_part, int64_t last_part) {
-    for (int64_t part = first_part; part < last_part; ++part) {
-      Number* sum = sums.data() + part * alpha_size;
-      const int64_t end = std::min(selection.batch_size, (part + 1) * step);
-      for (int64_t b = part * step; b < end; ++b) {
-        for (size_t k = 0; k < selection.pieces.size(); ++k) {
-          const Piece& piece = selection.pieces[k];
-          const int32_t row = selection.row(b, k);
-          if (row < 0) continue;
-          const Number* left = grad + b * out_width + piece.out_column;
-          const Number* right = pooled + b * in_width + piece.in_column;
-          Number* to = sum + piece.alpha_offset + static_cast<int64_t>(row) * piece.dim;
-          const Number divisor = selection.divisor(b, piece);
-          if (divisor == Number(1)) {
-            for (int64_t d = 0; d < piece.dim; ++d) to[d] += left[d] * right[d];
-          } else {
-            for (int64_t d = 0; d < piece.dim; ++d) to[d] += left[d] * right[d] / divisor;
-          }
-        }
+  sum_over_samples(selection.batch_size, grad_alpha, alpha_size, [&](int64_t b, Number* sum) {
+    for (size_t k = 0; k < selection.pieces.size(); ++k) {
+      const Piece& piece = selection.pieces[k];
+      const int32_t row = selection.row(b, k);
+      if (row < 0) continue;
+      const Number* left = grad + b * out_width + piece.out_column;
+      const Number* right = pooled + b * in_width + piece.in_column;
+      Number* to = sum + piece.alpha_offset + static_cast<int64_t>(row) * piece.dim;
+      const Number divisor = selection.divisor(b, piece);
+      if (divisor == Number(1)) {
+        for (int64_t d = 0; d < piece.dim; ++d) to[d] += left[d] * right[d];
+      } else {
+        for (int64_t d = 0; d < piece.dim; ++d) to[d] += left[d] * right[d] / divisor;
       }
     }
-  };
-  torch::stable::parallel_for(0, num_parts, 1, range);
-  for (int64_t i = 0; i < alpha_size; ++i) {
-    double total = 0;
-    for (int64_t part = 0; part < num_parts; ++part) total += sums[part * alpha_size + i];
-    grad_alpha[i] = static_cast<Number>(total);
-  }
+  });
 }
 
 enum class Task { SELECT, SPREAD, GATHER_ALPHA };

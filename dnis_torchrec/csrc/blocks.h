@@ -2,12 +2,14 @@
 
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace dnis_torchrec {
 
@@ -65,5 +67,27 @@ struct Routing {
     return kind == BYTES ? static_cast<const uint8_t*>(data)[id] : static_cast<const uint16_t*>(data)[id];
   }
 };
+
+// out[i] = the sum over samples b of what `add(b, sum)` adds to sum[i]: alpha's gradient. Summed in parts that do not
+// depend on how many threads there are, so that every machine gives the same bits.
+template <typename Number, typename Add>
+void sum_over_samples(int64_t batch_size, Number* out, int64_t size, Add add) {
+  const int64_t most = (batch_size + MAX_PARTIAL_SUMS - 1) / MAX_PARTIAL_SUMS;
+  const int64_t step = std::max(SAMPLES_PER_SUM, most);
+  const int64_t num_parts = (batch_size + step - 1) / step;
+  std::vector<Number> sums(static_cast<size_t>(num_parts * size), Number(0));
+  const auto range = [&](int64_t first_part, int64_t last_part) {
+    for (int64_t part = first_part; part < last_part; ++part) {
+      const int64_t end = std::min(batch_size, (part + 1) * step);
+      for (int64_t b = part * step; b < end; ++b) add(b, sums.data() + part * size);
+    }
+  };
+  torch::stable::parallel_for(0, num_parts, 1, range);
+  for (int64_t i = 0; i < size; ++i) {
+    double total = 0;
+    for (int64_t part = 0; part < num_parts; ++part) total += sums[part * size + i];
+    out[i] = static_cast<Number>(total);
+  }
+}
 
 }  // namespace dnis_torchrec

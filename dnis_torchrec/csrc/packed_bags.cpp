@@ -293,37 +293,21 @@ void spread(const Packing& packing, const Number* grad, const Number* alpha, Num
   torch::stable::parallel_for(0, packing.batch_size, SAMPLES_PER_THREAD, range);
 }
 
-// grad_alpha[row] += grad * pooled. Summed in parts that do not depend on how many threads there are.
+// grad_alpha[row] += grad * pooled.
 template <typename Number>
 void gather_alpha(const Packing& packing, const Number* grad, const Number* pooled, Number* grad_alpha,
                   int64_t alpha_size) {
-  const int64_t most = (packing.batch_size + MAX_PARTIAL_SUMS - 1) / MAX_PARTIAL_SUMS;
-  const int64_t step = std::max(SAMPLES_PER_SUM, most);
-  const int64_t num_parts = (packing.batch_size + step - 1) / step;
-  std::vector<Number> sums(static_cast<size_t>(num_parts * alpha_size), Number(0));
-  const auto range = [&](int64_t first_part, int64_t last_part) {
-    for (int64_t part = first_part; part < last_part; ++part) {
-      Number* sum = sums.data() + part * alpha_size;
-      const int64_t end = std::min(packing.batch_size, (part + 1) * step);
-      for (int64_t b = part * step; b < end; ++b) {
-        for (size_t f = 0; f < packing.features.size(); ++f) {
-          const int64_t dim = packing.features[f].dim;
-          const Number* left = grad + b * packing.out_width + packing.features[f].out_column;
-          packing.walk(f, b, [&](int64_t at, int64_t alpha_at) {
-            const Number* right = pooled + at;
-            Number* to = sum + alpha_at;
-            for (int64_t d = 0; d < dim; ++d) to[d] += left[d] * right[d];
-          });
-        }
-      }
+  sum_over_samples(packing.batch_size, grad_alpha, alpha_size, [&](int64_t b, Number* sum) {
+    for (size_t f = 0; f < packing.features.size(); ++f) {
+      const int64_t dim = packing.features[f].dim;
+      const Number* left = grad + b * packing.out_width + packing.features[f].out_column;
+      packing.walk(f, b, [&](int64_t at, int64_t alpha_at) {
+        const Number* right = pooled + at;
+        Number* to = sum + alpha_at;
+        for (int64_t d = 0; d < dim; ++d) to[d] += left[d] * right[d];
+      });
     }
-  };
-  torch::stable::parallel_for(0, num_parts, 1, range);
-  for (int64_t i = 0; i < alpha_size; ++i) {
-    double total = 0;
-    for (int64_t part = 0; part < num_parts; ++part) total += sums[part * alpha_size + i];
-    grad_alpha[i] = static_cast<Number>(total);
-  }
+  });
 }
 
 enum class Task { SELECT, SPREAD, GATHER_ALPHA };
