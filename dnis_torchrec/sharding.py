@@ -9,8 +9,9 @@ sharder and plan of TorchRec's does for a search. What these add: on a CPU Torch
 out, a plan that cannot be made or does not fit leaves ranks hanging, and a model on a CPU loses its weights when it is
 sharded.
 
-UVM-cached tables, on GPUs, are looked up without TorchRec's prefetching pipeline: PrefetchTrainPipelineSparseDist calls
-backward itself, which an upper step must not do.
+UVM-cached tables, on GPUs, are looked up without TorchRec's prefetching pipeline. FBGEMM locks the cache lines that it
+has prefetched until the lookup's backward, which an upper step never runs: they would stay locked, step by step, until
+the cache is full. And PrefetchTrainPipelineSparseDist calls backward itself.
 
 Shapes: N rows of a table, D its embedding_dim, W ranks.
 """
