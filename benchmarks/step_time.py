@@ -7,7 +7,7 @@ step, in one process: plain, lower, upper, plain, ... Ratios are medians over th
 hold on a busy machine too, the milliseconds do not, and best of all do those of the CPU time that the process itself
 took (``_cpu_ratio``; it sees neither waiting nor a GPU). The breakdown gives each step's parts as shares of the plain
 step, by the PyTorch profiler, which slows small operators down more than large ones: read it as where to look. Peak
-memory is that of a process of its own on one rank, without what the imports take. ``output_volume_ratio`` is what the
+memory is that of processes of their own on one rank, without what the imports take. ``output_volume_ratio`` is what the
 collections hand back, and so what the output all-to-all carries over ranks, beside the plain model's.
 
 CPU or one GPU. On several ranks, gloo on this machine's CPU, every rank has batches of its own and rank 0 reports.
@@ -69,6 +69,7 @@ NUM_DENSE = 13
 ROUNDS, QUICK_ROUNDS, WARM_UP_ROUNDS = 60, 6, 2
 PROFILED_ROUNDS, QUICK_PROFILED_ROUNDS = 3, 1
 STEPS_FOR_MEMORY = 4
+MEMORY_RUNS, QUICK_MEMORY_RUNS = 3, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,12 +305,14 @@ def peak_memory(shape: Shape, which: str) -> int:
     return int(done.stdout.split()[-1])
 
 
-def memory_ratios(shapes: Sequence[Shape], at_once: int) -> list[float]:
-    """Peak memory of the bi-level pipeline over the plain one's, on one rank; so many processes run at once."""
+def memory_ratios(shapes: Sequence[Shape], num_runs: int, at_once: int) -> list[list[float]]:
+    """Peak memory of the bi-level pipeline over the plain one's, run by run, on one rank; so many processes at once."""
+    kinds = ("plain", "bilevel")
+    runs = [(replace(shape, ranks=1), which) for shape in shapes for _ in range(num_runs) for which in kinds]
     with ThreadPoolExecutor(at_once) as pool:
-        runs = [(replace(shape, ranks=1), which) for shape in shapes for which in ("plain", "bilevel")]
         peaks = list(pool.map(lambda run: peak_memory(*run), runs))
-    return [bilevel / plain for plain, bilevel in zip(peaks[::2], peaks[1::2], strict=True)]
+    ratios_of_runs = [bilevel / plain for plain, bilevel in zip(peaks[::2], peaks[1::2], strict=True)]
+    return [ratios_of_runs[first : first + num_runs] for first in range(0, len(ratios_of_runs), num_runs)]
 
 
 def run_for_memory(shape: Shape, which: str) -> int:
@@ -339,7 +342,7 @@ def ratios(measured: Measured, clock: str) -> dict[str, list[float]]:
     return {"lower": lower, "upper": upper, "pair": [a + b for a, b in zip(lower, upper, strict=True)]}
 
 
-def report(shape: Shape, measured: Measured, memory_ratio: float) -> dict[str, Any]:
+def report(shape: Shape, measured: Measured, memory: Sequence[float]) -> dict[str, Any]:
     """A row of the JSON file."""
     wall, cpu = ratios(measured, ""), ratios(measured, "_cpu")
     return {
@@ -355,7 +358,8 @@ def report(shape: Shape, measured: Measured, memory_ratio: float) -> dict[str, A
         "plain_ms": round(statistics.median(measured.times["plain"]), 2),
         **{f"{name}_ratio": round(statistics.median(values), 3) for name, values in wall.items()},
         **{f"{name}_cpu_ratio": round(statistics.median(values), 3) for name, values in cpu.items()},
-        "peak_memory_ratio": round(memory_ratio, 3),
+        "peak_memory_ratio": round(statistics.median(memory), 3),
+        "peak_memory_range": [round(min(memory), 3), round(max(memory), 3)],
         "output_volume_ratio": round(measured.output_volume_ratio, 3),
         **{f"{name}_quartiles": spread(values) for name, values in wall.items()},
         **{f"{name}_cpu_quartiles": spread(values) for name, values in cpu.items()},
@@ -373,7 +377,8 @@ def print_row(row: dict[str, Any]) -> None:
         (low, high), (low_cpu, high_cpu) = row[f"{name}_quartiles"], row[f"{name}_cpu_quartiles"]
         cpu = f"CPU time {row[f'{name}_cpu_ratio']:6.3f} [{low_cpu:.3f}, {high_cpu:.3f}]"
         print(f"  {name:>13} {row[f'{name}_ratio']:6.3f} of the plain step [{low:.3f}, {high:.3f}]; {cpu}")
-    print(f"  {'peak memory':>13} {row['peak_memory_ratio']:6.3f} of plain training")
+    low, high = row["peak_memory_range"]
+    print(f"  {'peak memory':>13} {row['peak_memory_ratio']:6.3f} of plain training [{low:.3f} to {high:.3f}]")
     print(f"  {'output volume':>13} {row['output_volume_ratio']:6.3f} of the plain model's")
     print("  by the profiler, shares of the plain step")
     print("  ".join([f"{'':>9}", *(f"{part:>13}" for part in PARTS)]))
@@ -442,14 +447,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     shapes = chosen_shapes(arguments)
     # Before anything is built here: to the kernel, what a process has used counts for those that it starts.
-    memory = memory_ratios(shapes, at_once=2 if arguments.quick else 1)
+    memory_runs, at_once = (QUICK_MEMORY_RUNS, 2) if arguments.quick else (MEMORY_RUNS, 1)
+    memory = memory_ratios(shapes, memory_runs, at_once)
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores")
     print(f"load of the machine at the start: {os.getloadavg()[0]:.1f}")
     rounds = (QUICK_ROUNDS, QUICK_PROFILED_ROUNDS) if arguments.quick else (ROUNDS, PROFILED_ROUNDS)
     rows = []
-    for shape, memory_ratio in zip(shapes, memory, strict=True):
+    for shape, memory_of_runs in zip(shapes, memory, strict=True):
         measured = measure_over_ranks(shape, *rounds)
-        rows.append(report(shape, measured, memory_ratio))
+        rows.append(report(shape, measured, memory_of_runs))
         print_row(rows[-1])
     if arguments.json:
         write_json(arguments.json, rows)

@@ -31,6 +31,14 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "WARM_UP_ROUNDS", 1)
 
 
+def test_memory_is_compared_run_by_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {("plain", 8): [10, 20, 40], ("bilevel", 8): [20, 30, 50], ("plain", 16): [1, 1, 1]}
+    peaks["bilevel", 16] = [3, 4, 5]
+    monkeypatch.setattr(step_time, "peak_memory", lambda shape, which: peaks[which, shape.batch_size].pop(0))
+    shapes = [small("criteo", batch_size=8), small("criteo", batch_size=16)]
+    assert step_time.memory_ratios(shapes, num_runs=3, at_once=1) == [[2, 1.5, 1.25], [3, 4, 5]]
+
+
 @pytest.mark.usefixtures("no_processes")
 def test_step_time_measures_every_shape_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, options = tmp_path / "times.json", []
