@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class TransposedLinear(nn.Module):
     """nn.Linear with its weight stored the other way round, (K, N) instead of (N, K): y = x W^T + b.
 
-    A matrix product copies a weight of (N, K) into the order that its kernel reads, anew for every batch: at a batch of
-    64 that is a fifth of its time. Stored so, less of it has to be moved. Equal to the layer up to rounding.
+    A matrix product copies a weight of (N, K) into the order that its kernel reads, anew for every batch, which small
+    batches feel. Stored so, less of it has to be moved. Equal to the layer up to rounding.
 
     Args:
         linear: the layer; its bias is shared, its weight copied.
