@@ -222,13 +222,13 @@ def test_a_table_is_cut_where_its_bytes_are(tmp_path: Path) -> None:
     retained = torch.tensor([[True] * 8, [True] + [False] * 7])
     weight = torch.randn(400, 8) * retained[routing.all_blocks()]
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
-    path = write_artifact({"t": weight}, scheme, tmp_path / "a", max_file_bytes=3000, forms=["csr", "csr_int8"])
+    path = write_artifact({"t": weight}, scheme, tmp_path / "a", max_file_bytes=6000, forms=["csr", "csr_int8"])
     manifest = read_manifest(path)
     shards = manifest["tables"]["t"]["shards"]
     rows = [(shard["first_row"], shard["num_rows"]) for shard in shards["csr"]]
     assert rows == [(0, 33), (33, 34), (67, 67), (134, 134), (268, 132)]  # three by prediction, of which one too large
     sizes = [manifest["files"][shard["file"]]["bytes"] for of_form in shards.values() for shard in of_form]
-    assert max(sizes) <= 3000
+    assert max(sizes) <= 6000
     ids = torch.randint(0, 400, (50,))
     assert load(path, form="csr").lookup(ids, torch.arange(51)).equal(weight[ids])
     kjt = keyed_jagged_tensor({"f": [[(int(i), 1.0)] for i in ids]})
@@ -294,7 +294,7 @@ def test_a_form_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_dense_state_in_several_files(tmp_path: Path) -> None:
     tables, scheme = two_tables()
     state = {f"layer{index}": torch.randn(100) for index in range(5)}
-    path = write_artifact(tables, scheme, tmp_path / "a", dense_state=state, max_file_bytes=1300)
+    path = write_artifact(tables, scheme, tmp_path / "a", dense_state=state, max_file_bytes=1400)
     names = ["dense_state.safetensors", "dense_state_1.safetensors", "dense_state_2.safetensors"]
     assert read_manifest(path)["dense_state"] == names
     again = load_dense_state(path)

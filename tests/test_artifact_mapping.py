@@ -30,7 +30,8 @@ def test_loading_reads_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert row["artifact_bytes"] >= MEGABYTES * 10**6
         assert row["loaded_bytes"] < row["artifact_bytes"] / 16, row
         assert row["looked_up_bytes"] < row["artifact_bytes"] / 16, row
-        assert row["used_bytes"] > row["artifact_bytes"] / 2, row  # the measure does see pages that are used
+        # the measure does see pages that are used; of CSR that is half of them, beside the canonical arrays
+        assert row["used_bytes"] > row["artifact_bytes"] / 3, row
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,7 @@ class Reader:
                 continue
             compact = tensors.get("compact_row_pointers")
             assert (compact is None) == (fields["embedding_dim"] > 255)
+            check_interleaved(tensors)
             for i in range(num_rows):
                 if compact is not None:  # the other way to find a row
                     record = compact[i // 56 * 64 :][:64]
@@ -147,6 +149,16 @@ class Reader:
                     )
         assert next_row == fields["num_embeddings"]
         return out
+
+
+def check_interleaved(tensors: dict[str, np.ndarray]) -> None:
+    """The other way to read rows: scale, values and columns of each, one after the other."""
+    wanted = bytearray()
+    for i, (begin, end) in enumerate(pairwise(tensors["row_pointers"])):
+        if "scales" in tensors:
+            wanted += (tensors["scales"][i : i + 1].view("<u4") >> 16).astype("<u2").tobytes()
+        wanted += tensors["values"][begin:end].tobytes() + tensors["columns"][begin:end].tobytes()
+    assert tensors["interleaved_rows"].tobytes() == wanted
 
 
 def large_tables() -> tuple[dict[str, torch.Tensor], MixedDimensionScheme]:

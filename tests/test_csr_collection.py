@@ -26,6 +26,7 @@ from dnis_torchrec.export import load, write_artifact
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection, CsrTable, MixedDimensionEmbeddingBagCollection
+from dnis_torchrec.serving.interleaved_rows import interleaved
 from tests.serving_reference import Case, all_rows, cases, keyed_jagged_tensor, table_scheme, two_tables
 
 UNPRUNED = RowRouting(10, 1, boundaries=torch.tensor([0, 10]))
@@ -185,11 +186,11 @@ def test_copies_serve_the_same() -> None:
     other = CsrEmbeddingBagCollection.from_tables(scheme, {n: (t != 0).float() for n, t in tables.items()}).eval()
     assert not other(all_rows()).values().equal(expected)
     other = CsrEmbeddingBagCollection.from_tables(scheme, tables, value_dtype=torch.int8)
-    other.tables.get_buffer("user/values").zero_()
+    other.tables.get_buffer("user/interleaved_rows").zero_()
     other.load_state_dict(module.state_dict())
     for copied in (other, copy.deepcopy(module)):
         assert copied(all_rows()).values().equal(expected)
-    fields = ("values", "columns", "compact_row_pointers", "scales")
+    fields = ("interleaved_rows", "compact_row_pointers")
     assert list(module.state_dict()) == [f"tables.{table}/{field}" for table in tables for field in fields]
 
 
@@ -268,7 +269,8 @@ def test_rows_and_values_beyond_32_bits(tmp_path: Path) -> None:
     compact = zeros_of_a_file(tmp_path / "compact", torch.uint8, compact_bytes(num_rows))
     compact[-2:] = 1
     arrays = {"values": values, "columns": columns, "row_pointers": pointers, "compact_row_pointers": compact}
-    table = CsrTable(embedding_dim=2, **arrays)
+    rows = interleaved(values, columns, torch.tensor([0, 1, 2]))  # empty ones before them take no bytes
+    table = CsrTable(embedding_dim=2, interleaved_rows=rows, **arrays)
     routing = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
     retained = torch.ones(1, 2, dtype=torch.bool)
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained, num_retained=2)})
@@ -281,12 +283,14 @@ def test_rows_and_values_beyond_32_bits(tmp_path: Path) -> None:
     before = 2**31 + 5
     values = zeros_of_a_file(tmp_path / "values", torch.int8, before + 1)
     columns = zeros_of_a_file(tmp_path / "columns", torch.uint8, before + 1)
-    values[-1], columns[-1] = 3, 1
+    rows = zeros_of_a_file(tmp_path / "rows", torch.uint8, 2 * 57 + 2 * (before + 1))
+    rows[-4:] = torch.tensor([128, 63, 3, 1])  # the scale 1.0, and 3 in column 1
     # what stands before the last of 57 rows, of two columns each, nobody looks at
     pointers = torch.tensor([0] * 56 + [before, before + 1])
     compact = torch.tensor([0] * 64 + [*before.to_bytes(8, "little"), 1], dtype=torch.uint8)
     arrays = {"values": values, "columns": columns, "row_pointers": pointers, "compact_row_pointers": compact}
-    table = CsrTable(embedding_dim=2, scales=torch.ones(57, dtype=torch.bfloat16), **arrays)
+    arrays |= {"scales": torch.ones(57, dtype=torch.bfloat16), "interleaved_rows": rows}
+    table = CsrTable(embedding_dim=2, **arrays)
     routing = RowRouting(57, 1, boundaries=torch.tensor([0, 57]))
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
     module = CsrEmbeddingBagCollection(scheme, {"t": table})
@@ -298,9 +302,10 @@ def test_tables_in_shards_of_one_dtype() -> None:
     first, second = CsrTable.from_dense(tables["t"][:4]), CsrTable.from_dense(tables["t"][4:])
     module = CsrEmbeddingBagCollection(scheme, {"t": [first, second]})
     assert module(keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(10)]})).values().equal(tables["t"])
-    mixed = CsrEmbeddingBagCollection(scheme, {"t": [first, second.quantized(torch.int8)]})
-    with pytest.raises(ValueError, match="tables: expected shards of a table with values and columns of one dtype"):
-        mixed(keyed_jagged_tensor({"f": [[(0, 1.0)]]}))
+    with pytest.raises(
+        ValueError, match="table 't': expected shards with values and columns of one dtype, got 2 kinds"
+    ):
+        CsrEmbeddingBagCollection(scheme, {"t": [first, second.quantized(torch.int8)]})
     with pytest.raises(ValueError, match=r"table 't': expected rows of shape \(10, 5\), got \(4, 5\)"):
         CsrEmbeddingBagCollection(scheme, {"t": [first]})
     with pytest.raises(ValueError, match=r"table 't': expected rows of shape \(10, 5\), got \(0,\)"):

@@ -26,7 +26,9 @@ from torch import Tensor
 from dnis_torchrec.serving import CsrTable, csr_operator, load_operator
 from dnis_torchrec.serving.csr_build import INSTRUCTION_SETS, instruction_set
 from dnis_torchrec.serving.csr_operator import NAME, SCHEMA, torch_csr_embedding_bag
+from dnis_torchrec.serving.interleaved_rows import interleaved
 from tests.test_compact_pointers import written_out
+from tests.test_interleaved_rows import taken_apart
 
 COMPILED = load_operator()
 needs_compiler = pytest.mark.skipif(not COMPILED, reason="needs a C++ compiler")
@@ -59,10 +61,8 @@ POINTERS = ("compact", torch.int32, torch.int64)
 
 def buffers(table: CsrTable, pointers: str | torch.dtype = "compact") -> list[Tensor]:
     """As the operator takes them; tables too wide for compact row pointers have int32 ones."""
-    if pointers == "compact":
-        return list(table.lookup_tensors().values())
-    scales = [] if table.scales is None else [table.scales]
-    return [table.values, table.columns, table.row_pointers.to(pointers), *scales]
+    rows, made = table.lookup_tensors().values()
+    return [rows, made if pointers == "compact" else table.row_pointers.to(pointers)]
 
 
 def plain_pointers(pointers: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def calls(draw: st.DrawFn) -> Call:
     for table in of_features:
         first_shard = sum(len(of_table) for of_table in shards[:table])
         dim, is_mean = tables[table].embedding_dim, int(draw(st.booleans()))
-        layout.append([first_shard, len(shards[table]), first, dim, is_mean])
+        layout.append([first_shard, len(shards[table]), first, dim, is_mean, *tables[table].row_layout])
         first += tables[table].embedding_dim
     return Call(
         ids=ids.to(draw(integer)),
@@ -150,16 +150,16 @@ def calls(draw: st.DrawFn) -> Call:
 
 def small_call(**changes: Any) -> Call:
     """Two bags of a table of three rows and two columns."""
+    pointers = torch.tensor([0, 1, 1, 3])
     call = Call(
         ids=torch.tensor([0, 2, 1]),
         offsets=torch.tensor([0, 2, 3]),
         per_sample_weights=None,
         tables=[
-            torch.tensor([2.0, 3.0, 4.0]),
-            torch.tensor([1, 0, 1], dtype=torch.uint8),
-            torch.tensor([0, 1, 1, 3]),
+            interleaved(torch.tensor([2.0, 3.0, 4.0]), torch.tensor([1, 0, 1], dtype=torch.uint8), pointers),
+            pointers,
         ],
-        layout=torch.tensor([[0, 1, 0, 2, 0]]),
+        layout=torch.tensor([[0, 1, 0, 2, 0, 4, 1]]),
         keys=None,
         batch_size=2,
         width=2,
@@ -180,7 +180,7 @@ def large_call() -> Call:
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
         per_sample_weights=torch.randn(len(ids), generator=generator),
         tables=[buffer for table in tables for buffer in buffers(table)],
-        layout=torch.tensor([[0, 1, 0, 64, 0], [1, 1, 64, 64, 1], [2, 1, 128, 64, 0]]),
+        layout=torch.tensor([[0, 1, 0, 64, 0, 4, 1], [1, 1, 64, 64, 1, 2, 1], [2, 1, 128, 64, 0, 1, 1]]),
         keys=None,
         batch_size=batch_size,
         width=192,
@@ -199,15 +199,15 @@ def test_compiled_gives_the_bits_of_torch(call: Call) -> None:
 @given(calls())
 def test_equals_the_sum_over_dense_rows(call: Call) -> None:
     """Nothing of CSR left: rows of the dense tables, added one id at a time in float64."""
-    shards, rest = [], iter(call.tables)
-    for values in rest:
-        columns, row_pointers = next(rest), plain_pointers(next(rest))
-        scales = next(rest) if values.dtype == torch.int8 else None
-        fields = {"values": values, "columns": columns, "row_pointers": row_pointers, "scales": scales}
-        shards.append(CsrTable(embedding_dim=2**16, **fields).to_dense().double())
     out = operator(*call.arguments())
-    for feature, (first_shard, num_shards, first, dim, is_mean) in enumerate(call.layout.tolist()):
-        table = torch.cat(shards[first_shard : first_shard + num_shards])
+    for feature, fields in enumerate(call.layout.tolist()):
+        first_shard, num_shards, first, dim, is_mean, *row_layout = fields
+        shards = []
+        for index in range(first_shard, first_shard + num_shards):
+            rows, pointers = call.tables[2 * index], plain_pointers(call.tables[2 * index + 1])
+            arrays = taken_apart(rows, pointers, *row_layout) | {"row_pointers": pointers}
+            shards.append(CsrTable(embedding_dim=2**16, **arrays).to_dense().double())
+        table = torch.cat(shards)
         key = feature if call.keys is None else call.keys[feature]
         for bag in range(call.batch_size):
             begin, end = call.offsets[key * call.batch_size + bag :][:2].tolist()
@@ -307,7 +307,7 @@ def test_offsets_that_are_none(implementation: Any, offsets: list[int]) -> None:
 @pytest.mark.parametrize("pointers", [[0, 1, 1, 4], [0, 1, 1, 2**40], [2, 1, 1, 3], [-5, 1, 1, 3]])
 def test_row_pointers_that_are_none(implementation: Any, pointers: list[int]) -> None:
     call = small_call()
-    tables = [*call.tables[:2], torch.tensor(pointers)]
+    tables = [call.tables[0], torch.tensor(pointers)]
     with pytest.raises(ValueError, match="expected rising row pointers up to the number of values"):
         implementation(*replace(call, tables=tables).arguments())
 
@@ -319,7 +319,7 @@ def test_row_pointers_that_are_none(implementation: Any, pointers: list[int]) ->
 )
 def test_compact_row_pointers_that_are_none(implementation: Any, start: int, lengths: list[int]) -> None:
     record = [*start.to_bytes(8, "little", signed=True), *lengths]
-    tables = [*small_call().tables[:2], torch.tensor(record, dtype=torch.uint8)]
+    tables = [small_call().tables[0], torch.tensor(record, dtype=torch.uint8)]
     with pytest.raises(ValueError, match="expected rising row pointers up to the number of values"):
         implementation(*small_call(tables=tables).arguments())
 
@@ -330,9 +330,10 @@ def test_compact_row_pointers_that_are_none(implementation: Any, start: int, len
 def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype, num_values: int) -> None:
     columns = torch.arange(num_values) + 1  # the last is one too far, rows of neighbours included
     columns = columns.to(column_dtype)
-    tables = [torch.ones(num_values), columns, torch.tensor([0, num_values])]
+    pointers = torch.tensor([0, num_values])
+    tables = [interleaved(torch.ones(num_values), columns, pointers), pointers]
     call = small_call(ids=torch.zeros(3, dtype=torch.int64), tables=tables, width=num_values)
-    call = replace(call, layout=torch.tensor([[0, 1, 0, num_values, 0]]))
+    call = replace(call, layout=torch.tensor([[0, 1, 0, num_values, 0, 4, columns.element_size()]]))
     with pytest.raises(ValueError, match="feature 0: expected columns below embedding_dim, got "):
         implementation(*call.arguments())
 
@@ -348,15 +349,18 @@ def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype,
         ({"keys": [0, 0]}, "keys: expected one for each feature"),
         ({"per_sample_weights": torch.ones(2)}, "per_sample_weights: expected one"),
         ({"per_sample_weights": torch.ones(3).double()}, "per_sample_weights: expected one"),
-        ({"tables": [torch.ones(3)]}, "tables: expected values, columns and row_pointers"),
+        ({"tables": [torch.ones(3)]}, "tables: expected rows and row_pointers"),
         ({"tables": []}, "layout: expected tables that exist"),
-        ({"layout": torch.tensor([[1, 1, 0, 2, 0]])}, "layout: expected tables that exist"),
-        ({"layout": torch.tensor([[0, 0, 0, 2, 0]])}, "layout: expected tables that exist"),
-        ({"layout": torch.tensor([[0, 2, 0, 2, 0]])}, "layout: expected tables that exist"),
-        ({"layout": torch.tensor([[0, 2**62, 0, 2, 0]])}, "layout: expected tables that exist"),
-        ({"layout": torch.tensor([[0, 1, 1, 2, 0]])}, "layout: expected columns within the output"),
-        ({"layout": torch.tensor([[0, 1, 0, 2**62, 0]])}, "layout: expected columns within the output"),
-        ({"layout": torch.tensor([0, 1, 0, 2, 0])}, "layout: expected int64"),
+        ({"layout": torch.tensor([[1, 1, 0, 2, 0, 4, 1]])}, "layout: expected tables that exist"),
+        ({"layout": torch.tensor([[0, 0, 0, 2, 0, 4, 1]])}, "layout: expected tables that exist"),
+        ({"layout": torch.tensor([[0, 2, 0, 2, 0, 4, 1]])}, "layout: expected tables that exist"),
+        ({"layout": torch.tensor([[0, 2**62, 0, 2, 0, 4, 1]])}, "layout: expected tables that exist"),
+        ({"layout": torch.tensor([[0, 1, 1, 2, 0, 4, 1]])}, "layout: expected columns within the output"),
+        ({"layout": torch.tensor([[0, 1, 0, 2**62, 0, 4, 1]])}, "layout: expected columns within the output"),
+        ({"layout": torch.tensor([[0, 1, 0, 2, 0, 8, 1]])}, "layout: expected values of 4, 2 or 1 bytes"),
+        ({"layout": torch.tensor([[0, 1, 0, 2, 0, 4, 4]])}, "layout: expected columns of 1 or 2 bytes"),
+        ({"layout": torch.tensor([[0, 1, 0, 2, 0]])}, r"layout: expected int64 of shape \(F, 7\)"),
+        ({"layout": torch.tensor([0, 1, 0, 2, 0, 4, 1])}, "layout: expected int64"),
         ({"batch_size": -1}, "batch_size and width: expected none below 0"),
     ],
 )
@@ -369,15 +373,14 @@ def test_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("index", "buffer", "message"),
     [
-        (0, torch.ones(3).double(), "values: expected float32, float16 or int8"),
-        (0, torch.ones(4), "columns: expected one for each value"),
-        (0, torch.ones(3, dtype=torch.int8), "tables: expected scales after int8 values"),
-        (1, torch.zeros(3, dtype=torch.int32), "columns: expected uint8 or uint16"),
-        (2, torch.zeros(4), "row_pointers: expected int32 or int64"),
-        (2, torch.zeros(0, dtype=torch.int32), "row_pointers: expected one more than rows"),
-        (2, torch.zeros(72, dtype=torch.uint8), "row_pointers: expected whole records"),
-        (2, torch.zeros(22, dtype=torch.uint8)[::2], "row_pointers: expected one contiguous dimension"),
-        (2, torch.zeros(0, dtype=torch.uint8), r"expected ids in 0\.\.-1"),
+        (0, torch.ones(15), "rows: expected uint8"),
+        (0, torch.zeros(30, dtype=torch.uint8)[::2], "rows: expected uint8, one contiguous dimension"),
+        (0, torch.zeros(14, dtype=torch.uint8), "expected rising row pointers up to the number of values"),
+        (1, torch.zeros(4), "row_pointers: expected int32 or int64"),
+        (1, torch.zeros(0, dtype=torch.int32), "row_pointers: expected one more than rows"),
+        (1, torch.zeros(72, dtype=torch.uint8), "row_pointers: expected whole records"),
+        (1, torch.zeros(22, dtype=torch.uint8)[::2], "row_pointers: expected one contiguous dimension"),
+        (1, torch.zeros(0, dtype=torch.uint8), r"expected ids in 0\.\.-1"),
     ],
 )
 def test_buffers_that_do_not_fit(index: int, buffer: Tensor, message: str) -> None:
@@ -385,15 +388,6 @@ def test_buffers_that_do_not_fit(index: int, buffer: Tensor, message: str) -> No
     tables[index] = buffer
     with pytest.raises(ValueError, match=message):
         operator(*small_call(tables=tables).arguments())
-
-
-@needs_compiler
-def test_scales_that_do_not_fit() -> None:
-    _, columns, row_pointers = small_call().tables
-    for scales in (torch.ones(3), torch.ones(2, dtype=torch.bfloat16)):
-        tables = [torch.ones(3, dtype=torch.int8), columns, row_pointers, scales]
-        with pytest.raises(ValueError, match="scales: expected one bfloat16 for each row"):
-            operator(*small_call(tables=tables).arguments())
 
 
 def test_every_float16() -> None:
@@ -404,11 +398,13 @@ def check_every_float16() -> None:
     """All 65,536 of them, each in a row of its own and all in one row."""
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     columns, pointers = torch.zeros(2**16, dtype=torch.uint8), torch.arange(2**16 + 1)
-    layout, offsets = torch.tensor([[0, 1, 0, 1, 0]]), torch.arange(2**16 + 1)
-    arguments = (torch.arange(2**16), offsets, None, [values, columns, pointers], layout, None, 2**16, 1, False)
+    layout, offsets = torch.tensor([[0, 1, 0, 1, 0, 2, 1]]), torch.arange(2**16 + 1)
+    tables = [interleaved(values, columns, pointers), pointers]
+    arguments = (torch.arange(2**16), offsets, None, tables, layout, None, 2**16, 1, False)
     torch.testing.assert_close(operator(*arguments).squeeze(1), values.float(), rtol=0, atol=0, equal_nan=True)
-    tables = [values, torch.arange(2**16).to(torch.uint16), torch.tensor([0, 2**16])]
-    layout, offsets = torch.tensor([[0, 1, 0, 2**16, 0]]), torch.tensor([0, 1])
+    columns, pointers = torch.arange(2**16).to(torch.uint16), torch.tensor([0, 2**16])
+    tables = [interleaved(values, columns, pointers), pointers]
+    layout, offsets = torch.tensor([[0, 1, 0, 2**16, 0, 2, 2]]), torch.tensor([0, 1])
     for implementation in (operator, torch_csr_embedding_bag):
         out = implementation(torch.tensor([0]), offsets, None, tables, layout, None, 1, 2**16, False)
         torch.testing.assert_close(out.squeeze(0), values.float(), rtol=0, atol=0, equal_nan=True)
@@ -441,8 +437,8 @@ def test_what_cannot_be_compiled_is_said(error: Exception, monkeypatch: pytest.M
 def test_without_compiler_torch_does_the_work() -> None:
     script = (
         "import torch; from dnis_torchrec.serving import load_operator; compiled = load_operator()\n"
-        "tables = [torch.ones(1), torch.zeros(1, dtype=torch.uint8), torch.tensor([0, 1])]\n"
-        "rest = (tables, torch.tensor([[0, 1, 0, 1, 0]]), None, 1, 1, False)\n"
+        "one = torch.tensor([0, 0, 128, 63, 0], dtype=torch.uint8)  # 1.0 in column 0\n"
+        "rest = ([one, torch.tensor([0, 1])], torch.tensor([[0, 1, 0, 1, 0, 4, 1]]), None, 1, 1, False)\n"
         "bag = torch.tensor([0, 0]), torch.tensor([0, 2]), None\n"
         "print(compiled, torch.ops.dnis_torchrec.csr_embedding_bag(*bag, *rest).item())"
     )

@@ -32,7 +32,10 @@ def test_dense_and_back(weight: torch.Tensor) -> None:
     pointers = 4 * (rows + 1) if weight.shape[1] > 255 else rows + 8  # compact: one record
     assert table.num_bytes == (4 + width) * table.values.numel() + pointers
     written = table.to_tensors()
-    assert set(written) - set(table.lookup_tensors()) == ({"row_pointers"} if weight.shape[1] <= 255 else set())
+    kept = {"interleaved_rows", "compact_row_pointers" if weight.shape[1] <= 255 else "row_pointers"}
+    assert set(table.lookup_tensors()) == kept
+    assert set(written) == {"values", "columns", "row_pointers"} | kept
+    assert table.num_bytes == sum(array.nbytes for array in table.lookup_tensors().values())
 
 
 def test_is_what_scipy_calls_csr() -> None:
@@ -95,6 +98,7 @@ def test_highest_column_of_uint16() -> None:
             torch.tensor([0] * 8 + [1, 2, 1], dtype=torch.uint8),
             "compact_row_pointers: expected what the row pointers say",
         ),
+        ("interleaved_rows", torch.zeros(20).byte(), "interleaved_rows: expected what the other arrays say"),
     ],
 )
 def test_rows_that_are_none(field: str, array: torch.Tensor, message: str) -> None:
@@ -178,6 +182,8 @@ def test_too_many_columns() -> None:
         ("scales", torch.ones(1, dtype=torch.bfloat16), ValueError, "scales: expected scales with int8 values only"),
         ("values", torch.ones(2, dtype=torch.int8), ValueError, "scales: expected scales with int8 values only"),
         ("compact_row_pointers", torch.zeros(9), TypeError, "compact_row_pointers: expected uint8"),
+        ("interleaved_rows", torch.zeros(10), TypeError, "interleaved_rows: expected uint8"),
+        ("interleaved_rows", torch.zeros(9).byte(), ValueError, "interleaved_rows: expected 10 bytes, got 9"),
         (
             "compact_row_pointers",
             torch.zeros(8, dtype=torch.uint8),

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from dnis_torchrec.serving import csr_triton, load_operator
 from dnis_torchrec.serving.csr_operator import torch_csr_embedding_bag
 from dnis_torchrec.serving.csr_triton import triton_csr_embedding_bag
+from dnis_torchrec.serving.interleaved_rows import RowLayout
 from tests.test_csr_operator import Call, calls, large_call, small_call
 
 needs_triton = pytest.mark.skipif(csr_triton.triton is None, reason="needs Triton, which comes with torch for CUDA")
@@ -60,7 +61,7 @@ def test_an_unknown_id_is_asserted_or_contributes_zero() -> None:
 @needs_triton
 @on_a_device
 def test_shards_are_refused() -> None:
-    call = small_call(layout=torch.tensor([[0, 2, 0, 2, 0]]))
+    call = small_call(layout=torch.tensor([[0, 2, 0, 2, 0, 4, 1]]))
     with pytest.raises(NotImplementedError, match="supported on a GPU is one shard per table, got 2"):
         pooled(call)
 
@@ -69,20 +70,22 @@ def test_shards_are_refused() -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, nothing is compiled")
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize(
-    ("value", "column", "id_dtype", "pointer"), [("fp32", "u8", "i64", "u8"), ("i8", "u16", "i32", "i32")]
+    ("value_bytes", "column_bytes", "id_dtype", "pointer"),
+    [(4, 1, "i64", "u8"), (2, 1, "i64", "u8"), (1, 2, "i32", "i32")],
 )
 def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
-    value: str, column: str, id_dtype: str, pointer: str, is_weighted: bool
+    value_bytes: int, column_bytes: int, id_dtype: str, pointer: str, is_weighted: bool
 ) -> None:
     """No multiplication is fused into an addition, and nothing is added atomically."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel
 
-    pointers = {"ids": id_dtype, "offsets": "i64", "weights": "fp32" if is_weighted else id_dtype, "values": value}
-    pointers |= {"columns": column, "row_pointers": pointer, "scales": "bf16", "out": "fp32"}
+    pointers = {"ids": id_dtype, "offsets": "i64", "weights": "fp32" if is_weighted else id_dtype}
+    pointers |= {"rows": "u8", "row_pointers": pointer, "out": "fp32"}
     numbers = {"first_offset": "i64", "num_rows": "i64", "width": "i32", "first_column": "i32", "embedding_dim": "i32"}
-    fixed = {"is_mean": True, "has_weights": is_weighted, "has_scales": value == "i8"}
+    fixed = {"is_mean": True, "has_weights": is_weighted, "value_bytes": value_bytes, "column_bytes": column_bytes}
+    fixed |= {"scale_bytes": RowLayout(value_bytes, column_bytes).scale_bytes}
     fixed |= {"is_compact": pointer == "u8", "record_bytes": 64, "start_bytes": 8, "rows_per_record": 56}
     fixed |= {"columns_per_program": csr_triton.COLUMNS_PER_PROGRAM, "values_per_step": csr_triton.VALUES_PER_STEP}
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | numbers | dict.fromkeys(fixed, "constexpr")
@@ -104,7 +107,8 @@ def test_the_operator_runs_on_a_gpu() -> None:
     assert pooled(call).equal(expected)
     arguments = on_device(call).arguments()
     assert torch.ops.dnis_torchrec.csr_embedding_bag.default(*arguments).cpu().equal(expected)
-    cut = small_call(tables=[torch.ones(1), torch.zeros(1, dtype=torch.uint8), torch.tensor([0, 1])] * 3)
-    cut = replace(cut, layout=torch.tensor([[0, 3, 0, 2, 0]]))
+    one = torch.tensor([0, 0, 128, 63, 0], dtype=torch.uint8)  # 1.0 in column 0
+    cut = small_call(tables=[one, torch.tensor([0, 1])] * 3)
+    cut = replace(cut, layout=torch.tensor([[0, 3, 0, 2, 0, 4, 1]]))
     out = torch.ops.dnis_torchrec.csr_embedding_bag.default(*on_device(cut).arguments())
     assert out.cpu().equal(torch_csr_embedding_bag(*cut.arguments()))

@@ -70,7 +70,7 @@ def test_constants_stay_outside_and_are_indexed(package: Path) -> None:
         part = bytearray(content[int(offset) : int(offset) + int(num_bytes)])
         tensors[name] = torch.frombuffer(part, dtype=getattr(torch, dtype)).view(sizes)
     stored = drop_in_(tiny.make_recipe().model, package.parent / "artifact", form="csr").state_dict()
-    table = "sparse_arch.embedding_bag_collection.tables.user/values"
+    table = "sparse_arch.embedding_bag_collection.tables.user/interleaved_rows"
     assert tensors[f"model.{table}"].equal(stored[table])
     assert tensors[f"model.{table}"].numpy().tobytes() not in (package / "model.pt2").read_bytes()
 

@@ -6,20 +6,20 @@ Shapes: N rows of a table, D embedding_dim, V retained values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.csr_size import compact_bytes, has_compact_pointers
+from dnis_torchrec.csr_size import compact_bytes, has_compact_pointers, pointer_bytes
 from dnis_torchrec.export.form_registry import Form, Rows, Shard, register
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.compact_pointers import compacted
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable, column_dtype, pointer_dtype
+from dnis_torchrec.serving.interleaved_rows import RowLayout
 
-COMPACT_POINTERS = "compact_row_pointers"
+OF_LOOKUPS = frozenset({"compact_row_pointers", "interleaved_rows"})
+"""What is derived from the rest, so that lookups find it in a mapped file."""
 CSR = "csr"
 """The canonical form: every other one can be made from it."""
 VALUE_DTYPES = {CSR: torch.float32, "csr_fp16": torch.float16, "csr_int8": torch.int8}
@@ -28,7 +28,7 @@ VALUE_DTYPES = {CSR: torch.float32, "csr_fp16": torch.float16, "csr_int8": torch
 def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> CsrTable:
     """The rows of a shard; nothing but shapes, dtypes and the outer row pointers is read.
 
-    Compact row pointers are made of the others, which are read for it, where an artifact does not bring them.
+    What lookups read is made of the rest, which is read for it, where an artifact does not bring it.
 
     Args:
         table: scheme of the table.
@@ -39,7 +39,7 @@ def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> 
         ValueError: if the shard holds something else.
     """
     scales = {"scales"} if value_dtype == torch.int8 else set()
-    brought = {COMPACT_POINTERS} & set(shard.tensors)
+    brought = OF_LOOKUPS & set(shard.tensors)
     shard.check_names({"values", "columns", "row_pointers"} | scales | brought)
     received = shard.tensors["values"].dtype
     check(received == value_dtype, shard.place, f"expected {value_dtype} values", received, "export again")
@@ -47,9 +47,7 @@ def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> 
     received = shard.tensors["columns"].dtype
     check(received == expected, shard.place, f"expected {expected} columns", received, "export again")
     try:
-        rows = CsrTable(embedding_dim=table.embedding_dim, **shard.tensors)
-        if not brought and has_compact_pointers(table.embedding_dim):
-            rows = replace(rows, compact_row_pointers=compacted(rows.row_pointers))
+        rows = CsrTable(embedding_dim=table.embedding_dim, **shard.tensors).prepared()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{shard.place}: {error}; export again") from error
     requirement = f"expected {shard.num_rows} rows"
@@ -57,24 +55,27 @@ def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> 
     return rows
 
 
-def unread_bytes(table: TableScheme) -> int:
-    """Bytes of the row pointers that lookups never touch, because they read the compact ones.
+def lookup_bytes(form: str, table: TableScheme) -> int:
+    """Bytes that lookups of a table read in one of the forms of `VALUE_DTYPES`.
 
     Args:
+        form: its name.
         table: scheme of the table.
     """
-    return _pointer_bytes(table) if has_compact_pointers(table.embedding_dim) else 0
+    pointers = pointer_bytes(table.num_embeddings, table.embedding_dim, table.num_retained)
+    return _row_bytes(table, VALUE_DTYPES[form]) + pointers
 
 
-def _pointer_bytes(table: TableScheme) -> int:
-    return pointer_dtype(table.num_retained).itemsize * (table.num_embeddings + 1)
+def _row_bytes(table: TableScheme, value_dtype: torch.dtype) -> int:
+    """Bytes of values, columns and scales."""
+    layout = RowLayout.of(value_dtype, column_dtype(table.embedding_dim))
+    return layout.num_bytes(table.num_embeddings, table.num_retained)
 
 
 def _predicted_bytes(table: TableScheme, value_dtype: torch.dtype) -> int:
     compact = compact_bytes(table.num_embeddings) if has_compact_pointers(table.embedding_dim) else 0
-    scale_bytes = 2 * table.num_embeddings if value_dtype == torch.int8 else 0
-    value_bytes = value_dtype.itemsize + column_dtype(table.embedding_dim).itemsize
-    return table.num_retained * value_bytes + _pointer_bytes(table) + compact + scale_bytes
+    plain = pointer_dtype(table.num_retained).itemsize * (table.num_embeddings + 1)
+    return 2 * _row_bytes(table, value_dtype) + plain + compact
 
 
 def _form(name: str, value_dtype: torch.dtype) -> Form:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.export.csr_forms import VALUE_DTYPES, unread_bytes
+from dnis_torchrec.export.csr_forms import VALUE_DTYPES, lookup_bytes
 from dnis_torchrec.export.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
 from dnis_torchrec.export.form_registry import Shard, form_named
 from dnis_torchrec.export.mixed_dimension_form import MIXED_DIMENSION
@@ -226,9 +226,9 @@ def _int4_row_bytes(table: TableScheme) -> int:
 
 def _resident_bytes(form: str, table: TableScheme) -> int:
     """Bytes of the form's tensors that lookups read, and of the map that serving makes to find rows in them."""
-    size = form_named(form).predicted_bytes(table)
     if form in VALUE_DTYPES:
-        size -= unread_bytes(table)
+        return lookup_bytes(form, table)
+    size = form_named(form).predicted_bytes(table)
     map_bytes = 4 * (table.num_embeddings + 1)
     if form in MIXED_FORMS and table.routing.boundaries is None:
         size += map_bytes

@@ -8,9 +8,8 @@ Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_di
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,16 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.csr_operator import load_operator
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.held_buffers import HeldBuffers
+from dnis_torchrec.serving.interleaved_rows import RowLayout
 from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_ids, name_unknown_id
+
+
+class _Placed(NamedTuple):
+    """Where the shards of a table stand among all, and how their rows are interleaved."""
+
+    first_shard: int
+    num_shards: int
+    row_layout: RowLayout
 
 
 class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
@@ -76,37 +84,38 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         super().__init__()
         self._logical = LogicalTables.of(scheme)
         check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"expected one of {UNKNOWN_IDS}", repr(unknown_ids))
-        shards: dict[str, list[CsrTable]] = {}
+        buffers: dict[str, Tensor] = {}
+        placed: dict[str, _Placed] = {}
         for name, table in scheme.tables.items():
             check_known("table", name, tables)
             given = tables[name]
-            shards[name] = [given] if isinstance(given, CsrTable) else list(given)
-            dims = {shard.embedding_dim for shard in shards[name]}
-            received = (sum(shard.num_embeddings for shard in shards[name]), *dims)
+            shards = [given] if isinstance(given, CsrTable) else list(given)
+            dims = {shard.embedding_dim for shard in shards}
+            received = (sum(shard.num_embeddings for shard in shards), *dims)
             shape = (table.num_embeddings, table.embedding_dim)
             check(received == shape, f"table {name!r}", f"expected rows of shape {shape}", received)
+            layouts = {shard.row_layout for shard in shards}
+            requirement = "expected shards with values and columns of one dtype"
+            check(len(layouts) == 1, f"table {name!r}", requirement, f"{len(layouts)} kinds")
+            placed[name] = _Placed(len(buffers) // 2, len(shards), *layouts)
+            for index, shard in enumerate(shards):
+                suffix = f"_{index}" if index else ""
+                buffers |= {f"{name}/{field}{suffix}": buffer for field, buffer in shard.lookup_tensors().items()}
         load_operator()
         self._zero_unknown = unknown_ids == "zero"
         self._dims = self._logical.dims
         self._width = sum(self._dims)
         self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
-        buffers: dict[str, Tensor] = {}
-        for name, parts in shards.items():
-            for index, part in enumerate(parts):
-                suffix = f"_{index}" if index else ""
-                buffers |= {f"{name}/{field}{suffix}": buffer for field, buffer in part.lookup_tensors().items()}
         self.tables = HeldBuffers(buffers)
-        num_shards = {name: len(parts) for name, parts in shards.items()}
-        self.outputs = HeldBuffers({"layout": self._output_layout(num_shards)}, persistent=False)
+        self.outputs = HeldBuffers({"layout": self._output_layout(placed)}, persistent=False)
 
-    def _output_layout(self, num_shards: dict[str, int]) -> Tensor:
-        """Per feature its table's first shard, their number, first output column, D, 1 for MEAN: ``(F, 5)`` int64."""
-        ends = itertools.accumulate(num_shards.values())
-        first_shard = {name: end - num_shards[name] for name, end in zip(num_shards, ends, strict=True)}
+    def _output_layout(self, placed: dict[str, _Placed]) -> Tensor:
+        """What the operator wants to know of each feature: ``(F, 7)`` int64."""
         rows, first_column = [], 0
         for table in self._logical.tables:
-            shards = (first_shard[table.name], num_shards[table.name])
-            rows.append([*shards, first_column, table.embedding_dim, int(table.pooling == "mean")])
+            first_shard, num_shards, row_layout = placed[table.name]
+            is_mean = int(table.pooling == "mean")
+            rows.append([first_shard, num_shards, first_column, table.embedding_dim, is_mean, *row_layout])
             first_column += table.embedding_dim
         return torch.tensor(rows, dtype=torch.int64)
 

@@ -14,7 +14,7 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.serving import csr_triton
 from dnis_torchrec.serving.compact_pointers import num_rows_of, row_bounds
 from dnis_torchrec.serving.csr_build import NO_COMPILE, build
+from dnis_torchrec.serving.interleaved_rows import RowLayout, read_rows
 from dnis_torchrec.serving.logical_tables import check_ids
 
 NAMESPACE, NAME = "dnis_torchrec", "csr_embedding_bag"
@@ -102,12 +103,13 @@ def torch_csr_embedding_bag(
         ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
         offsets: ``(keys * B + 1,)`` int32 or int64: bag b of key k holds ids ``offsets[k * B + b]`` up to the next.
         per_sample_weights: ``(I,)`` float32, or None.
-        tables: for each table its shards (consecutive rows, most often all of them), and for each shard its values,
-            ``(V,)`` float32, float16 or int8, its columns, ``(V,)`` uint8 or uint16, its row_pointers, ``(n + 1,)``
-            int32 or int64 or, as uint8, compact (see compact_pointers.py), and, if the values are int8, its scales,
-            ``(n,)`` bfloat16. One list, because torch takes longer to hand four over than to look a bag up.
-        layout: ``(F, 5)`` int64, on the CPU for lookups there: per feature the first shard of its table and how many
-            there are, its first output column, D, and 1 for MEAN.
+        tables: for each table its shards (consecutive rows, most often all of them), and for each shard its rows,
+            uint8, interleaved (see interleaved_rows.py), and its row_pointers, ``(n + 1,)`` int32 or int64 or, as
+            uint8, compact (see compact_pointers.py). One list, because torch takes longer to hand two over than to
+            look a bag up.
+        layout: ``(F, 7)`` int64, on the CPU for lookups there: per feature the first shard of its table and how many
+            there are, its first output column, D, 1 for MEAN, and the bytes of a value (4 float32, 2 float16, 1 int8
+            with scales) and of a column (1 or 2).
         keys: per feature the position of its key among those of `offsets`; None: the features in order.
         batch_size: B.
         width: output columns, the sum of D over features.
@@ -121,16 +123,19 @@ def torch_csr_embedding_bag(
         TypeError: for ids that are no int32 or int64 (the compiled one: ValueError).
 
     Example:
+        >>> from dnis_torchrec.serving.interleaved_rows import interleaved
         >>> columns, row_pointers = torch.tensor([1, 0, 1], dtype=torch.uint8), torch.tensor([0, 1, 1, 3])
-        >>> table, layout = [torch.tensor([2.0, 3.0, 4.0]), columns, row_pointers], torch.tensor([[0, 1, 0, 2, 0]])
+        >>> rows = interleaved(torch.tensor([2.0, 3.0, 4.0]), columns, row_pointers)
+        >>> table, layout = [rows, row_pointers], torch.tensor([[0, 1, 0, 2, 0, 4, 1]])
         >>> ids, offsets = torch.tensor([0, 2, 1]), torch.tensor([0, 2, 3])
         >>> torch_csr_embedding_bag(ids, offsets, None, table, layout, None, 2, 2, False).tolist()
         [[3.0, 6.0], [0.0, 0.0]]
     """
     check_ids(ids)
     out = torch.zeros(batch_size, width, device=ids.device)
-    shards, bounds = _split_shards(tables), offsets.long()
-    for feature, (first_shard, num_shards, first_column, embedding_dim, is_mean) in enumerate(layout.tolist()):
+    shards, bounds = split_shards(tables), offsets.long()
+    for feature, fields in enumerate(layout.tolist()):
+        first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
         key, place = feature if keys is None else keys[feature], f"{NAME}: feature {feature}"
         table = shards[first_shard : first_shard + num_shards]
         bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
@@ -138,13 +143,13 @@ def torch_csr_embedding_bag(
         rising = first >= 0 and last <= ids.numel() and bool((lengths >= 0).all())
         check(rising, place, "expected rising offsets up to the number of ids", "others")
         bag = torch.repeat_interleave(lengths, output_size=last - first)
-        row, num_rows = ids[first:last].long(), sum(shard.num_rows for shard in table)
+        row, num_rows = ids[first:last].long(), sum(num_rows_of(pointers) for _, pointers in table)
         is_row = (row >= 0) & (row < num_rows)
         if not zero_unknown:
             _check_all(is_row, place, f"expected ids in 0..{num_rows - 1}", row)
         known = is_row.nonzero().squeeze(1)
         weights = None if per_sample_weights is None else per_sample_weights[first:last][known]
-        entry, column, value = _values_of_table(table, row[known], weights, place)
+        entry, column, value = _values_of_table(table, RowLayout(*row_layout), row[known], weights, place)
         _check_all(column < embedding_dim, place, "expected columns below embedding_dim", column)
         pooled = out.new_zeros(batch_size * embedding_dim)
         pooled.index_add_(0, bag[known][entry] * embedding_dim + column, value)
@@ -161,24 +166,9 @@ def _cuda_csr_embedding_bag(*arguments: Any) -> Tensor:
     return (csr_triton.triton_csr_embedding_bag if whole else torch_csr_embedding_bag)(*arguments)
 
 
-class _Shard(NamedTuple):
-    values: Tensor
-    columns: Tensor
-    row_pointers: Tensor
-    scales: Tensor | None
-
-    @property
-    def num_rows(self) -> int:
-        return num_rows_of(self.row_pointers)
-
-
-def _split_shards(tensors: Sequence[Tensor]) -> list[_Shard]:
-    """The buffers of each shard, from those of all."""
-    shards, rest = [], iter(tensors)
-    for values in rest:
-        columns, row_pointers = next(rest), next(rest)
-        shards.append(_Shard(values, columns, row_pointers, next(rest) if values.dtype == torch.int8 else None))
-    return shards
+def split_shards(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Rows and row pointers of each shard, from the operator's list."""
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def _check_all(condition: Tensor, place: str, requirement: str, values: Tensor) -> None:
@@ -188,40 +178,37 @@ def _check_all(condition: Tensor, place: str, requirement: str, values: Tensor) 
 
 
 def _values_of_table(
-    shards: Sequence[_Shard], rows: Tensor, weights: Tensor | None, place: str
+    shards: Sequence[tuple[Tensor, Tensor]], layout: RowLayout, rows: Tensor, weights: Tensor | None, place: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_values_of_rows`, of a table that may lie in several shards; in the order of the rows that were asked for."""
     if len(shards) == 1:
-        return _values_of_rows(shards[0], rows, weights, place)
+        return _values_of_rows(shards[0], layout, rows, weights, place)
     parts, first = [], 0
     for shard in shards:
-        inside = ((rows >= first) & (rows < first + shard.num_rows)).nonzero().squeeze(1)
+        num_rows = num_rows_of(shard[1])
+        inside = ((rows >= first) & (rows < first + num_rows)).nonzero().squeeze(1)
         own_weights = None if weights is None else weights[inside]
-        entry, column, value = _values_of_rows(shard, rows[inside] - first, own_weights, place)
+        entry, column, value = _values_of_rows(shard, layout, rows[inside] - first, own_weights, place)
         parts.append((inside[entry], column, value))
-        first += shard.num_rows
+        first += num_rows
     entry, column, value = (torch.cat(found) for found in zip(*parts, strict=True))
     order = entry.argsort(stable=True)
     return entry[order], column[order], value[order]
 
 
-def _values_of_rows(table: _Shard, rows: Tensor, weights: Tensor | None, place: str) -> tuple[Tensor, Tensor, Tensor]:
+def _values_of_rows(
+    shard: tuple[Tensor, Tensor], layout: RowLayout, rows: Tensor, weights: Tensor | None, place: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """All values of the given rows, one row after the other: which row (by position), which column, and the value."""
-    begin, end = row_bounds(table.row_pointers, rows)
-    rising = (begin >= 0) & (begin <= end) & (end <= table.values.numel())
+    interleaved_rows, row_pointers = shard
+    begin, end = row_bounds(row_pointers, rows)
+    # the first part keeps the second from overflowing
+    rising = (begin >= 0) & (begin <= end) & (end <= interleaved_rows.numel())
+    rising &= (rows + 1) * layout.scale_bytes + end * layout.entry_bytes <= interleaved_rows.numel()
     _check_all(rising, place, "expected rising row pointers up to the number of values", rows)
-    count = end - begin
-    entry = torch.repeat_interleave(count)
-    # counted from the first value of the first row, each row's values begin where those of the rows before it end
-    position = torch.arange(entry.numel(), device=rows.device) - (count.cumsum(0) - count - begin)[entry]
-    factor = torch.ones(rows.numel(), device=rows.device) if weights is None else weights
-    if table.scales is not None:
-        factor = factor * table.scales[rows].float()
-    if table.columns.dtype == torch.uint16:  # torch gathers uint16 only through its signed twin
-        column = table.columns.view(torch.int16)[position].long() & 0xFFFF
-    else:
-        column = table.columns[position].long()
-    return entry, column, table.values[position].float() * factor[entry]
+    entry, column, value, scale = read_rows(interleaved_rows, layout, rows, begin, end - begin)
+    factor = scale if weights is None else weights * scale
+    return entry, column, value * factor[entry]
 
 
 def _fake_csr_embedding_bag(

@@ -6,7 +6,7 @@ Shapes: N rows, D embedding_dim, V retained values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.csr_size import compact_bytes, has_compact_pointers
 from dnis_torchrec.serving.compact_pointers import compacted
+from dnis_torchrec.serving.interleaved_rows import RowLayout, interleaved
 from dnis_torchrec.serving.mixed_dimension import rows_per_chunk
 
 VALUE_DTYPES = (torch.float32, torch.float16, torch.int8)
@@ -35,6 +36,7 @@ class CsrTable:
         scales: ``(N,)`` bfloat16 with int8 values, else None.
         compact_row_pointers: `row_pointers` as lookups read them, see compact_pointers.py; None: they are made when
             they are asked for. Only up to D = 255: above, rows are wide enough for plain ones.
+        interleaved_rows: values, columns and scales as lookups read them, see interleaved_rows.py; None: as above.
 
     Raises:
         ValueError: if the arrays do not describe N rows of D columns.
@@ -54,6 +56,7 @@ class CsrTable:
     row_pointers: Tensor
     scales: Tensor | None = None
     compact_row_pointers: Tensor | None = None
+    interleaved_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_dtype("values", self.values, VALUE_DTYPES)
@@ -77,6 +80,11 @@ class CsrTable:
             size = compact_bytes(self.num_embeddings) if has_compact_pointers(self.embedding_dim) else 0
             received, place = self.compact_row_pointers.numel(), "CsrTable.compact_row_pointers"
             check(received == size, place, f"expected {size} bytes", received)
+        if self.interleaved_rows is not None:
+            _check_dtype("interleaved_rows", self.interleaved_rows, (torch.uint8,))
+            size = self.row_layout.num_bytes(self.num_embeddings, num_values)
+            received = self.interleaved_rows.numel()
+            check(received == size, "CsrTable.interleaved_rows", f"expected {size} bytes", received)
 
     @classmethod
     def from_dense(cls, weight: Tensor) -> CsrTable:
@@ -154,26 +162,49 @@ class CsrTable:
         return self.row_pointers.numel() - 1
 
     @property
+    def row_layout(self) -> RowLayout:
+        """How rows are interleaved."""
+        return RowLayout.of(self.values.dtype, self.columns.dtype)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that lookups need."""
-        return sum(buffer.nbytes for buffer in self.lookup_tensors().values())
+        is_compact = has_compact_pointers(self.embedding_dim)
+        pointers = compact_bytes(self.num_embeddings) if is_compact else self.row_pointers.nbytes
+        return self.row_layout.num_bytes(self.num_embeddings, self.values.numel()) + pointers
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """All arrays by name: the canonical ones, and the compact row pointers, which are made of them."""
-        return {"row_pointers": self.row_pointers} | self.lookup_tensors()
+        """All arrays by name: the canonical ones, and those of lookups, which are made of them."""
+        scales = {} if self.scales is None else {"scales": self.scales}
+        canonical = {"values": self.values, "columns": self.columns, "row_pointers": self.row_pointers}
+        return canonical | scales | self.lookup_tensors()
 
     def lookup_tensors(self) -> dict[str, Tensor]:
         """The arrays that lookups need, by name, in the order in which the operator takes them.
 
         Raises:
-            ValueError: if compact row pointers have to be made of row pointers that do not rise.
+            ValueError: if they have to be made of row pointers that do not rise.
         """
         pointers = {"row_pointers": self.row_pointers}
         if has_compact_pointers(self.embedding_dim):
             made = self.compact_row_pointers
             pointers = {"compact_row_pointers": compacted(self.row_pointers) if made is None else made}
-        scales = {} if self.scales is None else {"scales": self.scales}
-        return {"values": self.values, "columns": self.columns} | pointers | scales
+        rows = self._interleaved() if self.interleaved_rows is None else self.interleaved_rows
+        return {"interleaved_rows": rows} | pointers
+
+    def prepared(self) -> CsrTable:
+        """The table together with the arrays that lookups need, which are made now unless they are there.
+
+        Raises:
+            ValueError: see `lookup_tensors`.
+        """
+        made = self.lookup_tensors()
+        compact = made.get("compact_row_pointers")
+        return replace(self, interleaved_rows=made["interleaved_rows"], compact_row_pointers=compact)
+
+    def _interleaved(self) -> Tensor:
+        step = rows_per_chunk(self.embedding_dim)
+        return interleaved(self.values, self.columns, self.row_pointers, self.scales, rows_per_chunk=step)
 
     def rows(self, first: int, last: int) -> Tensor:
         """Rows ``first <= i < last`` as dense ``(last - first, D)`` float32; no others are read."""
@@ -195,14 +226,17 @@ class CsrTable:
         """Reads the whole table and checks what construction leaves to lookups.
 
         Raises:
-            ValueError: if row pointers fall or the compact ones say something else, columns lie outside 0..D-1 or do
-                not rise within a row, or a value or scale is NaN or infinite; names the first row.
+            ValueError: if row pointers fall, or compact ones or interleaved rows say something else, columns lie
+                outside 0..D-1 or do not rise within a row, or a value or scale is NaN or infinite; names the first row.
         """
         falling = self.row_pointers.diff() < 0
         self._check_none(falling, "row_pointers", "expected rising ones")
         if self.compact_row_pointers is not None:
             same = self.compact_row_pointers.equal(compacted(self.row_pointers))
             check(same, "CsrTable.compact_row_pointers", "expected what the row pointers say", "something else")
+        if self.interleaved_rows is not None:
+            same = self.interleaved_rows.equal(self._interleaved())
+            check(same, "CsrTable.interleaved_rows", "expected what the other arrays say", "something else")
         row, columns = self._row_of_value(), self.columns.int()
         self._check_none(columns >= self.embedding_dim, "columns", f"expected 0..{self.embedding_dim - 1}", row)
         unsorted = (columns.diff() <= 0) & (row.diff() == 0)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dnis_torchrec.csr_size import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES
 from dnis_torchrec.serving.compact_pointers import num_rows_of
+from dnis_torchrec.serving.interleaved_rows import RowLayout
 
 try:
     import triton
@@ -66,11 +67,12 @@ def triton_csr_embedding_bag(
         NotImplementedError: for tables of several shards.
     """
     out = torch.empty(batch_size, width, device=ids.device)
-    shards = _split_shards(tables)
-    for feature, (first_shard, num_shards, first_column, embedding_dim, is_mean) in enumerate(layout.tolist()):
+    for feature, fields in enumerate(layout.tolist()):
+        first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
         if num_shards != 1:
             raise NotImplementedError(f"feature {feature}: supported on a GPU is one shard per table, got {num_shards}")
-        values, columns, row_pointers, scales = shards[first_shard]
+        rows, row_pointers = tables[2 * first_shard : 2 * first_shard + 2]
+        layout_of_row = RowLayout(*row_layout)
         first_offset = (feature if keys is None else keys[feature]) * batch_size
         num_rows = num_rows_of(row_pointers)
         if not zero_unknown:
@@ -81,10 +83,8 @@ def triton_csr_embedding_bag(
             ids,
             offsets,
             ids if per_sample_weights is None else per_sample_weights,
-            values,
-            columns,
+            rows,
             row_pointers,
-            values if scales is None else scales,
             out,
             first_offset,
             num_rows,
@@ -93,7 +93,9 @@ def triton_csr_embedding_bag(
             embedding_dim,
             is_mean=bool(is_mean),
             has_weights=per_sample_weights is not None,
-            has_scales=scales is not None,
+            value_bytes=layout_of_row.value_bytes,
+            column_bytes=layout_of_row.column_bytes,
+            scale_bytes=layout_of_row.scale_bytes,
             is_compact=row_pointers.dtype == torch.uint8,
             record_bytes=RECORD_BYTES,
             start_bytes=START_BYTES,
@@ -105,14 +107,6 @@ def triton_csr_embedding_bag(
     return out
 
 
-def _split_shards(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    shards, rest = [], iter(tensors)
-    for values in rest:
-        scaled = values.dtype == torch.int8
-        shards.append((values, next(rest), next(rest), next(rest) if scaled else None))
-    return shards
-
-
 def _assert_rows(ids: Tensor, offsets: Tensor, first_offset: int, batch_size: int, num_rows: int) -> None:
     """Asserts, without waiting for the GPU, that the ids of one feature are rows of its table."""
     position = torch.arange(ids.numel(), device=ids.device)
@@ -120,14 +114,62 @@ def _assert_rows(ids: Tensor, offsets: Tensor, first_offset: int, batch_size: in
     torch._assert_async(((ids >= 0) & (ids < num_rows) | of_others).all())
 
 
+def _number_at(start, mask, num_bytes: tl.constexpr):  # type: ignore[no-untyped-def]  # as below
+    """Little-endian integers at any byte, byte by byte, because nothing in a row is aligned; int32."""
+    number = tl.load(start, mask=mask, other=0).to(tl.int32)
+    for byte in tl.static_range(1, num_bytes):
+        number |= tl.load(start + byte, mask=mask, other=0).to(tl.int32) << (8 * byte)
+    return number
+
+
+def _row_bounds(  # type: ignore[no-untyped-def]
+    row_pointers,
+    row,
+    is_row,
+    is_compact: tl.constexpr,
+    record_bytes: tl.constexpr,
+    start_bytes: tl.constexpr,
+    rows_per_record: tl.constexpr,
+):
+    """Row pointer of a row, and of the next; of an id that is no row 0 and 0."""
+    if is_compact:
+        # the bytes of the record's start, little-endian, and the lengths of the rows before this one
+        record = row // rows_per_record * record_bytes
+        place = tl.arange(0, record_bytes)
+        own = tl.where(is_row, start_bytes + row % rows_per_record, 0)
+        content = tl.load(row_pointers + record + place, mask=place < own, other=0).to(tl.int64)
+        first = tl.sum(content << tl.where(place < start_bytes, 8 * place, 0).to(tl.int64), axis=0)
+        last = first + tl.load(row_pointers + record + own, mask=is_row, other=0).to(tl.int64)
+    else:
+        first = tl.load(row_pointers + row, mask=is_row, other=0).to(tl.int64)
+        last = tl.load(row_pointers + row + 1, mask=is_row, other=0).to(tl.int64)
+    return first, last
+
+
+def _as_float(bits, value_bytes: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The float32 of a value's bits, by its width: float32, float16, int8."""
+    if value_bytes == 4:
+        value = bits.to(tl.float32, bitcast=True)
+    elif value_bytes == 2:
+        value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = bits.to(tl.int8).to(tl.float32)
+    return value
+
+
+def _jitted(function: Any) -> Any:
+    return None if triton is None else triton.jit(function)
+
+
+_number, _bounds, _float = _jitted(_number_at), _jitted(_row_bounds), _jitted(_as_float)
+
+
 def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
     ids,
     offsets,
     weights,
-    values,
-    columns,
+    rows,
     row_pointers,
-    scales,
     out,
     first_offset,
     num_rows,
@@ -136,7 +178,9 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     embedding_dim,
     is_mean: tl.constexpr,
     has_weights: tl.constexpr,
-    has_scales: tl.constexpr,
+    value_bytes: tl.constexpr,
+    column_bytes: tl.constexpr,
+    scale_bytes: tl.constexpr,
     is_compact: tl.constexpr,
     record_bytes: tl.constexpr,
     start_bytes: tl.constexpr,
@@ -153,27 +197,21 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     for i in range(begin, end):
         row = tl.load(ids + i).to(tl.int64)
         is_row = (row >= 0) & (row < num_rows)
-        if is_compact:
-            # the bytes of the record's start, little-endian, and the lengths of the rows before this one
-            record = row // rows_per_record * record_bytes
-            place = tl.arange(0, record_bytes)
-            own = tl.where(is_row, start_bytes + row % rows_per_record, 0)
-            content = tl.load(row_pointers + record + place, mask=place < own, other=0).to(tl.int64)
-            first = tl.sum(content << tl.where(place < start_bytes, 8 * place, 0).to(tl.int64), axis=0)
-            last = first + tl.load(row_pointers + record + own, mask=is_row, other=0).to(tl.int64)
-        else:
-            first = tl.load(row_pointers + row, mask=is_row, other=0).to(tl.int64)
-            last = tl.load(row_pointers + row + 1, mask=is_row, other=0).to(tl.int64)
+        first, last = _bounds(row_pointers, row, is_row, is_compact, record_bytes, start_bytes, rows_per_record)
+        count = last - first
+        start = rows + first * (value_bytes + column_bytes) + tl.where(is_row, row, 0) * scale_bytes
         factor = 1.0
         if has_weights:
             factor = tl.load(weights + i)
-        if has_scales:
-            factor = factor * tl.load(scales + row, mask=is_row, other=0.0).to(tl.float32)
-        for k in range(first, last, values_per_step):
+        if scale_bytes > 0:  # a bfloat16 is the upper half of a float32
+            factor = factor * (_number(start, is_row, scale_bytes) << 16).to(tl.float32, bitcast=True)
+        columns = start + scale_bytes + count * value_bytes
+        for k in range(0, count, values_per_step):
             position = k + tl.arange(0, values_per_step)
-            inside = position < last
-            value = tl.load(values + position, mask=inside, other=0).to(tl.float32) * factor
-            column = tl.load(columns + position, mask=inside, other=0).to(tl.int32)
+            inside = position < count
+            bits = _number(start + scale_bytes + position * value_bytes, inside, value_bytes)
+            value = _float(bits, value_bytes) * factor
+            column = _number(columns + position * column_bytes, inside, column_bytes)
             hit = (column[:, None] == own_columns[None, :]) & inside[:, None]
             # columns differ within a row, so at most one value is added to each: no order of additions to choose
             pooled += tl.sum(tl.where(hit, value[:, None], 0.0), axis=0)
@@ -183,4 +221,4 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     tl.store(out + bag * width + first_column + own_columns, pooled, mask=own_columns < embedding_dim)
 
 
-_kernel: Any = None if triton is None else triton.jit(_pool_bag)
+_kernel: Any = _jitted(_pool_bag)

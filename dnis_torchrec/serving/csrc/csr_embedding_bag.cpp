@@ -14,6 +14,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -34,6 +35,8 @@ constexpr int64_t RUN_LENGTH = 8;  // from here on a row is worth a look whether
 // A record of compact row pointers: where the first of its rows begins, int64, and how many values each row has, uint8.
 constexpr int64_t RECORD_BYTES = 64, START_BYTES = 8, ROWS_PER_RECORD = RECORD_BYTES - START_BYTES;
 
+constexpr int64_t LAYOUT_FIELDS = 7;  // of a feature, see make_features
+
 struct Half {
   uint16_t bits;
 };
@@ -53,18 +56,19 @@ struct CompactPointers {
   }
 };
 
-// Consecutive rows of a table: all of them, or what one file of a large one holds.
+// Bytes ahead of a row's values: its scale, a bfloat16.
+template <typename Value>
+constexpr int64_t SCALE_BYTES = std::is_same_v<Value, int8_t> ? 2 : 0;
+
+// Consecutive rows of a table: all of them, or what one file of a large one holds. A row's scale, values and columns
+// follow each other without gaps (interleaved_rows.py), so that they arrive from memory together.
 struct Shard {
-  const void* values;      // (V,) of `kind`
-  const void* columns;     // (V,) uint8 or uint16
-  const uint16_t* scales;  // (n,) bfloat16, INT8 only
-  Integers row_pointers;   // (n + 1,), or
+  const uint8_t* rows;
+  int64_t num_bytes;      // of all rows
+  Integers row_pointers;  // (n + 1,), or
   CompactPointers compact_pointers;
   int64_t first_row;
   int64_t num_rows;
-  int64_t num_values;
-  ValueKind kind;
-  bool has_wide_columns;
 };
 
 struct Feature {
@@ -75,6 +79,8 @@ struct Feature {
   int64_t first_column;  // of the output
   int64_t embedding_dim;
   bool is_mean;
+  ValueKind kind;
+  bool has_wide_columns;  // uint16, not uint8
 
   // The shard that holds a row of the table.
   const Shard& shard_of(int64_t id) const {
@@ -100,15 +106,13 @@ struct Feature {
   }
 };
 
-template <typename Value, typename Column>
+// A row that was found, but has perhaps not arrived yet.
 struct Row {
-  const Value* values;
-  const Column* columns;
+  const uint8_t* values;  // its columns behind them
   int64_t length;
-  float factor;  // per-sample weight times scale
+  float weight;
 };
 
-// The first thing found wrong: what, and at which id (OFFSETS: which offset).
 struct Fault {
   enum Kind { NONE, UNKNOWN_ID, OFFSETS, ROW_POINTERS, COLUMNS };
   Kind kind = NONE;
@@ -203,42 +207,18 @@ void set_row_pointers(Shard& shard, const Tensor& pointers) {
   shard.num_rows = shard.compact_pointers.num_rows();
 }
 
-// Reads one shard from `tensors`, values first, and moves on to the next.
-Shard make_shard(const std::vector<Tensor>& tensors, size_t& next) {
-  check(tensors.size() - next >= 3, "tables", "values, columns and row_pointers of each shard");
-  const Tensor &values = tensors[next], &columns = tensors[next + 1], &row_pointers = tensors[next + 2];
-  next += 3;
-  Shard shard{};
-  const ScalarType value_dtype = values.scalar_type(), column_dtype = columns.scalar_type();
-  check(
-      value_dtype == ScalarType::Float || value_dtype == ScalarType::Half || value_dtype == ScalarType::Char,
-      "values", "float32, float16 or int8");
-  check(column_dtype == ScalarType::Byte || column_dtype == ScalarType::UInt16, "columns", "uint8 or uint16");
-  check(values.is_contiguous() && columns.is_contiguous(), "values and columns", "contiguous ones");
-  shard.kind = value_dtype == ScalarType::Float  ? ValueKind::FLOAT
-               : value_dtype == ScalarType::Half ? ValueKind::HALF
-                                                 : ValueKind::INT8;
-  shard.has_wide_columns = column_dtype == ScalarType::UInt16;
-  shard.values = values.const_data_ptr();
-  shard.columns = columns.const_data_ptr();
-  shard.num_values = values.numel();
-  check(columns.numel() == shard.num_values, "columns", "one for each value");
-  set_row_pointers(shard, row_pointers);
-  if (shard.kind == ValueKind::INT8) {
-    check(next < tensors.size(), "tables", "scales after int8 values");
-    const Tensor& scales = tensors[next++];
-    const bool fits = scales.scalar_type() == ScalarType::BFloat16 && scales.is_contiguous() &&
-                      scales.numel() == shard.num_rows;
-    check(fits, "scales", "one bfloat16 for each row of int8 values");
-    shard.scales = static_cast<const uint16_t*>(scales.const_data_ptr());
-  }
-  return shard;
-}
-
 std::vector<Shard> make_shards(const std::vector<Tensor>& tensors) {
-  std::vector<Shard> shards;
-  shards.reserve(tensors.size() / 3);
-  for (size_t next = 0; next < tensors.size();) shards.push_back(make_shard(tensors, next));
+  check(tensors.size() % 2 == 0, "tables", "rows and row_pointers of each shard");
+  std::vector<Shard> shards(tensors.size() / 2);
+  for (size_t index = 0; index < shards.size(); ++index) {
+    const Tensor &rows = tensors[2 * index], &row_pointers = tensors[2 * index + 1];
+    check(
+        rows.scalar_type() == ScalarType::Byte && rows.dim() == 1 && rows.is_contiguous(), "rows",
+        "uint8, one contiguous dimension");
+    shards[index].rows = static_cast<const uint8_t*>(rows.const_data_ptr());
+    shards[index].num_bytes = rows.numel();
+    set_row_pointers(shards[index], row_pointers);
+  }
   return shards;
 }
 
@@ -246,8 +226,6 @@ std::vector<Shard> make_shards(const std::vector<Tensor>& tensors) {
 int64_t number_rows(Shard* shards, int64_t num_shards) {
   int64_t num_rows = 0;
   for (Shard* shard = shards; shard < shards + num_shards; ++shard) {
-    const bool alike = shard->kind == shards->kind && shard->has_wide_columns == shards->has_wide_columns;
-    check(alike, "tables", "shards of a table with values and columns of one dtype");
     shard->first_row = num_rows;
     num_rows += shard->num_rows;
   }
@@ -257,15 +235,16 @@ int64_t number_rows(Shard* shards, int64_t num_shards) {
 std::vector<Feature> make_features(
     const Tensor& layout, const std::optional<std::vector<int64_t>>& keys, std::vector<Shard>& shards,
     int64_t num_keys, int64_t width) {
-  const bool fits = layout.dim() == 2 && layout.size(1) == 5 && layout.scalar_type() == ScalarType::Long &&
+  const bool fits = layout.dim() == 2 && layout.size(1) == LAYOUT_FIELDS && layout.scalar_type() == ScalarType::Long &&
                     layout.is_contiguous() && layout.is_cpu();
-  check(fits, "layout", "int64 of shape (F, 5)");
+  check(fits, "layout", "int64 of shape (F, 7)");
   const int64_t num_features = layout.size(0);
   check(!keys || static_cast<int64_t>(keys->size()) == num_features, "keys", "one for each feature");
   const int64_t* fields = static_cast<const int64_t*>(layout.const_data_ptr());
   std::vector<Feature> features(num_features);
-  for (int64_t f = 0; f < num_features; ++f, fields += 5) {
+  for (int64_t f = 0; f < num_features; ++f, fields += LAYOUT_FIELDS) {
     const int64_t first_shard = fields[0], num_shards = fields[1], first_column = fields[2], embedding_dim = fields[3];
+    const int64_t value_bytes = fields[5], column_bytes = fields[6];
     const int64_t key = keys ? (*keys)[f] : f;
     const int64_t there = static_cast<int64_t>(shards.size());
     check(
@@ -275,9 +254,15 @@ std::vector<Feature> make_features(
         first_column >= 0 && embedding_dim >= 0 && first_column <= width && embedding_dim <= width - first_column,
         "layout", "columns within the output");
     check(key >= 0 && key < num_keys, "offsets", "bags for each feature");
+    check(value_bytes == 4 || value_bytes == 2 || value_bytes == 1, "layout", "values of 4, 2 or 1 bytes");
+    check(column_bytes == 1 || column_bytes == 2, "layout", "columns of 1 or 2 bytes");
+    const ValueKind kind = value_bytes == 4   ? ValueKind::FLOAT
+                           : value_bytes == 2 ? ValueKind::HALF
+                                              : ValueKind::INT8;
     Shard* own = shards.data() + first_shard;
     const int64_t num_rows = number_rows(own, num_shards);
-    features[f] = {own, num_shards, num_rows, key, first_column, embedding_dim, fields[4] != 0};
+    const bool is_mean = fields[4] != 0, has_wide_columns = column_bytes == 2;
+    features[f] = {own, num_shards, num_rows, key, first_column, embedding_dim, is_mean, kind, has_wide_columns};
   }
   return features;
 }

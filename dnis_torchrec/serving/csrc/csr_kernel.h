@@ -6,6 +6,14 @@
 // Every level gives the same bits: one multiplication and one addition per value, in the order of the ids, never fused.
 // Whatever ids, offsets and tables hold, nothing outside the buffers is read or written.
 
+// Number k of an array that may begin at any byte.
+template <typename Number>
+inline Number read(const uint8_t* numbers, int64_t k) {
+  Number number;
+  __builtin_memcpy(&number, numbers + k * sizeof(Number), sizeof(Number));
+  return number;
+}
+
 inline float as_float(float value) { return value; }
 
 inline float as_float(int8_t value) { return static_cast<float>(value); }
@@ -23,33 +31,27 @@ inline float as_float(Half value) {
 }
 
 #if DNIS_LEVEL >= 2
-inline __m256 load8(__mmask8 lanes, const float* values) { return _mm256_maskz_loadu_ps(lanes, values); }
-
-inline __m256 load8(__mmask8 lanes, const Half* values) {
-  return _mm256_cvtph_ps(_mm_maskz_loadu_epi16(lanes, values));
-}
-
-inline __m256 load8(__mmask8 lanes, const int8_t* values) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, values)));
-}
-
-inline __m256i load8(__mmask8 lanes, const uint8_t* columns) {
-  return _mm256_cvtepu8_epi32(_mm_maskz_loadu_epi8(lanes, columns));
-}
-
-inline __m256i load8(__mmask8 lanes, const uint16_t* columns) {
-  return _mm256_cvtepu16_epi32(_mm_maskz_loadu_epi16(lanes, columns));
+// Eight numbers of which some are masked out, from any byte on; what is masked out is not read.
+template <typename Number>
+inline auto load8(__mmask8 lanes, const uint8_t* numbers) {
+  if constexpr (std::is_same_v<Number, float>) return _mm256_maskz_loadu_ps(lanes, numbers);
+  if constexpr (std::is_same_v<Number, Half>) return _mm256_cvtph_ps(_mm_maskz_loadu_epi16(lanes, numbers));
+  if constexpr (std::is_same_v<Number, int8_t>) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, numbers)));
+  }
+  if constexpr (std::is_same_v<Number, uint8_t>) return _mm256_cvtepu8_epi32(_mm_maskz_loadu_epi8(lanes, numbers));
+  if constexpr (std::is_same_v<Number, uint16_t>) return _mm256_cvtepu16_epi32(_mm_maskz_loadu_epi16(lanes, numbers));
 }
 #endif
 
 // out[k] += factor * values[k], or = where out is known to be zero: a row, or part of one, on neighbouring columns.
 template <bool first, typename Value>
-inline void add_run(float* out, const Value* values, int64_t length, float factor) {
+inline void add_run(float* out, const uint8_t* values, int64_t length, float factor) {
   int64_t k = 0;
 #if DNIS_LEVEL >= 1
   if constexpr (sizeof(Value) == sizeof(Half)) {  // compilers vectorise the other two by themselves
     for (; k + 8 <= length; k += 8) {
-      const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values + k)));
+      const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values + k * sizeof(Half))));
       __m256 sum = _mm256_mul_ps(wide, _mm256_set1_ps(factor));
       if constexpr (!first) sum = _mm256_add_ps(_mm256_loadu_ps(out + k), sum);
       _mm256_storeu_ps(out + k, sum);
@@ -57,7 +59,7 @@ inline void add_run(float* out, const Value* values, int64_t length, float facto
   }
 #endif
   for (; k < length; ++k) {
-    const float scaled = as_float(values[k]) * factor;
+    const float scaled = as_float(read<Value>(values, k)) * factor;
     out[k] = first ? scaled : out[k] + scaled;
   }
 }
@@ -65,17 +67,18 @@ inline void add_run(float* out, const Value* values, int64_t length, float facto
 // out[columns[k]] += factor * values[k], or = where out is known to be zero, so that nothing waits for the zeros to
 // arrive in memory. False if a column lies outside the row; then some of it was added.
 template <bool first, typename Value, typename Column>
-inline bool add_scattered(float* out, const Row<Value, Column>& row, uint32_t embedding_dim) {
+inline bool add_scattered(float* out, const Row& row, float factor, uint32_t embedding_dim) {
+  const uint8_t* columns_of_row = row.values + row.length * sizeof(Value);
 #if DNIS_LEVEL >= 2
   // Eight at a time and the rest masked out: how many columns a row retains cannot be predicted, and a branch that is
   // mispredicted costs more than all the values of a short row.
   for (int64_t k = 0; k < row.length; k += 8) {
     const int64_t left = row.length - k;
     const __mmask8 lanes = static_cast<__mmask8>(left >= 8 ? 0xff : (1 << left) - 1);
-    const __m256i columns = load8(lanes, row.columns + k);
+    const __m256i columns = load8<Column>(lanes, columns_of_row + k * sizeof(Column));
     const __mmask8 outside = _mm256_mask_cmpge_epu32_mask(lanes, columns, _mm256_set1_epi32(embedding_dim));
     if (__builtin_expect(outside != 0, 0)) return false;
-    __m256 sum = _mm256_mul_ps(load8(lanes, row.values + k), _mm256_set1_ps(row.factor));
+    __m256 sum = _mm256_mul_ps(load8<Value>(lanes, row.values + k * sizeof(Value)), _mm256_set1_ps(factor));
     if constexpr (!first) {
       const __m256 before = _mm256_mmask_i32gather_ps(_mm256_setzero_ps(), lanes, columns, out, sizeof(float));
       sum = _mm256_add_ps(before, sum);
@@ -84,9 +87,9 @@ inline bool add_scattered(float* out, const Row<Value, Column>& row, uint32_t em
   }
 #else
   for (int64_t k = 0; k < row.length; ++k) {
-    const uint32_t column = row.columns[k];
+    const uint32_t column = read<Column>(columns_of_row, k);
     if (__builtin_expect(column >= embedding_dim, 0)) return false;
-    const float scaled = as_float(row.values[k]) * row.factor;
+    const float scaled = as_float(read<Value>(row.values, k)) * factor;
     out[column] = first ? scaled : out[column] + scaled;
   }
 #endif
@@ -94,15 +97,21 @@ inline bool add_scattered(float* out, const Row<Value, Column>& row, uint32_t em
 }
 
 template <bool first, typename Value, typename Column>
-inline bool add_row(float* out, const Row<Value, Column>& row, uint32_t embedding_dim) {
+inline bool add_row(float* out, const Row& row, uint32_t embedding_dim) {
+  float factor = row.weight;
+  if constexpr (SCALE_BYTES<Value> > 0) {
+    if (row.length == 0) return true;  // of an unknown id, too, which has no scale
+    factor *= float_of_bits(static_cast<uint32_t>(read<uint16_t>(row.values - SCALE_BYTES<Value>, 0)) << 16);
+  }
   if (row.length >= RUN_LENGTH) {
-    const int64_t begin = row.columns[0], last = row.columns[row.length - 1];
+    const uint8_t* columns = row.values + row.length * sizeof(Value);
+    const int64_t begin = read<Column>(columns, 0), last = read<Column>(columns, row.length - 1);
     if (last - begin + 1 == row.length && last < embedding_dim) {
-      add_run<first>(out + begin, row.values, row.length, row.factor);
+      add_run<first, Value>(out + begin, row.values, row.length, factor);
       return true;
     }
   }
-  return add_scattered<first>(out, row, embedding_dim);
+  return add_scattered<first, Value, Column>(out, row, factor, embedding_dim);
 }
 
 inline int64_t values_before_scalar(const uint8_t* record, int64_t count) {
@@ -144,24 +153,27 @@ inline int64_t values_before(const uint8_t* record, int64_t count, bool is_whole
 #endif
 }
 
-// Where a row begins and how many values it has. False if that makes no sense; then nothing was set.
-inline bool find_values(const Shard& shard, int64_t row, int64_t& begin, int64_t& length) {
+// Where a row's values begin, and how many it has. False if that makes no sense; then nothing was set.
+template <typename Value, typename Column>
+inline bool find_values(const Shard& shard, int64_t row, const uint8_t*& values, int64_t& length) {
   int64_t first, count;
   if (shard.compact_pointers.data != nullptr) {
     const uint8_t* record = shard.compact_pointers.record_of(row);
     const int64_t place = row % ROWS_PER_RECORD;
     __builtin_memcpy(&first, record, sizeof(first));
-    if (__builtin_expect(first < 0 || first > shard.num_values, 0)) return false;
+    if (__builtin_expect(first < 0 || first > shard.num_bytes, 0)) return false;
     first += values_before(record, place, shard.compact_pointers.has_all_of(record));
     count = record[START_BYTES + place];
   } else {
     first = shard.row_pointers[row];
     const int64_t last = shard.row_pointers[row + 1];
-    if (__builtin_expect(first < 0 || first > last || last > shard.num_values, 0)) return false;
+    if (__builtin_expect(first < 0 || first > last || last > shard.num_bytes, 0)) return false;
     count = last - first;
   }
-  if (__builtin_expect(count > shard.num_values - first, 0)) return false;
-  begin = first;
+  constexpr int64_t entry_bytes = sizeof(Value) + sizeof(Column);
+  const int64_t begin = first * entry_bytes + (row + 1) * SCALE_BYTES<Value>;
+  if (__builtin_expect(begin + count * entry_bytes > shard.num_bytes, 0)) return false;
+  values = shard.rows + begin;
   length = count;
   return true;
 }
@@ -171,9 +183,9 @@ inline bool find_values(const Shard& shard, int64_t row, int64_t& begin, int64_t
 // empty row and a fault.
 template <typename Value, typename Column>
 inline void find_rows(
-    Row<Value, Column>* rows, const Feature& feature, const Bags& bags, int64_t first, int64_t count, Fault& fault) {
+    Row* rows, const Feature& feature, const Bags& bags, int64_t first, int64_t count, Fault& fault) {
   for (int64_t k = 0; k < count; ++k) {
-    Row<Value, Column>& row = rows[k];
+    Row& row = rows[k];
     row.length = 0;
     const int64_t id = bags.ids[first + k];
     if (__builtin_expect(id < 0 || id >= feature.num_embeddings, 0)) {
@@ -181,18 +193,16 @@ inline void find_rows(
       continue;
     }
     const Shard& shard = feature.shard_of(id);
-    const int64_t i = id - shard.first_row;
-    int64_t begin;
-    if (__builtin_expect(!find_values(shard, i, begin, row.length), 0)) {
+    const bool makes_sense = find_values<Value, Column>(shard, id - shard.first_row, row.values, row.length);
+    if (__builtin_expect(!makes_sense, 0)) {
       fault.note(Fault::ROW_POINTERS, first + k);
       continue;
     }
-    row.values = static_cast<const Value*>(shard.values) + begin;
-    row.columns = static_cast<const Column*>(shard.columns) + begin;
-    row.factor = bags.weights != nullptr ? bags.weights[first + k] : 1.0f;
-    if (sizeof(Value) == sizeof(int8_t)) row.factor *= float_of_bits(static_cast<uint32_t>(shard.scales[i]) << 16);
-    __builtin_prefetch(row.values);
-    __builtin_prefetch(row.columns);
+    row.weight = bags.weights != nullptr ? bags.weights[first + k] : 1.0f;
+    const uint8_t* begin = row.values - SCALE_BYTES<Value>;
+    __builtin_prefetch(begin);
+    // another cache line if the row is long or straddles two
+    __builtin_prefetch(row.values + row.length * static_cast<int64_t>(sizeof(Value) + sizeof(Column)) - 1);
   }
   for (int64_t k = first + count; k < first + count + WINDOW && k < bags.num_ids; ++k) feature.prefetch(bags.ids[k]);
 }
@@ -202,7 +212,7 @@ Fault pool_typed(const Feature& feature, const Bags& bags, int64_t first_bag, in
   const uint32_t embedding_dim = static_cast<uint32_t>(feature.embedding_dim);
   const int64_t first_offset = feature.key * bags.batch_size;
   const int64_t last_id = bags.offsets[first_offset + last_bag];
-  Row<Value, Column> rows[WINDOW];
+  Row rows[WINDOW];
   int64_t window_begin = 0, window_end = 0;
   Fault fault;
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
@@ -217,10 +227,11 @@ Fault pool_typed(const Feature& feature, const Bags& bags, int64_t first_bag, in
       if (i >= window_end || i < window_begin) {
         window_begin = i;
         window_end = i + WINDOW < last_id ? i + WINDOW : last_id;
-        find_rows(rows, feature, bags, window_begin, window_end - window_begin, fault);
+        find_rows<Value, Column>(rows, feature, bags, window_begin, window_end - window_begin, fault);
       }
-      const Row<Value, Column>& row = rows[i - window_begin];
-      const bool inside = i == begin ? add_row<true>(out, row, embedding_dim) : add_row<false>(out, row, embedding_dim);
+      const Row& row = rows[i - window_begin];
+      const bool inside = i == begin ? add_row<true, Value, Column>(out, row, embedding_dim)
+                                     : add_row<false, Value, Column>(out, row, embedding_dim);
       if (__builtin_expect(!inside, 0)) fault.note(Fault::COLUMNS, i);
     }
     if (feature.is_mean && end - begin > 1) {
@@ -233,13 +244,13 @@ Fault pool_typed(const Feature& feature, const Bags& bags, int64_t first_bag, in
 
 template <typename Value>
 inline Fault pool_valued(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
-  return feature.shards->has_wide_columns ? pool_typed<Value, uint16_t>(feature, bags, first_bag, last_bag)
+  return feature.has_wide_columns ? pool_typed<Value, uint16_t>(feature, bags, first_bag, last_bag)
                                          : pool_typed<Value, uint8_t>(feature, bags, first_bag, last_bag);
 }
 
 // Pools bags [first_bag, last_bag) of one feature.
 Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
-  switch (feature.shards->kind) {
+  switch (feature.kind) {
     case ValueKind::HALF:
       return pool_valued<Half>(feature, bags, first_bag, last_bag);
     case ValueKind::INT8:
