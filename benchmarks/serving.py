@@ -51,6 +51,8 @@ BLOCK_ENDS, BLOCK_DIMS = (0.001, 0.005, 0.02, 0.1, 0.4, 1.0), (64, 48, 24, 8, 4,
 CSR_FORMS = ("csr", "csr_fp16", "csr_int8")
 EXACT_FORMS = {"csr": "csr_fp32", "mixed_dimension": "mixed_dimension_fp32"}
 """Forms without loss, and what the rows call them."""
+ROUNDS, QUICK_ROUNDS, SMALL_BATCH = 200, 7, 64
+"""Rounds; fewer with ``--quick``, but for batches up to the small one, which take no time and vary most."""
 CALLS_PER_TURN, BAGS_PER_TURN = 4, 32
 """A turn times at least so many calls, of so many bags together, after one that is not timed: that one brings back what
 the other forms drove from the caches, as in a service, where nobody takes turns."""
@@ -254,14 +256,15 @@ def check_equal(case: Case) -> None:
 
 
 def rows_of(case: Case, poolings: Sequence[int], threads: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """The rows of one case."""
+    """The rows of one case; `rounds` of its larger batches."""
     check_equal(case)
     floor, rows = floor_bytes(case), []
     for num_threads in threads:
         torch.set_num_threads(num_threads)
         for pooling in poolings:
             for batch_size in BATCH_SIZES:
-                baseline, times = measure(case, batch_size, pooling, rounds)
+                num_rounds = ROUNDS if batch_size <= SMALL_BATCH else rounds
+                baseline, times = measure(case, batch_size, pooling, num_rounds)
                 for form in list(times)[1:]:
                     ratios = [a / b for a, b in zip(times[form], times["dense"], strict=True)]
                     quartiles = statistics.quantiles(ratios, n=4)
@@ -280,7 +283,7 @@ def rows_of(case: Case, poolings: Sequence[int], threads: Sequence[int], rounds:
                         "latency_us": round(statistics.median(times[form]), 2),
                         "baseline_us": round(statistics.median(times["dense"]), 2),
                         "ratio_quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
-                        "rounds": rounds,
+                        "rounds": num_rounds,
                     }
                     print_row(row)
                     rows.append(row)
@@ -301,11 +304,11 @@ def print_row(row: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="7 rounds, not 200; several tables: pooling 1")
+    parser.add_argument("--quick", action="store_true", help="7 rounds, not 200, of batches above 64; several tables: pooling 1")
     parser.add_argument("--artifact", type=Path, help="an artifact with form csr, measured too, table by table")
     parser.add_argument("--json", type=Path, help="file to write")
     arguments = parser.parse_args(argv)
-    rounds = 7 if arguments.quick else 200
+    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
     poolings_of_many, threads = (POOLINGS[:1] if arguments.quick else POOLINGS), THREADS
     compiled = instruction_set() if load_operator() else "not compiled"
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores, CSR lookup: {compiled}")
