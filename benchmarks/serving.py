@@ -304,7 +304,8 @@ def print_row(row: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="7 rounds, not 200, of batches above 64; several tables: pooling 1")
+    quick = "7 rounds, not 200, of batches above 64; several tables: pooling 1"
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--artifact", type=Path, help="an artifact with form csr, measured too, table by table")
     parser.add_argument("--json", type=Path, help="file to write")
     arguments = parser.parse_args(argv)
