@@ -7,12 +7,15 @@ kernels are to pool. What travels need not know of blocks:
     lookup         on the rank of the shard: bags split by block, pooled, multiplied by alpha, added up
     output_dist    one pooled embedding per feature, as in the plain model
 
-So `select_on_shards_` leaves TorchRec's lookups where they are and puts a `ShardSelection` around each, and gives the
-collection the input_dist and output_dist of whole bags. It does so for every sharding type, kernel and device whose
-lookup is a GroupedPooledEmbeddingsLookup: all those that ShardedEmbeddingBagCollection trains with. Elsewhere (a model
-that is not sharded, or sharded by a sharder with lookups of its own) bags are split before the collection and selected
-behind it, with up to S times the volume; collections without a multi-hot feature select behind it too, with nothing to
-save.
+So `select_on_shards_` leaves TorchRec's lookups where they are and puts a `ShardSelection` around each of their
+kernels, and gives the collection the input_dist and output_dist of whole bags. What a kernel pools for every block is
+added up before the next kernel runs, and in the backward pass its gradient has been used before the next one's is made:
+with a kernel for every table (TorchRec's fused parameter ``use_one_tbe_per_table``) that is the pieces of one table.
+
+It does so for every sharding type, kernel and device whose lookup is a GroupedPooledEmbeddingsLookup: all those that
+ShardedEmbeddingBagCollection trains with. Elsewhere (a model that is not sharded, or sharded by a sharder with lookups
+of its own) bags are split before the collection and selected behind it, with up to S times the volume; collections
+without a multi-hot feature select behind it too, with nothing to save.
 
 Alpha's gradient is formed where the lookup is, from the output gradients that output_dist sends back. A rank sees the
 samples of all ranks but the rows and columns of its own shards alone, so the sum over ranks counts each once; where
@@ -25,6 +28,7 @@ Shapes: B batch, of all ranks where a lookup reads; S blocks, D embedding_dim, W
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -76,12 +81,12 @@ def select_on_shards_(model: nn.Module) -> nn.Module:
 
 def _select_on_shards_(wrapper: SoftSelectionEmbeddingBagCollection, collection: ShardedEmbeddingBagCollection) -> None:
     routers = _routers(wrapper.outputs, wrapper.blocks, wrapper.alpha.of(wrapper.alpha.dims[0]).device)
-    selections = []
     for kind, lookup in zip(collection._sharding_types, collection._lookups, strict=True):
-        features = _features_of(_without_ddp(lookup), wrapper.outputs, routers)
         travels = kind != ShardingType.DATA_PARALLEL.value
         division = collection._env.world_size if travels else 1
-        selections.append(ShardSelection(lookup.forward, features, wrapper.alpha, division))
+        for part, features in _parts_of(lookup, wrapper.outputs, routers):
+            # as TorchRec's pipelines replace forwards: no module, and so no name, changes
+            part.forward = ShardSelection(part.forward, features, wrapper.alpha, division)
     collection._embedding_shardings = [
         _sharding_of_whole_bags(collection, kind, wrapper.outputs) for kind in collection._sharding_types
     ]
@@ -90,13 +95,28 @@ def _select_on_shards_(wrapper: SoftSelectionEmbeddingBagCollection, collection:
     collection._output_dists, collection._embedding_names, collection._embedding_dims = [], [], []
     collection._uncombined_embedding_names, collection._uncombined_embedding_dims = [], []
     collection._create_output_dist()
-    for lookup, selection in zip(collection._lookups, selections, strict=True):
-        lookup.forward = selection  # as TorchRec's pipelines replace forwards: no module, and so no name, changes
     wrapper.bag_splitter = None
     wrapper.selection = SelectedPooled(wrapper.outputs, wrapper.alpha)
 
 
-def _without_ddp(lookup: nn.Module) -> nn.Module:
+def _parts_of(
+    lookup: nn.Module, outputs: Sequence[PooledFeature], routers: dict[str, RowRouter]
+) -> list[tuple[nn.Module, list[ShardFeature]]]:
+    """What of a lookup selects for itself, and the features it reads: every kernel.
+
+    So the pieces of one kernel are added up before the next looks up its own, and their gradients have been used before
+    those of the next are made. A lookup in DistributedDataParallel selects behind that, and so does one that holds
+    nothing on this rank.
+    """
+    grouped = _without_ddp(lookup)
+    of_kernels = [_features_of(config.embedding_tables, outputs, routers) for config in grouped.grouped_configs]
+    if isinstance(lookup, DistributedDataParallel) or not of_kernels:
+        return [(lookup, list(itertools.chain.from_iterable(of_kernels)))]
+    grouped._feature_splits = [len(features) for features in of_kernels]  # of whole bags
+    return list(zip(grouped._emb_modules, of_kernels, strict=True))
+
+
+def _without_ddp(lookup: nn.Module) -> GroupedPooledEmbeddingsLookup:
     return lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
 
 
@@ -147,11 +167,11 @@ class ShardFeature:
 
 
 def _features_of(
-    lookup: GroupedPooledEmbeddingsLookup, outputs: Sequence[PooledFeature], routers: dict[str, RowRouter]
+    tables: Sequence[ShardedEmbeddingTable], outputs: Sequence[PooledFeature], routers: dict[str, RowRouter]
 ) -> list[ShardFeature]:
     """In the order in which the lookup reads them: a table's features follow one another."""
     features = []
-    for table in (table for config in lookup.grouped_configs for table in config.embedding_tables):
+    for table in tables:
         row, column = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
         features += [
             ShardFeature(

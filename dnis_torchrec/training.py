@@ -20,6 +20,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -37,6 +38,7 @@ from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.recipe import RankingBatch, Recipe, TrainTask
 from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.table_shards import soft_selection_modules
 
 WHOLE_ROWS = frozenset(
     kind.value for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
@@ -87,6 +89,9 @@ def shard(
     ``"rowwise_adagrad"`` is on both. On several ranks tables are sharded as TorchRec's planner sees fit, the row-wise
     family included on CPUs too. A plan that cannot be made raises on every rank alike (see `sharding`).
 
+    On a CPU a search over multi-hot features has a fused kernel for every table: the pieces of one table at a time are
+    in memory then (see `shard_selection`).
+
     Args:
         task: the model with its loss; prepared or not. Its tables are moved into TorchRec's kernels.
         recipe: optimizers and learning rates.
@@ -104,6 +109,9 @@ def shard(
     plain = [module for module in task.modules() if isinstance(module, EmbeddingBagCollection)]
     # Not by apply_optimizer_in_backward: torch then keeps what it was applied to, and every table would be held twice.
     fused_params = {"optimizer": FUSED_OPTIMIZERS[recipe.table_optimizer], "learning_rate": recipe.table_learning_rate}
+    is_multi_hot = any(wrapper.bag_splitter is not None for wrapper in soft_selection_modules(task).values())
+    if is_multi_hot and device.type == "cpu":
+        fused_params[USE_ONE_TBE_PER_TABLE] = True
     sharder = CpuEmbeddingBagCollectionSharder(fused_params=fused_params if fused else None)
     dense = ShardingType.DATA_PARALLEL.value
     is_spread = fused or (world_size_of() > 1 and not replicated)

@@ -13,7 +13,7 @@ from dnis_torchrec import shard_selection
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.embedding_modules import SelectPooled
 from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.shard_selection import SelectedPooled, select_on_shards_
+from dnis_torchrec.shard_selection import SelectedPooled, ShardSelection, select_on_shards_
 from dnis_torchrec.swap import prepare_
 from tests.distributed.shard_selection_scenarios import (
     ROWS,
@@ -32,7 +32,7 @@ class OwnLookup(GroupedPooledEmbeddingsLookup):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kind", ["table_wise", "grid_shard", "mixed"])
+@pytest.mark.parametrize("kind", ["table_wise", "grid_shard", "mixed", "kernel_per_table"])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_it_computes_what_the_unsharded_collection_does(
     gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, compiled: bool, kind: str, weighted: bool
@@ -70,6 +70,16 @@ def test_a_second_time_changes_nothing(gloo: dist.ProcessGroup) -> None:
     assert select_on_shards_(model) is model
     assert wrapper.selection is selection
     assert [own.forward for own in wrapper.embedding_bag_collection._lookups] == lookups
+
+
+def test_every_kernel_selects_for_itself(gloo: dist.ProcessGroup) -> None:
+    """So that the pieces of one table at a time are in memory; a lookup within DDP selects as a whole."""
+    for kind, num_kernels in (("table_wise", 1), ("kernel_per_table", 3), ("data_parallel", 0)):
+        collection = select_on_shards_(shard(make_model(False), kind, gloo)).module["ebc"].embedding_bag_collection
+        (lookup,) = collection._lookups
+        kernels = getattr(lookup, "module", lookup)._emb_modules
+        assert sum(isinstance(kernel.forward, ShardSelection) for kernel in kernels) == num_kernels
+        assert isinstance(lookup.forward, ShardSelection) == (num_kernels == 0)
 
 
 def test_what_cannot_be_moved_selects_behind_the_collection(gloo: dist.ProcessGroup) -> None:

@@ -13,10 +13,14 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.finite import NonFiniteError
+from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.recipe import TrainTask
-from dnis_torchrec.table_shards import TableShard, collections, local_shards
+from dnis_torchrec.search import table_configs
+from dnis_torchrec.swap import prepare_
+from dnis_torchrec.table_shards import TableShard, collections, local_shards, soft_selection_modules
 from dnis_torchrec.training import EarlyStopping, evaluate, primary_metric, shard, train_plainly
 from tests.tiny import make_collection, make_recipe
 
@@ -47,6 +51,20 @@ def test_tables_are_not_held_twice_once_they_are_sharded(gloo, optimizer: str) -
     gc.collect()
     assert [weight() for weight in weights] == [None] * len(weights)
     assert sharded
+
+
+@pytest.mark.parametrize("most_ids", [1, 3])
+def test_multi_hot_searches_have_a_kernel_for_every_table(gloo, most_ids: int) -> None:
+    recipe = make_recipe(optimizer="rowwise_adagrad")
+    configs = table_configs(recipe.model)
+    features = [feature for config in configs for feature in config.feature_names]
+    rows = {config.name: torch.ones(config.num_embeddings, dtype=torch.int64) for config in configs}
+    counts = FrequencyCounts(rows, dict.fromkeys(features, most_ids), 30)
+    prepared = prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=2))
+    model, _ = shard(TrainTask(prepared, recipe.loss), recipe, CPU)
+    (wrapper,) = soft_selection_modules(model).values()
+    (lookup,) = wrapper.embedding_bag_collection._lookups
+    assert len(lookup._emb_modules) == (1 if most_ids == 1 else len(configs))
 
 
 class OnlyTables(nn.Module):

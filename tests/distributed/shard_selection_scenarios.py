@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -40,6 +41,7 @@ LENGTHS = {"one": 1, "both": 4, "many": 3}
 SAME_KIND = ("table_wise", "column_wise", "row_wise", "data_parallel", "table_row_wise", "grid_shard")
 SHARDINGS = {kind: dict.fromkeys(ROWS, kind) for kind in SAME_KIND}
 SHARDINGS["mixed"] = {"a": "column_wise", "b": "row_wise", "c": "data_parallel"}
+SHARDINGS["kernel_per_table"] = SHARDINGS["row_wise"]
 VOLUME_KINDS = ("table_wise", "column_wise", "row_wise", "mixed")
 
 
@@ -89,7 +91,7 @@ def shard(model: nn.Module, kind: str, group: dist.ProcessGroup) -> nn.Module:
     for name, bag in model["ebc"].embedding_bag_collection.embedding_bags.items():
         if SHARDINGS[kind][name] != "data_parallel":
             apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": LEARNING_RATE})
-    sharders = [CpuEmbeddingBagCollectionSharder()]
+    sharders = [CpuEmbeddingBagCollectionSharder({USE_ONE_TBE_PER_TABLE: kind == "kernel_per_table"})]
     constraints = {
         name: ParameterConstraints(sharding_types=[own], min_partition=4) for name, own in SHARDINGS[kind].items()
     }
