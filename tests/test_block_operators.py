@@ -107,13 +107,16 @@ def test_gradcheck() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_gradient_that_is_not_finite_is_seen(bad: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("row", "divisor"), [(0, 1), (0, 2), (-1, 1)])
+def test_a_gradient_that_is_not_finite_is_seen(bad: float, dtype: torch.dtype, row: int, divisor: int) -> None:
+    """Also that of an empty bag, which goes nowhere."""
     seen: list[bool] = []
     layout, rows = torch.tensor([[0, 0, 3, 0, 0]]), torch.zeros(5, 1, dtype=torch.int32)
+    rows[4], divisors = row, torch.full((5, 1), float(divisor), dtype=dtype)
     pooled = torch.ones(5, 3, dtype=dtype, requires_grad=True)
     for value in (1e30, bad):
         out = select_pieces(
-            pooled * 1, torch.ones(3, dtype=dtype), rows, None, layout, 3, watch=lambda f, _: seen.append(f)
+            pooled * 1, torch.ones(3, dtype=dtype), rows, divisors, layout, 3, watch=lambda f, _: seen.append(f)
         )
         gradient = torch.ones_like(out)
         gradient[4, 1] = value

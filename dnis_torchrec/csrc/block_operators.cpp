@@ -125,6 +125,24 @@ inline uint64_t is_bad(double number) {
   return (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
 }
 
+// to = from * factor / divisor; whether `from` is finite throughout.
+template <typename Number>
+bool scale(const Number* from, const Number* factor, Number divisor, Number* to, int64_t dim) {
+  decltype(is_bad(Number(0))) bad = 0;
+  if (divisor == Number(1)) {
+    for (int64_t d = 0; d < dim; ++d) {
+      to[d] = from[d] * factor[d];
+      bad |= is_bad(from[d]);
+    }
+  } else {
+    for (int64_t d = 0; d < dim; ++d) {
+      to[d] = from[d] * factor[d] / divisor;
+      bad |= is_bad(from[d]);
+    }
+  }
+  return bad == 0;
+}
+
 template <typename Number>
 bool are_finite(const Number* values, int64_t count) {
   decltype(is_bad(Number(0))) bad = 0;
@@ -139,26 +157,23 @@ bool spread(const Selection<Number>& selection, const Number* grad, int64_t out_
             Number* grad_pooled, int64_t in_width, bool keep_empty) {
   std::atomic<bool> all_finite{true};
   const auto range = [&](int64_t begin, int64_t end) {
+    bool is_finite = true;
     for (int64_t b = begin; b < end; ++b) {
-      if (!are_finite(grad + b * out_width, out_width)) all_finite = false;
       for (size_t k = 0; k < selection.pieces.size(); ++k) {
         const Piece& piece = selection.pieces[k];
         const int32_t row = selection.row(b, k);
         const Number* from = grad + b * out_width + piece.out_column;
         Number* to = grad_pooled + b * in_width + piece.in_column;
         if (row < 0) {
+          is_finite &= are_finite(from, piece.dim);
           if (!keep_empty) std::fill(to, to + piece.dim, Number(0));
           continue;
         }
         const Number* factor = alpha + piece.alpha_offset + static_cast<int64_t>(row) * piece.dim;
-        const Number divisor = selection.divisor(b, piece);
-        if (divisor == Number(1)) {
-          for (int64_t d = 0; d < piece.dim; ++d) to[d] = from[d] * factor[d];
-        } else {
-          for (int64_t d = 0; d < piece.dim; ++d) to[d] = from[d] * factor[d] / divisor;
-        }
+        is_finite &= scale(from, factor, selection.divisor(b, piece), to, piece.dim);
       }
     }
+    if (!is_finite) all_finite = false;
   };
   torch::stable::parallel_for(0, selection.batch_size, SAMPLES_PER_THREAD, range);
   return all_finite;
