@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torchrec
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -55,12 +56,12 @@ from dnis_torchrec import (
     Size,
     TrainTask,
     blocks_from_counts,
-    count_frequencies,
     prepare_,
 )
 from dnis_torchrec.batch_parts import BatchParts
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.search import SearchConfig, table_configs
+from dnis_torchrec.streaming import count_stream
 from dnis_torchrec.training import process_group, shard
 from examples.models import build_tables
 from examples.models.collaborative import MatrixFactorization
@@ -197,8 +198,8 @@ class Bilevel:
     def __init__(self, shape: Shape, train: list[Batch], validation: list[Batch], device: torch.device) -> None:
         recipe = make_recipe(shape, train, validation)
         tables = table_configs(recipe.model)
-        counted = make_batches(shape, 2, seed=0)  # the same on all ranks
-        counts = count_frequencies((batch.sparse_features for batch in counted), tables)
+        counted = (batch.sparse_features for batch in train[:2])
+        counts = count_stream(counted, tables, process_group=dist.group.WORLD)
         blocks = blocks_from_counts(counts, tables, num_blocks=shape.num_blocks)
         prepared = prepare_(recipe.model, blocks)
         model, optimizer = shard(TrainTask(prepared, recipe.loss), recipe, device)
