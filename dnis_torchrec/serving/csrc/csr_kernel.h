@@ -186,7 +186,7 @@ inline void find_rows(
     Row* rows, const Feature& feature, const Bags& bags, int64_t first, int64_t count, Fault& fault) {
   for (int64_t k = 0; k < count; ++k) {
     Row& row = rows[k];
-    row.length = 0;
+    row = {};
     const int64_t id = bags.ids[first + k];
     if (__builtin_expect(id < 0 || id >= feature.num_embeddings, 0)) {
       if (!bags.zero_unknown) fault.note(Fault::UNKNOWN_ID, first + k);
