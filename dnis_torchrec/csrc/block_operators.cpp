@@ -21,6 +21,8 @@ namespace {
 
 using namespace dnis_torchrec;
 
+constexpr int64_t LINES_AHEAD = 8;  // cache lines between what is written and what is asked of memory
+
 // One piece of the pooled embeddings, and what it adds to.
 struct Piece {
   int64_t in_column, out_column, dim, alpha_offset, output;
@@ -125,6 +127,13 @@ inline uint64_t is_bad(double number) {
   return (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
 }
 
+// Asks for memory that is about to be written: stores wait for their lines, and do not run ahead as loads do.
+template <typename Number>
+void prefetch_ahead(const Number* to, int64_t count) {
+  constexpr int64_t per_line = 64 / sizeof(Number);
+  for (int64_t d = 0; d < count; d += per_line) __builtin_prefetch(to + LINES_AHEAD * per_line + d, 1);
+}
+
 // to = from * factor / divisor; whether `from` is finite throughout.
 template <typename Number>
 bool scale(const Number* from, const Number* factor, Number divisor, Number* to, int64_t dim) {
@@ -170,6 +179,7 @@ bool spread(const Selection<Number>& selection, const Number* grad, int64_t out_
           continue;
         }
         const Number* factor = alpha + piece.alpha_offset + static_cast<int64_t>(row) * piece.dim;
+        prefetch_ahead(to, piece.dim);
         is_finite &= scale(from, factor, selection.divisor(b, piece), to, piece.dim);
       }
     }
