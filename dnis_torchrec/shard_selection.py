@@ -188,13 +188,13 @@ def _features_of(
 
 
 class ShardSelection:
-    """Soft selection around the lookup of one sharding type: what the lookup's forward is replaced by.
+    """Soft selection around a kernel, or around the whole lookup of a sharding type: what its forward is replaced by.
 
     A plain callable, so that it adds no name to the state_dict.
 
     Args:
-        lookup: pools split bags.
-        features: of whole bags, in the lookup's order.
+        lookup: that forward, which pools split bags.
+        features: of whole bags, in the order in which it reads them.
         alpha: of the model.
         gradient_division: by how much TorchRec divides the gradients that come back to this lookup.
     """
