@@ -14,7 +14,7 @@ Both lines fall geometrically: at share p of the ramp, the mean to :math:`(0.6 t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +108,8 @@ class AlphaOptimizer:
         self._costs = seen if budget is None else budget.cost_per_alpha_row(blocks)
         self._target = 1.0 if budget is None else budget.share(blocks)
         self._amount = float("inf") if budget is None else budget.amount
-        self._total = sum(float(self._costs[dim].sum()) * dim for dim in alpha.dims)
+        self._column_costs = torch.cat([self._costs[dim].repeat_interleave(dim) for dim in alpha.dims])
+        self._total = float(self._column_costs.sum())
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
         self._floor = 0.0 if pressure is None else FLOOR
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
@@ -165,9 +166,9 @@ class AlphaOptimizer:
             average.masked_fill_(pushes_out, 0.0)
             alpha.masked_fill_(self._dead[dim], 0.0)
         self.num_steps += 1
-        self.last_density = self.density()
         if self._pressure is not None:
             self._follow_ramp(self._pressure)
+        self.last_density = self.density()
 
     def _follow_ramp(self, pressure: Pressure) -> None:
         if self.is_released:
@@ -182,25 +183,28 @@ class AlphaOptimizer:
         if self._is_released:
             self._let_die(~self._affordable(pressure))
         else:
-            self._let_die(~self._first(self._line(progress), pressure))
-            self._fade(~self._first(self._line(progress + FADE_SHARE), pressure), pressure.ramp_steps)
-        self.last_density = self.density()
+            living, bright = self._first(pressure, [self._line(progress), self._line(progress + FADE_SHARE)])
+            self._let_die(~living)
+            self._fade(~bright, pressure.ramp_steps)
 
     def _line(self, progress: float) -> float:
         """What the living columns may cost."""
         return max(self._amount, self._target**progress * self._total)
 
-    def _first(self, amount: float, pressure: Pressure) -> Tensor:
-        """The columns of highest score, as many as cost `amount`: bool, one after the other over all embedding_dims.
+    def _first(self, pressure: Pressure, amounts: Sequence[float]) -> list[Tensor]:
+        """The columns of highest score, as many as cost an amount: bool, one after the other over all embedding_dims.
 
         The last one may exceed it by a part of its cost.
+
+        Args:
+            pressure: how columns are scored.
+            amounts: one answer for each.
         """
-        scores, costs = self._all_scores(pressure), self._all_costs()
-        order = torch.argsort(scores, descending=True, stable=True)
-        spent_before = costs[order].cumsum(0) - costs[order]
-        first = torch.zeros(scores.numel(), dtype=torch.bool)
-        first[order] = (spent_before < amount * (1 - 1e-9)) & (scores[order] >= 0)
-        return first
+        scores, order = self._all_scores(pressure).sort(descending=True, stable=True)
+        costs = self._column_costs[order]
+        spent_before = torch.empty_like(costs)
+        spent_before[order] = (costs.cumsum(0) - costs).masked_fill_(scores < 0, torch.inf)
+        return [spent_before < amount * (1 - 1e-9) for amount in amounts]
 
     def _affordable(self, pressure: Pressure) -> Tensor:
         """The columns of highest score that the budget has room for, as `_first`, but none exceeds it.
@@ -208,7 +212,7 @@ class AlphaOptimizer:
         What is kept now trains on and is not pruned afterwards: one more column, cut off the finished model, may cost
         more than all that the release gained.
         """
-        scores, costs = self._all_scores(pressure), self._all_costs().tolist()
+        scores, costs = self._all_scores(pressure), self._column_costs.tolist()
         kept, room = torch.zeros(scores.numel(), dtype=torch.bool), self._amount * (1 + 1e-9)
         for column in torch.argsort(scores, descending=True, stable=True).tolist():
             if scores[column] >= 0 and costs[column] <= room:
@@ -220,10 +224,6 @@ class AlphaOptimizer:
         """Of every column, one after the other over all embedding_dims."""
         dims = self._alpha.dims
         return torch.cat([self._scores(dim, pressure.column_sharing).cpu().flatten() for dim in dims])
-
-    def _all_costs(self) -> Tensor:
-        """As `_all_scores`."""
-        return torch.cat([self._costs[dim].repeat_interleave(dim) for dim in self._alpha.dims])
 
     def _scores(self, dim: int, column_sharing: float) -> Tensor:
         """``(A, D)``: a[s, k] + column_sharing * mean over s of a[s, k], a = alpha * scale; -1 for the dead."""

@@ -23,7 +23,7 @@ Theta is every parameter that requires a gradient, dense weights and tables alik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -158,7 +158,7 @@ class UnrolledHypergradient:
         remedy = "pass the lower level's learning rate, or None for the first order"
         check(step > 0, "unrolled_step", "expected a number above 0", step, remedy)
         _check_ordinary_gradients(model)
-        self._model, self._alpha, self._step = model, alpha, step
+        self._modules, self._alpha, self._step = list(model.modules()), alpha, step
         self._weights = [parameter for _, parameter in model.named_parameters() if parameter.requires_grad]
 
     def __call__(self, train: Callable[[], Tensor], validation: Callable[[], Tensor]) -> list[Tensor]:
@@ -193,7 +193,7 @@ class UnrolledHypergradient:
             return [_gradient_of(alpha) for alpha in alphas], weight_gradients
 
     def _alpha_gradient(self, run: Callable[[], Tensor]) -> list[Tensor]:
-        with self._pass(), without_synchronisation(self._model), _learning(self._alpha):
+        with self._pass(), without_synchronisation(self._modules), _learning(self._alpha):
             return first_order_gradient(run(), self._alpha)
 
     def _clear(self) -> None:
@@ -204,7 +204,7 @@ class UnrolledHypergradient:
     def _pass(self) -> Iterator[None]:
         device = self._alpha.of(self._alpha.dims[0]).device
         devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices), frozen_statistics(self._model):
+        with torch.random.fork_rng(devices), frozen_statistics(self._modules):
             yield
 
 
@@ -246,20 +246,20 @@ def _check_ordinary_gradients(model: nn.Module) -> None:
 
 
 @contextmanager
-def without_synchronisation(model: nn.Module) -> Iterator[None]:
-    """DistributedDataParallel does not prepare for a backward pass."""
+def without_synchronisation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """DistributedDataParallel, where it is among the modules of a model, does not prepare for a backward pass."""
     with ExitStack() as stack:
-        for module in model.modules():
+        for module in modules:
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
         yield
 
 
 @contextmanager
-def frozen_statistics(model: nn.Module) -> Iterator[None]:
+def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Normalisation takes the batch's statistics, as in training, and leaves the running ones alone."""
     with ExitStack() as stack:
-        for module in model.modules():
+        for module in modules:
             if isinstance(module, _NormBase) and module.track_running_stats:
                 module.track_running_stats = False
                 stack.callback(setattr, module, "track_running_stats", True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -165,6 +166,11 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
             pipeline_postproc=True,  # else features split by block would not be pipelined
             custom_model_fwd=self._forward,
         )
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        """Of the model, found once, in the first upper step: the search takes longer than what is done with them."""
+        return list(self._model.modules())
 
     @property
     def alpha(self) -> Alpha:
@@ -322,7 +328,8 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
 
     def _first_order_step(self, batch: Pipelineable) -> tuple[Tensor, Any]:
         """A forward pass that leaves no trace, and alpha's gradient on its way to the other ranks."""
-        with self._alpha.upper_level() as hits, without_synchronisation(self._model), frozen_statistics(self._model):
+        modules = self._modules
+        with self._alpha.upper_level() as hits, without_synchronisation(modules), frozen_statistics(modules):
             loss, output = self._model(batch)
             self._share(loss, first_order_gradient(loss, self._alpha), hits, self._guard.flags(loss))
         return loss, output
