@@ -9,7 +9,7 @@ Read by one process, which puts the tables together.
 from __future__ import annotations
 
 import json
-import os
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.ranks import together
 from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.storage import Address, file_names, inside, put_file, remove_file
 from dnis_torchrec.table_shards import (
     TableShard,
     collections,
@@ -32,19 +33,20 @@ from dnis_torchrec.table_shards import (
 _HEADER = "model_part"
 
 
-def save_parts(folder: Path, model: nn.Module, ranks: Ranks) -> None:
+def save_parts(folder: Address, model: nn.Module, ranks: Ranks) -> None:
     """Writes this rank's part of a merged model.
 
     Distributed: every rank calls it, on storage that whoever reads sees whole; no tensor is exchanged. A table that all
     ranks hold is written by one of them.
 
     Args:
-        folder: existing folder.
+        folder: existing folder, or a URL: then each rank puts its part there.
         model: merged and sharded (see `merge_`).
         ranks: that hold it.
 
     Raises:
         OSError: on all ranks, if one of them cannot write.
+        StorageError: if storage does not answer; RuntimeError on the other ranks.
     """
     found = collections(model)
     configs = {config.name: (fqn, config) for fqn, module in found.items() for config in table_configs_of(module)}
@@ -61,24 +63,23 @@ def save_parts(folder: Path, model: nn.Module, ranks: Ranks) -> None:
     if ranks.is_first:
         tensors |= {f"dense/{name}": value.detach().clone() for name, value in dense_state(model).items()}
     with together(ranks.group):
-        target = _part(folder, ranks.rank)
-        temporary = target.with_suffix(".partial")
+        target, header = inside(folder, part_name(ranks.rank)), {_HEADER: json.dumps({"world_size": ranks.world_size})}
         try:
-            save_file(tensors, temporary, metadata={_HEADER: json.dumps({"world_size": ranks.world_size})})
+            put_file(target, lambda path: save_file(tensors, path, metadata=header))
         except SafetensorError as error:
             raise OSError(describe(str(target), "expected it to be written", str(error))) from error
-        os.replace(temporary, target)
 
 
 def has_parts(folder: Path) -> bool:
     """Whether a model was written by several ranks."""
-    return _part(folder, 0).is_file()
+    return (folder / part_name(0)).is_file()
 
 
-def delete_parts(folder: Path) -> None:
+def delete_parts(folder: Address) -> None:
     """Deletes what several ranks have written, so that nobody takes it for the model of a later attempt."""
-    for file in folder.glob("model.rank*.safetensors"):
-        file.unlink()
+    for name in file_names(folder):
+        if fnmatchcase(name, part_name("*")):
+            remove_file(inside(folder, name))
 
 
 def load_parts(folder: Path) -> dict[str, Tensor]:
@@ -95,8 +96,8 @@ def load_parts(folder: Path) -> dict[str, Tensor]:
     """
     parts: dict[str, list[tuple[int, int, Tensor]]] = {}
     state: dict[str, Tensor] = {}
-    for rank in range(_world_size(_part(folder, 0))):
-        file = _part(folder, rank)
+    for rank in range(_world_size(folder / part_name(0))):
+        file = folder / part_name(rank)
         _world_size(file)
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
@@ -116,8 +117,14 @@ def load_parts(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def _part(folder: Path, rank: int) -> Path:
-    return folder / f"model.rank{rank}.safetensors"
+def part_name(rank: int | str) -> str:
+    """The file of a rank, or the pattern of all of them for ``"*"``.
+
+    Example:
+        >>> part_name(1)
+        'model.rank1.safetensors'
+    """
+    return f"model.rank{rank}.safetensors"
 
 
 def _world_size(file: Path) -> int:

@@ -9,6 +9,9 @@ model.safetensors      the plain model, merged and pruned; model.rank<r>.safeten
 report.json            rows of results
 checkpoints/           the last states while training, and the best one
 lock                   held by the job that writes the run
+
+Where ranks on several hosts search and the run is to lie at a URL, they share no folder: rank 0 has one, and what
+every rank writes (`WRITTEN_BY_RANKS`) each puts at the URL by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +33,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dnis_torchrec.blocking import RowBlocks
-from dnis_torchrec.checkpoint import CheckpointFolder
+from dnis_torchrec.checkpoint import checkpoint_folder
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.model_parts import delete_parts, has_parts, load_parts, save_parts
+from dnis_torchrec.model_parts import delete_parts, has_parts, load_parts, part_name, save_parts
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_rows, write_rows
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.storage import Address, inside, put_file, remove_file
 from dnis_torchrec.table_shards import collections, ranks_of
 
 FORMAT = "dnis-torchrec-run"
 FORMAT_VERSION = 1
+WRITTEN_BY_RANKS = ("checkpoints/*", part_name("*"))
+"""Patterns of the files that every rank writes; rank 0 writes the others."""
 
 
 class RunWriteError(RuntimeError):
@@ -51,17 +58,19 @@ class RunFolder:
 
     Args:
         path: the folder.
+        url: where ranks put what they write, if they do not all see the folder; only rank 0 may then use anything else.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, url: str | None = None) -> None:
+        self.path, self._url = path, url
 
     @staticmethod
-    def create(path: Path, *, overwrite: bool = False) -> RunFolder:
+    def create(path: Path, *, url: str | None = None, overwrite: bool = False) -> RunFolder:
         """Makes the folder of a new run.
 
         Args:
             path: where; parents are made.
+            url: see `RunFolder`. What ranks have put there is removed: it is of a run that is no more.
             overwrite: delete a run that stands there. A folder that is no run is never deleted.
 
         Raises:
@@ -80,7 +89,10 @@ class RunFolder:
             with RunFolder(path).lock():
                 shutil.rmtree(path)
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        return RunFolder(path)
+        run = RunFolder(path, url=url)
+        if url is not None:
+            run._remove_what_ranks_wrote(url)
+        return run
 
     @staticmethod
     def open(path: Path) -> RunFolder:
@@ -103,13 +115,22 @@ class RunFolder:
         return run
 
     @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
+    def is_shared(self) -> bool:
+        """Whether all ranks see the folder."""
+        return self._url is None
+
+    @property
+    def checkpoints(self) -> Address:
+        """Where the checkpoints are."""
+        return inside(self._written_by_ranks, "checkpoints")
+
+    @property
+    def _written_by_ranks(self) -> Address:
+        return self.path if self._url is None else self._url
 
     def has_checkpoint(self) -> bool:
         """Whether training got as far as its first checkpoint."""
-        return bool(CheckpointFolder(self.checkpoints).steps())
+        return bool(checkpoint_folder(self.checkpoints).steps())
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -158,6 +179,14 @@ class RunFolder:
     def delete(self) -> None:
         """Deletes the folder and everything in it."""
         shutil.rmtree(self.path)
+        if self._url is not None:
+            self._remove_what_ranks_wrote(self._url)
+
+    def _remove_what_ranks_wrote(self, url: str) -> None:
+        """After run.json, without which nothing there is taken for a run."""
+        remove_file(inside(url, "run.json"))
+        checkpoint_folder(self.checkpoints).remove()
+        delete_parts(url)
 
     def read_head(self) -> dict[str, Any]:
         """The content of run.json.
@@ -182,6 +211,11 @@ class RunFolder:
         temporary.write_text(json.dumps(head, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(temporary, self.path / "run.json")
 
+    def announce(self) -> None:
+        """Puts run.json at the URL at once, if ranks write there: without it their checkpoints are nobody's."""
+        if self._url is not None:
+            put_file(inside(self._url, "run.json"), partial(shutil.copyfile, self.path / "run.json"))
+
     def save_stages(self, counts: FrequencyCounts, blocks: RowBlocks) -> None:
         """Writes counts and blocks, as soon as they are known."""
         counts.save(self.path / "counts.safetensors")
@@ -194,17 +228,18 @@ class RunFolder:
 
         Raises:
             OSError: on all ranks, if one of them cannot write.
+            StorageError: if storage does not answer; RuntimeError on the other ranks.
         """
         ranks = ranks_of(*collections(model).values())
         with together(ranks.group):
             if rank_of() == 0:
                 save_file({f"dim{dim}": value for dim, value in alpha.items()}, self.path / "alpha.safetensors")
                 save_file(_own(scheme.to_tensors()), self.path / "scheme.safetensors")
-                delete_parts(self.path)
+                delete_parts(self._written_by_ranks)
                 if ranks.world_size == 1:
                     save_file(_own(model.state_dict()), self.path / "model.safetensors")
         if ranks.world_size > 1:
-            save_parts(self.path, model, ranks)
+            save_parts(self._written_by_ranks, model, ranks)
 
     def counts(self) -> FrequencyCounts:
         """Training frequencies."""

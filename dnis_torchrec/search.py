@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -40,6 +39,7 @@ from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search_loop import EpochRecord, Saving, SearchEvents, SearchInterrupted, SearchLoop
+from dnis_torchrec.storage import Address
 from dnis_torchrec.streaming import CountLimits, count_stream
 from dnis_torchrec.swap import merge_, prepare_
 from dnis_torchrec.table_shards import collections
@@ -234,7 +234,7 @@ def _checked(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterable[B
 def search(
     recipe: Recipe,
     config: SearchConfig,
-    checkpoints: Path,
+    checkpoints: Address,
     device: torch.device,
     events: SearchEvents | None = None,
     saving: Saving | None = None,
@@ -250,7 +250,8 @@ def search(
     Args:
         recipe: model, data and loss. Its model is used up: take the one of the outcome.
         config: how to search.
-        checkpoints: folder for the last checkpoints and the best one (see `CheckpointFolder`).
+        checkpoints: folder for the last checkpoints and the best one, a path that all ranks see or a URL (see
+            `checkpoint_folder`).
         device: where to train.
         events: who listens.
         saving: when to save, and whether to go on from what is in `checkpoints`.

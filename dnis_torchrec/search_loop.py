@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +20,18 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checkpoint import (
     ON_ERROR,
-    CheckpointFolder,
     CheckpointSaver,
     Manifest,
     PlacedTensor,
     TrainingState,
+    checkpoint_folder,
 )
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.level_schedule import BilevelStream
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
 from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.storage import Address
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
 from dnis_torchrec.training import evaluate
 
@@ -138,7 +138,7 @@ class SearchLoop:
         pipeline: before its first step.
         stream: what it reads.
         recipe: selection split and loss.
-        folder: where checkpoints go; all ranks have to see it.
+        folder: where checkpoints go: a path that all ranks see, or a URL.
         saving: when, and what to do about errors.
         epochs: epochs at most.
         warm_up_epochs: of them, those that cannot be the best one.
@@ -158,7 +158,7 @@ class SearchLoop:
         pipeline: BilevelTrainPipeline,
         stream: BilevelStream[Batch],
         recipe: Recipe,
-        folder: Path,
+        folder: Address,
         saving: Saving,
         *,
         epochs: int,
@@ -170,7 +170,7 @@ class SearchLoop:
     ) -> None:
         self._after_warm_up = after_warm_up
         self._pipeline, self._stream, self._recipe, self._events = pipeline, stream, recipe, events
-        self._folder, self._saving = CheckpointFolder(folder, keep_last=saving.keep_last), saving
+        self._folder, self._saving = checkpoint_folder(folder, keep_last=saving.keep_last), saving
         self._epochs, self._warm_up_epochs, self._patience = epochs, warm_up_epochs, patience
         self._steps_per_epoch = steps_per_epoch
         self.history: list[EpochRecord] = []
@@ -294,7 +294,7 @@ class SearchLoop:
         )
         saver.save(self._steps, whole, keep=(self.best.step, self._best_before.step))
 
-    def _restore(self, path: Path) -> None:
+    def _restore(self, path: Address) -> None:
         # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen them.
         written = on_rank_zero(lambda: Manifest.read(path).world_size)
         ranks = range(rank_of(), written, world_size_of())

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +46,7 @@ from dnis_torchrec.hypergradient import (
 from dnis_torchrec.level_schedule import BilevelStream, Level
 from dnis_torchrec.shard_selection import select_on_shards_
 from dnis_torchrec.soft_selection import Alpha
+from dnis_torchrec.storage import Address
 from dnis_torchrec.table_shards import soft_selection_modules
 
 
@@ -212,18 +212,19 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         )
 
     def restore(
-        self, path: Path, stream: BilevelStream, more: Mapping[str, PlacedTensor] | None = None
+        self, path: Address, stream: BilevelStream, more: Mapping[str, PlacedTensor] | None = None
     ) -> Mapping[str, Any]:
         """Goes on from a checkpoint, with any number of ranks and any sharding of the same tables.
 
-        First takes one lower step that the checkpoint then overwrites: it gives the optimizers their state, and
-        DistributedDataParallel the buckets that an uninterrupted run has from its first step on, without which more
-        than two ranks would add up gradients in another order.
+        First takes one or two lower steps that the checkpoint then overwrites: they give the optimizers their state,
+        and DistributedDataParallel the buckets that an uninterrupted run has. It makes those anew before its third
+        step, in the order in which gradients came in the second; more than two ranks would otherwise add gradients up
+        in another order.
 
-        Distributed: the collectives of one lower step and of `read_checkpoint`.
+        Distributed: the collectives of these lower steps and of `read_checkpoint`.
 
         Args:
-            path: the checkpoint.
+            path: the checkpoint, or its URL.
             stream: a new one of the run's data; goes to where the run was.
             more: further tensors that were saved, to be read in place.
 
@@ -257,7 +258,7 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         set_rng_(own.tensors, self._device)
         return values
 
-    def restore_weights(self, path: Path) -> None:
+    def restore_weights(self, path: Address) -> None:
         """Takes weights, buffers and alpha, and nothing else, from a checkpoint of this run (see `read_checkpoint`)."""
         own = TrainingState(tensors=model_tensors(self._model), tables=describe_tables(self._model))
         read_checkpoint(path, own, self._process_group, kinds=("table", "model"))

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import Size
 from dnis_torchrec.frequency import count_frequencies
@@ -158,6 +159,37 @@ def test_a_folder_left_before_the_run_began_is_taken(tmp_path: Path) -> None:
     (tmp_path / "run" / "mine").touch()
     with pytest.raises(ValueError, match="expected a folder that does not exist, got an existing one; choose another"):
         RunFolder.create(tmp_path / "run")
+
+
+def test_what_ranks_have_put_at_a_url_goes_with_the_run(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of a run that is no more: nothing may go on with it."""
+    monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
+    files, url, out = MemoryFileSystem(), "memory://jobs/run", tmp_path / "run"
+    left = {"run.json", "checkpoints/latest.json", "checkpoints/step-00000003/manifest.json", "model.rank1.safetensors"}
+
+    def leave() -> None:
+        files.pipe({f"/jobs/run/{name}": b"{}" for name in {*left, "counts.safetensors"}})
+
+    def stored() -> set[str]:
+        return {name.removeprefix("/jobs/run/") for name in files.find("/jobs/run")}
+
+    leave()
+    run = RunFolder.create(out, url=url)
+    assert stored() == {"counts.safetensors"}  # which rank 0 writes: it goes with its own copy
+    assert not run.has_checkpoint()
+    run.write_head("finished", {})
+    leave()
+    assert run.has_checkpoint()
+    with pytest.raises(ValueError, match="expected a folder that does not exist"):
+        RunFolder.create(out, url=url)
+    assert stored() >= left
+    run = RunFolder.create(out, url=url, overwrite=True)
+    assert not stored() & left
+    leave()
+    run.delete()
+    assert not stored() & left
+    assert not out.exists()
+    files.rm("/jobs", recursive=True)
 
 
 def test_a_run_from_another_embedding_dim_is_exported_and_evaluated_as_such(gloo, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from dnis_torchrec.checkpoint.placement import (
     set_rng_,
 )
 from dnis_torchrec.checkpoint.saver import ON_ERROR, CheckpointSaver
+from dnis_torchrec.checkpoint.stored import StoredCheckpointFolder, checkpoint_folder
 from dnis_torchrec.checkpoint.transfer import CheckpointWriteError, read_checkpoint, write_checkpoint
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
     "CheckpointWriteError",
     "Manifest",
     "PlacedTensor",
+    "StoredCheckpointFolder",
     "TrainingState",
     "check_shared",
+    "checkpoint_folder",
     "describe_tables",
     "finish_load_",
     "load_checkpoint",

@@ -11,16 +11,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from socket import gethostname
 from uuid import uuid4
 
 import torch.distributed as dist
 
-from dnis_torchrec.checkpoint.manifest import write_text
+from dnis_torchrec.checkpoint.manifest import Manifest, write_text
 from dnis_torchrec.checks import check
 from dnis_torchrec.ranks import on_rank_zero, rank_of, together, world_size_of
+from dnis_torchrec.storage import Address, inside, put_file
 
 LATEST = "latest.json"
 SHARED = "shared.partial"
@@ -62,11 +63,27 @@ def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> 
             file.unlink(missing_ok=True)
 
 
+def step_of(name: str) -> int | None:
+    """The number in the name of a whole checkpoint; None for any other name.
+
+    Example:
+        >>> step_of("step-00000120"), step_of("step-00000120.partial")
+        (120, None)
+    """
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def latest_text(path: Address) -> str:
+    """What `LATEST` says when a checkpoint is the latest."""
+    return json.dumps({"checkpoint": os.path.basename(path)}) + "\n"
+
+
 class CheckpointFolder:
     """Checkpoints of one run on a local or shared file system. No collective: rank 0 alone changes names.
 
     Args:
-        path: the folder; need not exist before the first checkpoint.
+        path: the folder; need not exist before the first checkpoint. All ranks must see it (see `check_shared`).
         keep_last: how many of the last checkpoints are kept, at least 1.
 
     Example:
@@ -74,76 +91,102 @@ class CheckpointFolder:
         'run/checkpoints/step-00000120'
     """
 
-    def __init__(self, path: Path, *, keep_last: int = 2) -> None:
+    def __init__(self, path: Address, *, keep_last: int = 2) -> None:
         check(keep_last >= 1, "keep_last", "expected at least 1", keep_last)
         self.path = path
         self._keep_last = keep_last
 
-    def path_of(self, step: int) -> Path:
+    def path_of(self, step: int) -> Address:
         """Where the checkpoint of a step is, once it is whole."""
-        return self.path / f"step-{step:08d}"
+        return inside(self.path, f"step-{step:08d}")
 
     def partial_of(self, step: int) -> Path:
         """Where the checkpoint of a step is while it is being written."""
-        return self.path / f"step-{step:08d}.partial"
+        return Path(self.path) / f"step-{step:08d}.partial"
 
     def steps(self) -> list[int]:
         """Numbers of the whole checkpoints, rising."""
-        found = [_NAME.fullmatch(path.name) for path in self.path.glob("step-*")]
-        return sorted(int(match[1]) for match in found if match)
+        found = [step_of(path.name) for path in Path(self.path).glob("step-*")]
+        return sorted(step for step in found if step is not None)
 
-    def latest(self) -> Path | None:
+    def latest(self) -> Address | None:
         """The last whole checkpoint, or None.
 
         Raises:
             ValueError: if latest.json is damaged, or names a checkpoint that is gone.
         """
-        file = self.path / LATEST
-        if not file.is_file():
+        text = self._latest_text()
+        if text is None:
             return None
-        place, remedy = str(file), "name a checkpoint of the folder in it"
+        place, remedy = str(inside(self.path, LATEST)), "name a checkpoint of the folder in it"
         try:
-            name = json.loads(file.read_text(encoding="utf-8"))["checkpoint"]
+            name = json.loads(text)["checkpoint"]
         except (ValueError, TypeError, KeyError):
             name = None
-        valid = isinstance(name, str) and _NAME.fullmatch(name) is not None
-        check(valid, place, 'expected {"checkpoint": "step-..."}', "something else", remedy)
-        known = [self.path_of(step).name for step in self.steps()]
-        check((self.path / name).is_dir(), place, f"expected one of {known}", repr(name), remedy)
-        return self.path / name
+        step = step_of(name) if isinstance(name, str) else None
+        check(step is not None, place, 'expected {"checkpoint": "step-..."}', "something else", remedy)
+        known = {os.path.basename(self.path_of(step)): step for step in self.steps()}
+        check(name in known, place, f"expected one of {list(known)}", repr(name), remedy)
+        return self.path_of(known[name])
+
+    def _latest_text(self) -> str | None:
+        file = Path(self.path) / LATEST
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
 
     def clean(self) -> None:
         """Removes what is left of checkpoints that never became whole."""
-        for path in self.path.glob("step-*.partial"):
+        for path in Path(self.path).glob("step-*.partial"):
             shutil.rmtree(path, ignore_errors=True)
 
     def begin(self, step: int) -> None:
         """Makes the folder that all ranks write into."""
         self.partial_of(step).mkdir(parents=True)
 
-    def publish(self, step: int, keep: Collection[int] = ()) -> None:
-        """Gives a written checkpoint its name, makes it the latest, and removes those that nobody needs any more.
+    def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:
+        """Writes the file of a rank, on that rank, after `begin` and before `publish`.
 
         Args:
-            step: the checkpoint, complete in `partial_of`.
+            step: the checkpoint.
+            rank: who writes.
+            write: writes the file to the path that it is given.
+
+        Returns:
+            The file's name in the checkpoint, and its size in bytes.
+        """
+        name = f"rank{rank}.safetensors"
+        return name, put_file(self.partial_of(step) / name, write)
+
+    def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
+        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more.
+
+        Args:
+            step: the checkpoint, to which all ranks have added their files.
+            manifest: of it.
             keep: earlier ones that stay besides the last ones.
         """
-        final = self.path_of(step)
+        manifest.write(self.partial_of(step))
+        final = Path(self.path_of(step))
         if final.exists():  # of a run that got here before it was interrupted
             self._remove(step)
         os.replace(self.partial_of(step), final)
-        write_text(self.path / LATEST, json.dumps({"checkpoint": final.name}) + "\n")
-        steps = self.steps()
-        # What is above this step is of a future that an interruption has undone.
-        past = [known for known in steps if known <= step]
+        write_text(Path(self.path) / LATEST, latest_text(final))
+        for doomed in self._unneeded(self.steps(), step, keep):
+            self._remove(doomed)
+
+    def remove(self) -> None:
+        """Removes all checkpoints."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _unneeded(self, steps: list[int], latest: int, keep: Collection[int]) -> list[int]:
+        """Of the rising numbers of checkpoints those that may go."""
+        # What is above the latest step is of a future that an interruption has undone.
+        past = [step for step in steps if step <= latest]
         kept = {*past[-self._keep_last :], *keep}
-        for known in steps:
-            if known not in kept:
-                self._remove(known)
+        return [step for step in steps if step not in kept]
 
     def _remove(self, step: int) -> None:
         """A name at a time, so that a kill leaves either a whole checkpoint or none."""
-        doomed = self.path / f"step-{step:08d}.old.partial"
+        doomed = Path(self.path) / f"step-{step:08d}.old.partial"
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(self.path_of(step), doomed)
         shutil.rmtree(doomed, ignore_errors=True)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dnis_torchrec.checkpoint.placement import ITERATIONS, TableDescription
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.storage import Address, file_size, inside, read_bytes
 
 FORMAT = "dnis-torchrec-checkpoint"
 FORMAT_VERSION = 1
@@ -51,23 +52,30 @@ class Manifest:
     values: Mapping[str, Any]
     tensors: Mapping[str, Mapping[str, Any]]
 
+    def text(self) -> str:
+        """The content of manifest.json."""
+        return json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}) + "\n"
+
     def write(self, folder: Path) -> None:
         """Writes manifest.json, whole or not at all."""
-        head = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
-        write_text(folder / MANIFEST, json.dumps(head) + "\n")
+        write_text(folder / MANIFEST, self.text())
 
     @staticmethod
-    def read(folder: Path) -> Manifest:
+    def read(folder: Address) -> Manifest:
         """Reads the manifest, and looks whether every file that it names is there and whole.
+
+        Args:
+            folder: the checkpoint, a path or a URL.
 
         Raises:
             ValueError: for no checkpoint, another format version, or a rank's file that is missing or cut short.
+            StorageError: if storage does not answer.
         """
         place = f"checkpoint {folder}"
-        file = folder / MANIFEST
-        check(file.is_file(), place, "expected a checkpoint", f"no {MANIFEST} in it")
+        file = inside(folder, MANIFEST)
+        check(file_size(file) is not None, place, "expected a checkpoint", f"no {MANIFEST} in it")
         try:
-            head = json.loads(file.read_text(encoding="utf-8"))
+            head = json.loads(read_bytes(file))
             check(isinstance(head, dict), place, "expected a JSON object in its manifest", type(head).__name__)
         except json.JSONDecodeError as error:
             raise ValueError(describe(str(file), "expected JSON", str(error), "use another checkpoint")) from error
@@ -75,10 +83,8 @@ class Manifest:
         version, remedy = head.get("format_version"), "use the version of dnis_torchrec that wrote it"
         check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version, remedy)
         for name, size in head["files"].items():
-            path = folder / name
-            inside = path.name == name
-            check(inside, place, "expected names of files in it", repr(name))
-            found = path.stat().st_size if path.is_file() else None
+            check(os.path.basename(name) == name, place, "expected names of files in it", repr(name))
+            found = file_size(inside(folder, name))
             rank = name.removeprefix("rank").partition(".")[0]
             received = "no such file" if found is None else f"{found} bytes"
             remedy = f"put back what rank {rank} wrote, or resume from another checkpoint"

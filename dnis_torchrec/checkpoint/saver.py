@@ -14,6 +14,7 @@ from dnis_torchrec.checkpoint.placement import TrainingState
 from dnis_torchrec.checkpoint.transfer import CheckpointWriteError, write_checkpoint
 from dnis_torchrec.checks import check_known
 from dnis_torchrec.ranks import rank_of
+from dnis_torchrec.storage import local_path
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,14 @@ class CheckpointSaver:
         failed_steps: checkpoints that could not be written.
 
     Raises:
-        ValueError: on all ranks, if they do not see the same folder.
+        ValueError: on all ranks, if they do not see the same folder; a URL they all see.
     """
 
     def __init__(self, folder: CheckpointFolder, *, on_error: str = "stop") -> None:
         check_known("on_error", on_error, ON_ERROR)
-        check_shared(folder.path)
+        here = local_path(folder.path)
+        if here is not None:
+            check_shared(here)
         self._folder, self._on_error = folder, on_error
         self._process_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from dnis_torchrec.checkpoint.manifest import Manifest, check_fits, tensor_entri
 from dnis_torchrec.checkpoint.placement import Chunk, PlacedTensor, TrainingState
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of, together, union_over_ranks, world_size_of
+from dnis_torchrec.storage import Address, inside, local_file
 
 
 class CheckpointWriteError(RuntimeError):
@@ -87,7 +87,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(
-    path: Path,
+    path: Address,
     state: TrainingState,
     process_group: dist.ProcessGroup | None,
     *,
@@ -99,7 +99,7 @@ def read_checkpoint(
     files. Either all ranks go on or all raise.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint, or its URL: then each rank fetches the files that it needs.
         state: of the run, at any moment; its tensors change in place. A tensor under ``rank<r>/`` that the checkpoint
             lacks, as for a rank that was not there then, stays as it is.
         process_group: of all ranks.
@@ -210,13 +210,8 @@ class _Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"rank{self._rank}.safetensors"
-        path = self._folder.partial_of(self._step) / name
         tensors = {_key(item.index): planner.resolve_data(item).contiguous() for item in plan.items}  # type: ignore[union-attr]
-        save_file(tensors, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        size = path.stat().st_size
+        name, size = self._folder.add(self._step, self._rank, lambda path: save_file(tensors, path))
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, size, name) for item in plan.items])
         return done
@@ -224,15 +219,14 @@ class _Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = [result for own in results for result in own]
         metadata.storage_data = {MetadataIndex(r.index.fqn, r.index.offset): r.storage_data for r in written}
-        partial = self._folder.partial_of(self._step)
-        Manifest(
+        manifest = Manifest(
             world_size=self._world_size,
-            files={path.name: path.stat().st_size for path in sorted(partial.glob("rank*.safetensors"))},
+            files={result.storage_data: result.size_in_bytes for result in written},
             tables=self._state.tables,
             values=self._state.values,
             tensors=tensor_entries(metadata),
-        ).write(partial)
-        self._folder.publish(self._step, self._keep)
+        )
+        self._folder.publish(self._step, manifest, self._keep)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -242,7 +236,7 @@ class _Writer(StorageWriter):
 class _Reader(StorageReader):
     """Reads slices of safetensors files by the manifest."""
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
+    def __init__(self, path: Address, metadata: Metadata) -> None:
         self._path, self._metadata = path, metadata
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -266,7 +260,7 @@ class _Reader(StorageReader):
             index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
             per_file.setdefault(self._metadata.storage_data[index], []).append(item)
         for name, items in per_file.items():
-            with safe_open(self._path / name, framework="pt") as file:
+            with local_file(inside(self._path, name)) as path, safe_open(path, framework="pt") as file:
                 for item in items:
                     part = tuple(
                         slice(start, start + length)

@@ -2,6 +2,9 @@
 
 The commands themselves see local paths alone. An option or argument that may be an address is declared with the
 settings here: `fetched_settings` and `published_settings`, spread into its ``typer.Option`` or ``typer.Argument``.
+
+Ranks of one host share the folder that is published. Ranks of several share none: those of the first host have it, and
+what the others have to say they put at the address by themselves (`url_of_ranks`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any
 import typer
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.storage import fetch, local_path, output, shared_output
+from dnis_torchrec.run_folder import WRITTEN_BY_RANKS
+from dnis_torchrec.storage import fetch, local_copy_of, local_path, output, shared_output
 
 _ADDRESS_OF: dict[Path, str] = {}
 
@@ -22,6 +26,19 @@ _ADDRESS_OF: dict[Path, str] = {}
 def shown(path: Path) -> str:
     """A path as the user named it: the address that a local copy stands for, or the path itself."""
     return _ADDRESS_OF.get(path, str(path))
+
+
+def url_of_ranks(out: Path) -> str | None:
+    """Where each rank puts what it writes, for an `out` that only those of the first host see; else None."""
+    return _ADDRESS_OF[out] if out in _ADDRESS_OF and _are_on_several_hosts() else None
+
+
+def _are_on_several_hosts() -> bool:
+    return _number("LOCAL_WORLD_SIZE", 1) < _number("WORLD_SIZE", 1)
+
+
+def _number(variable: str, otherwise: int) -> int:
+    return int(os.environ.get(variable, otherwise))
 
 
 def _fetched(value: str | None) -> Path | None:
@@ -34,18 +51,21 @@ def _published(context: typer.Context, value: str | None) -> Path | None:
         return None
 
     def prepare() -> Path:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         # Ranks of one torchrun have it for a parent, also those that it starts again.
         job = f"ranks of {os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else ""
-        if local_path(value) is not None or world_size == 1:
+        if local_path(value) is not None or _number("WORLD_SIZE", 1) == 1:
             return context.with_resource(output(value, job=job))
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        remedy = "give a path on storage that all hosts have mounted"
-        requirement = "expected all ranks on one host, where they share a folder"
-        check(here == world_size, f"address {value}", requirement, f"{here} of {world_size} ranks", remedy)
+        variables = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        missing = [name for name in variables if name not in os.environ]
+        remedy = "start it with torchrun, which sets them"
+        requirement = f"expected {', '.join(variables)} of every rank"
+        check(not missing, f"address {value}", requirement, f"no {', '.join(missing)}", remedy)
+        if _number("RANK", 0) != _number("LOCAL_RANK", 0):  # of another host than the first
+            return local_copy_of(value)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # which starts from what storage has
-        is_first = os.environ.get("LOCAL_RANK") == "0"
-        return context.with_resource(shared_output(value, job=job, attempt=attempt, is_first=is_first))
+        skip = WRITTEN_BY_RANKS if _are_on_several_hosts() else ()
+        is_first = os.environ["LOCAL_RANK"] == "0"
+        return context.with_resource(shared_output(value, job=job, attempt=attempt, is_first=is_first, skip=skip))
 
     return _local(value, prepare)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dnis_torchrec.budget import Size
 from dnis_torchrec.checks import check
-from dnis_torchrec.cli.addresses import fetched_settings, published_first_settings, shown
+from dnis_torchrec.cli.addresses import fetched_settings, published_first_settings, shown, url_of_ranks
 from dnis_torchrec.cli.app import (
     DataOption,
     OutOption,
@@ -111,6 +111,7 @@ def search(
             recipe=recipe,
             data=data,
             out=out,
+            url=url_of_ranks(out),
             size=size,
             settings={name: value for name, value in settings.items() if value is not None},
             embedding_dim=embedding_dim,

@@ -73,6 +73,6 @@ def _fine_tune(task: TrainTask, recipe: Recipe, device: torch.device, max_epochs
     model, optimizer = shard(task, recipe, device)
     mask = RetainedMask(model)
     train_plainly(
-        model, optimizer, recipe, device, max_epochs=max_epochs, patience=3, folder=run.checkpoints, mask=mask
+        model, optimizer, recipe, device, max_epochs=max_epochs, patience=3, folder=run.path / "checkpoints", mask=mask
     )
     return cast(TrainTask, unshard_(model))

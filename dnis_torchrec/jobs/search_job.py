@@ -20,13 +20,14 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.data_over_ranks import split_over_ranks
 from dnis_torchrec.jobs.common import build_recipe, scheme_row, versions
 from dnis_torchrec.progress import console_events
-from dnis_torchrec.ranks import rank_of, together, world_size_of
+from dnis_torchrec.ranks import on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search import Saving, SearchConfig, SearchOutcome, search
+from dnis_torchrec.storage import StorageError
 from dnis_torchrec.training import evaluate, primary_metric, process_group
 
 BASELINES = ("dense", "uniform", "magnitude")
@@ -39,7 +40,9 @@ class SearchJob:
     Attributes:
         recipe: ``module:function``.
         data: folder of the data, or None for a recipe that makes its own.
-        out: run folder to make, or to go on with.
+        out: run folder to make, or to go on with; all ranks have to see it, unless `url` says where else they write.
+        url: where ranks on several hosts put their checkpoints and shards; `out` is then rank 0's alone, which whoever
+            gave it publishes at this URL.
         size: the requested size.
         settings: fields of `SearchConfig` to set otherwise than the recipe does.
         embedding_dim: D to start from, or None for the recipe's own.
@@ -59,6 +62,7 @@ class SearchJob:
     baselines: tuple[str, ...] = ()
     overwrite: bool = False
     saving: Saving = field(default_factory=Saving)
+    url: str | None = None
 
     def __post_init__(self) -> None:
         check(self.seed >= 0, "seed", "expected an integer >= 0", self.seed)
@@ -72,8 +76,8 @@ class SearchJob:
 def run_search(job: SearchJob) -> list[ReportRow]:
     """Searches, merges, prunes, evaluates on the test split and writes the run folder; trains baselines if asked.
 
-    Distributed: every rank calls it, on a folder that all of them see. Rank 0 alone shows progress and writes the run,
-    but for tables: each rank writes its shards.
+    Distributed: every rank calls it, on a folder that all of them see, or with a URL that all of them reach. Rank 0
+    alone shows progress and writes the run, but for tables: each rank writes its shards.
 
     With `Saving.resume`, a run that was interrupted goes on from its latest checkpoint, and of one that has finished
     only the missing baselines are trained.
@@ -97,12 +101,12 @@ def run_search(job: SearchJob) -> list[ReportRow]:
             config = SearchConfig.of(recipe, job.size, job.settings)
             head = _head(job, recipe, config)
         with _run_folder(job, head) as run:
-            if run.status() != "finished":
+            if on_rank_zero(run.status) != "finished":
                 _search(job, recipe, config, head, run, device)
-            rows = list(run.rows())
+            rows = list(on_rank_zero(run.rows))
             missing = [name for name in BASELINES if name in job.baselines and name not in {r.method for r in rows}]
-            rows += _baselines(job, missing, run.scheme(), config.patience, device)
-            if rank_of() == 0:
+            if missing:  # on one process, as was checked
+                rows += _baselines(job, missing, run.scheme(), config.patience, device)
                 run.write_rows(rows)
     return rows
 
@@ -117,19 +121,21 @@ def _check_baselines(job: SearchJob) -> None:
 @contextmanager
 def _run_folder(job: SearchJob, head: Mapping[str, Any]) -> Iterator[RunFolder]:
     """The folder of a new run, or of the one to go on with; locked by rank 0 until this job ends."""
-    run = RunFolder(job.out)
+    run = RunFolder(job.out, url=job.url)
     with ExitStack() as stack:
         with together():
             if rank_of() == 0:
                 if not (job.saving.resume and run.status()):
-                    RunFolder.create(job.out, overwrite=job.overwrite)
+                    RunFolder.create(job.out, url=job.url, overwrite=job.overwrite)
                 stack.enter_context(run.lock())
                 if run.status():
                     run.check_same(head)
-        check_shared(run.path)
+        if run.is_shared:
+            check_shared(run.path)
         with together():
             if rank_of() == 0 and run.status() != "finished":
                 run.write_head("searching", head)
+                run.announce()
         yield run
 
 
@@ -156,7 +162,7 @@ def _search(
             if rank_of() == 0:
                 run.write_rows(rows)
                 run.write_head("finished", head | _results(recipe, outcome, metrics))
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, StorageError) as error:
         requirement, remedy = "expected to write what the search found", "make room for it, then --resume"
         raise RunWriteError(describe(f"run folder {run.path}", requirement, str(error), remedy)) from error
 

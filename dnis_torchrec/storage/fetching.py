@@ -7,6 +7,8 @@ import json
 import os
 import posixpath
 import re
+from collections.abc import Collection
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ def local_copy_of(url: str) -> Path:
     return cache_folder() / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16] / name
 
 
-def fetch(address: str | os.PathLike[str], into: Path | None = None) -> Path:
+def fetch(address: str | os.PathLike[str], into: Path | None = None, *, skip: Collection[str] = ()) -> Path:
     """A local path with the content of an address: itself if it is local, else a copy in the cache.
 
     Files that have not changed since they were last fetched are not copied again; files that are gone are removed.
@@ -43,6 +45,7 @@ def fetch(address: str | os.PathLike[str], into: Path | None = None) -> Path:
     Args:
         address: of a file or a folder.
         into: copy to this path instead of the cache.
+        skip: patterns (``*``, ``?``) of names in the folder that are left where they are.
 
     Returns:
         The local path.
@@ -68,6 +71,7 @@ def fetch(address: str | os.PathLike[str], into: Path | None = None) -> Path:
         return target
     root = path.rstrip("/") + "/"
     relative = {name: name.removeprefix(root).lstrip("/") for name in found}
+    relative = {name: own for name, own in relative.items() if not any(fnmatchcase(own, pattern) for pattern in skip)}
     _fetch_files(files, relative, found, target, place)
     return target
 
@@ -83,6 +87,8 @@ def _fetch_files(
     for name in names.values():
         inside = not posixpath.isabs(name) and ".." not in name.split("/")
         check(inside, place, "expected names inside the folder", repr(name))
+    if not names:
+        return  # all was to be left where it is: no folder stands for none
     record = folder / FETCHED
     folder.mkdir(parents=True, exist_ok=True)
     known: dict[str, str] = json.loads(record.read_text()) if record.is_file() else {}

@@ -16,7 +16,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -113,7 +113,7 @@ class Mirror:
 
 
 @contextmanager
-def output(address: str | os.PathLike[str], *, job: str = "") -> Iterator[Path]:
+def output(address: str | os.PathLike[str], *, job: str = "", skip: Collection[str] = ()) -> Iterator[Path]:
     """A local folder for what is to lie at an address: itself if it is local, else a copy that is mirrored to storage.
 
     What stands at a URL is fetched first, so that whoever resumes or refuses to overwrite sees it as if it were local.
@@ -125,6 +125,7 @@ def output(address: str | os.PathLike[str], *, job: str = "") -> Iterator[Path]:
     Args:
         address: of the folder.
         job: a word that this job's earlier attempts on this machine had too; they do not stand in its way.
+        skip: patterns of names that others put there by themselves: neither fetched nor touched.
 
     Yields:
         The local folder; it need not exist.
@@ -145,7 +146,7 @@ def output(address: str | os.PathLike[str], *, job: str = "") -> Iterator[Path]:
         folder = staging / local_copy_of(url).name
         try:
             if exists(url):
-                fetch(url, folder)
+                fetch(url, folder, skip=skip)
             mirror = Mirror(folder, url)
         except BaseException:
             shutil.rmtree(staging)
@@ -155,7 +156,9 @@ def output(address: str | os.PathLike[str], *, job: str = "") -> Iterator[Path]:
 
 
 @contextmanager
-def shared_output(address: str | os.PathLike[str], *, job: str, attempt: str, is_first: bool) -> Iterator[Path]:
+def shared_output(
+    address: str | os.PathLike[str], *, job: str, attempt: str, is_first: bool, skip: Collection[str] = ()
+) -> Iterator[Path]:
     """`output` for several processes of one machine that fill one folder: the first prepares and publishes it for all.
 
     No collective: the others wait for a file in which the first says where the folder is. What is written after the
@@ -166,6 +169,7 @@ def shared_output(address: str | os.PathLike[str], *, job: str, attempt: str, is
         job: names these processes together with those of earlier attempts, and no others on this machine.
         attempt: names these processes among them.
         is_first: whether this is the one that talks to storage.
+        skip: see `output`.
 
     Yields:
         The local folder, the same for all.
@@ -180,7 +184,7 @@ def shared_output(address: str | os.PathLike[str], *, job: str, attempt: str, is
     if not is_first:
         yield _told_folder(told, f"address {os.fspath(address)}")
         return
-    with output(address, job=job) as folder:
+    with output(address, job=job, skip=skip) as folder:
         told.parent.mkdir(parents=True, exist_ok=True)
         write_record(told, {"folder": str(folder)})
         try:

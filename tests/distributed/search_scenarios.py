@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -20,13 +21,14 @@ from dnis_torchrec.model_parts import save_parts
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.search import SearchConfig, SearchEvents, search
+from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, search
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.table_shards import collections, local_shards
 from dnis_torchrec.training import evaluate
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
+from tests.shared_storage import register
 from tests.tiny import Repeatable, make_batch, make_collection, make_recipe
 
 SHORT = {"warm_up_epochs": 1, "ramp_epochs": 4, "release_epochs": 2}
@@ -123,6 +125,35 @@ def jobs(rank: Rank) -> dict[str, Any]:
         "baseline": outcome_of(lambda: job("other", baselines=("dense",))),
         "apart": outcome_of(lambda: job(f"apart{rank.rank}")),
         "left": sorted(path.name for path in (rank.folder / "apart0").iterdir()),
+    }
+
+
+def hosts(rank: Rank) -> dict[str, Any]:
+    """`dnis search` on two hosts that reach one URL and share no disk: stopped in the midst, and gone on with."""
+    url, own = f"shared://{rank.folder}/stored", rank.folder / f"host{rank.rank}"
+    steps = itertools.count()
+    register()
+
+    def job(**options: Any) -> list[ReportRow]:
+        size = Size(compression_ratio=4)
+        return run_search(
+            SearchJob(
+                recipe="tests.tiny:demo", data=None, out=own / "run", url=url, size=size, settings=SHORT, **options
+            )
+        )
+
+    with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}):
+        with patch("dnis_torchrec.progress._StopRequest.is_requested", lambda _: next(steps) > 34):
+            stopped = outcome_of(job)
+        checkpoints = len(list((rank.folder / "stored" / "checkpoints").glob("step-*")))
+        [row] = job(saving=Saving(resume=True))
+        again = job(saving=Saving(resume=True))
+    return {
+        "stopped": stopped,
+        "checkpoints": checkpoints,
+        "metrics": dict(row.metrics),
+        "again": [dict(row.metrics) for row in again],
+        "own": sorted(path.relative_to(own).as_posix() for path in own.rglob("*") if path.is_file()),
     }
 
 

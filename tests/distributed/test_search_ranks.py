@@ -21,6 +21,7 @@ from tests.distributed.search_scenarios import (
     config,
     diverges,
     estimated,
+    hosts,
     jobs,
     recipe,
     refused,
@@ -34,6 +35,7 @@ from tests.distributed.search_scenarios import (
 OPTIMIZERS = ("adam", "rowwise_adagrad")
 SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZERS} | {
     "jobs": jobs,
+    "hosts": hosts,
     "rotated": rotated,
     "stopped": stopped,
     "unrolled": unrolled,
@@ -179,6 +181,22 @@ def test_ranks_that_see_other_folders_are_told_before_training(both) -> None:
     assert said in first["apart"]
     assert said in second["apart"]
     assert first["left"] == ["checkpoints", "lock"]  # a name that is free to use
+
+
+def test_hosts_that_share_no_disk_search_as_ranks_of_one_do(both) -> None:
+    """Stopped, and gone on with from what each rank has put at the URL: bit for bit what ranks with one folder find."""
+    first, second = both[0]["hosts"]
+    for own in (first, second):
+        assert "everything is saved in shared://" in own["stopped"]
+        assert own["checkpoints"] >= 2
+        assert own["again"] == [own["metrics"]]
+        assert own["metrics"] == both[0]["jobs"][0]["metrics"]
+    assert second["own"] == []
+    assert {"run/run.json", "run/report.json", "run/scheme.safetensors"} <= set(first["own"])
+    assert not [name for name in first["own"] if "checkpoints" in name or "rank" in name]
+    stored, together = load_parts(both[0].folder / "stored"), load_parts(both[0].folder / "run")
+    assert [name for name in together if not torch.equal(together[name], stored[name])] == []
+    assert set(stored) == set(together)
 
 
 def test_a_missing_rank_is_named(both, tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""Single files at an address, on this machine or on storage: what each of many writers puts there by itself.
+
+A file is whole or not there, on both: here it gets its name once it is written, and storage shows an object only when
+all of it has arrived.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dnis_torchrec.storage.access import filesystem, local_path, retrying
+from dnis_torchrec.storage.fetching import PARTIAL, cache_folder, fetch
+
+Address = str | os.PathLike[str]
+
+
+def inside(folder: Address, name: str) -> Path | str:
+    """The address of a file in a folder.
+
+    Example:
+        >>> inside("s3://bucket/run", "a.json"), inside(Path("run"), "a.json")
+        ('s3://bucket/run/a.json', PosixPath('run/a.json'))
+    """
+    here = local_path(folder)
+    return f"{os.fspath(folder).rstrip('/')}/{name}" if here is None else here / name
+
+
+def put_file(address: Address, write: Callable[[Path], object]) -> int:
+    """Writes a file, through a local one where the address is a URL, and sees to it that it survives the machine.
+
+    Args:
+        address: of the file; a local folder must exist.
+        write: writes the file to the path that it is given.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        StorageError: if storage does not answer.
+        OSError: if there is no room, here or for the local file.
+    """
+    here = local_path(address)
+    if here is not None:
+        unfinished = here.with_name(f"{here.name}{PARTIAL}")
+        size = _write_and_sync(unfinished, write)
+        os.replace(unfinished, here)
+        return size
+    files, remote = filesystem(address)
+    with _temporary_folder() as folder:
+        local = folder / posixpath.basename(remote)
+        size = _write_and_sync(local, write)
+
+        def put() -> None:
+            try:
+                files.put_file(str(local), remote)
+            except FileNotFoundError:  # object stores need no folders, and may forbid to ask for the bucket's
+                files.makedirs(posixpath.dirname(remote), exist_ok=True)
+                files.put_file(str(local), remote)
+
+        retrying(put, f"address {os.fspath(address)}")
+    return size
+
+
+@contextmanager
+def local_file(address: Address) -> Iterator[Path]:
+    """A local path with a file's content while the block runs: itself if it is local.
+
+    Raises:
+        ValueError: if there is no such file on storage.
+        StorageError: if storage does not answer.
+    """
+    here = local_path(address)
+    if here is not None:
+        yield here
+        return
+    with _temporary_folder() as folder:
+        yield fetch(address, folder / posixpath.basename(os.fspath(address)))
+
+
+def remove_file(address: Address) -> None:
+    """Removes a file that may be there.
+
+    Raises:
+        StorageError: if storage does not answer.
+    """
+    files, path = filesystem(address)
+    with suppress(FileNotFoundError):
+        retrying(lambda: files.rm_file(path), f"address {os.fspath(address)}")
+
+
+def file_size(address: Address) -> int | None:
+    """Bytes of a file; None if there is none.
+
+    Raises:
+        StorageError: if storage does not answer.
+    """
+    files, path = filesystem(address)
+    files.invalidate_cache()
+    try:
+        info = retrying(lambda: files.info(path), f"address {os.fspath(address)}")
+    except FileNotFoundError:
+        return None
+    return int(info["size"]) if info["type"] == "file" else None
+
+
+def file_names(folder: Address) -> list[str]:
+    """Names of all files in a folder and in those below it, relative to it; none where there is no folder.
+
+    Raises:
+        StorageError: if storage does not answer.
+    """
+    files, path = filesystem(folder)
+    files.invalidate_cache()
+    root = path.rstrip("/") + "/"
+    found: list[str] = []
+    with suppress(FileNotFoundError):
+        found = retrying(lambda: files.find(path), f"address {os.fspath(folder)}")
+    return sorted(name.removeprefix(root) for name in found if name.startswith(root))
+
+
+def _write_and_sync(path: Path, write: Callable[[Path], object]) -> int:
+    write(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return path.stat().st_size
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """In the cache folder, which is where there is room."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="file-") as name:
+        yield Path(name)

@@ -1,0 +1,160 @@
+"""Checkpoints at a URL: complete or absent without a rename, the last ones kept, what is wrong said by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from dnis_torchrec.checkpoint import (
+    CheckpointFolder,
+    CheckpointSaver,
+    CheckpointWriteError,
+    Manifest,
+    StoredCheckpointFolder,
+    checkpoint_folder,
+    read_checkpoint,
+    write_checkpoint,
+)
+from dnis_torchrec.storage import StorageError, access
+from tests.test_checkpoint import build
+from tests.test_checkpoint_folder import numbers, read, refused, state_of
+from tests.test_storage import Flaky
+
+URL = "memory://stored/run/checkpoints"
+ROOT = "/stored/run/checkpoints"
+
+
+@pytest.fixture
+def remote(gloo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
+    """Storage in memory, a cache of its own, and no waiting."""
+    monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(access, "FIRST_WAIT_SECONDS", 0.0)
+    files = MemoryFileSystem()
+    yield files
+    monkeypatch.undo()
+    if files.exists("/stored"):
+        files.rm("/stored", recursive=True)
+
+
+def names(files: MemoryFileSystem) -> list[str]:
+    """Of the files there, without what tells one writing of a file from another."""
+    found = [name.removeprefix(f"{ROOT}/").split(".") for name in files.find(ROOT)]
+    return sorted(f"{parts[0]}.{parts[-1]}" for parts in found)
+
+
+def test_an_address_decides_where_checkpoints_are() -> None:
+    assert type(checkpoint_folder("runs/checkpoints")) is CheckpointFolder
+    assert type(checkpoint_folder(Path("runs/checkpoints"))) is CheckpointFolder
+    assert type(checkpoint_folder("file:///runs/checkpoints")) is CheckpointFolder
+    assert type(checkpoint_folder("s3://bucket/checkpoints")) is StoredCheckpointFolder
+    assert checkpoint_folder("s3://bucket/checkpoints/").path_of(7) == "s3://bucket/checkpoints/step-00000007"
+
+
+def test_tensors_and_values_come_back(remote: MemoryFileSystem, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, other = build("dlrm", prepared=True), build("dlrm", prepared=True)
+    folder = StoredCheckpointFolder(URL)
+    assert folder.latest() is None
+    assert folder.steps() == []
+    write_checkpoint(folder, 7, state_of(model, epoch=3), None)
+    for value in other.state_dict().values():
+        value.fill_(-7)
+    assert read_checkpoint(folder.latest(), state_of(other), None) == {"epoch": 3}
+    expected, found = model.state_dict(), other.state_dict()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert list((tmp_path / "cache").iterdir()) == []  # nothing that was copied stays
+
+
+def test_the_last_ones_are_kept(remote: MemoryFileSystem) -> None:
+    folder = StoredCheckpointFolder(URL, keep_last=2)
+    for step in range(1, 7):
+        write_checkpoint(folder, step, numbers(step), None, keep=(2,))
+    assert folder.steps() == [2, 5, 6]
+    assert folder.latest() == folder.path_of(6)
+    write_checkpoint(folder, 4, numbers(4.5), None, keep=(2,))  # a run that went back to step 2
+    assert folder.steps() == [2, 4]
+    assert read(folder.latest()) == [4.5] * 3
+    folder.remove()
+    assert remote.find(ROOT) == []
+
+
+def test_one_that_is_written_again_is_replaced_by_its_manifest(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a run that is stopped twice at one step: until the new manifest is there, the old one counts."""
+    folder = StoredCheckpointFolder(URL)
+    write_checkpoint(folder, 1, numbers(1), None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "text", Flaky(1, StorageError("gone")))  # when all ranks have put their files there
+        with pytest.raises(CheckpointWriteError, match="gone"):
+            write_checkpoint(folder, 1, numbers(2), None)
+    assert len(remote.find(f"{ROOT}/step-00000001")) == 3
+    assert read(folder.latest()) == [1.0] * 3
+    write_checkpoint(folder, 1, numbers(3), None)
+    assert read(folder.latest()) == [3.0] * 3
+    assert names(remote) == ["latest.json", "step-00000001/manifest.json", "step-00000001/rank0.safetensors"]
+
+
+def test_a_half_written_checkpoint_does_not_count(remote: MemoryFileSystem) -> None:
+    folder = StoredCheckpointFolder(URL)
+    write_checkpoint(folder, 1, numbers(1), None)
+    folder.add(2, 0, lambda path: path.write_bytes(b"whole, but without a manifest"))
+    assert folder.steps() == [1]
+    assert folder.latest() == folder.path_of(1)
+    write_checkpoint(folder, 3, numbers(3), None)
+    assert {name.split("/")[0] for name in names(remote)} == {"latest.json", "step-00000001", "step-00000003"}
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_storage_that_stays_away_leaves_the_last_good_one(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_error: str
+) -> None:
+    folder = StoredCheckpointFolder(URL)
+    message = r"step-00000002: expected to write it, got \w+ on rank 0: .*no route.*; the last good one is memory://"
+    with caplog.at_level(logging.WARNING):
+        saver = CheckpointSaver(folder, on_error=on_error)
+        saver.save(1, numbers(1))
+        saver.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryFileSystem, "put_file", Flaky(99, ConnectionResetError("no route")))
+            saver.save(2, numbers(2))
+            if on_error == "stop":
+                with pytest.raises(CheckpointWriteError, match=message):
+                    saver.wait()
+            else:
+                saver.wait()
+                assert "no route" in caplog.text
+                assert saver.failed_steps == {2}
+    assert read(folder.latest()) == [1.0] * 3
+    saver.save(3, numbers(3))
+    saver.wait()
+    assert read(folder.latest()) == [3.0] * 3
+
+
+def test_what_is_missing_or_cut_short_is_named(remote: MemoryFileSystem) -> None:
+    folder = StoredCheckpointFolder(URL)
+    write_checkpoint(folder, 1, numbers(1), None)
+    (file,) = [name for name in remote.find(ROOT) if name.endswith(".safetensors")]
+    whole = remote.cat_file(file)
+    remote.pipe_file(file, whole[:-1])
+    refused(folder.latest(), numbers(0), rf"safetensors: expected {len(whole)} bytes, got {len(whole) - 1} bytes")
+    remote.rm_file(file)
+    refused(folder.latest(), numbers(0), "expected .* bytes, got no such file; put back what rank 0 wrote")
+    remote.pipe_file(f"{ROOT}/step-00000001/manifest.json", b"{")
+    refused(folder.latest(), numbers(0), "step-00000001/manifest.json: expected JSON")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"checkpoint": "../x"}', '{"checkpoint": "step-00000009"}', "\udcff"])
+def test_a_damaged_name_of_the_latest(remote: MemoryFileSystem, text: str) -> None:
+    folder = StoredCheckpointFolder(URL)
+    write_checkpoint(folder, 1, numbers(1), None)
+    assert json.loads(remote.cat_file(f"{ROOT}/latest.json")) == {"checkpoint": "step-00000001"}
+    remote.pipe_file(f"{ROOT}/latest.json", text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"latest\.json: expected .*; name a checkpoint of the folder in it"):
+        folder.latest()
