@@ -1,10 +1,10 @@
 """Does a search survive being killed? Kills random ranks of a job under torchrun and compares what it comes to.
 
-    python -m benchmarks.fault_injection [--kills N] --json FILE
+    python -m benchmarks.fault_injection [--kills N] [--ranks W] --json FILE
 
-A small search on two ranks, with fused, sharded tables, runs once undisturbed. Then jobs of the same search are
+A small search on several ranks, with fused, sharded tables, runs once undisturbed. Then jobs of the same search are
 started, and in each of their attempts a random rank gets SIGKILL at a random moment: in a step, in a collective, while
-a checkpoint is being written. torchrun starts both ranks again and they resume, until the search has finished. Printed
+a checkpoint is being written. torchrun starts all ranks again and they resume, until the search has finished. Printed
 and written: {"kills", "finished", "identical"}: how many kills there were, how many of them were in jobs that finished,
 and how many in jobs whose alpha and tables are those of the undisturbed search, bit for bit. Every attempt first reads
 all checkpoints that it finds; one that cannot be read fails the job.
@@ -40,7 +40,6 @@ from examples.datasets.synthetic import generate
 from examples.models import build_dlrm, build_tables, seeded
 
 ROOT = Path(__file__).parents[1]
-RANKS = 2
 KILLS_PER_JOB = 5
 STEPS_PER_ATTEMPT = 40
 """A kill comes after at most so many steps of an attempt: the whole search is 150 lower steps."""
@@ -117,11 +116,11 @@ def read_all(checkpoints: Path) -> None:
             load_file(path / name)
 
 
-def start(folder: Path, plan: list[dict[str, Any]]) -> subprocess.Popen[str]:
+def start(folder: Path, plan: list[dict[str, Any]], ranks: int) -> subprocess.Popen[str]:
     """Starts a job in a folder of its own."""
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     rendezvous = ["--nnodes", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     environment = os.environ | {
         "PET_MAX_RESTARTS": str(len(plan)),
@@ -153,17 +152,18 @@ def has_finished(job: subprocess.Popen[str]) -> bool:
 
 def is_identical(folder: Path, undisturbed: Path) -> bool:
     """Whether alpha, tables and history of two jobs are the same, bit for bit."""
-    names = ["history.json", *(f"result.rank{rank}.safetensors" for rank in range(RANKS))]
-    return all((folder / name).read_bytes() == (undisturbed / name).read_bytes() for name in names)
+    names = sorted(path.name for path in undisturbed.glob("result.rank*.safetensors"))
+    return all((folder / name).read_bytes() == (undisturbed / name).read_bytes() for name in ["history.json", *names])
 
 
-def inject(kills: int, folder: Path, seed: int) -> dict[str, int]:
+def inject(kills: int, folder: Path, seed: int, ranks: int) -> dict[str, int]:
     """Runs all jobs, the undisturbed one beside the first.
 
     Args:
         kills: how many.
         folder: existing and empty.
         seed: of ranks, steps and moments.
+        ranks: of every job.
 
     Returns:
         ``{"kills", "finished", "identical"}``.
@@ -171,19 +171,19 @@ def inject(kills: int, folder: Path, seed: int) -> dict[str, int]:
     draw = random.Random(seed)
     plan = [
         {
-            "rank": draw.randrange(RANKS),
+            "rank": draw.randrange(ranks),
             "step": draw.randint(1, STEPS_PER_ATTEMPT),
             "delay": draw.uniform(0, LONGEST_DELAY),
         }
         for _ in range(kills)
     ]
     found = {"kills": 0, "finished": 0, "identical": 0}
-    reference = start(folder / "undisturbed", [])
+    reference = start(folder / "undisturbed", [], ranks)
     reference_finished: bool | None = None
     for number, first in enumerate(range(0, kills, KILLS_PER_JOB)):
         own = folder / f"job{number}"
         started = time.monotonic()
-        finished = has_finished(start(own, plan[first : first + KILLS_PER_JOB]))
+        finished = has_finished(start(own, plan[first : first + KILLS_PER_JOB], ranks))
         if reference_finished is None:
             reference_finished = has_finished(reference)
         done = len(list(own.glob("killed*")))
@@ -201,6 +201,7 @@ def main() -> None:
     """Parses, runs and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="how many")
+    parser.add_argument("--ranks", type=int, default=2, help="of every job")
     parser.add_argument("--seed", type=int, default=0, help="of ranks, steps and moments")
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
@@ -209,7 +210,7 @@ def main() -> None:
         work(given.work)
         return
     with tempfile.TemporaryDirectory() as folder:
-        result = inject(given.kills, Path(folder), given.seed)
+        result = inject(given.kills, Path(folder), given.seed, given.ranks)
     text = json.dumps(result)
     print(text)
     if given.json is not None:

@@ -25,6 +25,7 @@ from torchrec.streamable import Pipelineable
 
 from dnis_torchrec.alpha_optimizer import AlphaOptimizer, Pressure
 from dnis_torchrec.checkpoint import (
+    Manifest,
     PlacedTensor,
     TrainingState,
     describe_tables,
@@ -44,10 +45,14 @@ from dnis_torchrec.hypergradient import (
     without_synchronisation,
 )
 from dnis_torchrec.level_schedule import BilevelStream, Level
+from dnis_torchrec.ranks import together
 from dnis_torchrec.shard_selection import select_on_shards_
 from dnis_torchrec.soft_selection import Alpha
 from dnis_torchrec.storage import Address
 from dnis_torchrec.table_shards import soft_selection_modules
+
+STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
+"""Of DistributedDataParallel with a static graph, as TorchRec asks for it."""
 
 
 class DenseOptimizer(Protocol):
@@ -238,10 +243,14 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         """
         if self.contexts:
             raise RuntimeError(describe("restore", "expected a pipeline before its first step", "one after it"))
+        with together(self._process_group):
+            taken = Manifest.read(path).values
+        passes = taken["lower_steps"] + (0 if self._unrolled is None else taken["upper_steps"])
         batch = stream.first_train_batch().to(self._device)
-        self._dense_optimizer.zero_grad()
-        self._model(batch)[0].sum().backward()
-        self._dense_optimizer.step()
+        for _ in range(max(1, min(passes, STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
+            self._dense_optimizer.zero_grad()
+            self._model(batch)[0].sum().backward()
+            self._dense_optimizer.step()
         self._dense_optimizer.zero_grad()
         own = self.state(stream)
         own = replace(own, tensors={**own.tensors, **(more or {})})

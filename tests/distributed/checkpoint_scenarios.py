@@ -31,6 +31,10 @@ from tests.distributed.scenarios import alpha_of, dense_of, tables_of
 SAVED_AT, STEPS = 9, 16
 SAME = ("row_wise", "mixed", "grid_shard")
 """Shardings that a run goes on with as it was."""
+FOUR = ("table_wise", "mixed", "data_parallel")
+"""Shardings that four ranks go on with as they were."""
+EARLY = (1, 2, 3)
+"""Steps around which the buckets of DistributedDataParallel change."""
 OTHERWISE = (
     ("table_wise", "row_wise"),
     ("row_wise", "column_wise"),
@@ -74,27 +78,34 @@ class Run:
         return {"alpha": alpha_of(self.pipeline), "dense": dense_of(self.model), "tables": tables_of(self.model)}
 
 
-def saved_while_it_runs(kind: str, at: Rank, folder: Path, **settings: bool) -> tuple[Results, Path]:
+def saved_while_it_runs(
+    kind: str, at: Rank, folder: Path, *, saved_at: int = SAVED_AT, **settings: bool
+) -> tuple[Results, Path]:
     """A run that is saved in the middle; what it came to, and its checkpoint."""
-    run = Run(kind, at.process_group, (at.rank,), **settings)
-    run.steps(SAVED_AT)
+    run = Run(kind, at.process_group, half_of(at), **settings)
+    run.steps(saved_at)
     with CheckpointSaver(CheckpointFolder(folder)) as saver:
-        saver.save(SAVED_AT, run.pipeline.state(run.stream))
-        losses = run.steps(STEPS - SAVED_AT)  # beside the thread that writes
+        saver.save(saved_at, run.pipeline.state(run.stream))
+        losses = run.steps(STEPS - saved_at)  # beside the thread that writes
     dist.barrier(at.process_group)
-    return run.found() | {"losses": losses}, CheckpointFolder(folder).path_of(SAVED_AT)
+    return run.found() | {"losses": losses}, CheckpointFolder(folder).path_of(saved_at)
 
 
-def goes_on(kind: str, then: str, at: Rank, *, adagrad: bool = False) -> Results:
+def half_of(at: Rank) -> tuple[int, ...]:
+    """Which half of every batch a rank has; of four ranks two have the same."""
+    return (at.rank % 2,)
+
+
+def goes_on(kind: str, then: str, at: Rank, *, saved_at: int = SAVED_AT, adagrad: bool = False) -> Results:
     """The same run without and with an interruption."""
-    name = f"{kind} {then} {adagrad}".replace(" ", "_")
-    whole, path = saved_while_it_runs(kind, at, at.folder / name, adagrad=adagrad)
-    resumed = Run(then, at.process_group, (at.rank,), adagrad=adagrad)
+    name = f"{kind} {then} {saved_at} {adagrad}".replace(" ", "_")
+    whole, path = saved_while_it_runs(kind, at, at.folder / name, saved_at=saved_at, adagrad=adagrad)
+    resumed = Run(then, at.process_group, half_of(at), adagrad=adagrad)
     torch.manual_seed(3)
     values = resumed.pipeline.restore(path, resumed.stream)
     return {
         "whole": whole,
-        "resumed": {"losses": resumed.steps(STEPS - SAVED_AT)} | resumed.found(),
+        "resumed": {"losses": resumed.steps(STEPS - saved_at)} | resumed.found(),
         "steps": values["lower_steps"] + values["upper_steps"],
         "path": str(path),
     }
@@ -177,6 +188,12 @@ def full_disk(on_error: str, at: Rank) -> Results:
         "partial": sorted(path.name for path in folder.path.glob("*.partial")),
         "taken": run.pipeline.lower_steps + run.pipeline.upper_steps,
     }
+
+
+def scenarios_of_four() -> dict[str, Scenario]:
+    """Runs of four ranks, which add gradients up in an order that depends on DistributedDataParallel's buckets."""
+    found = {f"four {kind}": partial(goes_on, kind, kind) for kind in FOUR}
+    return found | {f"four saved at {step}": partial(goes_on, "mixed", "mixed", saved_at=step) for step in EARLY}
 
 
 def scenarios() -> dict[str, Scenario]:

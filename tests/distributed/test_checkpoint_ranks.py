@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.checkpoint_scenarios import (
+    EARLY,
+    FOUR,
     ONE_TO_TWO,
     OTHERWISE,
     SAME,
@@ -16,6 +18,7 @@ from tests.distributed.checkpoint_scenarios import (
     STEPS,
     Run,
     scenarios,
+    scenarios_of_four,
     written_by_one,
 )
 from tests.distributed.harness import RankResults, run_on_ranks
@@ -45,10 +48,28 @@ def assert_equal(first: dict, second: dict) -> None:
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
+@pytest.fixture(scope="module")
+def four_ranks(gloo: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory) -> RankResults:
+    """Runs the scenarios of four ranks."""
+    return run_on_ranks(4, scenarios_of_four(), tmp_path_factory.mktemp("four"))
+
+
 @pytest.mark.parametrize("scenario", [*(f"same {kind}" for kind in SAME), "adagrad column_wise"])
 def test_the_same_ranks_go_on_bit_for_bit(ranks: RankResults, scenario: str) -> None:
-    for own in ranks[scenario]:
-        assert own["steps"] == SAVED_AT
+    assert_as_if_nothing_had_been(ranks[scenario], SAVED_AT)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "saved_at"),
+    [*((f"four {kind}", SAVED_AT) for kind in FOUR), *((f"four saved at {step}", step) for step in EARLY)],
+)
+def test_four_ranks_go_on_bit_for_bit(four_ranks: RankResults, scenario: str, saved_at: int) -> None:
+    assert_as_if_nothing_had_been(four_ranks[scenario], saved_at)
+
+
+def assert_as_if_nothing_had_been(results: list[dict], saved_at: int) -> None:
+    for own in results:
+        assert own["steps"] == saved_at
         assert own["resumed"]["losses"] == own["whole"]["losses"]
         for kind in ("alpha", "dense", "tables"):
             assert_equal(own["resumed"][kind], own["whole"][kind])
