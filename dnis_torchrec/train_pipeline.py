@@ -47,6 +47,7 @@ from dnis_torchrec.hypergradient import (
 from dnis_torchrec.level_schedule import BilevelStream, Level
 from dnis_torchrec.ranks import together
 from dnis_torchrec.shard_selection import select_on_shards_
+from dnis_torchrec.sharding import check_no_prefetching
 from dnis_torchrec.soft_selection import Alpha
 from dnis_torchrec.storage import Address
 from dnis_torchrec.table_shards import soft_selection_modules
@@ -122,7 +123,8 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
     Raises:
         RuntimeError: if the model is not prepared.
         NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not synchronised yet; for
-            an `unrolled_step` with tables that have no ordinary gradient (see `UnrolledHypergradient`).
+            tables whose lookups are prefetched (see `sharding`); for an `unrolled_step` with tables that have no
+            ordinary gradient (see `UnrolledHypergradient`).
         ValueError: for a size that cannot be met, or an `unrolled_step` that is not above 0.
     """
 
@@ -144,10 +146,12 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         if isinstance(model, DMPCollection):
             supported = "supported is DistributedModelParallel"
             raise NotImplementedError(describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)"))
+        self._process_group = model._env.process_group if isinstance(model, DistributedModelParallel) else None
+        with together(self._process_group):
+            check_no_prefetching(model)
         select_on_shards_(model)
         first = next(iter(wrappers.values()))
         self._alpha: Alpha = first.alpha
-        self._process_group = model._env.process_group if isinstance(model, DistributedModelParallel) else None
         self.alpha_optimizer = AlphaOptimizer(
             self._alpha,
             first.blocks,
