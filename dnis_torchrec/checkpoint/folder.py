@@ -123,8 +123,8 @@ class CheckpointFolder:
             name = json.loads(text)["checkpoint"]
         except (ValueError, TypeError, KeyError):
             name = None
-        step = step_of(name) if isinstance(name, str) else None
-        check(step is not None, place, 'expected {"checkpoint": "step-..."}', "something else", remedy)
+        is_name = isinstance(name, str) and step_of(name) is not None
+        check(is_name, place, 'expected {"checkpoint": "step-..."}', "something else", remedy)
         known = {os.path.basename(self.path_of(step)): step for step in self.steps()}
         check(name in known, place, f"expected one of {list(known)}", repr(name), remedy)
         return self.path_of(known[name])
