@@ -12,6 +12,12 @@ products of two embeddings of the group stay, :math:`(Q^\top e)^\top (Q^\top f) 
 is the best approximation of that rank (Eckart and Young, 1936; Ashkboos et al., SliceGPT, 2024, prune language models
 so).
 
+A product that is weighed column by column, as in GMF, is a dot product once its weights are drawn into the tables; they
+learn on from 1:
+
+.. math:: \sum_k h_k p_k q_k: \quad p_k \leftarrow \mathrm{sign}(h_k) \sqrt{|h_k|}\, p_k, \quad
+    q_k \leftarrow \sqrt{|h_k|}\, q_k, \quad h_k \leftarrow 1
+
 NOTE[DIFF]: the paper does not rotate.
 
 Shapes: N rows, D embedding_dim.
@@ -54,18 +60,39 @@ class LinearReader:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightedProduct:
+    """Columns of a linear layer with one output that read the product of two embeddings, column by column.
+
+    Attributes:
+        weight: ``(1, in)``.
+        first_column: the product is inputs ``first_column .. first_column + D``.
+    """
+
+    weight: nn.Parameter
+    first_column: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RotationGroup:
     """Tables of equal embedding_dim that may be rotated, all by the same matrix.
 
-    Predictions depend on their pooled embeddings only through dot products of two of them, and through `readers`.
+    Predictions depend on their pooled embeddings only through dot products of two of them, and through `readers`; or,
+    of two tables, only through their `product`.
 
     Attributes:
         tables: their names.
         readers: table -> the linear layers that read pooled embeddings of its features.
+        product: what weighs the product of the two tables.
     """
 
     tables: tuple[str, ...]
     readers: Mapping[str, tuple[LinearReader, ...]] = field(default_factory=dict)
+    product: WeightedProduct | None = None
+
+    def layers(self) -> list[nn.Parameter]:
+        """Weights of all layers that read the tables."""
+        layers = [reader.weight for readers in self.readers.values() for reader in readers]
+        return layers if self.product is None else [*layers, self.product.weight]
 
 
 @runtime_checkable
@@ -116,6 +143,13 @@ def _check_group(group: RotationGroup, embedding_dims: Mapping[str, int]) -> Non
         for reader in readers:
             wanted, inputs = reader.first_column + max(dims), reader.weight.shape[1]
             check(inputs >= wanted, f"{place}, reader of {table!r}", f"expected at least {wanted} inputs", inputs)
+    if group.product is not None:
+        is_pair = len(group.tables) == 2 and not group.readers
+        check(is_pair, place, "expected two tables without readers beside a product", list(group.tables))
+        outputs, inputs = group.product.weight.shape
+        wanted = group.product.first_column + max(dims)
+        check(outputs == 1, f"{place}, product", "expected a layer with one output", outputs)
+        check(inputs >= wanted, f"{place}, product", f"expected at least {wanted} inputs", inputs)
 
 
 @torch.no_grad()
@@ -123,7 +157,8 @@ def rotate_(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, c
     """Turns the tables of every rotation group, and what reads them, into the tables' principal axes.
 
     Predictions stay as they were, up to rounding. States of optimizers turn along: averages of gradients exactly, sums
-    of squares as if the gradients of different columns were uncorrelated, one number per row not at all.
+    of squares as if the gradients of different columns were uncorrelated, one number per row not at all. Those of a
+    product's weights start anew: averages at zero, squares at their mean.
 
     Distributed: shards of whole rows, wherever they are, and replicated tables. One all_reduce of ``(D, D)`` float64
     per group over the model's process group, then one broadcast of Q; rows are turned in place, locally.
@@ -147,10 +182,11 @@ def rotate_(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, c
     states = _states_by_storage(model, optimizer)
     tables = {table for group in groups for table in group.tables}
     turned = [part.weight for part in parts if part.table in tables]
-    turned += [reader.weight for group in groups for readers in group.readers.values() for reader in readers]
+    turned += [layer for group in groups for layer in group.layers()]
     problem = _split_rows(parts, tables, _embedding_dims(model)) or _unknown_state(turned, states)
     _refuse(problem, ranks)
-    return [_rotate_group_(group, parts, counts, ranks, states) for group in groups]
+    dims = _embedding_dims(model)
+    return [_rotate_group_(group, dims[group.tables[0]], parts, counts, ranks, states) for group in groups]
 
 
 @torch.no_grad()
@@ -189,31 +225,63 @@ def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
 
 def _rotate_group_(
     group: RotationGroup,
+    dim: int,
     parts: Sequence[TableShard],
     counts: FrequencyCounts,
     ranks: Ranks,
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> Tensor:
     own = [part for part in parts if part.table in group.tables]
-    rotation = ranks.broadcast_(_principal_axes(_second_moment(own, group.tables, counts, ranks)))
+    if group.product is not None:
+        columns = slice(group.product.first_column, group.product.first_column + dim)
+        _draw_in_(group.product.weight, columns, group.tables[0], own, states)
+    rotation = ranks.broadcast_(_principal_axes(_second_moment(own, dim, group.tables, counts, ranks)))
     for part in own:
         for chunk, _, _ in part.chunks():
             _turn_(chunk, rotation)
-        _turn_states_(states.get(part.weight.data_ptr(), {}), part.weight.shape, rotation, slice(None))
+        _turn_states_(_states_like(part.weight, states), rotation, slice(None))
     for readers in group.readers.values():
         for reader in readers:
-            columns = slice(reader.first_column, reader.first_column + rotation.shape[0])
+            columns = slice(reader.first_column, reader.first_column + dim)
             _turn_(reader.weight[:, columns], rotation)
-            _turn_states_(states.get(reader.weight.data_ptr(), {}), reader.weight.shape, rotation, columns)
+            _turn_states_(_states_like(reader.weight, states), rotation, columns)
     return rotation
 
 
+def _draw_in_(
+    layer: Tensor,
+    columns: slice,
+    first_table: str,
+    parts: Sequence[TableShard],
+    states: Mapping[int, Mapping[str, Tensor]],
+) -> None:
+    """Draws the weights of a product into its two tables, the sign into the first. Local: all ranks have them."""
+    weights = layer[:, columns].double().clone()
+    for part in parts:
+        factor = weights.abs().sqrt() * (weights.sign() if part.table == first_table else 1)
+        for chunk, _, _ in part.chunks():
+            chunk.copy_((chunk.double() * factor).to(chunk))
+        # Of a column that the product does not look at nothing is known.
+        inverse = torch.where(factor.abs() > 1e-6 * factor.abs().max(), 1 / factor, 0.0)
+        for name, state in _states_like(part.weight, states):
+            state.copy_((state.double() * (inverse if name in LINEAR_STATES else inverse.square())).to(state))
+    layer[:, columns] = 1
+    for name, state in _states_like(layer, states):
+        of_ones = state[:, columns].double() * weights.square()
+        state[:, columns] = 0 if name in LINEAR_STATES else of_ones.mean().to(state)
+
+
+def _states_like(weight: Tensor, states: Mapping[int, Mapping[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Optimizer states with a number for each of the weight's."""
+    return [(name, state) for name, state in states.get(weight.data_ptr(), {}).items() if state.shape == weight.shape]
+
+
 def _second_moment(
-    parts: Sequence[TableShard], tables: tuple[str, ...], counts: FrequencyCounts, ranks: Ranks
+    parts: Sequence[TableShard], dim: int, tables: tuple[str, ...], counts: FrequencyCounts, ranks: Ranks
 ) -> Tensor:
     """``(D, D)`` float64: sum over tables of E^T diag(counts) E, every row once however many ranks hold it."""
     copies = _copies(parts, tables, counts, ranks)
-    moment = torch.zeros(1, dtype=torch.float64)
+    moment = torch.zeros(dim, dim, dtype=torch.float64)
     for part in parts:
         for chunk, rows, _ in part.chunks():
             wide = chunk.double()
@@ -241,10 +309,9 @@ def _turn_(weights: Tensor, rotation: Tensor) -> None:
     weights.copy_((weights.double() @ rotation.to(weights.device)).to(weights))
 
 
-def _turn_states_(states: Mapping[str, Tensor], shape: torch.Size, rotation: Tensor, columns: slice) -> None:
-    for name, state in states.items():
-        if state.shape == shape:
-            _turn_(state[:, columns], rotation if name in LINEAR_STATES else rotation.square())
+def _turn_states_(states: Sequence[tuple[str, Tensor]], rotation: Tensor, columns: slice) -> None:
+    for name, state in states:
+        _turn_(state[:, columns], rotation if name in LINEAR_STATES else rotation.square())
 
 
 def _states_by_storage(
@@ -296,8 +363,8 @@ def _split_rows(parts: Sequence[TableShard], tables: set[str], embedding_dims: M
 def _unknown_state(weights: Sequence[Tensor], states: Mapping[int, Mapping[str, Tensor]]) -> str:
     """Names an optimizer state that nobody knows how to turn, if there is one."""
     for weight in weights:
-        for name, state in states.get(weight.data_ptr(), {}).items():
-            if state.shape == weight.shape and name not in LINEAR_STATES | SQUARED_STATES:
+        for name, _ in _states_like(weight, states):
+            if name not in LINEAR_STATES | SQUARED_STATES:
                 supported = f"supported to rotate are {sorted(LINEAR_STATES | SQUARED_STATES)}"
                 return describe("optimizer state", supported, repr(name), "search with rotate=False")
     return ""

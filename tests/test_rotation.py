@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.rotation import LinearReader, RotationGroup, column_scales, rotate_, rotation_groups
+from dnis_torchrec.rotation import LinearReader, RotationGroup, WeightedProduct, column_scales, rotate_, rotation_groups
 from dnis_torchrec.swap import prepare_
 from dnis_torchrec.table_shards import collections, local_shards
 from examples.models import (
@@ -45,7 +45,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "wide_deep": lambda: WideDeep(build_tables(ROWS, DIM, init_std=0.5), tower=(6, 3)),
     "deepfm": lambda: DeepFM(build_tables(ROWS, DIM, init_std=0.5), tower=(6, 3)),
 }
-TURNED = {name: ("user", "movie") for name in BUILDERS} | {"neumf": ("mlp_user", "mlp_movie")}
+TURNED = {name: ("user", "movie") for name in BUILDERS} | {"neumf": ("gmf_user", "gmf_movie", "mlp_user", "mlp_movie")}
 
 pytestmark = pytest.mark.usefixtures("gloo")
 
@@ -79,6 +79,17 @@ def tables_of(model: nn.Module) -> dict[str, Tensor]:
     return {part.table: part.weight.clone() for module in collections(model).values() for part in local_shards(module)}
 
 
+def drawn_in(model: nn.Module) -> dict[str, Tensor]:
+    """What each column of a table is multiplied by before the tables turn: 1, but for those of a weighted product."""
+    factors = {table: torch.ones(1, dtype=torch.float64) for table in tables_of(model)}
+    for group in rotation_groups(model):
+        if group.product is not None:
+            dim, first = tables_of(model)[group.tables[0]].shape[1], group.product.first_column
+            weights = group.product.weight.detach()[0, first : first + dim].double()
+            factors |= {group.tables[0]: weights.sign() * weights.abs().sqrt(), group.tables[1]: weights.abs().sqrt()}
+    return factors
+
+
 def optimizer_of(
     model: nn.Module, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ) -> KeyedOptimizerWrapper:
@@ -103,11 +114,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, kjt: KeyedJaggedTe
 @pytest.mark.parametrize("sharding_type", ["table_wise", "data_parallel"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: str) -> None:
-    """The second moment of what was turned is diagonal and falls; of everything else not a bit has changed."""
+    """The second moment of what was turned is diagonal and falls."""
     model = build(name)
     counts, kjt = counts_of(model), features_of(model)
     sharded = shard_as(model, sharding_type)
     before, predicted = tables_of(sharded), sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
+    before = {table: (weight.double() * drawn_in(sharded)[table]).float() for table, weight in before.items()}
     groups = [group.tables for group in rotation_groups(sharded)]
     rotations = rotate_(sharded, optimizer_of(sharded, sgd), counts)
     after = tables_of(sharded)
@@ -119,8 +131,6 @@ def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: st
         assert (moment.diag().diff() < 1e-4).all()
         for table in tables:
             torch.testing.assert_close(after[table], (before[table].double() @ rotation).float())
-    for table in before.keys() - {table for tables in groups for table in tables}:
-        assert torch.equal(after[table], before[table])
 
 
 @pytest.mark.parametrize("name", ["mf", "mlp", "deepfm"])
@@ -191,6 +201,53 @@ def test_states_turn_along(fused: bool) -> None:
     for name, state in states().items():
         by = rotation if name.endswith("exp_avg") else rotation.square()
         torch.testing.assert_close(state, (before[name].double() @ by).float())
+
+
+def test_states_of_a_weighted_product_are_drawn_in_too() -> None:
+    """A gradient of p * c is that of p over c; the weights of the product, ones now, start anew."""
+    model = build("neumf")
+    counts, kjt = counts_of(model), features_of(model)
+    sharded = shard_as(model, "data_parallel")
+    optimizer = optimizer_of(sharded, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
+    train(sharded, optimizer, kjt, 2)
+
+    def states(of: str) -> dict[str, Tensor]:
+        ((_, found),) = [(n, s) for n, s in optimizer.state_dict()["state"].items() if of in n]
+        return {name: found[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+
+    tables = ("gmf_user", "gmf_movie")
+    before, factors = {name: states(f".{name}.") for name in tables}, drawn_in(sharded)
+    over = next(value for name, value in sharded.named_parameters() if name.endswith("over.weight"))
+    weights, of_layer = over.detach().clone(), states("over.weight")
+    rotation = rotate_(sharded, optimizer, counts)[0]
+    for table in tables:
+        average, squares = (before[table][name].double() for name in ("exp_avg", "exp_avg_sq"))
+        factor, found = factors[table], states(f".{table}.")
+        torch.testing.assert_close(found["exp_avg"], (average / factor @ rotation).float())
+        torch.testing.assert_close(found["exp_avg_sq"], (squares / factor**2 @ rotation.square()).float())
+    found, dim = states("over.weight"), len(rotation)
+    assert over[0, :dim].tolist() == [1.0] * dim
+    assert found["exp_avg"][0, :dim].tolist() == [0.0] * dim
+    squares = (of_layer["exp_avg_sq"] * weights**2)[:, :dim].mean()
+    torch.testing.assert_close(found["exp_avg_sq"][0, :dim], squares.expand(dim))
+    for name in found:
+        assert torch.equal(found[name][:, dim:], of_layer[name][:, dim:])
+    assert torch.equal(over[:, dim:], weights[:, dim:])
+
+
+def test_a_product_that_does_not_look_at_a_column_leaves_nothing_but_numbers() -> None:
+    model = build("neumf")
+    with torch.no_grad():
+        model.over.weight[0, 1] = 0
+    counts, kjt = counts_of(model), features_of(model)
+    sharded = shard_as(model, "data_parallel")
+    optimizer = optimizer_of(sharded, lambda parameters: torch.optim.Adam(parameters, lr=0.0))
+    train(sharded, optimizer, kjt, 1)
+    predicted = sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
+    rotate_(sharded, optimizer, counts)
+    torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
+    train(sharded, optimizer, kjt, 1)
+    assert all(bool(torch.isfinite(table).all()) for table in tables_of(sharded).values())
 
 
 def test_a_prepared_model_is_turned_like_a_plain_one() -> None:
@@ -267,6 +324,20 @@ def test_unknown_optimizer_states_are_refused_untouched() -> None:
                 tables=("user",), readers={"user": (LinearReader(weight=nn.Linear(9, 2).weight, first_column=2),)}
             ),
             "expected at least 10 inputs, got 9",
+        ),
+        (
+            RotationGroup(tables=("user",), product=WeightedProduct(weight=nn.Linear(8, 1).weight)),
+            "expected two tables without readers beside a product",
+        ),
+        (
+            RotationGroup(tables=("user", "movie"), product=WeightedProduct(weight=nn.Linear(8, 2).weight)),
+            "product: expected a layer with one output, got 2",
+        ),
+        (
+            RotationGroup(
+                tables=("user", "movie"), product=WeightedProduct(weight=nn.Linear(8, 1).weight, first_column=1)
+            ),
+            "product: expected at least 9 inputs, got 8",
         ),
     ],
 )

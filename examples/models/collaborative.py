@@ -14,7 +14,7 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.rotation import RotationGroup
+from dnis_torchrec.rotation import RotationGroup, WeightedProduct
 from examples.models.first_order import SingleIdBiases
 from examples.models.rotating import groups_of_tower
 
@@ -171,8 +171,10 @@ class NeuMF(nn.Module):
         return self.over(torch.cat([product, hidden], dim=1)).squeeze(1)
 
     def rotation_groups(self) -> list[RotationGroup]:
-        """The MLP's tables turn as in `MultiLayerPerceptron`; the last layer weighs the columns of the product."""
-        return groups_of_tower(self._tables[2:], self.tower)
+        """The GMF's tables turn together, their product's weights drawn in; the MLP's as in `MultiLayerPerceptron`."""
+        pair = tuple(table.name for table in self._tables[:2])
+        gmf = RotationGroup(tables=pair, product=WeightedProduct(weight=self.over.weight))
+        return [gmf, *groups_of_tower(self._tables[2:], self.tower)]
 
 
 def ncf_tower(num_factors: int) -> tuple[int, int, int]:

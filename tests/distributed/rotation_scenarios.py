@@ -9,20 +9,21 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dnis_torchrec.rotation import rotate_
+from dnis_torchrec.rotation import rotate_, rotation_groups
 from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.table_shards import collections, local_shards
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.test_rotation import build, counts_of, optimizer_of, sgd
 
-MODEL = "deepfm"
+MODELS = ("deepfm", "mlp", "neumf")
+"""Models with groups of two tables, and of one: then a rank may hold nothing of a group."""
 TURNED = ("table_wise", "row_wise", "data_parallel")
 REFUSED = "column_wise"
 
 
-def rotate(rank: Rank, sharding_type: str) -> Results:
-    """Shards and turns a model: this rank's shards, the rotation, and what read the tables; or the error."""
-    model = build(MODEL)
+def rotate(rank: Rank, name: str, sharding_type: str) -> Results:
+    """Shards and turns a model: this rank's shards, the rotations, and what read the tables; or the error."""
+    model = build(name)
     counts = counts_of(model)
     if sharding_type != "data_parallel":
         for module in model.modules():
@@ -42,7 +43,10 @@ def rotate(rank: Rank, sharding_type: str) -> Results:
         "rotations": rotations,
         "shards": [[part.table, part.first_row, part.weight.clone()] for part in parts],
         "reader": next(value for name, value in sharded.named_parameters() if name.endswith("0._linear.weight")),
+        "groups": [list(group.tables) for group in rotation_groups(sharded)],
     }
 
 
-SCENARIOS: dict[str, Scenario] = {kind: partial(rotate, sharding_type=kind) for kind in (*TURNED, REFUSED)}
+SCENARIOS: dict[str, Scenario] = {
+    f"{name} {kind}": partial(rotate, name=name, sharding_type=kind) for name in MODELS for kind in (*TURNED, REFUSED)
+}
