@@ -277,6 +277,11 @@ def test_column_scales_are_root_mean_squares_over_look_ups(scope: str, sharding_
     torch.testing.assert_close(scales, wanted.float())
 
 
+def test_neumf_may_turn_its_mlp_alone() -> None:
+    model = NeuMF(build_neumf_tables(ROWS, 4), tower=(6, 3), turns_gmf=False)
+    assert [group.tables for group in rotation_groups(model)] == [("mlp_user",), ("mlp_movie",)]
+
+
 def test_models_that_do_not_say_are_left_alone() -> None:
     """torchrec's DLRM names no groups."""
     sharded = shard_as(small_models.dlrm(), "table_wise")

@@ -132,6 +132,7 @@ class NeuMF(nn.Module):
             D first, then the MLP pair.
         tower: sizes of the MLP's hidden layers; `ncf_tower` gives the paper's.
         initial_bias: b to start from, such as the mean label of the training data.
+        turns_gmf: whether a search turns the GMF's tables, too: worth much for ratings, and nothing for top-k.
 
     Shape:
         - dense_features: ``(B, any)``, not read.
@@ -150,7 +151,12 @@ class NeuMF(nn.Module):
     """
 
     def __init__(
-        self, embedding_bag_collection: EmbeddingBagCollection, *, tower: Sequence[int], initial_bias: float = 0.0
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        *,
+        tower: Sequence[int],
+        initial_bias: float = 0.0,
+        turns_gmf: bool = True,
     ) -> None:
         super().__init__()
         outputs = _output_dims(embedding_bag_collection)
@@ -162,6 +168,7 @@ class NeuMF(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
         self.tower = MLP(dims[2] + dims[3], list(tower))
         self.over = _last_layer(dims[0] + tower[-1], initial_bias)
+        self._turns_gmf = turns_gmf
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Predicts a rating, or the logit of an interaction, per sample."""
@@ -174,7 +181,7 @@ class NeuMF(nn.Module):
         """The GMF's tables turn together, their product's weights drawn in; the MLP's as in `MultiLayerPerceptron`."""
         pair = tuple(table.name for table in self._tables[:2])
         gmf = RotationGroup(tables=pair, product=WeightedProduct(weight=self.over.weight))
-        return [gmf, *groups_of_tower(self._tables[2:], self.tower)]
+        return [*([gmf] if self._turns_gmf else []), *groups_of_tower(self._tables[2:], self.tower)]
 
 
 def ncf_tower(num_factors: int) -> tuple[int, int, int]:
