@@ -260,11 +260,12 @@ def _draw_in_(
     for part in parts:
         factor = weights.abs().sqrt() * (weights.sign() if part.table == first_table else 1)
         for chunk, _, _ in part.chunks():
-            chunk.copy_((chunk.double() * factor).to(chunk))
+            chunk.copy_((chunk.double() * factor.to(chunk.device)).to(chunk))
         # Of a column that the product does not look at nothing is known.
         inverse = torch.where(factor.abs() > 1e-6 * factor.abs().max(), 1 / factor, 0.0)
         for name, state in _states_like(part.weight, states):
-            state.copy_((state.double() * (inverse if name in LINEAR_STATES else inverse.square())).to(state))
+            scale = (inverse if name in LINEAR_STATES else inverse.square()).to(state.device)
+            state.copy_((state.double() * scale).to(state))
     layer[:, columns] = 1
     for name, state in _states_like(layer, states):
         of_ones = state[:, columns].double() * weights.square()

@@ -45,7 +45,7 @@ from dnis_torchrec.hypergradient import (
     without_synchronisation,
 )
 from dnis_torchrec.level_schedule import BilevelStream, Level
-from dnis_torchrec.ranks import together
+from dnis_torchrec.ranks import on_rank_zero, together
 from dnis_torchrec.shard_selection import select_on_shards_
 from dnis_torchrec.sharding import check_no_prefetching
 from dnis_torchrec.soft_selection import Alpha
@@ -247,8 +247,7 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         """
         if self.contexts:
             raise RuntimeError(describe("restore", "expected a pipeline before its first step", "one after it"))
-        with together(self._process_group):
-            taken = Manifest.read(path).values
+        taken = on_rank_zero(lambda: Manifest.read(path).values, self._process_group)
         passes = taken["lower_steps"] + (0 if self._unrolled is None else taken["upper_steps"])
         batch = stream.first_train_batch().to(self._device)
         for _ in range(max(1, min(passes, STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fsspec import AbstractFileSystem
+
 from dnis_torchrec.storage.access import filesystem, local_path, retrying
 from dnis_torchrec.storage.fetching import PARTIAL, cache_folder, fetch
 
@@ -54,16 +56,32 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
     with _temporary_folder() as folder:
         local = folder / posixpath.basename(remote)
         size = _write_and_sync(local, write)
-
-        def put() -> None:
-            try:
-                files.put_file(str(local), remote)
-            except FileNotFoundError:  # object stores need no folders, and may forbid to ask for the bucket's
-                files.makedirs(posixpath.dirname(remote), exist_ok=True)
-                files.put_file(str(local), remote)
-
-        retrying(put, f"address {os.fspath(address)}")
+        upload(files, local, remote, f"address {os.fspath(address)}")
     return size
+
+
+def upload(files: AbstractFileSystem, local: Path, remote: str, place: str) -> None:
+    """Copies a local file to storage, making the folder that it belongs in where there are folders.
+
+    Args:
+        files: the file system.
+        local: what to copy.
+        remote: its path there.
+        place: what it is about, for the error.
+
+    Raises:
+        StorageError: if storage does not answer.
+        FileNotFoundError: if the local file is gone, or there is no such bucket.
+    """
+
+    def put() -> None:
+        try:
+            files.put_file(str(local), remote)
+        except FileNotFoundError:  # object stores need no folders, and may forbid to ask for the bucket's
+            files.makedirs(posixpath.dirname(remote), exist_ok=True)
+            files.put_file(str(local), remote)
+
+    retrying(put, place)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from dnis_torchrec.checks import describe
 from dnis_torchrec.storage.access import StorageError, exists, filesystem, local_path, retrying
 from dnis_torchrec.storage.claim import claimed
 from dnis_torchrec.storage.fetching import FETCHED, PARTIAL, cache_folder, fetch, local_copy_of, write_record
+from dnis_torchrec.storage.files import upload
 
 MIRROR_SECONDS = 30.0
 """Seconds between two passes that copy to storage what changed in an output folder."""
@@ -97,13 +98,7 @@ class Mirror:
         return versions
 
     def _put(self, name: str) -> None:
-        local, remote = self.folder / name, posixpath.join(self._root, name)
-
-        def put() -> None:
-            self._files.makedirs(posixpath.dirname(remote), exist_ok=True)
-            self._files.put_file(str(local), remote)
-
-        retrying(put, f"address {self.url}/{name}")
+        upload(self._files, self.folder / name, posixpath.join(self._root, name), f"address {self.url}/{name}")
 
     def _remove(self, name: str) -> None:
         remote = posixpath.join(self._root, name)
