@@ -10,6 +10,9 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
+
+from dnis_torchrec.storage import access, claim
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("DNIS_DATA", ROOT.parent / "shared" / "data"))
@@ -42,6 +45,18 @@ def gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
+    """Storage in memory (``memory://``), empty before and after, a cache of its own, and next to no waiting."""
+    monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(access, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(claim, "SETTLE_SECONDS", 0.001)
+    files = MemoryFileSystem()
+    yield files
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(scope="session")

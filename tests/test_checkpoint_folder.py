@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -22,6 +23,7 @@ from dnis_torchrec.checkpoint import (
     CheckpointWriteError,
     PlacedTensor,
     TrainingState,
+    checkpoint_folder,
     describe_tables,
     model_tensors,
     optimizer_tensors,
@@ -29,6 +31,7 @@ from dnis_torchrec.checkpoint import (
     write_checkpoint,
 )
 from dnis_torchrec.checkpoint.placement import Chunk, TableDescription
+from dnis_torchrec.storage import Address
 from tests.small_models import MODELS, blocks_for
 from tests.test_checkpoint import build
 
@@ -48,10 +51,16 @@ def read(path: Path, size: int = 3) -> list[float]:
     return state.tensors["model/x"].chunks[0].tensor.tolist()
 
 
-def test_tensors_and_values_come_back(gloo, tmp_path: Path) -> None:
+@pytest.fixture(params=["here", "on storage"])
+def address(request: pytest.FixtureRequest, remote: MemoryFileSystem, tmp_path: Path) -> Address:
+    """Where checkpoints go: a path, or a URL (test_checkpoint_stored.py has what is true of those alone)."""
+    return tmp_path / "checkpoints" if request.param == "here" else "memory://run/checkpoints"
+
+
+def test_tensors_and_values_come_back(gloo, address: Address) -> None:
     torch.manual_seed(0)
     model, other = build("dlrm", prepared=True), build("dlrm", prepared=True)
-    folder = CheckpointFolder(tmp_path)
+    folder = checkpoint_folder(address)
     write_checkpoint(folder, 7, state_of(model, epoch=3), None)
     for value in other.state_dict().values():
         value.fill_(-7)
@@ -94,8 +103,8 @@ def test_any_pieces_are_read_from_any_others(gloo, tmp_path_factory, size, writt
     )
 
 
-def test_the_last_ones_and_the_best_are_kept(gloo, tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path, keep_last=2)
+def test_the_last_ones_and_the_best_are_kept(gloo, address: Address) -> None:
+    folder = checkpoint_folder(address, keep_last=2)
     for step in range(1, 7):
         write_checkpoint(folder, step, numbers(step), None, keep=(2,))
     assert folder.steps() == [2, 5, 6]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.checkpoint import (
@@ -18,28 +16,16 @@ from dnis_torchrec.checkpoint import (
     Manifest,
     StoredCheckpointFolder,
     checkpoint_folder,
-    read_checkpoint,
     write_checkpoint,
 )
-from dnis_torchrec.storage import StorageError, access
-from tests.test_checkpoint import build
-from tests.test_checkpoint_folder import numbers, read, refused, state_of
+from dnis_torchrec.storage import StorageError
+from tests.test_checkpoint_folder import numbers, read, refused
 from tests.test_storage import Flaky
 
 URL = "memory://stored/run/checkpoints"
 ROOT = "/stored/run/checkpoints"
 
-
-@pytest.fixture
-def remote(gloo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
-    """Storage in memory, a cache of its own, and no waiting."""
-    monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(access, "FIRST_WAIT_SECONDS", 0.0)
-    files = MemoryFileSystem()
-    yield files
-    monkeypatch.undo()
-    if files.exists("/stored"):
-        files.rm("/stored", recursive=True)
+pytestmark = pytest.mark.usefixtures("gloo")
 
 
 def names(files: MemoryFileSystem) -> list[str]:
@@ -56,30 +42,13 @@ def test_an_address_decides_where_checkpoints_are() -> None:
     assert checkpoint_folder("s3://bucket/checkpoints/").path_of(7) == "s3://bucket/checkpoints/step-00000007"
 
 
-def test_tensors_and_values_come_back(remote: MemoryFileSystem, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, other = build("dlrm", prepared=True), build("dlrm", prepared=True)
+def test_nothing_that_was_copied_stays_and_all_can_be_removed(remote: MemoryFileSystem, tmp_path: Path) -> None:
     folder = StoredCheckpointFolder(URL)
     assert folder.latest() is None
     assert folder.steps() == []
-    write_checkpoint(folder, 7, state_of(model, epoch=3), None)
-    for value in other.state_dict().values():
-        value.fill_(-7)
-    assert read_checkpoint(folder.latest(), state_of(other), None) == {"epoch": 3}
-    expected, found = model.state_dict(), other.state_dict()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-    assert list((tmp_path / "cache").iterdir()) == []  # nothing that was copied stays
-
-
-def test_the_last_ones_are_kept(remote: MemoryFileSystem) -> None:
-    folder = StoredCheckpointFolder(URL, keep_last=2)
-    for step in range(1, 7):
-        write_checkpoint(folder, step, numbers(step), None, keep=(2,))
-    assert folder.steps() == [2, 5, 6]
-    assert folder.latest() == folder.path_of(6)
-    write_checkpoint(folder, 4, numbers(4.5), None, keep=(2,))  # a run that went back to step 2
-    assert folder.steps() == [2, 4]
-    assert read(folder.latest()) == [4.5] * 3
+    write_checkpoint(folder, 7, numbers(1), None)
+    assert read(folder.latest()) == [1.0] * 3
+    assert list((tmp_path / "cache").iterdir()) == []
     folder.remove()
     assert remote.find(ROOT) == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -13,19 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import storage
-from dnis_torchrec.storage import access, claim, outputs
-
-
-@pytest.fixture
-def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
-    """Storage in memory, a cache of its own, and no waiting."""
-    monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(access, "FIRST_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(claim, "SETTLE_SECONDS", 0.0)
-    files = MemoryFileSystem()
-    yield files
-    if files.exists("/bucket"):
-        files.rm("/bucket", recursive=True)
+from dnis_torchrec.storage import access, outputs
 
 
 class Flaky:

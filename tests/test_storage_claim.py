@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import storage
-from dnis_torchrec.storage import access, claim
+from dnis_torchrec.storage import claim
 from dnis_torchrec.storage.claim import claimed
 
 URL, WRITER = "memory://claims/run", "/claims/run.writer"
-
-
-@pytest.fixture
-def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
-    """Storage in memory, and waiting that takes next to no time."""
-    monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(access, "FIRST_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(claim, "SETTLE_SECONDS", 0.001)
-    files = MemoryFileSystem()
-    yield files
-    if files.exists("/claims"):
-        files.rm("/claims", recursive=True)
 
 
 def left_behind(files: MemoryFileSystem, job: str = "another") -> None:

@@ -8,28 +8,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dnis_torchrec.storage import access, claim
 from tests.shared_storage import register
 from tests.test_cli import ROOT, SHORT, dnis, environment
 
 
 @pytest.fixture
-def remote(gloo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
-    """Storage in memory with a folder of data, a cache of its own, and no waiting."""
-    monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(access, "FIRST_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(claim, "SETTLE_SECONDS", 0.0)
-    files = MemoryFileSystem()
-    files.pipe("/cli/data/readme.txt", b"generated")
-    yield files
-    monkeypatch.undo()
-    files.rm("/cli", recursive=True)
+def remote(gloo, remote: MemoryFileSystem) -> MemoryFileSystem:
+    """With a folder of data."""
+    remote.pipe("/cli/data/readme.txt", b"generated")
+    return remote
 
 
 def names(files: MemoryFileSystem, folder: str) -> set[str]:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import storage
-from dnis_torchrec.storage import access, claim
+from dnis_torchrec.storage import access
 from tests.test_storage import Flaky
-
-
-@pytest.fixture
-def remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
-    """Storage in memory, a cache of its own, and no waiting."""
-    monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(access, "FIRST_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(claim, "SETTLE_SECONDS", 0.0)
-    files = MemoryFileSystem()
-    yield files
-    monkeypatch.undo()
-    if files.exists("/files"):
-        files.rm("/files", recursive=True)
 
 
 @pytest.fixture(params=["here", "on storage"])
