@@ -24,6 +24,7 @@ from dnis_torchrec.export.of_model import export
 from dnis_torchrec.frequency import FrequencyCounts, count_frequencies, count_frequencies_in_frame
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
+from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.pruning import RetainedMask, prune
 from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -42,6 +43,7 @@ __all__ = [
     "MixedDimensionEmbeddingBagCollection",
     "MixedDimensionScheme",
     "NarrowEmbeddingBagCollection",
+    "PrefetchBilevelTrainPipeline",
     "Pressure",
     "Recipe",
     "RetainedMask",

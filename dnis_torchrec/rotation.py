@@ -35,6 +35,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
 from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.cached_tables import writing_to_tables
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.reductions import Ranks
@@ -186,7 +187,8 @@ def rotate_(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, c
     problem = _split_rows(parts, tables, _embedding_dims(model)) or _unknown_state(turned, states)
     _refuse(problem, ranks)
     dims = _embedding_dims(model)
-    return [_rotate_group_(group, dims[group.tables[0]], parts, counts, ranks, states) for group in groups]
+    with writing_to_tables(model):
+        return [_rotate_group_(group, dims[group.tables[0]], parts, counts, ranks, states) for group in groups]
 
 
 @torch.no_grad()

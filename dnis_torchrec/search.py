@@ -28,10 +28,12 @@ from dnis_torchrec.alpha_optimizer import Pressure
 from dnis_torchrec.batch_parts import BatchParts
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size
+from dnis_torchrec.cached_tables import PrefetchedTables
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data_over_ranks import check_same, for_counting, split_over_ranks
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.pruning import STRUCTURES, prune
 from dnis_torchrec.ranks import together
 from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask, check_labels
@@ -284,7 +286,9 @@ def search(
         events.on_start(steps_per_epoch, counts, blocks)
     turned = [table for group in rotation_groups(recipe.model) for table in group.tables] if config.rotate else []
     task = TrainTask(prepare_(recipe.model, blocks), recipe.loss)
-    model, optimizer = shard(task, recipe, device, whole_rows=turned, replicated=config.unrolled)
+    model, optimizer = shard(
+        task, recipe, device, whole_rows=turned, replicated=config.unrolled, prefetched=not config.unrolled
+    )
     pipeline, stream = _pipeline(model, optimizer, device, recipe, config, steps_per_epoch)
     model.train()
     loop = SearchLoop(
@@ -348,7 +352,8 @@ def _pipeline(
         ramp_steps=max(1, config.ramp_epochs * steps_per_epoch // config.upper_every),
         column_sharing=config.column_sharing,
     )
-    pipeline = BilevelTrainPipeline(
+    pipeline_type = PrefetchBilevelTrainPipeline if PrefetchedTables(model) else BilevelTrainPipeline
+    pipeline = pipeline_type(
         model,
         optimizer,
         device,

@@ -232,6 +232,8 @@ class SearchLoop:
         pipeline, recipe, epoch = self._pipeline, self._recipe, self._epoch
         with pipeline.detached() as model:
             selection_loss = evaluate(model, recipe.data.selection, recipe.loss, pipeline.device)["loss"]
+            if epoch + 1 == self._warm_up_epochs and self._after_warm_up is not None:
+                self._after_warm_up()
         record = EpochRecord(
             epoch=epoch,
             step=pipeline.lower_steps,
@@ -243,8 +245,6 @@ class SearchLoop:
         )
         self.history.append(record)
         self._epoch += 1
-        if self._epoch == self._warm_up_epochs and self._after_warm_up is not None:
-            self._after_warm_up()
         self._events.on_epoch(record)
         if pipeline.alpha_optimizer.is_released and epoch >= self._warm_up_epochs:
             if selection_loss < self.best.loss:

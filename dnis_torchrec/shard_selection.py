@@ -14,8 +14,9 @@ with a kernel for every table (TorchRec's fused parameter ``use_one_tbe_per_tabl
 
 It does so for every sharding type, kernel and device whose lookup is a GroupedPooledEmbeddingsLookup: all those that
 ShardedEmbeddingBagCollection trains with. Elsewhere (a model that is not sharded, or sharded by a sharder with lookups
-of its own) bags are split before the collection and selected behind it, with up to S times the volume; collections
-without a multi-hot feature select behind it too, with nothing to save.
+of its own, or whose rows are prefetched, which FBGEMM wants to know the ids of as its kernel will read them) bags are
+split before the collection and selected behind it, with up to S times the volume; collections without a multi-hot
+feature select behind it too, with nothing to save.
 
 Alpha's gradient is formed where the lookup is, from the output gradients that output_dist sends back. A rank sees the
 samples of all ranks but the rows and columns of its own shards alone, so the sum over ranks counts each once; where
@@ -46,6 +47,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.bag_splitting import sort_by_slot
 from dnis_torchrec.block_operators import are_compiled
 from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.cached_tables import PrefetchedTables
 from dnis_torchrec.embedding_modules import (
     SoftSelectionEmbeddingBagCollection,
     WatchedOutputs,
@@ -74,7 +76,8 @@ def select_on_shards_(model: nn.Module) -> nn.Module:
         collection = wrapper.embedding_bag_collection
         if isinstance(collection, ShardedEmbeddingBagCollection) and wrapper.bag_splitter is not None:
             lookups = [_without_ddp(lookup) for lookup in collection._lookups]
-            if all(type(lookup) is GroupedPooledEmbeddingsLookup for lookup in lookups):
+            is_torchrecs = all(type(lookup) is GroupedPooledEmbeddingsLookup for lookup in lookups)
+            if is_torchrecs and not PrefetchedTables(collection):
                 _select_on_shards_(wrapper, collection)
     return model
 

@@ -9,10 +9,6 @@ sharder and plan of TorchRec's does for a search. What these add: on a CPU Torch
 out, a plan that cannot be made or does not fit leaves ranks hanging, and a model on a CPU loses its weights when it is
 sharded.
 
-UVM-cached tables, on GPUs, are looked up without TorchRec's prefetching pipeline. FBGEMM locks the cache lines that it
-has prefetched until the lookup's backward, which an upper step never runs: they would stay locked, step by step, until
-the cache is full. And PrefetchTrainPipelineSparseDist calls backward itself. Tables that are set up for it are refused.
-
 Shapes: N rows of a table, D its embedding_dim, W ranks.
 """
 
@@ -28,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
-from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag
 from torchrec.distributed.comm import get_local_size
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
@@ -125,24 +120,6 @@ def make_sharding_plan(
         return made
 
     return on_rank_zero(plan, process_group)
-
-
-def check_no_prefetching(model: nn.Module) -> None:
-    """Refuses tables that lock the cache lines of every lookup until its backward pass. Local, no collective.
-
-    Args:
-        model: sharded.
-
-    Raises:
-        NotImplementedError: naming the tables, on the ranks that hold a shard of them.
-    """
-    sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
-    kernels = [part for module in sharded for lookup in module._lookups for part in lookup.modules()]
-    for kernel in kernels:
-        if isinstance(kernel, BaseBatchedEmbeddingBag) and getattr(kernel.emb_module, "prefetch_pipeline", False):
-            place = f"tables {[table.name for table in kernel.config.embedding_tables]}"
-            remedy = "shard them with CacheParams(prefetch_pipeline=False), the default"
-            raise NotImplementedError(describe(place, "supported are lookups that are not prefetched", "some", remedy))
 
 
 def check_sharding_plan(

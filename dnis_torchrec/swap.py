@@ -10,6 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.cached_tables import writing_to_tables
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.soft_selection import Alpha
@@ -143,8 +144,9 @@ def fold_(model: nn.Module) -> None:
         raise RuntimeError(
             describe("fold_", "expected a prepared model", "no wrapped collection", "call prepare_ first")
         )
-    for wrapper in wrappers.values():
-        multiply_by_alpha_(wrapper)
+    with writing_to_tables(model):
+        for wrapper in wrappers.values():
+            multiply_by_alpha_(wrapper)
     for wrapper in wrappers.values():
         for dim in wrapper.alpha.dims:
             wrapper.alpha.of(dim).fill_(1.0)

@@ -24,6 +24,7 @@ from torchrec.distributed.train_pipeline.utils import TrainPipelineContext
 from torchrec.streamable import Pipelineable
 
 from dnis_torchrec.alpha_optimizer import AlphaOptimizer, Pressure
+from dnis_torchrec.cached_tables import PrefetchedTables
 from dnis_torchrec.checkpoint import (
     Manifest,
     PlacedTensor,
@@ -45,9 +46,8 @@ from dnis_torchrec.hypergradient import (
     without_synchronisation,
 )
 from dnis_torchrec.level_schedule import BilevelStream, Level
-from dnis_torchrec.ranks import on_rank_zero, together
+from dnis_torchrec.ranks import on_rank_zero
 from dnis_torchrec.shard_selection import select_on_shards_
-from dnis_torchrec.sharding import check_no_prefetching
 from dnis_torchrec.soft_selection import Alpha
 from dnis_torchrec.storage import Address
 from dnis_torchrec.table_shards import soft_selection_modules
@@ -122,11 +122,14 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
 
     Raises:
         RuntimeError: if the model is not prepared.
+        TypeError: for tables whose lookups are to be prefetched; `PrefetchBilevelTrainPipeline` is for those.
         NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not synchronised yet; for
-            tables whose lookups are prefetched (see `sharding`); for an `unrolled_step` with tables that have no
-            ordinary gradient (see `UnrolledHypergradient`).
+            an `unrolled_step` with tables that have no ordinary gradient (see `UnrolledHypergradient`).
         ValueError: for a size that cannot be met, or an `unrolled_step` that is not above 0.
     """
+
+    _batch_context_type = BilevelTrainPipelineContext
+    _may_prefetch = False
 
     def __init__(
         self,
@@ -147,8 +150,8 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
             supported = "supported is DistributedModelParallel"
             raise NotImplementedError(describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)"))
         self._process_group = model._env.process_group if isinstance(model, DistributedModelParallel) else None
-        with together(self._process_group):
-            check_no_prefetching(model)
+        self._prefetched = PrefetchedTables(model)
+        self._check_prefetching()
         select_on_shards_(model)
         first = next(iter(wrappers.values()))
         self._alpha: Alpha = first.alpha
@@ -171,10 +174,16 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
             model,
             _LowerLevelOptimizer(self, optimizer),
             device,
-            context_type=BilevelTrainPipelineContext,
+            context_type=self._batch_context_type,
             pipeline_postproc=True,  # else features split by block would not be pipelined
             custom_model_fwd=self._forward,
         )
+
+    def _check_prefetching(self) -> None:
+        """Tables that lock what was prefetched need a pipeline that unlocks it: their lookups would slow down."""
+        if self._prefetched and not self._may_prefetch:
+            place, remedy = f"tables {self._prefetched.names}", "take PrefetchBilevelTrainPipeline"
+            raise TypeError(describe(place, "expected a pipeline that prefetches", type(self).__name__, remedy))
 
     @cached_property
     def _modules(self) -> list[nn.Module]:

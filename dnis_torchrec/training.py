@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -25,7 +25,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingType
+from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ModuleSharder, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -81,6 +81,7 @@ def shard(
     *,
     whole_rows: Collection[str] = (),
     replicated: bool = False,
+    prefetched: bool = False,
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     """Shards a model as the recipe's table optimizer needs it.
 
@@ -98,6 +99,8 @@ def shard(
         device: where to train.
         whole_rows: tables whose rows no plan may cut.
         replicated: hold all tables whole on every rank, where none is fused; one-step unrolled gradients want that.
+        prefetched: set tables up for a pipeline that prefetches, where the planner leaves them in host memory behind a
+            cache on the GPU.
 
     Returns:
         The sharded model, with the weights that `task` had, and the optimizer of everything that is not fused.
@@ -126,10 +129,12 @@ def shard(
     sharders = [cast(ModuleSharder[nn.Module], sharder)]
     constraints = {table: uncut if table in whole_rows else constraint for table in tables}
     plan = make_sharding_plan(task, device, sharders, constraints=constraints)
-    if is_spread and not fused:  # every type runs in the dense kernel, which the planner knows for data_parallel alone
-        for of_module in plan.plan.values():
-            for sharding in cast(EmbeddingModuleShardingPlan, of_module).values():
-                sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+    planned = [own for part in plan.plan.values() for own in cast(EmbeddingModuleShardingPlan, part).values()]
+    for sharding in planned:
+        if is_spread and not fused:  # every type runs in the dense kernel; the planner knows it for data_parallel alone
+            sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+        if prefetched and sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
+            sharding.cache_params = replace(sharding.cache_params or CacheParams(), prefetch_pipeline=True)
     model = shard_model(task, device, plan, sharders)
     return model, rest_optimizer(model, recipe)
 

@@ -29,7 +29,7 @@ LAYERS = (
         "streaming",
     },
     {"budget", "embedding_modules", "narrow_tables", "serving"},
-    {"alpha_optimizer", "table_shards"},
+    {"alpha_optimizer", "cached_tables", "table_shards"},
     {
         "checkpoint",
         "export",
@@ -43,7 +43,7 @@ LAYERS = (
         "swap",
     },
     {"train_pipeline", "training"},
-    {"search_loop"},
+    {"prefetch_pipeline", "search_loop"},
     {"planning", "report", "search"},
     {"baselines", "run_folder"},
     {"progress"},

@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection, get_unwrapped_module
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocking import blocks_from_counts
@@ -223,24 +221,6 @@ def test_a_uvm_cached_table_is_refused_on_a_cpu(gloo: dist.ProcessGroup) -> None
     constraints = {"user": ParameterConstraints(compute_kernels=["fused_uvm_caching"])}
     with pytest.raises(ValueError, match=r"table 'user': expected a compute kernel for .*: dense, fused, got"):
         make_sharding_plan(make_model(), CPU, SHARDERS, constraints=constraints)
-
-
-def test_tables_whose_lookups_are_prefetched_are_refused(gloo: dist.ProcessGroup) -> None:
-    """Their cache lines would stay locked, since an upper step has no backward pass through the lookup."""
-    recipe = make_recipe()
-    tables = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    prepared = prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2))
-    apply_optimizer_in_backward(torch.optim.SGD, prepared.parameters(), {"lr": 0.1})
-    model = shard_model(prepared, CPU, make_sharding_plan(prepared, CPU, SHARDERS), SHARDERS)
-    (wrapper,) = collections(model).values()
-    for kernel in (part for lookup in wrapper.embedding_bag_collection._lookups for part in lookup.modules()):
-        if isinstance(kernel, BatchedFusedEmbeddingBag):
-            kernel.emb_module.prefetch_pipeline = True  # as CacheParams sets it up; TorchRec drops it on a CPU
-    with pytest.raises(
-        NotImplementedError, match=r"tables \['.*'\]: supported are lookups that are not prefetched, got"
-    ):
-        BilevelTrainPipeline(model, torch.optim.SGD([torch.zeros(1)], lr=0.1), CPU)
 
 
 class TwoDimensional(DMPCollection):

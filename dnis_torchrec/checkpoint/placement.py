@@ -15,7 +15,7 @@ Everything is local: nothing is gathered and nothing copied until `TrainingState
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -24,12 +24,11 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.cached_tables import forget_cached_rows, lookups
 from dnis_torchrec.checks import describe
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.ranks import rank_of
@@ -168,10 +167,7 @@ def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
         model: sharded or not; its tables and optimizer states were loaded.
         tensors: what was loaded.
     """
-    for lookup in _lookups(model):
-        purge: Callable[[], None] | None = getattr(lookup, "purge", None)
-        if purge is not None:
-            purge()
+    forget_cached_rows(model)
     if ITERATIONS in tensors:
         for counter in _iteration_counters(model):
             counter.fill_(int(tensors[ITERATIONS].chunks[0].tensor))
@@ -251,16 +247,9 @@ def _place(value: Tensor, parameter: Tensor, shard: tuple[tuple[int, ...], Chunk
     return PlacedTensor(size, (Chunk(chunk.offset, value.detach()),))
 
 
-def _lookups(model: nn.Module) -> list[nn.Module]:
-    """TorchRec's lookups, which a sharded collection keeps in a plain list, unseen by `modules()`."""
-    sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
-    lookups = [lookup for module in sharded for lookup in module._lookups]
-    return [lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in lookups]
-
-
 def _iteration_counters(model: nn.Module) -> list[Tensor]:
     """Counters of fused kernels, by which Adam corrects its bias: every kernel counts the same steps."""
-    kernels = [module for lookup in _lookups(model) for module in lookup.modules()]
+    kernels = [module for lookup in lookups(model) for module in lookup.modules()]
     fused = [kernel for kernel in kernels if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)]
     return [counter for kernel in fused for counter in (kernel.iter, kernel.iter_cpu)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dnis_torchrec.cached_tables import writing_to_tables
 from dnis_torchrec.table_shards import collections, local_shards
 
 
@@ -20,6 +21,7 @@ class RetainedMask:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._shards = [shard for module in collections(model).values() for shard in local_shards(module)]
         self._masks = [shard.weight != 0 for shard in self._shards]
         storages = {shard.weight.data_ptr(): index for index, shard in enumerate(self._shards)}
@@ -35,5 +37,6 @@ class RetainedMask:
     @torch.no_grad()
     def hold_(self) -> None:
         """Zeroes pruned values; call after the optimizer's step."""
-        for shard, mask in zip(self._shards, self._masks, strict=True):
-            shard.weight.mul_(mask)
+        with writing_to_tables(self._model):
+            for shard, mask in zip(self._shards, self._masks, strict=True):
+                shard.weight.mul_(mask)

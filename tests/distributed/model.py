@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -64,8 +65,14 @@ MORE_KINDS["mixed pooling"] = {
     "genre": "table_wise",
     "tag": "column_wise",
 }
+MORE_KINDS["cached"] = {
+    "user": "row_wise",
+    "item": "column_wise fused_uvm_caching",
+    "genre": "data_parallel",
+    "tag": "table_wise fused_uvm_caching",
+}
 MORE_KINDS |= {f"few rows {kind}": {"tag": kind} for kind in ("table_wise", "row_wise")}
-"""Name -> sharding type of every table, followed by "dense" where its kernel is not the fused one."""
+"""Name -> sharding type of every table, followed by its kernel where that is not the fused one."""
 
 
 class Net(nn.Module):
@@ -173,9 +180,11 @@ def plan_as(
     }
     plan = make_sharding_plan(whole, device, sharders, constraints=constraints, process_group=group)
     for planned in plan.plan.values():
-        for name, sharding in planned.items():  # TorchRec's planner knows dense kernels for data_parallel alone
-            if chosen[name][1:] == ["dense"]:
-                sharding.compute_kernel = "dense"
+        for name, sharding in planned.items():
+            if len(chosen[name]) == 2:  # the planner knows dense kernels for data_parallel alone, and caches for GPUs
+                sharding.compute_kernel = chosen[name][1]
+            if sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
+                sharding.cache_params = CacheParams(load_factor=0.5, prefetch_pipeline=True)
     return plan
 
 

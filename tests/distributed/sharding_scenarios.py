@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -19,9 +20,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.blocking import blocks_from_counts
+from dnis_torchrec.cached_tables import PrefetchedTables
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.hypergradient import first_order_gradient
 from dnis_torchrec.level_schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.swap import prepare_
@@ -30,6 +33,7 @@ from dnis_torchrec.train_pipeline import BilevelTrainPipeline
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import LEARNING_RATE, Net, Stream, plan_as, shard_as, task
 from tests.distributed.scenarios import alpha_of, dense_of, recorded_logs, run_steps, tables_of
+from tests.row_caches import caches_of, counting_locks
 
 STEPS = 20
 ALPHA_LEARNING_RATE = 0.05
@@ -113,11 +117,17 @@ def search_unsharded(parts: tuple[int, ...], kind: str = "") -> Results:
 
 def search_sharded(kind: str, at: Rank, sharder: CpuEmbeddingBagCollectionSharder | None = None) -> Results:
     """Twenty steps on this rank's part of every batch."""
-    with recorded_logs() as logs:
+    is_cached = kind == "cached"
+    with recorded_logs() as logs, counting_locks() if is_cached and at.device.type == "cpu" else nullcontext():
         model, optimizer = shard_as(make_task(kind), kind, at.process_group, at.device, sharder)
+        if is_cached and at.device.type == "cpu":
+            caches_of(model)
         model.train()
-        pipeline = BilevelTrainPipeline(model, optimizer, at.device, alpha_learning_rate=ALPHA_LEARNING_RATE)
+        pipeline_type = PrefetchBilevelTrainPipeline if is_cached else BilevelTrainPipeline
+        pipeline = pipeline_type(model, optimizer, at.device, alpha_learning_rate=ALPHA_LEARNING_RATE)
         found = run_steps(pipeline, make_stream((at.rank,), kind), STEPS)
+        if is_cached:
+            pipeline.detach()
     found = {"losses": found["losses"].cpu(), "levels": found["levels"]}
     found |= {
         name: {key: value.cpu() for key, value in tensors.items()}
@@ -125,7 +135,9 @@ def search_sharded(kind: str, at: Rank, sharder: CpuEmbeddingBagCollectionSharde
     }
     not_pipelined = [message for message in logs if "NOT be pipelined" in message]
     pipelined = sorted(message.split("'")[1] for message in logs if "will be pipelined" in message)
-    return found | {"not_pipelined": not_pipelined, "pipelined": pipelined}
+    locked = [kernel.lxu_cache_locking_counter for kernel in PrefetchedTables(model).kernels]
+    locks = {"num_caches": len(locked), "num_locked": sum(int(lines.abs().sum()) for lines in locked)}
+    return found | {"not_pipelined": not_pipelined, "pipelined": pipelined} | locks
 
 
 def search_with_quantised_communication(kind: str, communication: str, at: Rank) -> Results:

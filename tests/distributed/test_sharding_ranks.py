@@ -21,7 +21,14 @@ ALL_KINDS = KINDS | MORE_KINDS
 GPUS = next(ranks for ranks in (4, 2, 1, 0) if ranks <= torch.cuda.device_count())
 KINDS_OF = {
     "gloo-2": list(ALL_KINDS),
-    "gloo-4": ["mixed", "grid_shard", "mixed hosts", "dense", "few rows table_wise"],  # each sharding type is in one
+    "gloo-4": [
+        "mixed",
+        "grid_shard",
+        "mixed hosts",
+        "dense",
+        "few rows table_wise",
+        "cached",
+    ],  # each sharding type is in one
     "nccl": list(ALL_KINDS),
 }
 RANKS_OF = {"gloo-2": 2, "gloo-4": 4, "nccl": GPUS}
@@ -158,6 +165,13 @@ def test_every_collection_is_pipelined(worlds: Worlds, name: str, kind: str) -> 
     for own in world[f"search {kind}"]:
         assert own["not_pipelined"] == []
         assert {fqn.split(".")[1] for fqn in own["pipelined"]} == collections
+
+
+@with_every_kind
+def test_no_cached_row_stays_locked(worlds: Worlds, name: str, kind: str) -> None:
+    found = worlds[name][f"search {kind}"]
+    assert sum(own["num_caches"] for own in found) >= (1 if kind == "cached" else 0)
+    assert [own["num_locked"] for own in found] == [0] * len(found)
 
 
 @in_every_world
