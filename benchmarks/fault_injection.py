@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dnis_torchrec.budget import Size
-from dnis_torchrec.checkpoint import CheckpointFolder, Manifest
+from dnis_torchrec.checkpoint import LocalCheckpointFolder, Manifest
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, search
 from dnis_torchrec.table_shards import collections, local_shards
@@ -108,7 +108,7 @@ def read_all(checkpoints: Path) -> None:
     Raises:
         ValueError: if one is damaged.
     """
-    folder = CheckpointFolder(checkpoints)
+    folder = LocalCheckpointFolder(checkpoints)
     folder.latest()
     for step in folder.steps():
         path = folder.path_of(step)

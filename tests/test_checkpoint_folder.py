@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dnis_torchrec.checkpoint import (
-    CheckpointFolder,
     CheckpointSaver,
     CheckpointWriteError,
+    LocalCheckpointFolder,
     PlacedTensor,
     TrainingState,
     checkpoint_folder,
@@ -70,7 +70,7 @@ def test_tensors_and_values_come_back(gloo, address: Address) -> None:
 
 
 def test_nothing_on_disk_is_pickled(gloo, tmp_path: Path) -> None:
-    write_checkpoint(CheckpointFolder(tmp_path), 7, numbers(1.0), None)
+    write_checkpoint(LocalCheckpointFolder(tmp_path), 7, numbers(1.0), None)
     names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert names == {"latest.json", "step-00000007/manifest.json", "step-00000007/rank0.safetensors"}
 
@@ -92,7 +92,7 @@ def test_any_pieces_are_read_from_any_others(gloo, tmp_path_factory, size, writt
         )
         return TrainingState(tensors={"table/t": PlacedTensor(size, chunks)}, tables={})
 
-    folder = CheckpointFolder(tmp_path_factory.mktemp("tiles"))
+    folder = LocalCheckpointFolder(tmp_path_factory.mktemp("tiles"))
     write_checkpoint(folder, 1, tiles(whole, written), None)
     found = tiles(torch.zeros_like(whole), wanted)
     read_checkpoint(folder.latest(), found, None)
@@ -115,7 +115,7 @@ def test_the_last_ones_and_the_best_are_kept(gloo, address: Address) -> None:
 
 
 def test_a_half_written_checkpoint_does_not_count(gloo, tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
+    folder = LocalCheckpointFolder(tmp_path)
     write_checkpoint(folder, 1, numbers(1), None)
     folder.begin(2)
     (folder.partial_of(2) / "rank0.safetensors").write_bytes(b"half")
@@ -134,7 +134,7 @@ def test_a_save_is_of_the_moment_it_was_asked_for(gloo, tmp_path: Path, monkeypa
         save_file(tensors, path)
 
     monkeypatch.setattr("dnis_torchrec.checkpoint.transfer.save_file", slow)
-    state, folder = numbers(1.0), CheckpointFolder(tmp_path)
+    state, folder = numbers(1.0), LocalCheckpointFolder(tmp_path)
     with CheckpointSaver(folder) as saver:
         saver.save(1, state)
         state.tensors["model/x"].chunks[0].tensor.fill_(2.0)
@@ -147,7 +147,7 @@ def test_a_save_is_of_the_moment_it_was_asked_for(gloo, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-@pytest.mark.parametrize("what", ["transfer.save_file", "folder.write_text", "folder.CheckpointFolder.begin"])
+@pytest.mark.parametrize("what", ["transfer.save_file", "folder.write_text", "folder.LocalCheckpointFolder.begin"])
 def test_a_folder_that_cannot_be_written(gloo, tmp_path: Path, caplog, what: str, code: int) -> None:
     """Full, or read-only from now on: the last good checkpoint stays, and the run goes on as configured."""
 
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_written(gloo, tmp_path: Path, caplog, what: str
         raise OSError(code, "cannot write")
 
     for on_error in ("stop", "continue"):
-        folder = CheckpointFolder(tmp_path / on_error)
+        folder = LocalCheckpointFolder(tmp_path / on_error)
         with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
             saver = CheckpointSaver(folder, on_error=on_error)
             saver.save(1, numbers(1))
@@ -188,7 +188,7 @@ def refused(path: Path, state: TrainingState, message: str) -> None:
 
 def test_what_differs_is_said_table_by_table(gloo, tmp_path: Path) -> None:
     model = build("dlrm", prepared=True)
-    folder, state = CheckpointFolder(tmp_path), state_of(model)
+    folder, state = LocalCheckpointFolder(tmp_path), state_of(model)
     tables = {
         "genre": dataclasses.replace(state.tables["genre"], rows=99),
         "movie": dataclasses.replace(state.tables["movie"], blocks="other"),
@@ -227,7 +227,7 @@ def test_other_blocks_have_another_fingerprint() -> None:
     ],
 )
 def test_a_manifest_of_something_else(gloo, tmp_path: Path, change: dict, message: str) -> None:
-    folder = CheckpointFolder(tmp_path)
+    folder = LocalCheckpointFolder(tmp_path)
     write_checkpoint(folder, 1, numbers(1), None)
     file = folder.latest() / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -236,7 +236,7 @@ def test_a_manifest_of_something_else(gloo, tmp_path: Path, change: dict, messag
 
 @pytest.mark.parametrize("keep", [0, 40, -1])
 def test_a_file_that_was_cut_short(gloo, tmp_path: Path, keep: int) -> None:
-    folder = CheckpointFolder(tmp_path)
+    folder = LocalCheckpointFolder(tmp_path)
     write_checkpoint(folder, 1, numbers(1), None)
     file = folder.latest() / "rank0.safetensors"
     whole = file.read_bytes()
@@ -250,7 +250,7 @@ def test_a_file_that_was_cut_short(gloo, tmp_path: Path, keep: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"checkpoint": "../x"}', '{"checkpoint": "step-00000009"}'])
 def test_a_damaged_name_of_the_latest(gloo, tmp_path: Path, text: str) -> None:
-    folder = CheckpointFolder(tmp_path)
+    folder = LocalCheckpointFolder(tmp_path)
     write_checkpoint(folder, 1, numbers(1), None)
     (tmp_path / "latest.json").write_text(text)
     with pytest.raises(ValueError, match=r"latest\.json: expected .*; name a checkpoint of the folder in it"):

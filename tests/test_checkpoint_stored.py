@@ -10,9 +10,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.checkpoint import (
-    CheckpointFolder,
     CheckpointSaver,
     CheckpointWriteError,
+    LocalCheckpointFolder,
     Manifest,
     StoredCheckpointFolder,
     checkpoint_folder,
@@ -35,9 +35,9 @@ def names(files: MemoryFileSystem) -> list[str]:
 
 
 def test_an_address_decides_where_checkpoints_are() -> None:
-    assert type(checkpoint_folder("runs/checkpoints")) is CheckpointFolder
-    assert type(checkpoint_folder(Path("runs/checkpoints"))) is CheckpointFolder
-    assert type(checkpoint_folder("file:///runs/checkpoints")) is CheckpointFolder
+    assert type(checkpoint_folder("runs/checkpoints")) is LocalCheckpointFolder
+    assert type(checkpoint_folder(Path("runs/checkpoints"))) is LocalCheckpointFolder
+    assert type(checkpoint_folder("file:///runs/checkpoints")) is LocalCheckpointFolder
     assert type(checkpoint_folder("s3://bucket/checkpoints")) is StoredCheckpointFolder
     assert checkpoint_folder("s3://bucket/checkpoints/").path_of(7) == "s3://bucket/checkpoints/step-00000007"
 

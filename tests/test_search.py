@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load
-from dnis_torchrec.checkpoint import CheckpointFolder
+from dnis_torchrec.checkpoint import LocalCheckpointFolder
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.jobs import drop_in_
 from dnis_torchrec.recipe import Recipe
@@ -111,7 +111,7 @@ def test_a_request_to_stop_saves_the_state(gloo, tmp_path: Path) -> None:
     events = SearchEvents(on_step=lambda loss, density: steps.append(loss), should_stop=lambda: len(steps) == 13)
     with pytest.raises(SearchInterrupted, match=r"epoch 1, lower step 13: stopped on request; .* saved in .*step-"):
         search(make_recipe(), SearchConfig(size=Size(compression_ratio=4), **SHORT), tmp_path, CPU, events)
-    assert CheckpointFolder(tmp_path).latest() == tmp_path / "step-00000015"
+    assert LocalCheckpointFolder(tmp_path).latest() == tmp_path / "step-00000015"
 
 
 def test_divergence_keeps_the_last_good_checkpoint(gloo, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_divergence_keeps_the_last_good_checkpoint(gloo, tmp_path: Path) -> None
         search(recipe, config, tmp_path, CPU, SearchEvents(on_epoch=poison))
     from safetensors.torch import load_file
 
-    saved = load_file(CheckpointFolder(tmp_path).latest() / "rank0.safetensors")
+    saved = load_file(LocalCheckpointFolder(tmp_path).latest() / "rank0.safetensors")
     assert all(bool(torch.isfinite(value.float()).all()) for value in saved.values())
 
 

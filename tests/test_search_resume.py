@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import Size
-from dnis_torchrec.checkpoint import CheckpointFolder
+from dnis_torchrec.checkpoint import LocalCheckpointFolder
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, SearchInterrupted, SearchOutcome, search
 from tests.tiny import make_recipe
@@ -89,7 +89,7 @@ def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path,
 def test_steps_since_the_last_checkpoint_are_repeated_alike(gloo, tmp_path: Path) -> None:
     """As after SIGKILL, which saves nothing: the state on disk is that of some step before."""
     whole, expected = run(tmp_path, "adam", every=4)
-    kept = CheckpointFolder(tmp_path).steps()
+    kept = LocalCheckpointFolder(tmp_path).steps()
     assert len(kept) <= 4  # the last two, and those of the best epochs
     latest = tmp_path / "latest.json"
     for step in kept:

@@ -2,7 +2,7 @@
 `save_checkpoint` and `load_checkpoint` for the weights alone, within a run.
 """
 
-from dnis_torchrec.checkpoint.folder import CheckpointFolder, check_shared
+from dnis_torchrec.checkpoint.folder import CheckpointFolder, LocalCheckpointFolder, check_shared
 from dnis_torchrec.checkpoint.local import load_checkpoint, save_checkpoint, state_tensors
 from dnis_torchrec.checkpoint.manifest import Manifest
 from dnis_torchrec.checkpoint.placement import (
@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointFolder",
     "CheckpointSaver",
     "CheckpointWriteError",
+    "LocalCheckpointFolder",
     "Manifest",
     "PlacedTensor",
     "StoredCheckpointFolder",

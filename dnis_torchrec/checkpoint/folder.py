@@ -1,4 +1,4 @@
-"""CheckpointFolder: which checkpoints there are, which is the latest, which may go.
+"""CheckpointFolder: which checkpoints there are, which is the latest, which may go; here those on a file system.
 
 step-00000120/        a whole checkpoint: it has this name only since its last byte was written
 step-00000140.partial one that is being written or deleted; means nothing
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from pathlib import Path
 from socket import gethostname
@@ -79,16 +80,14 @@ def latest_text(path: Address) -> str:
     return json.dumps({"checkpoint": os.path.basename(path)}) + "\n"
 
 
-class CheckpointFolder:
-    """Checkpoints of one run on a local or shared file system. No collective: rank 0 alone changes names.
+class CheckpointFolder(ABC):
+    """Checkpoints of one run, wherever they are: which there are, which is the latest, which may go. No collective.
+
+    Rank 0 alone says what counts; every rank adds its own file.
 
     Args:
-        path: the folder; need not exist before the first checkpoint. All ranks must see it (see `check_shared`).
+        path: the folder, or its URL; need not exist before the first checkpoint.
         keep_last: how many of the last checkpoints are kept, at least 1.
-
-    Example:
-        >>> CheckpointFolder(Path("run/checkpoints")).path_of(120).as_posix()
-        'run/checkpoints/step-00000120'
     """
 
     def __init__(self, path: Address, *, keep_last: int = 2) -> None:
@@ -99,15 +98,6 @@ class CheckpointFolder:
     def path_of(self, step: int) -> Address:
         """Where the checkpoint of a step is, once it is whole."""
         return inside(self.path, f"step-{step:08d}")
-
-    def partial_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is while it is being written."""
-        return Path(self.path) / f"step-{step:08d}.partial"
-
-    def steps(self) -> list[int]:
-        """Numbers of the whole checkpoints, rising."""
-        found = [step_of(path.name) for path in Path(self.path).glob("step-*")]
-        return sorted(step for step in found if step is not None)
 
     def latest(self) -> Address | None:
         """The last whole checkpoint, or None.
@@ -129,19 +119,19 @@ class CheckpointFolder:
         check(name in known, place, f"expected one of {list(known)}", repr(name), remedy)
         return self.path_of(known[name])
 
-    def _latest_text(self) -> str | None:
-        file = Path(self.path) / LATEST
-        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """Numbers of the whole checkpoints, rising."""
 
+    @abstractmethod
     def clean(self) -> None:
-        """Removes what is left of checkpoints that never became whole."""
-        for path in Path(self.path).glob("step-*.partial"):
-            shutil.rmtree(path, ignore_errors=True)
+        """Removes what is left of checkpoints that never became whole, or are only half gone."""
 
+    @abstractmethod
     def begin(self, step: int) -> None:
-        """Makes the folder that all ranks write into."""
-        self.partial_of(step).mkdir(parents=True)
+        """Prepares what all ranks write into."""
 
+    @abstractmethod
     def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:
         """Writes the file of a rank, on that rank, after `begin` and before `publish`.
 
@@ -153,9 +143,8 @@ class CheckpointFolder:
         Returns:
             The file's name in the checkpoint, and its size in bytes.
         """
-        name = f"rank{rank}.safetensors"
-        return name, put_file(self.partial_of(step) / name, write)
 
+    @abstractmethod
     def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
         """Makes a checkpoint whole and the latest, and removes those that nobody needs any more.
 
@@ -164,18 +153,14 @@ class CheckpointFolder:
             manifest: of it.
             keep: earlier ones that stay besides the last ones.
         """
-        manifest.write(self.partial_of(step))
-        final = Path(self.path_of(step))
-        if final.exists():  # of a run that got here before it was interrupted
-            self._remove(step)
-        os.replace(self.partial_of(step), final)
-        write_text(Path(self.path) / LATEST, latest_text(final))
-        for doomed in self._unneeded(self.steps(), step, keep):
-            self._remove(doomed)
 
+    @abstractmethod
     def remove(self) -> None:
         """Removes all checkpoints."""
-        shutil.rmtree(self.path, ignore_errors=True)
+
+    @abstractmethod
+    def _latest_text(self) -> str | None:
+        """What `LATEST` says; None if it is not there."""
 
     def _unneeded(self, steps: list[int], latest: int, keep: Collection[int]) -> list[int]:
         """Of the rising numbers of checkpoints those that may go."""
@@ -184,9 +169,70 @@ class CheckpointFolder:
         kept = {*past[-self._keep_last :], *keep}
         return [step for step in steps if step not in kept]
 
+
+class LocalCheckpointFolder(CheckpointFolder):
+    """Checkpoints on a local or shared file system, which all ranks must see (see `check_shared`).
+
+    A checkpoint is whole when the folder that it was written to is renamed.
+
+    Args:
+        path: the folder; need not exist before the first checkpoint.
+        keep_last: how many of the last checkpoints are kept, at least 1.
+
+    Example:
+        >>> LocalCheckpointFolder(Path("run/checkpoints")).path_of(120).as_posix()
+        'run/checkpoints/step-00000120'
+    """
+
+    def __init__(self, path: Path, *, keep_last: int = 2) -> None:
+        super().__init__(path, keep_last=keep_last)
+        self._folder = Path(path)
+
+    def partial_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is while it is being written."""
+        return self._folder / f"step-{step:08d}.partial"
+
+    def steps(self) -> list[int]:
+        """Numbers of the whole checkpoints, rising."""
+        found = [step_of(path.name) for path in self._folder.glob("step-*")]
+        return sorted(step for step in found if step is not None)
+
+    def clean(self) -> None:
+        """Removes what is left of checkpoints that never became whole, or are only half gone."""
+        for path in self._folder.glob("step-*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def begin(self, step: int) -> None:
+        """Makes the folder that all ranks write into."""
+        self.partial_of(step).mkdir(parents=True)
+
+    def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:
+        """Writes a rank's file; see the base class."""
+        name = f"rank{rank}.safetensors"
+        return name, put_file(self.partial_of(step) / name, write)
+
+    def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
+        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more; see the base class."""
+        manifest.write(self.partial_of(step))
+        final = Path(self.path_of(step))
+        if final.exists():  # of a run that got here before it was interrupted
+            self._remove(step)
+        os.replace(self.partial_of(step), final)
+        write_text(self._folder / LATEST, latest_text(final))
+        for doomed in self._unneeded(self.steps(), step, keep):
+            self._remove(doomed)
+
+    def remove(self) -> None:
+        """Removes all checkpoints."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _latest_text(self) -> str | None:
+        file = self._folder / LATEST
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
+
     def _remove(self, step: int) -> None:
         """A name at a time, so that a kill leaves either a whole checkpoint or none."""
-        doomed = Path(self.path) / f"step-{step:08d}.old.partial"
+        doomed = self._folder / f"step-{step:08d}.old.partial"
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(self.path_of(step), doomed)
         shutil.rmtree(doomed, ignore_errors=True)

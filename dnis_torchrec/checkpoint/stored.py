@@ -16,19 +16,19 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from dnis_torchrec.checkpoint.folder import LATEST, CheckpointFolder, latest_text, step_of
+from dnis_torchrec.checkpoint.folder import LATEST, CheckpointFolder, LocalCheckpointFolder, latest_text, step_of
 from dnis_torchrec.checkpoint.manifest import MANIFEST, Manifest
 from dnis_torchrec.storage import Address, file_names, file_size, inside, local_path, put_file, read_bytes, remove_file
 
 
 class StoredCheckpointFolder(CheckpointFolder):
-    """Checkpoints of one run at a URL. No collective: rank 0 alone says what counts, each rank puts its own file there.
+    """Checkpoints at a URL. A checkpoint is whole when its manifest is there, which is put last.
 
     What is read is fetched file by file, to where it is needed: a rank of a run that goes on with the same sharding
     fetches its own file and those that hold what all ranks share.
 
     Args:
-        url: of the folder.
+        path: URL of the folder.
         keep_last: how many of the last checkpoints are kept, at least 1.
 
     Raises:
@@ -39,15 +39,12 @@ class StoredCheckpointFolder(CheckpointFolder):
         's3://bucket/run/checkpoints/step-00000120'
     """
 
-    def __init__(self, url: str, *, keep_last: int = 2) -> None:
-        super().__init__(url, keep_last=keep_last)
-
     def steps(self) -> list[int]:
         """Numbers of the whole checkpoints, rising."""
         return sorted(step for step, files in self._found().items() if MANIFEST in files)
 
     def clean(self) -> None:
-        """Removes what is left of checkpoints that never became whole, or only half gone."""
+        """Removes what is left of checkpoints that never became whole, or are only half gone."""
         for step, files in self._found().items():
             if MANIFEST not in files:
                 self._remove_files(step, files)
@@ -109,7 +106,7 @@ def checkpoint_folder(address: Address, *, keep_last: int = 2) -> CheckpointFold
     here = local_path(address)
     if here is None:
         return StoredCheckpointFolder(str(address), keep_last=keep_last)
-    return CheckpointFolder(here, keep_last=keep_last)
+    return LocalCheckpointFolder(here, keep_last=keep_last)
 
 
 def _write(text: str, path: Path) -> None:

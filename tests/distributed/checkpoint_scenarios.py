@@ -20,7 +20,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dnis_torchrec.alpha_optimizer import Pressure
 from dnis_torchrec.budget import Size
-from dnis_torchrec.checkpoint import CheckpointFolder, CheckpointSaver, CheckpointWriteError
+from dnis_torchrec.checkpoint import CheckpointSaver, CheckpointWriteError, LocalCheckpointFolder
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, shard_model
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
@@ -84,11 +84,11 @@ def saved_while_it_runs(
     """A run that is saved in the middle; what it came to, and its checkpoint."""
     run = Run(kind, at.process_group, half_of(at), **settings)
     run.steps(saved_at)
-    with CheckpointSaver(CheckpointFolder(folder)) as saver:
+    with CheckpointSaver(LocalCheckpointFolder(folder)) as saver:
         saver.save(saved_at, run.pipeline.state(run.stream))
         losses = run.steps(STEPS - saved_at)  # beside the thread that writes
     dist.barrier(at.process_group)
-    return run.found() | {"losses": losses}, CheckpointFolder(folder).path_of(saved_at)
+    return run.found() | {"losses": losses}, LocalCheckpointFolder(folder).path_of(saved_at)
 
 
 def half_of(at: Rank) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ def written_by_one(folder: Path, group: dist.ProcessGroup) -> Results:
     """What a process alone saves in the middle, for `goes_on_on_two`, and what it comes to."""
     run = Run("table_wise", group, (0, 1))
     run.steps(SAVED_AT)
-    with CheckpointSaver(CheckpointFolder(folder / FROM_ONE)) as saver:
+    with CheckpointSaver(LocalCheckpointFolder(folder / FROM_ONE)) as saver:
         saver.save(SAVED_AT, run.pipeline.state(run.stream))
     return {"losses": run.steps(STEPS - SAVED_AT)} | run.found()
 
@@ -123,7 +123,7 @@ def written_by_one(folder: Path, group: dist.ProcessGroup) -> Results:
 def goes_on_on_two(then: str, at: Rank) -> Results:
     """A run of one process goes on on all ranks, each with its half of every batch."""
     run = Run(then, at.process_group, (at.rank,))
-    run.pipeline.restore(CheckpointFolder(at.folder / FROM_ONE).path_of(SAVED_AT), run.stream)
+    run.pipeline.restore(LocalCheckpointFolder(at.folder / FROM_ONE).path_of(SAVED_AT), run.stream)
     return {"losses": run.steps(STEPS - SAVED_AT)} | run.found()
 
 
@@ -158,7 +158,7 @@ def damage(at: Rank) -> Results:
 def full_disk(on_error: str, at: Rank) -> Results:
     """Rank 1 alone has no room left in one of three saves."""
     run = Run("row_wise", at.process_group, (at.rank,))
-    folder = CheckpointFolder(at.folder / f"full_{on_error}", keep_last=3)
+    folder = LocalCheckpointFolder(at.folder / f"full_{on_error}", keep_last=3)
     messages: list[str] = []
     errors = ""
 
