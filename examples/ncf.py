@@ -92,5 +92,6 @@ def _neumf(data: Path | None, name: str, default_dim: int, embedding_dim: int | 
         ramp_epochs=5,
         release_epochs=40,
         upper_every=4,
+        column_sharing=3.0,  # the GMF's tables are not turned: a product of columns only sees what both rows retain
         notes=tuple(notes),
     )
