@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,10 +49,10 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
     _batch_context_type = PrefetchBilevelTrainPipelineContext
     _may_prefetch = True
 
-    def __init__(self, model: nn.Module, *args: Any, **settings: Any) -> None:
-        super().__init__(model, *args, **settings)
-        is_on_gpu = self._device.type == "cuda"
-        self._prefetch_stream = torch.cuda.Stream(self._device) if is_on_gpu else None
+    @cached_property
+    def _prefetch_stream(self) -> torch.cuda.Stream | None:
+        """What the caches fetch on, beside the forward and backward passes; None on a CPU."""
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def fill_pipeline(self, dataloader_iter: Iterator[Pipelineable]) -> None:
         """Puts the first batch through all that comes before its forward pass, and begins with the second."""
@@ -87,11 +88,10 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
         losses, output = self._model_fwd(self.batches[0])
         if len(self.batches) >= 2:
             self._prefetch(self.contexts[1])
-        is_lower = self.level is Level.LOWER
         if self._model.training:
             self._backward(losses)
-        if not (self._model.training and is_lower):
-            self._prefetched.unlock()
+        if not self._model.training or self.level is Level.UPPER:
+            self._prefetched.unlock()  # no backward pass has
         if self._model.training:
             self._optimizer.step()
         if len(self.batches) >= 3:
