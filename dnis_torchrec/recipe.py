@@ -83,6 +83,8 @@ class Recipe:
         table_optimizer: how tables learn: ``"adam"`` (dense compute kernel) or ``"rowwise_adagrad"`` (fused).
         table_learning_rate: learning rate of the tables.
         dense_learning_rate: learning rate (Adam) of everything else.
+        row_weights: names of the model's parameters that hold numbers for rows beside the tables, such as first-order
+            weights: they learn (by Adam) at the tables' rate.
         column_sharing: how much blocks keep the same columns, see `dnis_torchrec.alpha_optimizer.Pressure`.
         alpha_learning_rate: step of alpha; None takes the one that the ramp suggests. Noisy validation gradients, as
             those of clicks are, want a smaller one.
@@ -100,6 +102,7 @@ class Recipe:
     table_optimizer: str = "adam"
     table_learning_rate: float = 1e-3
     dense_learning_rate: float = 1e-3
+    row_weights: tuple[str, ...] = ()
     column_sharing: float = 0.0
     alpha_learning_rate: float | None = None
     upper_every: int = 1

@@ -31,7 +31,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.finite import FiniteGuard
 from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
@@ -148,9 +148,15 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
 
     Returns:
         The optimizer; one that steps nothing where every parameter is fused.
+
+    Raises:
+        ValueError: for a name in the recipe's `row_weights` that no parameter has.
     """
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
-    table_part = {name: p for name, p in rest.items() if ".embedding_bags." in name}
+    of_rows = {own: name for name in recipe.row_weights for own in rest if own.endswith(f".{name}")}
+    for name in set(recipe.row_weights) - set(of_rows.values()):
+        check_known("parameter of Recipe.row_weights", name, rest)
+    table_part = {name: p for name, p in rest.items() if ".embedding_bags." in name or name in of_rows}
     groups = [
         {"params": [p for name, p in rest.items() if name not in table_part], "lr": recipe.dense_learning_rate},
         {"params": list(table_part.values()), "lr": recipe.table_learning_rate},

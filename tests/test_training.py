@@ -67,6 +67,28 @@ def test_multi_hot_searches_have_a_kernel_for_every_table(gloo, most_ids: int) -
     assert len(lookup._emb_modules) == (1 if most_ids == 1 else len(configs))
 
 
+def test_weights_of_rows_beside_the_tables_learn_at_the_tables_rate(gloo) -> None:
+    recipe = make_recipe()
+    name = next(own for own, _ in recipe.model.named_parameters() if own.startswith("over_arch") and "bias" in own)
+    recipe = dataclasses.replace(recipe, table_learning_rate=0.5, dense_learning_rate=0.01, row_weights=(name,))
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    dense = {own: part for own, part in model.named_parameters() if ".embedding_bags." not in own}
+    before = {own: part.detach().clone() for own, part in dense.items()}
+    model(next(iter(recipe.data.train)))[0].backward()
+    optimizer.step()  # Adam's first step is as long as its rate, wherever there is a gradient
+    moved = {own: float((part - before[own]).detach().abs().max()) for own, part in dense.items()}
+    assert {round(length, 4) for own, length in moved.items() if own.endswith(name)} == {0.5}
+    assert {round(length, 4) for own, length in moved.items() if not own.endswith(name)} == {0.01}
+
+
+def test_weights_of_rows_that_there_are_not_are_refused(gloo) -> None:
+    recipe = dataclasses.replace(make_recipe(), row_weights=("first_order.weight",))
+    with pytest.raises(
+        ValueError, match=r"expected a known parameter of Recipe\.row_weights, got 'first_order\.weight'"
+    ):
+        shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+
+
 class OnlyTables(nn.Module):
     """A model without a dense weight."""
 
