@@ -153,9 +153,9 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
         ValueError: for a name in the recipe's `row_weights` that no parameter has.
     """
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
-    of_rows = {own: name for name in recipe.row_weights for own in rest if own.endswith(f".{name}")}
-    for name in set(recipe.row_weights) - set(of_rows.values()):
-        check_known("parameter of Recipe.row_weights", name, rest)
+    of_rows = {own: name for name in recipe.row_weights for own in rest if f".{own}".endswith(f".{name}")}
+    for name in recipe.row_weights:
+        check_known("parameter of Recipe.row_weights", name, [*of_rows.values(), *rest])
     table_part = {name: p for name, p in rest.items() if ".embedding_bags." in name or name in of_rows}
     groups = [
         {"params": [p for name, p in rest.items() if name not in table_part], "lr": recipe.dense_learning_rate},
