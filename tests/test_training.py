@@ -67,10 +67,13 @@ def test_multi_hot_searches_have_a_kernel_for_every_table(gloo, most_ids: int) -
     assert len(lookup._emb_modules) == (1 if most_ids == 1 else len(configs))
 
 
-def test_weights_of_rows_beside_the_tables_learn_at_the_tables_rate(gloo) -> None:
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_weights_of_rows_beside_the_tables_learn_at_the_tables_rate(gloo, prefix: str) -> None:
     recipe = make_recipe()
     name = next(own for own, _ in recipe.model.named_parameters() if own.startswith("over_arch") and "bias" in own)
-    recipe = dataclasses.replace(recipe, table_learning_rate=0.5, dense_learning_rate=0.01, row_weights=(name,))
+    recipe = dataclasses.replace(
+        recipe, table_learning_rate=0.5, dense_learning_rate=0.01, row_weights=(prefix + name,)
+    )
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
     dense = {own: part for own, part in model.named_parameters() if ".embedding_bags." not in own}
     before = {own: part.detach().clone() for own, part in dense.items()}
