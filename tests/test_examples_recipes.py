@@ -106,6 +106,16 @@ def test_weights_depend_on_the_seed_alone(build):
     assert any(first[key].shape != other[key].shape or not torch.equal(first[key], other[key]) for key in first)
 
 
+@pytest.mark.parametrize("name", ["wide_deep", "deepfm"])
+def test_rates_for_the_sample_are_not_those_of_the_whole_of_criteo(monkeypatch, data, name):
+    sample = RECIPES[f"criteo:{name}"](data, embedding_dim=2)
+    monkeypatch.setattr(criteo, "_WHOLE_DATA_SET", 200)
+    whole = RECIPES[f"criteo:{name}"](data, embedding_dim=2)
+    assert sample.dense_learning_rate < whole.dense_learning_rate == 1e-3
+    assert whole.table_learning_rate == 1e-3
+    assert sample.row_weights == whole.row_weights
+
+
 def test_traces_with_torchrecs_tracer(build):
     recipe = build(embedding_dim=4)
     task = TrainTask(recipe.model, recipe.loss)
