@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from dnis_torchrec.baselines import METHODS, SizeNotMetError, magnitude
-from dnis_torchrec.baselines.magnitude import NUM_STAGES, affordable_values, stage_sizes
+from dnis_torchrec.baselines.magnitude import NUM_STAGES, stage_sizes
 from dnis_torchrec.baselines.trained_scheme import row_blocks
-from dnis_torchrec.search import table_configs
-from tests.test_baselines_methods import DIM, build, make_task
+from tests.test_baselines_methods import DIM, make_task
 
-POINTERS = 4 * (41 + 13)
+POINTERS = (40 + 8) + (12 + 8)
+"""Compact: a byte a row, and eight for every 56 rows of a table."""
+BYTES_PER_VALUE = 4 + 1
 
 
 @pytest.mark.parametrize(("name", "num_stages"), [("magnitude", 1), ("magnitude-iterative", NUM_STAGES)])
@@ -33,7 +34,7 @@ def test_stages_prune_on_from_what_the_stage_before_left(
     counts, _ = row_blocks(task)
     num_seen = sum(int((~counts.never_seen(table)).sum()) for table in counts.counts) * DIM
     result = METHODS[name](task)
-    num_keep = (task.embedding_bytes() - POINTERS) // 5
+    num_keep = (task.embedding_bytes() - POINTERS) // BYTES_PER_VALUE
     assert [size for size, _, _ in seen] == stage_sizes(num_seen, num_keep, num_stages)
     assert len(seen) == num_stages
     for (_, before, _), (_, _, left) in zip(seen[1:], seen[:-1], strict=True):
@@ -65,11 +66,20 @@ def test_a_budget_beyond_all_values_keeps_those_that_were_seen(gloo, tmp_path: P
     task = make_task(tmp_path, 1)
     counts, _ = row_blocks(task)
     num_seen = sum(int((~counts.never_seen(table)).sum()) for table in counts.counts) * DIM
-    assert METHODS["magnitude"](task).scheme.parameters == min(num_seen, (task.embedding_bytes() - POINTERS) // 5)
+    num_paid_for = (task.embedding_bytes() - POINTERS) // BYTES_PER_VALUE
+    assert METHODS["magnitude"](task).scheme.parameters == min(num_seen, num_paid_for)
 
 
-def test_affordable_values_are_counted_to_the_byte() -> None:
-    tables = table_configs(build(None).model)
-    assert [affordable_values(tables, POINTERS + more) for more in (5, 9, 10, 10**6)] == [1, 1, 2, 52 * DIM]
-    with pytest.raises(SizeNotMetError, match=rf"expected at least {POINTERS + 5} bytes .* got {POINTERS + 4}"):
-        affordable_values(tables, POINTERS + 4)
+@pytest.mark.parametrize("name", ["magnitude", "magnitude-iterative"])
+@pytest.mark.parametrize("ratio", [2.3, 4, 7.9])
+def test_as_many_values_are_kept_as_the_bytes_pay_for(gloo, tmp_path: Path, name: str, ratio: float) -> None:
+    task = make_task(tmp_path, ratio)
+    assert 0 <= task.embedding_bytes() - METHODS[name](task).embedding_bytes() < BYTES_PER_VALUE
+
+
+@pytest.mark.parametrize("name", ["magnitude", "magnitude-iterative"])
+def test_bytes_that_do_not_pay_for_one_value_are_refused(gloo, tmp_path: Path, name: str) -> None:
+    smallest = POINTERS + BYTES_PER_VALUE
+    task = make_task(tmp_path, make_task(tmp_path, 1).dense_bytes() / (smallest - 0.5))
+    with pytest.raises(SizeNotMetError, match=f"expected at least {smallest} .*, got {smallest - 1}$"):
+        METHODS[name](task)

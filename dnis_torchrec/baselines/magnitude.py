@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import columns_of_dims, keep_columns_, row_blocks
+from dnis_torchrec.budget import Size, SizeOutOfReachError
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
-from dnis_torchrec.checks import describe
 from dnis_torchrec.csr_size import column_bytes, pointer_bytes
-from dnis_torchrec.pruning import RetainedMask, keep_largest_, prune
+from dnis_torchrec.pruning import RetainedMask, keep_largest_, num_elements, prune
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.search import table_configs
 from dnis_torchrec.swap import unshard_
 from dnis_torchrec.table_shards import collections, local_shards
 from dnis_torchrec.training import PlainTraining, evaluate, rest_optimizer, shard, train_plainly
 
+FORM = "csr_fp32"
+"""What single values are served in."""
 NUM_STAGES = 5
 """Prunings of the iterative method, each of the same share of what the one before left."""
 
@@ -106,7 +105,7 @@ class MagnitudePruning:
         for part in self._shards:
             num_rows, dim = part.weight.shape
             csr += int((part.weight != 0).sum()) * (4 + column_bytes(dim)) + pointer_bytes(num_rows, dim)
-        sizes = {"dense_fp32": 4 * self._dense_parameters} | ({} if method == "dense" else {"csr_fp32": csr})
+        sizes = {"dense_fp32": 4 * self._dense_parameters} | ({} if method == "dense" else {FORM: csr})
         return ReportRow(
             method=method,
             compression_ratio=self._dense_parameters / parameters,
@@ -158,38 +157,16 @@ def stage_sizes(num_all: int, num_keep: int, num_stages: int) -> list[int]:
     return [round(num_all * share**stage) for stage in range(1, num_stages)] + [num_keep]
 
 
-def affordable_values(tables: Iterable[EmbeddingBagConfig], num_bytes: int) -> int:
-    """Single values that CSR tables of so many bytes hold: 4 per value, 1 or 2 per column, 4 per row pointer.
-
-    Args:
-        tables: the tables; one of more than 256 dims makes every column number take 2 bytes.
-        num_bytes: of all tables together.
-
-    Raises:
-        SizeNotMetError: if it is none; the message gives the smallest size that holds one.
-
-    Example:
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> affordable_values([table], 4 * 5 + 5 * 3 + 4)
-        3
-    """
-    tables = list(tables)
-    pointers = sum(4 * (table.num_embeddings + 1) for table in tables)
-    per_value = 6 if any(table.embedding_dim > 256 for table in tables) else 5
-    if num_bytes < pointers + per_value:
-        requirement = f"expected at least {pointers + per_value} bytes for these tables in CSR form"
-        raise SizeNotMetError(describe("magnitude pruning", requirement, num_bytes))
-    num_all = sum(table.num_embeddings * table.embedding_dim for table in tables)
-    return min(num_all, (num_bytes - pointers) // per_value)
-
-
 def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
     recipe = task.build(None)
-    tables = table_configs(recipe.model)
-    num_keep = affordable_values(tables, task.embedding_bytes())
     counts, blocks = row_blocks(task)
+    try:
+        num_keep = num_elements(Size(embedding_bytes=task.embedding_bytes(), form=FORM), blocks)
+    except SizeOutOfReachError as error:
+        raise SizeNotMetError(str(error)) from error
     started = time.monotonic()
-    every_column = {t.name: torch.full((blocks.routings[t.name].num_blocks,), t.embedding_dim) for t in tables}
+    dims = blocks.embedding_dims
+    every_column = {table: torch.full((blocks.routings[table].num_blocks,), dim) for table, dim in dims.items()}
     num_seen = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column)).parameters
     torch.manual_seed(task.seed)
     pruning = MagnitudePruning(
@@ -208,7 +185,7 @@ def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
     return MethodResult(
         model=model,
         scheme=scheme,
-        form="csr_fp32",
+        form=FORM,
         selection_loss=trained.selection_loss,
         seconds=seconds,
         seconds_of_trials=seconds,

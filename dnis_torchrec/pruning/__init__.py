@@ -1,7 +1,7 @@
 """Pruning: which values of the merged tables are retained, exactly for a requested size, on one rank or many."""
 
-from dnis_torchrec.pruning.elements import keep_largest_
+from dnis_torchrec.pruning.elements import keep_largest_, num_elements
 from dnis_torchrec.pruning.mask import RetainedMask
 from dnis_torchrec.pruning.prune import STRUCTURES, prune
 
-__all__ = ["STRUCTURES", "RetainedMask", "keep_largest_", "prune"]
+__all__ = ["STRUCTURES", "RetainedMask", "keep_largest_", "num_elements", "prune"]

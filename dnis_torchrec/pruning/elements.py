@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocking import RowBlocks
-from dnis_torchrec.budget import Size
+from dnis_torchrec.budget import Size, SizeOutOfReachError
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.csr_size import column_bytes, pointer_bytes
 from dnis_torchrec.pruning.tables import PrunedTable
@@ -100,7 +100,8 @@ def num_elements(size: Size, blocks: RowBlocks) -> int:
     """How many single values a size affords.
 
     Raises:
-        ValueError: for a size that cannot be met.
+        ValueError: for a compression ratio that cannot be met.
+        SizeOutOfReachError: for bytes that do not even pay for CSR's row pointers and one value.
         NotImplementedError: for bytes of a form other than CSR.
     """
     total = sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
@@ -117,7 +118,8 @@ def num_elements(size: Size, blocks: RowBlocks) -> int:
     per_value = {4 + column_bytes(dim) for dim in dims.values()}
     affordable = int(value - pointers) // max(per_value)
     smallest = pointers + max(per_value)
-    check(affordable >= 1, name, f"expected at least {smallest} for these tables in CSR", value)
+    if affordable < 1:
+        raise SizeOutOfReachError(describe(name, f"expected at least {smallest} for these tables in CSR", value))
     return min(affordable, total)
 
 
