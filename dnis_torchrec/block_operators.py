@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec.native_build import NO_COMPILE, NativeLibrary, may_compile
+from dnis_torchrec.native_build import NO_COMPILE, NativeLibrary, chosen_instruction_set, may_compile
 
 LIBRARY = NativeLibrary(name="block_operators", place="block operators", sources=Path(__file__).parent / "csrc")
 NAMESPACE = "dnis_torchrec"
@@ -60,8 +60,22 @@ def _load() -> bool:
     of_packed = ("find_pieces", "pack_ids", "select_packed", "spread_packed_gradient", "sum_packed_alpha_gradient")
     for name in (*of_blocks, *of_packed):  # they write to their arguments
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: None)
-    torch.library.register_fake(f"{NAMESPACE}::spread_gradient", lambda *arguments: True)
+    for name in ("spread_gradient", "are_single_ids"):
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: True)
     return True
+
+
+def instruction_set(*, limit: str | None = None) -> str:
+    """The instruction set that the compiled loops run on: the widest that the machine has. All give the same bits.
+
+    Args:
+        limit: from now on use at most this one of `native_build.INSTRUCTION_SETS`; None leaves it as it is.
+
+    Raises:
+        ValueError: for an unknown limit.
+        RuntimeError, OSError: see `NativeLibrary.build`.
+    """
+    return chosen_instruction_set(LIBRARY.build(), "dnis_block_instruction_set", limit)
 
 
 Watch = Callable[[bool, Tensor], None]
@@ -71,8 +85,9 @@ class _SelectPieces(torch.autograd.Function):
     """Soft selection, forward and backward, each in one pass over the pooled embeddings, and in place where it can.
 
     A new tensor of that size costs more in fresh pages than the multiplication itself. Where alpha does not learn, the
-    pooled embeddings are not needed after forward, so the output takes their place (single-id features), or their
-    gradient does in backward (multi-hot ones, S times the output; pieces of empty bags are zero there already).
+    pooled embeddings are not needed after forward, so the output takes their place (single-id features), and its
+    gradient after it if nobody else holds the output by then; or their gradient alone does in backward (multi-hot ones,
+    S times the output; pieces of empty bags are zero there already).
     """
 
     @staticmethod
@@ -90,14 +105,16 @@ class _SelectPieces(torch.autograd.Function):
         is_result = pooled.grad_fn is not None or not pooled.requires_grad
         is_free = not needs_alpha and is_result and pooled.is_contiguous() and not pooled._is_view()
         values = pooled.contiguous()
-        if is_free and torch.equal(layout[:, 0], layout[:, 1]):
+        ctx.is_output_room = is_free and torch.equal(layout[:, 0], layout[:, 1])
+        if ctx.is_output_room:
             out = values
             ctx.mark_dirty(out)
         else:
             out = values.new_empty(len(values), width)
         torch.ops.dnis_torchrec.select_pooled(values, alpha, rows, divisors, layout, out)
         ctx.save_for_backward(alpha, rows, divisors, layout, values if needs_alpha else None)
-        ctx.room = values.detach() if is_free and needs_pooled and values.shape[1] > width else None
+        has_room = is_free and needs_pooled and (ctx.is_output_room or values.shape[1] > width)
+        ctx.room = values.detach() if has_room else None
         ctx.shape, ctx.watch = values.shape, watch
         return out
 
@@ -111,14 +128,28 @@ class _SelectPieces(torch.autograd.Function):
             operators.sum_alpha_gradient(grad, pooled, rows, divisors, layout, grad_alpha)
         if ctx.needs_input_grad[0]:
             room, ctx.room = ctx.room, None  # the graph may live on, with the loss
+            if room is not None and ctx.is_output_room and _is_held_elsewhere(room):
+                room = None
             grad_pooled = grad.new_empty(ctx.shape) if room is None else room
-            keeps_empty = room is not None
+            keeps_empty = room is not None and not ctx.is_output_room
             is_finite = operators.spread_gradient(grad, alpha, rows, divisors, layout, keeps_empty, grad_pooled)
             if keeps_empty:
                 torch.autograd.graph.increment_version(grad_pooled)
             if ctx.watch is not None:
                 ctx.watch(is_finite, grad)
         return grad_pooled, grad_alpha, None, None, None, None, None
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many hold a tensor's memory: tensors, views, and what autograd has saved."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_HELD_BY_ONE = _holders(torch.empty(1))
+
+
+def _is_held_elsewhere(tensor: Tensor) -> bool:
+    return _holders(tensor) > _HELD_BY_ONE
 
 
 def select_pieces(
@@ -182,6 +213,23 @@ def fill_rows_(
     flat = [number for place in places for number in place]
     torch.ops.dnis_torchrec.fill_rows(ids.contiguous(), lengths.contiguous(), routings, flat, rows)
     return rows
+
+
+def are_single_ids(ids: Tensor, lengths: Tensor, bounds: Tensor) -> bool:
+    """Whether every bag holds exactly one id, and that one is at least 0 and below the bound of its key. CPU, compiled.
+
+    Args:
+        ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
+        lengths: ``(keys * B,)`` int32 or int64.
+        bounds: ``(keys,)`` int64.
+
+    Example:
+        >>> if are_compiled():
+        ...     ids, lengths = torch.tensor([3, 0, 9]), torch.tensor([1, 1, 1])
+        ...     assert are_single_ids(ids, lengths, torch.tensor([4, 1, 10]))
+        ...     assert not are_single_ids(ids, lengths, torch.tensor([4, 1, 9]))
+    """
+    return torch.ops.dnis_torchrec.are_single_ids(ids.contiguous(), lengths.contiguous(), bounds)
 
 
 def split_bags(

@@ -28,7 +28,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.bag_splitting import BagSplitter, FeatureSplit
-from dnis_torchrec.block_operators import are_compiled, fill_rows_, select_pieces
+from dnis_torchrec.block_operators import are_compiled, are_single_ids, fill_rows_, select_pieces
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.pooled_pieces import PooledFeature, PooledPieces
@@ -430,7 +430,7 @@ class BagCheck(nn.Module):
     def _all_single_and_in_range(self, features: KeyedJaggedTensor) -> bool:
         """The usual case on a CPU, every bag of exactly one good id, decided by one operation for all features."""
         ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
-        if ids.device.type != "cpu" or ids.numel() != lengths.numel() or not ids.numel() or int(lengths.max()) > 1:
+        if ids.device.type != "cpu" or ids.numel() != lengths.numel() or not ids.numel():
             return False
         if keys not in self._bounds:
             if not {output.feature for output in self._outputs} <= set(keys):
@@ -439,8 +439,11 @@ class BagCheck(nn.Module):
             for output in self._outputs:
                 bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
             self._bounds[keys] = torch.tensor([bounds[key] for key in keys])
+        if are_compiled():
+            return are_single_ids(ids, lengths, self._bounds[keys])
         lowest, highest = torch.aminmax(ids.view(len(keys), -1), dim=1)
-        return bool((lowest >= 0).all()) and bool((highest < self._bounds[keys]).all())
+        are_in_range = bool((lowest >= 0).all()) and bool((highest < self._bounds[keys]).all())
+        return are_in_range and int(lengths.max()) == 1
 
 
 def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: str) -> None:

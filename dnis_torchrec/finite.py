@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,11 @@ REMEDY = "lower the learning rate or clean the data, and start again from the la
 
 class NonFiniteError(ArithmeticError):
     """A loss, gradient or weight is NaN or infinite."""
+
+
+def _is_surely_finite(values: Tensor) -> bool:
+    """By one sum, which is not finite where a value is not; it may overflow besides, so False decides nothing."""
+    return math.isfinite(float(values.detach().sum()))
 
 
 class FiniteGuard:
@@ -68,7 +74,10 @@ class FiniteGuard:
             NonFiniteError: naming the step, and the table that holds a non-finite value if one does; or the rank, if it
                 is the loss of another one.
         """
-        flags = self._summed(self.flags(loss)) if flags is None else flags
+        if flags is None:
+            if self._world_size == 1 and _is_surely_finite(loss):
+                return
+            flags = self._summed(self.flags(loss))
         if not bool(flags.any()):
             return
         self._stop_for_another_rank(flags, place, "expected a finite loss")
@@ -112,10 +121,12 @@ class FiniteGuard:
         if not gradients:
             return
         norms = torch._foreach_norm(list(gradients.values()))
-        if bool(torch.isfinite(torch.stack(norms)).all()):
+        if _is_surely_finite(torch.stack(norms)):
             return
-        bad = next(name for name, norm in zip(gradients, norms, strict=True) if not bool(torch.isfinite(norm)))
-        raise NonFiniteError(describe(f"{place}, parameter {bad!r}", "expected finite gradients", "nan or inf", REMEDY))
+        bad = [name for name, norm in zip(gradients, norms, strict=True) if not bool(torch.isfinite(norm))]
+        if bad:
+            where = f"{place}, parameter {bad[0]!r}"
+            raise NonFiniteError(describe(where, "expected finite gradients", "nan or inf", REMEDY))
 
     def check_alpha_gradient(self, gradient: Tensor, embedding_dim: int, place: str) -> None:
         """Checks the all-reduced gradient of an alpha, so that all ranks stop alike.
@@ -123,7 +134,7 @@ class FiniteGuard:
         Raises:
             NonFiniteError: naming the step and the tables that this alpha multiplies.
         """
-        if bool(torch.isfinite(gradient).all()):
+        if _is_surely_finite(gradient) or bool(torch.isfinite(gradient).all()):
             return
         blocks = next(iter(self._wrappers.values())).blocks
         row = int((~torch.isfinite(gradient)).any(dim=1).nonzero()[0])

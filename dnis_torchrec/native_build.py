@@ -6,6 +6,7 @@ ABI, so a build takes seconds and needs neither ninja nor the whole of torch's h
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from dnis_torchrec.checks import describe
+from dnis_torchrec.checks import check_known, describe
 
 COMPILERS = ("c++", "g++", "clang++")
 """Names tried where the variable CXX gives none."""
@@ -33,6 +34,8 @@ FLAGS = (
 NO_COMPILE = "DNIS_NO_COMPILE"
 """Environment variable: set to anything but 0, nothing is compiled or loaded, and torch's own operators do the work."""
 SECONDS_TO_COMPILE = 300
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+"""From narrow to wide: a library holds its loops for each, so that one serves every machine."""
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +121,24 @@ class NativeLibrary:
         if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
             requirement = "expected a library that only you or root can write"
             raise RuntimeError(describe(f"{self.place} {str(library)!r}", requirement, "another", "remove it"))
+
+
+def chosen_instruction_set(library: Path, function: str, limit: str | None) -> str:
+    """Asks a library which instruction set its loops run on, or sets it: the widest that the machine has, by default.
+
+    Args:
+        library: path of the library.
+        function: what it is asked by.
+        limit: from now on use at most this one of `INSTRUCTION_SETS`; None leaves it as it is.
+
+    Raises:
+        ValueError: for an unknown limit.
+    """
+    if limit is not None:
+        check_known("instruction set", limit, INSTRUCTION_SETS)
+    name = getattr(ctypes.CDLL(str(library)), function)
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
+    return name(None if limit is None else limit.encode()).decode()
 
 
 def find_compiler() -> str | None:

@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import bag_splitting, block_operators, embedding_modules
-from dnis_torchrec.block_operators import are_compiled, fill_rows_, select_pieces, split_bags
+from dnis_torchrec.block_operators import (
+    are_compiled,
+    are_single_ids,
+    fill_rows_,
+    instruction_set,
+    select_pieces,
+    split_bags,
+)
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.native_build import INSTRUCTION_SETS
 
 pytestmark = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
 
@@ -28,7 +37,7 @@ def selections(draw):
     """Pooled pieces of several widths, outputs of one piece or several, empty bags, divisors, more than one chunk."""
     batch_size = draw(st.sampled_from([0, 1, 3, 70, 600]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    dims = draw(st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=3))
+    dims = draw(st.lists(st.sampled_from([1, 3, 8, 37]), min_size=1, max_size=3))
     num_rows, begins, begin = 3, {}, 0
     for dim in sorted(set(dims)):
         begins[dim], begin = begin, begin + num_rows * dim
@@ -133,6 +142,87 @@ def test_the_memory_of_a_leaf_or_of_a_view_is_left_alone() -> None:
     assert out.tolist() == viewed.tolist() == [[0.5, 0.5]]
     assert leaf.tolist() == [[1.0, 1.0]]
     assert whole.tolist() == [[[1.0, 1.0], [1.0, 1.0]]]
+
+
+def _selected(lookup: torch.Tensor) -> torch.Tensor:
+    """Two outputs from a lookup's result ``(2, 4)``, an empty bag among them."""
+    layout, rows = torch.tensor([[0, 0, 2, 0, 0], [2, 2, 2, 2, 1]]), torch.tensor([[0, 0], [-1, 0]], dtype=torch.int32)
+    return select_pieces(lookup, torch.tensor([0.5, 0.25, 2.0, 4.0]), rows, None, layout, 4)
+
+
+def test_the_gradient_takes_the_outputs_memory_once_nobody_holds_it() -> None:
+    pooled, places = torch.ones(2, 4, requires_grad=True), []
+    lookup = pooled * 1.0
+    place = lookup.data_ptr()
+    lookup.grad_fn.register_prehook(lambda gradients: places.append(gradients[0].data_ptr()))
+    loss = _selected(lookup).square().sum()
+    del lookup
+    loss.backward()
+    assert places == [place]
+    assert pooled.grad.tolist() == [[0.5, 0.125, 8.0, 32.0], [0.0, 0.0, 8.0, 32.0]]
+
+
+@pytest.mark.parametrize("who", ["caller", "view", "graph"])
+def test_the_outputs_memory_is_left_alone_while_somebody_holds_it(who: str) -> None:
+    pooled = torch.ones(2, 4, requires_grad=True)
+    out = _selected(pooled * 1.0)
+    loss, held = out.square().sum(), {"caller": out, "view": out.detach()[1:], "graph": None}[who]
+    before = None if held is None else held.tolist()
+    del out
+    for _ in range(2 if who == "graph" else 1):
+        loss.backward(retain_graph=who == "graph")
+    assert before is None or held.tolist() == before
+    expected = torch.tensor([[0.5, 0.125, 8.0, 32.0], [0.0, 0.0, 8.0, 32.0]])
+    assert pooled.grad.equal(2 * expected if who == "graph" else expected)
+
+
+@pytest.fixture
+def widest() -> Iterator[str]:
+    """The instruction set of this machine, put back afterwards."""
+    name = instruction_set()
+    yield name
+    instruction_set(limit=name)
+
+
+@pytest.mark.parametrize("wanted", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_instruction_set_gives_the_same_bits(wanted: str, dtype: torch.dtype, widest: str) -> None:
+    if INSTRUCTION_SETS.index(wanted) > INSTRUCTION_SETS.index(widest):
+        pytest.skip(f"this machine has {widest} at most")
+    generator, dim = torch.Generator().manual_seed(0), 67
+    layout = torch.tensor([[0, 0, dim, 0, 0], [dim, dim, dim, 0, 1], [2 * dim, dim, dim, 0, 1]])
+    rows = torch.randint(-1, 5, (300, 3), generator=generator, dtype=torch.int32)
+    pooled = torch.randn(300, 3 * dim, generator=generator, dtype=dtype)
+    alpha = torch.rand(5 * dim, generator=generator, dtype=dtype)
+    weights = torch.randn(300, 2 * dim, generator=generator, dtype=dtype)
+    results = []
+    for name in ("baseline", wanted):
+        assert instruction_set(limit=name) == name == instruction_set()
+        own, own_alpha = pooled.clone().requires_grad_(), alpha.clone().requires_grad_()
+        out = select_pieces(own * 1.0, own_alpha, rows, None, layout, 2 * dim)
+        results.append([out, *torch.autograd.grad((out * weights).sum(), (own, own_alpha))])
+    assert all(first.equal(second) for first, second in zip(*results, strict=True))
+
+
+def test_unknown_instruction_set() -> None:
+    with pytest.raises(ValueError, match="instruction set 'avx': expected a known instruction set"):
+        instruction_set(limit="avx")
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("length_dtype", [torch.int32, torch.int64])
+@given(st.lists(st.lists(st.integers(-1, 4), max_size=2), min_size=4, max_size=4))
+@example([[3], [0], [2], [0]])
+@example([[3], [4], [2], [0]])
+@example([[3], [0], [3], [0]])
+@example([[3], [0], [-1], [0]])
+@example([[3], [0, 1], [], [0]])
+def test_single_ids_within_bounds(length_dtype, id_dtype, bags: list[list[int]]) -> None:
+    """Two features of two bags, of tables of 4 and of 3 rows."""
+    ids = torch.tensor([row for bag in bags for row in bag], dtype=id_dtype)
+    lengths = torch.tensor([len(bag) for bag in bags], dtype=length_dtype)
+    expected = all(len(bag) == 1 and 0 <= bag[0] < rows for bag, rows in zip(bags, (4, 4, 3, 3), strict=True))
+    assert are_single_ids(ids, lengths, torch.tensor([4, 3])) == expected
 
 
 @given(

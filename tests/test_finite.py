@@ -53,6 +53,13 @@ def test_loss(bad: float) -> None:
         guard.check_loss(torch.tensor(bad), "lower step 3")
 
 
+def test_finite_numbers_whose_sum_is_not_are_no_error() -> None:
+    model, large = prepared(), torch.full((2,), 3e38)
+    guard = FiniteGuard(model)
+    guard.check_loss(large, "lower step 3")
+    guard.check_alpha_gradient(large.expand(2, 2), 8, "upper step 3")
+
+
 def test_the_error_is_an_arithmetic_error() -> None:
     assert issubclass(NonFiniteError, ArithmeticError)
 

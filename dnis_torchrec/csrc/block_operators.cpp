@@ -1,7 +1,7 @@
 // What the search adds to a training step, on the CPU: bags split by block, and soft selection forward and backward.
 //
-// Built against torch's stable ABI: it compiles in seconds, and one build serves every torch from 2.11 on. The loops are
-// left to the compiler to vectorise: all of them wait for memory, not for arithmetic.
+// Built against torch's stable ABI: it compiles in seconds, and one build serves every torch from 2.11 on. The innermost
+// loops, over a row of D numbers, are those of row_loops.h.
 // Shapes: B batch, F features, K pieces (see dnis_torchrec/block_operators.py), S blocks, I ids of a batch.
 
 #include <torch/csrc/stable/library.h>
@@ -12,10 +12,12 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <optional>
 #include <vector>
 
 #include "blocks.h"
+#include "row_loops.h"
 
 namespace {
 
@@ -89,6 +91,7 @@ void check_rows(const int32_t* rows, int64_t batch_size, const std::vector<Piece
 template <typename Number>
 void select(const Selection<Number>& selection, const Number* pooled, int64_t in_width, const Number* alpha, Number* out,
             int64_t out_width) {
+  const RowLoops<Number>& loops = row_loops<Number>();
   const auto range = [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       for (size_t k = 0; k < selection.pieces.size(); ++k) {
@@ -100,9 +103,9 @@ void select(const Selection<Number>& selection, const Number* pooled, int64_t in
         if (row < 0) {
           if (piece.is_first) std::fill(to, to + piece.dim, Number(0));
         } else if (piece.is_first) {
-          for (int64_t d = 0; d < piece.dim; ++d) to[d] = from[d] * factor[d];
+          loops.multiply(from, factor, to, piece.dim);
         } else {
-          for (int64_t d = 0; d < piece.dim; ++d) to[d] += from[d] * factor[d];
+          loops.add_product(from, factor, to, piece.dim);
         }
         const Number divisor = piece.is_last ? selection.divisor(b, piece) : Number(1);
         if (divisor != Number(1))
@@ -113,20 +116,6 @@ void select(const Selection<Number>& selection, const Number* pooled, int64_t in
   torch::stable::parallel_for(0, selection.batch_size, SAMPLES_PER_THREAD, range);
 }
 
-// Not zero if a number is NaN or infinite: then its exponent is all ones. Integers, because the order of a sum of floats
-// must not change and so is not vectorised.
-inline uint32_t is_bad(float number) {
-  uint32_t bits;
-  std::memcpy(&bits, &number, sizeof(bits));
-  return (bits & 0x7f800000u) == 0x7f800000u;
-}
-
-inline uint64_t is_bad(double number) {
-  uint64_t bits;
-  std::memcpy(&bits, &number, sizeof(bits));
-  return (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
-}
-
 // Asks for memory that is about to be written: stores wait for their lines, and do not run ahead as loads do.
 template <typename Number>
 void prefetch_ahead(const Number* to, int64_t count) {
@@ -134,36 +123,12 @@ void prefetch_ahead(const Number* to, int64_t count) {
   for (int64_t d = 0; d < count; d += per_line) __builtin_prefetch(to + LINES_AHEAD * per_line + d, 1);
 }
 
-// to = from * factor / divisor; whether `from` is finite throughout.
-template <typename Number>
-bool scale(const Number* from, const Number* factor, Number divisor, Number* to, int64_t dim) {
-  decltype(is_bad(Number(0))) bad = 0;
-  if (divisor == Number(1)) {
-    for (int64_t d = 0; d < dim; ++d) {
-      to[d] = from[d] * factor[d];
-      bad |= is_bad(from[d]);
-    }
-  } else {
-    for (int64_t d = 0; d < dim; ++d) {
-      to[d] = from[d] * factor[d] / divisor;
-      bad |= is_bad(from[d]);
-    }
-  }
-  return bad == 0;
-}
-
-template <typename Number>
-bool are_finite(const Number* values, int64_t count) {
-  decltype(is_bad(Number(0))) bad = 0;
-  for (int64_t i = 0; i < count; ++i) bad |= is_bad(values[i]);
-  return bad == 0;
-}
-
 // grad_pooled = grad * alpha[row] / divisor; pieces of empty bags get zero, or stay as they are. Returns whether every
 // number of `grad` is finite, on the way.
 template <typename Number>
 bool spread(const Selection<Number>& selection, const Number* grad, int64_t out_width, const Number* alpha,
             Number* grad_pooled, int64_t in_width, bool keep_empty) {
+  const RowLoops<Number>& loops = row_loops<Number>();
   std::atomic<bool> all_finite{true};
   const auto range = [&](int64_t begin, int64_t end) {
     bool is_finite = true;
@@ -174,13 +139,16 @@ bool spread(const Selection<Number>& selection, const Number* grad, int64_t out_
         const Number* from = grad + b * out_width + piece.out_column;
         Number* to = grad_pooled + b * in_width + piece.in_column;
         if (row < 0) {
-          is_finite &= are_finite(from, piece.dim);
+          is_finite &= loops.are_finite(from, piece.dim);
           if (!keep_empty) std::fill(to, to + piece.dim, Number(0));
           continue;
         }
         const Number* factor = alpha + piece.alpha_offset + static_cast<int64_t>(row) * piece.dim;
         prefetch_ahead(to, piece.dim);
-        is_finite &= scale(from, factor, selection.divisor(b, piece), to, piece.dim);
+        is_finite &= loops.multiply_finite(from, factor, to, piece.dim);
+        const Number divisor = selection.divisor(b, piece);
+        if (divisor != Number(1))
+          for (int64_t d = 0; d < piece.dim; ++d) to[d] /= divisor;
       }
     }
     if (!is_finite) all_finite = false;
@@ -193,6 +161,7 @@ bool spread(const Selection<Number>& selection, const Number* grad, int64_t out_
 template <typename Number>
 void gather_alpha(const Selection<Number>& selection, const Number* grad, int64_t out_width, const Number* pooled,
                   int64_t in_width, Number* grad_alpha, int64_t alpha_size) {
+  const RowLoops<Number>& loops = row_loops<Number>();
   sum_over_samples(selection.batch_size, grad_alpha, alpha_size, [&](int64_t b, Number* sum) {
     for (size_t k = 0; k < selection.pieces.size(); ++k) {
       const Piece& piece = selection.pieces[k];
@@ -203,7 +172,7 @@ void gather_alpha(const Selection<Number>& selection, const Number* grad, int64_
       Number* to = sum + piece.alpha_offset + static_cast<int64_t>(row) * piece.dim;
       const Number divisor = selection.divisor(b, piece);
       if (divisor == Number(1)) {
-        for (int64_t d = 0; d < piece.dim; ++d) to[d] += left[d] * right[d];
+        loops.add_product(left, right, to, piece.dim);
       } else {
         for (int64_t d = 0; d < piece.dim; ++d) to[d] += left[d] * right[d] / divisor;
       }
@@ -272,42 +241,52 @@ void fill_rows_typed(const Id* ids, const Length* lengths, int64_t num_ids, int6
   for (size_t f = 0; f < routings.size(); ++f) {
     const int64_t piece = places[3 * f], key = places[3 * f + 1], first_row = places[3 * f + 2];
     check(piece >= 0 && piece < num_pieces && key >= 0 && key < num_keys, "places", "pieces and keys that exist");
-    int64_t next = begins[key];
-    for (int64_t b = 0; b < batch_size; ++b) {
-      const int64_t length = static_cast<int64_t>(lengths[key * batch_size + b]);
-      check(length == 0 || length == 1, "lengths", "bags of at most one id");
-      rows[b * num_pieces + piece] =
-          length == 0 ? -1 : static_cast<int32_t>(first_row + routings[f].block(static_cast<int64_t>(ids[next])));
-      next += length;
-    }
+    routings[f].with_blocks([&](const auto& block) {
+      int64_t next = begins[key];
+      for (int64_t b = 0; b < batch_size; ++b) {
+        const int64_t length = static_cast<int64_t>(lengths[key * batch_size + b]);
+        check(length == 0 || length == 1, "lengths", "bags of at most one id");
+        rows[b * num_pieces + piece] =
+            length == 0 ? -1 : static_cast<int32_t>(first_row + block(static_cast<int64_t>(ids[next])));
+        next += length;
+      }
+    });
   }
 }
 
 // Rows of alpha of single-id features. `places` holds three numbers each: piece, key, and the row of its block 0.
 void fill_rows(Tensor ids, Tensor lengths, std::vector<Tensor> routings, std::vector<int64_t> places, Tensor rows) {
-  const bool wide_ids = ids.scalar_type() == ScalarType::Long, wide_lengths = lengths.scalar_type() == ScalarType::Long;
-  for (const Tensor& tensor : {ids, lengths, rows})
-    check(tensor.is_contiguous() && tensor.is_cpu(), "tensors", "contiguous ones");
-  check(wide_ids || ids.scalar_type() == ScalarType::Int, "ids", "int32 or int64");
-  check(wide_lengths || lengths.scalar_type() == ScalarType::Int, "lengths", "int32 or int64");
   check(rows.dim() == 2 && rows.scalar_type() == ScalarType::Int, "rows", "int32 of shape (B, K)");
   check(places.size() == 3 * routings.size(), "places", "three for each routing");
   const int64_t batch_size = rows.size(0), num_pieces = rows.size(1);
   if (batch_size == 0) return;
   check(lengths.numel() % batch_size == 0, "lengths", "shape (F * B,)");
   const std::vector<Routing> routes(routings.begin(), routings.end());
-  int32_t* to = static_cast<int32_t*>(rows.mutable_data_ptr());
-  const auto fill = [&](const auto* id, const auto* length) {
-    fill_rows_typed(id, length, ids.numel(), lengths.numel() / batch_size, batch_size, routes, places, to, num_pieces);
-  };
-  const void *id = ids.const_data_ptr(), *length = lengths.const_data_ptr();
-  if (wide_ids) {
-    wide_lengths ? fill(static_cast<const int64_t*>(id), static_cast<const int64_t*>(length))
-                 : fill(static_cast<const int64_t*>(id), static_cast<const int32_t*>(length));
-  } else {
-    wide_lengths ? fill(static_cast<const int32_t*>(id), static_cast<const int64_t*>(length))
-                 : fill(static_cast<const int32_t*>(id), static_cast<const int32_t*>(length));
-  }
+  int32_t* to = mutable_numbers<int32_t>(rows, ScalarType::Int, "rows");
+  with_integers(ids, "ids", [&](const auto* id) {
+    with_integers(lengths, "lengths", [&](const auto* length) {
+      const int64_t num_keys = lengths.numel() / batch_size;
+      fill_rows_typed(id, length, ids.numel(), num_keys, batch_size, routes, places, to, num_pieces);
+    });
+  });
+}
+
+// Whether every bag holds exactly one id, in 0 .. the bound of its key.
+bool are_single_ids(Tensor ids, Tensor lengths, Tensor bounds) {
+  const int64_t num_keys = bounds.numel(), num_bags = lengths.numel();
+  const int64_t* bound = numbers<int64_t>(bounds, ScalarType::Long, "bounds");
+  check(num_keys > 0 && num_bags % num_keys == 0, "bounds", "one for each key");
+  bool are_good = ids.numel() == num_bags;
+  if (!are_good) return false;
+  with_integers(ids, "ids", [&](const auto* id) {
+    with_integers(lengths, "lengths", [&](const auto* length) {
+      for (int64_t key = 0; key < num_keys; ++key) {
+        for (int64_t b = 0; b < num_bags / num_keys; ++b, ++id, ++length)
+          are_good &= (*length == 1) & (*id >= 0) & (static_cast<int64_t>(*id) < bound[key]);
+      }
+    });
+  });
+  return are_good;
 }
 
 // The arguments of split_bags, checked.
@@ -371,11 +350,8 @@ void split_typed(const Split& split) {
 void split_bags(Tensor ids, Tensor lengths, std::optional<Tensor> weights, std::vector<Tensor> routings, Tensor pieces,
                 std::vector<int64_t> first_of, int64_t batch_size, Tensor split_ids, Tensor split_lengths,
                 std::optional<Tensor> split_weights) {
-  for (const Tensor& tensor : {ids, lengths, pieces, split_ids, split_lengths})
-    check(tensor.is_contiguous() && tensor.is_cpu(), "tensors", "contiguous ones");
-  const bool wide_ids = ids.scalar_type() == ScalarType::Long, wide_lengths = lengths.scalar_type() == ScalarType::Long;
-  check(wide_ids || ids.scalar_type() == ScalarType::Int, "ids", "int32 or int64");
-  check(wide_lengths || lengths.scalar_type() == ScalarType::Int, "lengths", "int32 or int64");
+  for (const Tensor& tensor : {pieces, split_ids, split_lengths}) check_plain(tensor, "tensors");
+  const bool wide_ids = is_wide(ids, "ids"), wide_lengths = is_wide(lengths, "lengths");
   check(split_ids.scalar_type() == ids.scalar_type() && split_ids.numel() == ids.numel(), "split_ids", "room for ids");
   check(split_lengths.scalar_type() == lengths.scalar_type(), "split_lengths", "the dtype of lengths");
   check(pieces.scalar_type() == ScalarType::Long, "pieces", "int64");
@@ -403,6 +379,14 @@ void split_bags(Tensor ids, Tensor lengths, std::optional<Tensor> weights, std::
 
 }  // namespace
 
+// Which instruction set the innermost loops run on, and, with a limit, from now on up to that one.
+extern "C" const char* dnis_block_instruction_set(const char* limit) {
+  constexpr const char* NAMES[] = {"baseline", "avx2", "avx512"};
+  for (size_t i = 0; limit != nullptr && i < std::size(NAMES); ++i)
+    if (std::strcmp(limit, NAMES[i]) == 0) instruction_set = widest_instruction_set(static_cast<InstructionSet>(i));
+  return NAMES[static_cast<size_t>(instruction_set.load())];
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
   library.def(
       "select_pooled(Tensor pooled, Tensor alpha, Tensor rows, Tensor? divisors, Tensor layout, Tensor(a!) out) -> ()");
@@ -413,6 +397,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
       "sum_alpha_gradient(Tensor grad, Tensor pooled, Tensor rows, Tensor? divisors, Tensor layout, "
       "Tensor(a!) grad_alpha) -> ()");
   library.def("fill_rows(Tensor ids, Tensor lengths, Tensor[] routings, int[] places, Tensor(a!) rows) -> ()");
+  library.def("are_single_ids(Tensor ids, Tensor lengths, Tensor bounds) -> bool");
   library.def(
       "split_bags(Tensor ids, Tensor lengths, Tensor? weights, Tensor[] routings, Tensor pieces, int[] first_of, "
       "int batch_size, Tensor(a!) split_ids, Tensor(b!) split_lengths, Tensor(c!)? split_weights) -> ()");
@@ -423,5 +408,6 @@ STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CPU, library) {
   library.impl("spread_gradient", TORCH_BOX(&spread_gradient));
   library.impl("sum_alpha_gradient", TORCH_BOX(&sum_alpha_gradient));
   library.impl("fill_rows", TORCH_BOX(&fill_rows));
+  library.impl("are_single_ids", TORCH_BOX(&are_single_ids));
   library.impl("split_bags", TORCH_BOX(&split_bags));
 }

@@ -37,6 +37,28 @@ Number* mutable_numbers(const Tensor& tensor, ScalarType dtype, const char* argu
   return static_cast<Number*>(tensor.mutable_data_ptr());
 }
 
+inline void check_plain(const Tensor& tensor, const char* argument) {
+  check(tensor.is_contiguous() && tensor.is_cpu(), argument, "a contiguous one on the CPU");
+}
+
+// Whether integers are int64; int32 is the other choice.
+inline bool is_wide(const Tensor& tensor, const char* argument) {
+  check_plain(tensor, argument);
+  const bool is_long = tensor.scalar_type() == ScalarType::Long;
+  check(is_long || tensor.scalar_type() == ScalarType::Int, argument, "int32 or int64");
+  return is_long;
+}
+
+// Calls run(pointer to the integers), an int64_t or an int32_t one.
+template <typename Run>
+void with_integers(const Tensor& tensor, const char* argument, const Run& run) {
+  if (is_wide(tensor, argument)) {
+    run(static_cast<const int64_t*>(tensor.const_data_ptr()));
+  } else {
+    run(static_cast<const int32_t*>(tensor.const_data_ptr()));
+  }
+}
+
 // Where a row belongs: uint8 or uint16 block of every row, or (int64) the rising ends of the blocks; nothing passes on.
 struct Routing {
   enum Kind { NONE, BYTES, SHORTS, ENDS };
@@ -63,8 +85,22 @@ struct Routing {
       for (int64_t s = 0; s < size; ++s) block += id >= ends[s];
       return block;
     }
+    return kind == BYTES ? block_of_row<uint8_t>(id) : block_of_row<uint16_t>(id);
+  }
+
+  // Calls visit(id -> block); what kind of routing this is is not asked again for every id.
+  template <typename Visit>
+  void with_blocks(const Visit& visit) const {
+    if (kind == BYTES) return visit([this](int64_t id) { return block_of_row<uint8_t>(id); });
+    if (kind == SHORTS) return visit([this](int64_t id) { return block_of_row<uint16_t>(id); });
+    visit([this](int64_t id) { return block(id); });
+  }
+
+ private:
+  template <typename Block>
+  int64_t block_of_row(int64_t id) const {
     check(id >= 0 && id < size, "ids", "rows of their table");
-    return kind == BYTES ? static_cast<const uint8_t*>(data)[id] : static_cast<const uint16_t*>(data)[id];
+    return static_cast<const Block*>(data)[id];
   }
 };
 

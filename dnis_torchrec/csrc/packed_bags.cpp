@@ -16,30 +16,11 @@
 #include <vector>
 
 #include "blocks.h"
+#include "row_loops.h"
 
 namespace {
 
 using namespace dnis_torchrec;
-
-void check_plain(const Tensor& tensor, const char* argument) {
-  check(tensor.is_contiguous() && tensor.is_cpu(), argument, "a contiguous one on the CPU");
-}
-
-bool is_wide(const Tensor& tensor, const char* argument) {
-  check_plain(tensor, argument);
-  const bool is_long = tensor.scalar_type() == ScalarType::Long;
-  check(is_long || tensor.scalar_type() == ScalarType::Int, argument, "int32 or int64");
-  return is_long;
-}
-
-template <typename Run>
-void with_integers(const Tensor& tensor, const char* argument, const Run& run) {
-  if (is_wide(tensor, argument)) {
-    run(static_cast<const int64_t*>(tensor.const_data_ptr()));
-  } else {
-    run(static_cast<const int32_t*>(tensor.const_data_ptr()));
-  }
-}
 
 struct Pieces {
   int64_t* starts;       // (F, B + 1): first piece of every bag
@@ -252,6 +233,7 @@ struct Packing {
 // out = sum over the pieces of a bag of pooled * alpha[row].
 template <typename Number>
 void select(const Packing& packing, const Number* pooled, const Number* alpha, Number* out) {
+  const RowLoops<Number>& loops = row_loops<Number>();
   const auto range = [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       for (size_t f = 0; f < packing.features.size(); ++f) {
@@ -261,9 +243,9 @@ void select(const Packing& packing, const Number* pooled, const Number* alpha, N
         packing.walk(f, b, [&](int64_t at, int64_t alpha_at) {
           const Number *from = pooled + at, *factor = alpha + alpha_at;
           if (is_first) {
-            for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * factor[d];
+            loops.multiply(from, factor, to, dim);
           } else {
-            for (int64_t d = 0; d < dim; ++d) to[d] += from[d] * factor[d];
+            loops.add_product(from, factor, to, dim);
           }
           is_first = false;
         });
@@ -277,15 +259,14 @@ void select(const Packing& packing, const Number* pooled, const Number* alpha, N
 // grad_pooled = grad * alpha[row]; what no piece takes stays as it is.
 template <typename Number>
 void spread(const Packing& packing, const Number* grad, const Number* alpha, Number* grad_pooled) {
+  const RowLoops<Number>& loops = row_loops<Number>();
   const auto range = [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       for (size_t f = 0; f < packing.features.size(); ++f) {
         const int64_t dim = packing.features[f].dim;
         const Number* from = grad + b * packing.out_width + packing.features[f].out_column;
         packing.walk(f, b, [&](int64_t at, int64_t alpha_at) {
-          Number* to = grad_pooled + at;
-          const Number* factor = alpha + alpha_at;
-          for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * factor[d];
+          loops.multiply(from, alpha + alpha_at, grad_pooled + at, dim);
         });
       }
     }
@@ -297,14 +278,13 @@ void spread(const Packing& packing, const Number* grad, const Number* alpha, Num
 template <typename Number>
 void gather_alpha(const Packing& packing, const Number* grad, const Number* pooled, Number* grad_alpha,
                   int64_t alpha_size) {
+  const RowLoops<Number>& loops = row_loops<Number>();
   sum_over_samples(packing.batch_size, grad_alpha, alpha_size, [&](int64_t b, Number* sum) {
     for (size_t f = 0; f < packing.features.size(); ++f) {
       const int64_t dim = packing.features[f].dim;
       const Number* left = grad + b * packing.out_width + packing.features[f].out_column;
       packing.walk(f, b, [&](int64_t at, int64_t alpha_at) {
-        const Number* right = pooled + at;
-        Number* to = sum + alpha_at;
-        for (int64_t d = 0; d < dim; ++d) to[d] += left[d] * right[d];
+        loops.add_product(left, pooled + at, sum + alpha_at, dim);
       });
     }
   });

@@ -6,17 +6,21 @@ written against torch's stable ABI, so a build takes seconds and needs neither n
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
-from dnis_torchrec.checks import check_known
-from dnis_torchrec.native_build import NO_COMPILE, SECONDS_TO_COMPILE, NativeLibrary, cache_folder, find_compiler
+from dnis_torchrec.native_build import (
+    INSTRUCTION_SETS,
+    NO_COMPILE,
+    SECONDS_TO_COMPILE,
+    NativeLibrary,
+    cache_folder,
+    chosen_instruction_set,
+    find_compiler,
+)
 
-__all__ = ["NO_COMPILE", "SOURCES", "build", "cache_folder", "find_compiler", "instruction_set"]
+__all__ = ["INSTRUCTION_SETS", "NO_COMPILE", "SOURCES", "build", "cache_folder", "find_compiler", "instruction_set"]
 
 SOURCES = Path(__file__).parent / "csrc"
-INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
-"""From narrow to wide."""
 
 
 def build(*, compiler: str | None = None) -> Path:
@@ -48,8 +52,4 @@ def instruction_set(*, limit: str | None = None) -> str:
         ValueError: for an unknown limit.
         RuntimeError, OSError: see `build`.
     """
-    if limit is not None:
-        check_known("instruction set", limit, INSTRUCTION_SETS)
-    name = ctypes.CDLL(str(build())).dnis_instruction_set
-    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
-    return name(None if limit is None else limit.encode()).decode()
+    return chosen_instruction_set(build(), "dnis_instruction_set", limit)
