@@ -13,7 +13,7 @@ Shapes: B batch, D embedding_dim, S blocks, A rows of alpha of one D.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -116,6 +116,16 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         split = features if self.bag_splitter is None else self.bag_splitter(features)
         pooled = self.embedding_bag_collection(split)
         return self.selection(pooled, features, split)
+
+    def read_whole_features_(self) -> None:
+        """Gives the child one key per feature, whatever its blocks, for lookups that split bags for themselves.
+
+        FBGEMM's CPU kernels learn a table that several keys read by a slower path. Call it before sharding, and
+        `dnis_torchrec.shard_selection.select_on_shards_` right after: in between the wrapper cannot be called.
+        """
+        if self.bag_splitter is not None:
+            keys = {output.name: (output.whole_key,) for output in self._outputs}
+            self.embedding_bag_collection = _reading(self.embedding_bag_collection, self._tables, self._outputs, keys)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Configs of the wrapped collection, as the user wrote them."""
@@ -362,9 +372,19 @@ def _child(
     """
     if splitter is None and all(table.pooling == PoolingType.SUM for table in tables):
         return wrapped
+    return _reading(wrapped, tables, outputs, {output.name: output.block_keys for output in outputs})
+
+
+def _reading(
+    wrapped: EmbeddingBagCollection,
+    tables: list[EmbeddingBagConfig],
+    outputs: tuple[PooledFeature, ...],
+    keys_of: Mapping[str, tuple[str, ...]],
+) -> EmbeddingBagCollection:
+    """The tables of a collection, read by other keys and summed: output -> its keys."""
     configs = []
     for table in tables:
-        keys = [key for output in outputs if output.table == table.name for key in output.block_keys]
+        keys = [key for output in outputs if output.table == table.name for key in keys_of[output.name]]
         configs.append(replace(table, feature_names=keys, pooling=PoolingType.SUM))
     child = EmbeddingBagCollection(tables=configs, is_weighted=wrapped.is_weighted(), device=torch.device("meta"))
     for name, bag in wrapped.embedding_bags.items():

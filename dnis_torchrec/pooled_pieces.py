@@ -46,6 +46,11 @@ class PooledFeature:
         """KJT keys that the child collection reads: one per block of a multi-hot feature, else the feature itself."""
         return tuple(f"{self.name}/b{s}" for s in range(self.num_blocks)) if self.is_multi_hot else (self.feature,)
 
+    @property
+    def whole_key(self) -> str:
+        """The one KJT key that a child collection reads whose lookups split bags for themselves."""
+        return self.name if self.is_multi_hot else self.feature
+
 
 class PooledPieces:
     """The pieces of a collection, in the form that `dnis_torchrec.block_operators.select_pieces` reads.

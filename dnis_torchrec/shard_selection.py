@@ -1,7 +1,8 @@
 """Soft selection on the ranks that hold the shards, so that the output all-to-all is as large as the plain model's.
 
 A collection with multi-hot features is sharded with a key for every block of such a feature, because that is how its
-kernels are to pool. What travels need not know of blocks:
+kernels are to pool (with compiled operators one for the whole feature will do, see
+`SoftSelectionEmbeddingBagCollection.read_whole_features_`). What travels need not know of blocks:
 
     input_dist     the user's bags, whole, as in the plain model
     lookup         on the rank of the shard: bags split by block, pooled, multiplied by alpha, added up
@@ -155,6 +156,7 @@ class ShardFeature:
         first_row: row of the table that the shard begins with: what id 0 is here.
         first_column: column of the table that the shard begins with.
         num_columns: its columns.
+        keys: that the lookup reads for it: one; or one per block of a multi-hot feature.
     """
 
     output: PooledFeature
@@ -162,11 +164,12 @@ class ShardFeature:
     first_row: int
     first_column: int
     num_columns: int
+    keys: tuple[str, ...]
 
     @property
     def num_keys(self) -> int:
-        """Keys that the lookup reads for it: one per block of a multi-hot feature, else one."""
-        return len(self.output.block_keys)
+        """How many keys the lookup reads for it."""
+        return len(self.keys)
 
 
 def _features_of(
@@ -176,6 +179,8 @@ def _features_of(
     features = []
     for table in tables:
         row, column = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
+        own, keys = [output for output in outputs if output.table == table.name], iter(table.feature_names)
+        is_whole = len(own) == len(table.feature_names)
         features += [
             ShardFeature(
                 output=output,
@@ -183,9 +188,9 @@ def _features_of(
                 first_row=row,
                 first_column=column,
                 num_columns=table.local_cols,
+                keys=tuple(itertools.islice(keys, 1 if is_whole else len(output.block_keys))),
             )
-            for output in outputs
-            if output.table == table.name
+            for output in own
         ]
     return features
 
@@ -214,7 +219,7 @@ class ShardSelection:
         self._alpha = alpha
         self._gradient_division = gradient_division
         # As in the lookup's own list of features, a name occurs once for every shard that reads it.
-        self._keys = [key for feature in features for key in feature.output.block_keys]
+        self._keys = [key for feature in features for key in feature.keys]
         self._num_keys = [feature.num_keys for feature in features]
         self._width = sum(feature.num_columns for feature in features)
         self._layout = self._make_layout()

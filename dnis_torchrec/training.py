@@ -30,6 +30,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from dnis_torchrec.block_operators import are_compiled
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.finite import FiniteGuard
@@ -37,6 +38,7 @@ from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.recipe import RankingBatch, Recipe, TrainTask
+from dnis_torchrec.shard_selection import select_on_shards_
 from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.table_shards import soft_selection_modules
 
@@ -91,7 +93,8 @@ def shard(
     family included on CPUs too. A plan that cannot be made raises on every rank alike (see `sharding`).
 
     On a CPU a search over multi-hot features has a fused kernel for every table: the pieces of one table at a time are
-    in memory then (see `shard_selection`).
+    in memory then (see `shard_selection`). Where operators are compiled each reads one key per feature, and soft
+    selection is on the shards already.
 
     Args:
         task: the model with its loss; prepared or not. Its tables are moved into TorchRec's kernels.
@@ -109,10 +112,15 @@ def shard(
         ValueError: on all ranks alike, if there is no plan for the tables.
     """
     fused = recipe.table_optimizer == "rowwise_adagrad" or device.type == "cuda"
+    wrappers = soft_selection_modules(task).values()
+    is_multi_hot = any(wrapper.bag_splitter is not None for wrapper in wrappers)
+    splits_in_lookups = is_multi_hot and fused and device.type == "cpu" and are_compiled()
+    if splits_in_lookups:
+        for wrapper in wrappers:
+            wrapper.read_whole_features_()
     plain = [module for module in task.modules() if isinstance(module, EmbeddingBagCollection)]
     # Not by apply_optimizer_in_backward: torch then keeps what it was applied to, and every table would be held twice.
     fused_params = {"optimizer": FUSED_OPTIMIZERS[recipe.table_optimizer], "learning_rate": recipe.table_learning_rate}
-    is_multi_hot = any(wrapper.bag_splitter is not None for wrapper in soft_selection_modules(task).values())
     if is_multi_hot and device.type == "cpu":
         fused_params[USE_ONE_TBE_PER_TABLE] = True
     sharder = CpuEmbeddingBagCollectionSharder(fused_params=fused_params if fused else None)
@@ -136,6 +144,8 @@ def shard(
         if prefetched and sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
             sharding.cache_params = replace(sharding.cache_params or CacheParams(), prefetch_pipeline=True)
     model = shard_model(task, device, plan, sharders)
+    if splits_in_lookups:
+        select_on_shards_(model)
     return model, rest_optimizer(model, recipe)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from dnis_torchrec.swap import prepare_
 from tests.distributed.shard_selection_scenarios import (
     ROWS,
     SHARDINGS,
+    WHOLE_FEATURES,
     compare,
     make_features,
     make_model,
@@ -32,8 +35,13 @@ class OwnLookup(GroupedPooledEmbeddingsLookup):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kind", ["table_wise", "grid_shard", "mixed", "kernel_per_table"])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [
+        *itertools.product(["table_wise", "grid_shard", "mixed", "kernel_per_table"], [True, False]),
+        *((kind, True) for kind in WHOLE_FEATURES if kind in SHARDINGS),
+    ],
+)
 def test_it_computes_what_the_unsharded_collection_does(
     gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, compiled: bool, kind: str, weighted: bool
 ) -> None:

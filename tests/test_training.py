@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.block_operators import are_compiled
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.finite import NonFiniteError
-from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.frequency import FrequencyCounts, count_frequencies
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.search import table_configs
@@ -65,6 +66,24 @@ def test_multi_hot_searches_have_a_kernel_for_every_table(gloo, most_ids: int) -
     (wrapper,) = soft_selection_modules(model).values()
     (lookup,) = wrapper.embedding_bag_collection._lookups
     assert len(lookup._emb_modules) == (1 if most_ids == 1 else len(configs))
+
+
+@pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
+def test_lookups_of_a_multi_hot_search_read_one_key_per_feature(gloo) -> None:
+    """Which changes nothing that a model computes, with a pipeline or without."""
+    recipe = make_recipe(optimizer="rowwise_adagrad")
+    configs, batch = table_configs(recipe.model), next(iter(recipe.data.train))
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), configs)
+    prepared = prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=2))
+    (wrapper,) = soft_selection_modules(prepared).values()
+    for dim in wrapper.alpha.dims:
+        wrapper.alpha.of(dim).uniform_(0, 1)
+    expected = TrainTask(prepared, recipe.loss)(batch)[1][1]
+    model, _ = shard(TrainTask(prepared, recipe.loss), recipe, CPU)
+    (lookup,) = wrapper.embedding_bag_collection._lookups
+    keys = [config.feature_names() for config in lookup.grouped_configs]
+    assert sorted(keys) == sorted([feature] for config in configs for feature in config.feature_names)
+    torch.testing.assert_close(model(batch)[1][1], expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])

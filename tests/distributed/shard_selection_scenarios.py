@@ -21,6 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from dnis_torchrec.block_operators import are_compiled
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.frequency import FrequencyCounts
@@ -42,6 +43,13 @@ SAME_KIND = ("table_wise", "column_wise", "row_wise", "data_parallel", "table_ro
 SHARDINGS = {kind: dict.fromkeys(ROWS, kind) for kind in SAME_KIND}
 SHARDINGS["mixed"] = {"a": "column_wise", "b": "row_wise", "c": "data_parallel"}
 SHARDINGS["kernel_per_table"] = SHARDINGS["row_wise"]
+WHOLE_FEATURES = {
+    "whole features": SHARDINGS["mixed"],
+    "whole features, kernel_per_table": {"a": "column_wise", "b": "row_wise", "c": "table_wise"},
+}
+"""Where the lookups read one key per feature, for which the operators have to be compiled."""
+if are_compiled():
+    SHARDINGS |= WHOLE_FEATURES
 VOLUME_KINDS = ("table_wise", "column_wise", "row_wise", "mixed")
 
 
@@ -88,10 +96,12 @@ def make_features(rank: int, weighted: bool) -> KeyedJaggedTensor:
 
 def shard(model: nn.Module, kind: str, group: dist.ProcessGroup) -> nn.Module:
     """The model sharded over a group, plain SGD fused into its tables."""
+    if kind in WHOLE_FEATURES:
+        model["ebc"].read_whole_features_()
     for name, bag in model["ebc"].embedding_bag_collection.embedding_bags.items():
         if SHARDINGS[kind][name] != "data_parallel":
             apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": LEARNING_RATE})
-    sharders = [CpuEmbeddingBagCollectionSharder({USE_ONE_TBE_PER_TABLE: kind == "kernel_per_table"})]
+    sharders = [CpuEmbeddingBagCollectionSharder({USE_ONE_TBE_PER_TABLE: kind.endswith("kernel_per_table")})]
     constraints = {
         name: ParameterConstraints(sharding_types=[own], min_partition=4) for name, own in SHARDINGS[kind].items()
     }
