@@ -6,6 +6,7 @@ With the caches of `row_caches` here; with FBGEMM's own, on GPUs, in distributed
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ def prepared(*, cached: bool):
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
     blocks = blocks_from_counts(counts, tables, num_blocks=3)
-    sharded, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
+    with mock.patch.object(training, "are_compiled", return_value=False):  # as on a GPU, where tables can be cached
+        sharded, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
     if cached:
         plan_caches_(sharded)
     return recipe, sharded.train(), optimizer, caches_of(sharded)
