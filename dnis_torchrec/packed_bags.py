@@ -7,7 +7,8 @@ are numbered as they come and laid out over its keys row by row: the j-th of the
 
     out[b, feature] = sum over the pieces of the bag of pooled[row, key] * alpha[row of alpha of the piece]
 
-A feature with a key per block never needs more than B rows; the feature that fills its keys most sets R.
+A feature with a key per block never needs more than B rows, one with a single key as many as it has pieces, and learns
+faster (see `SoftSelectionEmbeddingBagCollection.read_whole_features_`); the feature that fills its keys most sets R.
 
 Shapes: B batch, F features, K keys (sum over features), R packed rows, S blocks, I ids of a batch, P pieces.
 """
