@@ -62,8 +62,9 @@ demo: $(STAMP)
 	@$(BIN)/dnis evaluate $(DEMO_OUT)/artifact --json $(DEMO_OUT)/artifact.json >/dev/null
 	@$(BIN)/dnis report $(DEMO_OUT)/run
 
+# A file's tests stay in one process: they share the ranks that its fixtures spawn.
 test: $(STAMP)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --durations=10
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --durations=10 --numprocesses 2 --dist loadfile
 
 check: $(STAMP)
 	@$(BIN)/ruff check .
