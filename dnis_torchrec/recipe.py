@@ -83,6 +83,9 @@ class Recipe:
         table_optimizer: how tables learn: ``"adam"`` (dense compute kernel) or ``"rowwise_adagrad"`` (fused).
         table_learning_rate: learning rate of the tables.
         dense_learning_rate: learning rate (Adam) of everything else.
+        release_table_learning_rate: that of a search's tables after the ramp; None keeps the one before. By then alpha,
+            which learns on data that the weights do not see, holds tables back: they may run faster than without it.
+        release_dense_learning_rate: the same of everything else, which alpha does not hold back.
         row_weights: names of the model's parameters that hold numbers for rows beside the tables, such as first-order
             weights: they learn (by Adam) at the tables' rate.
         column_sharing: how much blocks keep the same columns, see `dnis_torchrec.alpha_optimizer.Pressure`.
@@ -102,6 +105,8 @@ class Recipe:
     table_optimizer: str = "adam"
     table_learning_rate: float = 1e-3
     dense_learning_rate: float = 1e-3
+    release_table_learning_rate: float | None = None
+    release_dense_learning_rate: float | None = None
     row_weights: tuple[str, ...] = ()
     column_sharing: float = 0.0
     alpha_learning_rate: float | None = None

@@ -46,7 +46,7 @@ from dnis_torchrec.streaming import CountLimits, count_stream
 from dnis_torchrec.swap import merge_, prepare_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
-from dnis_torchrec.training import shard
+from dnis_torchrec.training import set_learning_rates_, shard
 
 __all__ = [
     "EpochRecord",
@@ -87,6 +87,8 @@ class SearchConfig:
         upper_every: lower steps per upper step.
         upper_batch_parts: parts that a validation batch is cut into; an upper step takes one, and costs less (see
             `BatchParts`). On several ranks each takes its slice of every part.
+        release_table_learning_rate: see `Recipe`; for searches with pressure.
+        release_dense_learning_rate: see `Recipe`; for searches with pressure.
         alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
     """
@@ -107,6 +109,8 @@ class SearchConfig:
     column_sharing: float = 0.0
     upper_every: int = 1
     upper_batch_parts: int = 2
+    release_table_learning_rate: float | None = None
+    release_dense_learning_rate: float | None = None
     alpha_learning_rate: float | None = None
     alpha_averaging: float = 0.98
 
@@ -114,6 +118,9 @@ class SearchConfig:
         epochs = ("warm_up_epochs", "ramp_epochs", "release_epochs", "patience")
         for name in ("num_blocks", *epochs, "upper_every", "upper_batch_parts"):
             check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
+        for name in ("release_table_learning_rate", "release_dense_learning_rate"):
+            rate = getattr(self, name)
+            check(rate is None or rate > 0, name, "expected a number above 0", rate)
         check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
         CountLimits(exact_rows=self.exact_count_rows)
 
@@ -141,7 +148,7 @@ class SearchConfig:
         """The configuration that suits a recipe.
 
         Args:
-            recipe: gives the number of blocks and of epochs, alpha's rate and how often it steps.
+            recipe: gives the number of blocks and of epochs, alpha's rate, how often it steps, and the release's rates.
             size: see `size`.
             settings: any field by name, instead of the recipe's or the default.
         """
@@ -152,6 +159,8 @@ class SearchConfig:
             "release_epochs",
             "column_sharing",
             "alpha_learning_rate",
+            "release_table_learning_rate",
+            "release_dense_learning_rate",
             "upper_every",
         )
         return SearchConfig(size=size, **{name: getattr(recipe, name) for name in names} | dict(settings or {}))
@@ -302,6 +311,7 @@ def search(
         patience=config.patience,
         steps_per_epoch=steps_per_epoch,
         events=events,
+        before_epoch=partial(_set_rates_, model, optimizer, recipe, config),
         after_warm_up=partial(_turn_, model, optimizer, pipeline, blocks, counts) if turned else None,
     )
     loop.run()
@@ -335,6 +345,17 @@ def _turn_(
     """
     rotate_(model, optimizer, counts)
     pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
+
+
+def _set_rates_(
+    model: DistributedModelParallel, optimizer: KeyedOptimizerWrapper, recipe: Recipe, config: SearchConfig, epoch: int
+) -> None:
+    """Sets the learning rates of an epoch; checkpoints do not have them, so a search that goes on needs it too."""
+    tables, dense = recipe.table_learning_rate, recipe.dense_learning_rate
+    if config.pressure and epoch >= config.warm_up_epochs + config.ramp_epochs:
+        tables = config.release_table_learning_rate or tables
+        dense = config.release_dense_learning_rate or dense
+    set_learning_rates_(model, optimizer, tables=tables, dense=dense)
 
 
 def _pipeline(

@@ -145,6 +145,8 @@ class SearchLoop:
         patience: epochs without a better selection loss before stopping.
         steps_per_epoch: lower steps of an epoch.
         events: who listens.
+        before_epoch: called with the epoch's number before its first step, and before the first one of a loop that
+            goes on in the middle of it.
         after_warm_up: called once, between the last epoch of the warm-up and its checkpoint.
 
     Attributes:
@@ -166,9 +168,10 @@ class SearchLoop:
         patience: int,
         steps_per_epoch: int,
         events: SearchEvents,
+        before_epoch: Callable[[int], object] | None = None,
         after_warm_up: Callable[[], object] | None = None,
     ) -> None:
-        self._after_warm_up = after_warm_up
+        self._before_epoch, self._after_warm_up = before_epoch, after_warm_up
         self._pipeline, self._stream, self._recipe, self._events = pipeline, stream, recipe, events
         self._folder, self._saving = checkpoint_folder(folder, keep_last=saving.keep_last), saving
         self._epochs, self._warm_up_epochs, self._patience = epochs, warm_up_epochs, patience
@@ -207,6 +210,8 @@ class SearchLoop:
 
     def _train_epoch(self, saver: CheckpointSaver) -> None:
         pipeline, every = self._pipeline, self._saving.every_steps
+        if self._before_epoch is not None:
+            self._before_epoch(self._epoch)
         steps_until = self._stream.schedule.steps_for((self._epoch + 1) * self._steps_per_epoch)
         while self._steps < steps_until:
             before = pipeline.lower_steps

@@ -49,6 +49,9 @@ WHOLE_ROWS = frozenset(
 FUSED_OPTIMIZERS = {"adam": EmbOptimType.ADAM, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
 """`Recipe.table_optimizer` -> FBGEMM's optimizer that runs inside the tables' backward."""
 
+OF_TABLES = "of_tables"
+"""Says of a group of the optimizer of what is not fused whether it learns at the tables' rate."""
+
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
@@ -168,11 +171,34 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
         check_known("parameter of Recipe.row_weights", name, [*of_rows.values(), *rest])
     table_part = {name: p for name, p in rest.items() if ".embedding_bags." in name or name in of_rows}
     groups = [
-        {"params": [p for name, p in rest.items() if name not in table_part], "lr": recipe.dense_learning_rate},
-        {"params": list(table_part.values()), "lr": recipe.table_learning_rate},
+        {
+            "params": [p for name, p in rest.items() if name not in table_part],
+            "lr": recipe.dense_learning_rate,
+            OF_TABLES: False,
+        },
+        {"params": list(table_part.values()), "lr": recipe.table_learning_rate, OF_TABLES: True},
     ]
     filled = [group for group in groups if group["params"]]
     return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(filled or groups[:1]))
+
+
+def set_learning_rates_(
+    model: DistributedModelParallel, optimizer: KeyedOptimizerWrapper, *, tables: float, dense: float
+) -> None:
+    """Lets a model learn at other rates from the next step on. Local; to be called on all ranks alike.
+
+    Args:
+        model: as `shard` made it.
+        optimizer: as `shard` made it.
+        tables: rate of the tables and of what learns at theirs (`Recipe.row_weights`).
+        dense: rate of everything else.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = tables if group[OF_TABLES] else dense
+    for group in model.fused_optimizer.param_groups:
+        group["lr"] = tables
+    # Where TorchRec's fused optimizers hand their rate on to the kernels; there are no gradients to clear.
+    model.fused_optimizer.zero_grad()
 
 
 @torch.no_grad()

@@ -48,7 +48,8 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
 
 def test_a_configuration_takes_from_the_recipe_whatever_both_know() -> None:
     values = {"num_blocks": 3, "warm_up_epochs": 4, "ramp_epochs": 5, "release_epochs": 6, "upper_every": 7}
-    values |= {"column_sharing": 0.5, "alpha_learning_rate": 0.25}
+    values |= {"column_sharing": 0.5, "alpha_learning_rate": 0.25, "release_table_learning_rate": 0.125}
+    values |= {"release_dense_learning_rate": 0.0625}
     assert values.keys() == {f.name for f in fields(Recipe)} & {f.name for f in fields(SearchConfig)}
     recipe = replace(make_recipe(), **values)
     config = SearchConfig.of(recipe, Size(compression_ratio=2), {"ramp_epochs": 8})
@@ -94,6 +95,38 @@ def test_the_history_tells_the_phases(gloo, tmp_path: Path) -> None:
     assert density[6] == density[-1] < 0.5  # settled after the ramp, and kept
     assert [record.pressure > 0 for record in seen[:2]] == [True, True]
     assert outcome.best_epoch >= 5
+
+
+RELEASE_RATES = ["release_table_learning_rate", "release_dense_learning_rate"]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+@pytest.mark.parametrize("name", RELEASE_RATES)
+def test_the_release_has_rates_of_its_own(gloo, tmp_path: Path, optimizer: str, name: str) -> None:
+    losses = {}
+    for rate in (None, 0.1):
+        config = SearchConfig(size=Size(compression_ratio=4), **{name: rate}, **SHORT)
+        outcome = search(make_recipe(optimizer=optimizer), config, tmp_path / str(rate), CPU)
+        losses[rate] = [record.train_loss for record in outcome.history]
+    before = SHORT["warm_up_epochs"] + SHORT["ramp_epochs"]
+    same = [mine == other for mine, other in zip(*losses.values(), strict=True)]
+    assert same == [True] * before + [False] * SHORT["release_epochs"]
+
+
+def test_without_pressure_there_is_no_release(gloo, tmp_path: Path) -> None:
+    histories = []
+    for rate in (None, 0.1):
+        settings = {"pressure": False, "structure": "element", **dict.fromkeys(RELEASE_RATES, rate)}
+        config = SearchConfig(size=Size(compression_ratio=4), **settings, **SHORT)
+        histories.append(search(make_recipe(), config, tmp_path / str(rate), CPU).history)
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1])
+@pytest.mark.parametrize("name", RELEASE_RATES)
+def test_a_rate_of_the_release_is_above_zero(name: str, rate: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected a number above 0, got {rate}"):
+        SearchConfig(size=Size(compression_ratio=4), **{name: rate})
 
 
 def test_same_seed_same_outcome(gloo, tmp_path: Path) -> None:

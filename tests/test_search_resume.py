@@ -44,7 +44,13 @@ def shuffled(optimizer: str) -> Recipe:
 
 
 def run(
-    folder: Path, optimizer: str, *, stop_at: int | None = None, every: int = 0, resume: bool = False, **settings: bool
+    folder: Path,
+    optimizer: str,
+    *,
+    stop_at: int | None = None,
+    every: int = 0,
+    resume: bool = False,
+    **settings: object,
 ) -> tuple[SearchOutcome | None, list[float]]:
     """A search, and the loss of each of its lower steps; None for the outcome of one that was stopped."""
     losses: list[float] = []
@@ -71,13 +77,19 @@ def assert_same(first: SearchOutcome, second: SearchOutcome) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
-    [("adam", {}), ("rowwise_adagrad", {}), ("adam", {"unrolled": True, "pressure": False, "structure": "element"})],
-    ids=["adam", "rowwise_adagrad", "unrolled"],
+    [
+        ("adam", {}),
+        ("rowwise_adagrad", {}),
+        ("adam", {"unrolled": True, "pressure": False, "structure": "element"}),
+        ("adam", {"release_table_learning_rate": 0.02, "release_dense_learning_rate": 1e-4}),
+        ("rowwise_adagrad", {"release_table_learning_rate": 0.02}),
+    ],
+    ids=["adam", "rowwise_adagrad", "unrolled", "adam, rates of the release", "rowwise_adagrad, rate of the release"],
 )
 def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path, optimizer: str, settings) -> None:
     whole, expected = run(tmp_path / "whole", optimizer, **settings)
     folder, seen = tmp_path / "broken", []
-    for stop_at in (13, 20):  # in the ramp; in a later epoch
+    for stop_at in (13, 20, 12):  # in the ramp; in a later epoch; in the release
         outcome, losses = run(folder, optimizer, stop_at=stop_at, resume=bool(seen), **settings)
         assert outcome is None
         seen += losses

@@ -22,7 +22,7 @@ from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.swap import prepare_
 from dnis_torchrec.table_shards import TableShard, collections, local_shards, soft_selection_modules
-from dnis_torchrec.training import EarlyStopping, evaluate, primary_metric, shard, train_plainly
+from dnis_torchrec.training import EarlyStopping, evaluate, primary_metric, set_learning_rates_, shard, train_plainly
 from tests.tiny import make_collection, make_recipe
 
 CPU = torch.device("cpu")
@@ -101,6 +101,24 @@ def test_weights_of_rows_beside_the_tables_learn_at_the_tables_rate(gloo, prefix
     moved = {own: float((part - before[own]).detach().abs().max()) for own, part in dense.items()}
     assert {round(length, 4) for own, length in moved.items() if own.endswith(name)} == {0.5}
     assert {round(length, 4) for own, length in moved.items() if not own.endswith(name)} == {0.01}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_rates_that_are_set_are_as_if_they_had_always_been(gloo, optimizer: str) -> None:
+    weights = []
+    for tables, dense in ((0.5, 0.01), (0.001, 0.002)):
+        recipe = make_recipe(optimizer=optimizer)
+        rows = next(own for own, _ in recipe.model.named_parameters() if own.startswith("over_arch") and "bias" in own)
+        rates = {"table_learning_rate": tables, "dense_learning_rate": dense}
+        recipe = dataclasses.replace(recipe, row_weights=(rows,), **rates)
+        model, rest = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+        if tables != 0.5:
+            set_learning_rates_(model, rest, tables=0.5, dense=0.01)
+        model(next(iter(recipe.data.train)))[0].backward()
+        rest.step()
+        own_tables = {table: part.weight for table, part in shards_of(model).items()}
+        weights.append({**own_tables, **{own: part.detach() for own, part in model.named_parameters()}})
+    assert all(torch.equal(weight, weights[1][own]) for own, weight in weights[0].items())
 
 
 def test_weights_of_rows_that_there_are_not_are_refused(gloo) -> None:
