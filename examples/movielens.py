@@ -65,11 +65,10 @@ _WITH_TOWER = _WITH_NETWORK | {
     "warm_up_epochs": 2,
     "ramp_epochs": 8,
     "release_epochs": 10,
-    "release_table_learning_rate": None,
+    "release_dense_learning_rate": 1e-4,
 }
-"""Where the tables can be rotated, which takes a warm-up that has come nearly to the end of a plain training."""
-_DEEPFM_RELEASE = {"release_table_learning_rate": CLICKS_RELEASE_RATE, "release_dense_learning_rate": 1e-4}
-"""Faster tables alone do not help where a tower reads them, which overfits first; with a slower tower they do."""
+"""Where the tables can be rotated, which takes a warm-up that has come nearly to the end of a plain training. Faster
+tables alone do not help where a tower reads them, which overfits first; with a slower tower they do."""
 CONSTANT_DENSE = "MovieLens has no dense features; DLRM's dense arch sees the constant 1."
 
 
@@ -209,7 +208,7 @@ def ctr_deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = 
     def build(samples: Samples, bias: float) -> nn.Module:
         return DeepFM(_clicks_tables(samples, embedding_dim), tower=CLICKS_TOWER, initial_bias=bias)
 
-    return replace(_clicks(data, "ctr_deepfm", build, seed), **_WITH_TOWER | _DEEPFM_RELEASE)
+    return replace(_clicks(data, "ctr_deepfm", build, seed), **_WITH_TOWER)
 
 
 def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
