@@ -315,8 +315,7 @@ def search(
         after_warm_up=partial(_turn_, model, optimizer, pipeline, blocks, counts) if turned else None,
     )
     loop.run()
-    wrapper_alpha = pipeline.alpha
-    alpha = {dim: wrapper_alpha.of(dim).detach().cpu().clone() for dim in wrapper_alpha.dims}
+    alpha = {dim: pipeline.alpha.of(dim).detach().cpu().clone() for dim in pipeline.alpha.dims}
     plain = cast(TrainTask, get_unwrapped_module(merge_(model))).model
     scheme = prune(plain, blocks, counts, size=config.size, structure=config.structure)
     return SearchOutcome(
