@@ -168,7 +168,7 @@ class SearchLoop:
         patience: int,
         steps_per_epoch: int,
         events: SearchEvents,
-        before_epoch: Callable[[int], object] | None = None,
+        before_epoch: Callable[[int], object],
         after_warm_up: Callable[[], object] | None = None,
     ) -> None:
         self._before_epoch, self._after_warm_up = before_epoch, after_warm_up
@@ -210,8 +210,7 @@ class SearchLoop:
 
     def _train_epoch(self, saver: CheckpointSaver) -> None:
         pipeline, every = self._pipeline, self._saving.every_steps
-        if self._before_epoch is not None:
-            self._before_epoch(self._epoch)
+        self._before_epoch(self._epoch)
         steps_until = self._stream.schedule.steps_for((self._epoch + 1) * self._steps_per_epoch)
         while self._steps < steps_until:
             before = pipeline.lower_steps
