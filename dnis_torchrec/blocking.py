@@ -162,7 +162,8 @@ def blocks_from_counts(
     Args:
         counts: occurrences in the training data.
         tables: the tables to block, as ``embedding_bag_configs()`` gives them.
-        num_blocks: S wanted. ``"decades"`` and ``"explicit"`` have as many blocks as they come to.
+        num_blocks: S wanted; with scope ``"table"`` a table of fewer rows has a block for each. ``"decades"`` and
+            ``"explicit"`` have as many blocks as they come to.
         scope: ``"global"`` (the paper: tables of equal embedding_dim together) or ``"table"``.
         strategy: ``"equal_rows"`` (the paper's reading), ``"equal_mass"`` (equal occurrences), ``"decades"`` (one block
             per power of ten of the frequency; never-seen rows join the last) or ``"explicit"``.
@@ -205,7 +206,8 @@ def blocks_from_counts(
     seen_rows: dict[str, Tensor] = {}
     for members in sorted_together.values():
         order = _FrequencyOrder([counts.counts[table.name] for table in members])
-        starts = _block_starts(order, strategy, num_blocks, boundaries or (), keep_ties_together)
+        wanted = min(num_blocks, order.num_rows) if scope == "table" else num_blocks  # a small table is no news
+        starts = _block_starts(order, strategy, wanted, boundaries or (), keep_ties_together)
         for name in (table.name for table in members):
             routings[name], occurrences[name], seen_rows[name] = _block_rows(counts.counts[name], order, starts)
     return RowBlocks(

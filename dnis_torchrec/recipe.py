@@ -77,6 +77,8 @@ class Recipe:
         data: the four splits.
         loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels), both ``(B,)``.
         num_blocks: S, the number of blocks that suits this data set.
+        scope: which tables share them: ``"global"``, all of equal embedding_dim, as in the paper; or ``"table"``, none,
+            which suits features that deserve embeddings of different sizes (see `blocks_from_counts`).
         warm_up_epochs: epochs of lower steps alone that suit it; so for the next two.
         ramp_epochs: epochs in which the mean of alpha is led to the size.
         release_epochs: epochs at most after the ramp.
@@ -99,6 +101,7 @@ class Recipe:
     data: DataSplits
     loss: nn.Module
     num_blocks: int = 10
+    scope: str = "global"
     warm_up_epochs: int = 2
     ramp_epochs: int = 12
     release_epochs: int = 14
@@ -126,6 +129,8 @@ class Recipe:
             "expected 'adam' or 'rowwise_adagrad'",
             repr(self.table_optimizer),
         )
+        scopes = ("global", "table")
+        check(self.scope in scopes, "Recipe.scope", f"expected one of {scopes}", repr(self.scope))
 
 
 class TrainTask(nn.Module):

@@ -26,7 +26,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dnis_torchrec.alpha_optimizer import Pressure
 from dnis_torchrec.batch_parts import BatchParts
-from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocking import SCOPES, RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.cached_tables import PrefetchedTables
 from dnis_torchrec.checks import check, describe
@@ -121,6 +121,7 @@ class SearchConfig:
         for name in ("release_table_learning_rate", "release_dense_learning_rate"):
             rate = getattr(self, name)
             check(rate is None or rate > 0, name, "expected a number above 0", rate)
+        check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
         check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
         CountLimits(exact_rows=self.exact_count_rows)
 
@@ -148,12 +149,13 @@ class SearchConfig:
         """The configuration that suits a recipe.
 
         Args:
-            recipe: gives the number of blocks and of epochs, alpha's rate, how often it steps, and the release's rates.
-            size: see `size`.
+            recipe: gives the number and the scope of blocks, the number of epochs, alpha's rate, how often it steps,
+                and the release's rates.
             settings: any field by name, instead of the recipe's or the default.
         """
         names = (
             "num_blocks",
+            "scope",
             "warm_up_epochs",
             "ramp_epochs",
             "release_epochs",

@@ -11,6 +11,9 @@ import torch
 
 from dnis_torchrec.baselines import METHODS, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult
+from dnis_torchrec.blocking import blocks_from_counts
+from dnis_torchrec.frequency import count_frequencies
+from dnis_torchrec.search import table_configs
 from dnis_torchrec.training import process_group
 from tests import tiny
 
@@ -26,6 +29,7 @@ def run(name: str, folder: Path, ratio: float = RATIO, *, max_epochs: int = MAX_
             device=device,
             folder=folder,
             max_epochs=max_epochs,
+            num_trials=1,
         )
         return METHODS[name](task)
 
@@ -50,6 +54,26 @@ def test_the_paper_prunes_single_values_and_never_releases(tmp_path: Path) -> No
     result = run("dnis-paper", tmp_path)
     assert result.form == "csr_fp32"
     assert not all(table.is_block_structured for table in result.scheme.tables.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [("dnis", "table"), ("random", "table"), ("nis-me", "table"), ("dnis-paper", "global"), ("mde", "global")],
+)
+def test_blocks_have_the_recipes_scope_but_for_the_paper_and_for_popularity(
+    name: str, scope: str, tmp_path: Path
+) -> None:
+    recipe = replace(tiny.demo(None), scope="table")
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    expected = blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks, scope=scope)
+    num_kept = 0
+    for table in run(name, tmp_path, max_epochs=3, scope=recipe.scope).scheme.tables.values():
+        blocks = table.routing.all_blocks()
+        kept = blocks < table.routing.num_blocks  # rows of blocks that lost all columns are in none
+        assert torch.equal(blocks[kept], expected.routings[table.name].all_blocks()[kept])
+        num_kept += int(kept.sum())
+    assert num_kept > 0
 
 
 def test_unrolled_is_another_gradient(tmp_path: Path) -> None:

@@ -201,11 +201,12 @@ def test_a_uniform_scheme_keeps_every_row() -> None:
 @given(
     st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=12), min_size=1, max_size=3),
     st.integers(1, 5),
+    st.sampled_from(["global", "table"]),
     st.floats(0.0, 1.0),
     st.integers(0, 2**31),
 )
 def test_random_sequences_fall_and_use_the_budget_up(
-    rows: list[list[int]], num_blocks: int, share: float, seed: int
+    rows: list[list[int]], num_blocks: int, scope: str, share: float, seed: int
 ) -> None:
     rows[0][0] = 51  # at least one row was seen
     configs = [
@@ -213,7 +214,7 @@ def test_random_sequences_fall_and_use_the_budget_up(
         for i, c in enumerate(rows)
     ]
     counts = FrequencyCounts({f"t{i}": torch.tensor(c) for i, c in enumerate(rows)}, {}, 100)
-    blocks = blocks_from_counts(counts, configs, num_blocks=num_blocks)
+    blocks = blocks_from_counts(counts, configs, num_blocks=num_blocks, scope=scope)
     costs = Budget.of(Size(embedding_bytes=10**6), blocks).column_costs
     total = sum(float(costs[c.name].sum()) * c.embedding_dim for c in configs)
     budget = Budget(share * total, costs, "bytes")
@@ -231,3 +232,14 @@ def test_random_sequences_fall_and_use_the_budget_up(
         sequence = dims[config.name]
         assert bool((sequence.diff() <= 0).all())
         assert 0 <= int(sequence.min()) <= int(sequence.max()) <= config.embedding_dim
+
+
+def test_tables_that_share_no_blocks_have_random_sequences_of_their_own() -> None:
+    counts = FrequencyCounts({"a": torch.tensor([9, 7, 2, 1]), "b": torch.tensor([9, 7, 2, 1])}, {}, 38)
+    configs = [EmbeddingBagConfig(name=n, num_embeddings=4, embedding_dim=8, feature_names=[n]) for n in counts.counts]
+    blocks = blocks_from_counts(counts, configs, num_blocks=2, scope="table")
+    budget = Budget.of(Size(parameters=24), blocks)
+    drawn = [random_dims(blocks, budget, torch.Generator().manual_seed(seed)) for seed in range(40)]
+    of_a = sum(int(dims["a"].sum() > dims["b"].sum()) for dims in drawn)
+    of_b = sum(int(dims["a"].sum() < dims["b"].sum()) for dims in drawn)
+    assert min(of_a, of_b) >= 10

@@ -230,6 +230,7 @@ def test_fewer_blocks_than_wanted_are_said(caplog: pytest.LogCaptureFixture) -> 
         one([3, 2], num_blocks=2)
         assert caplog.messages == []
         one([3, 2], num_blocks=5)
+        one([3, 2], num_blocks=5, scope="table")  # a small table among others
         one([7, 7, 7, 1], num_blocks=3, keep_ties_together=True)
         one([1000, 1], num_blocks=5, strategy="decades")
     assert caplog.messages == [

@@ -29,6 +29,7 @@ def test_defaults() -> None:
     [
         ({"loss": nn.L1Loss()}, r"Recipe\.loss: expected nn\.MSELoss or nn\.BCEWithLogitsLoss, got L1Loss"),
         ({"table_optimizer": "sgd"}, r"Recipe\.table_optimizer: expected 'adam' or 'rowwise_adagrad', got 'sgd'"),
+        ({"scope": "row"}, r"Recipe\.scope: expected one of \('global', 'table'\), got 'row'"),
     ],
 )
 def test_unfit_fields_are_refused(fields: dict, message: str) -> None:

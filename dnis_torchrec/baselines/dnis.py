@@ -65,6 +65,7 @@ def dnis_retrained(task: MethodTask) -> MethodResult:
 
 
 _PAPER: dict[str, Any] = {
+    "scope": "global",
     "pressure": False,
     "rotate": False,
     "upper_every": 1,

@@ -96,9 +96,10 @@ class MdeDims(ProjectedDims):
 def mde(task: MethodTask) -> MethodResult:
     """The best, on the selection split, of 16 settings: temperature .1 to .8, dims rounded both ways.
 
-    Blocks are those of a search of the same recipe. For every setting, lambda, and with it the base dimension, is the
-    largest whose bytes, projections included, are within the budget (`solve`). A setting that comes to the same dims
-    as one before is not trained again and is no trial; a smaller `MethodTask.num_trials` spreads over the settings.
+    Blocks are those of a search of the same recipe, of scope ``"global"``: dims follow popularity, whichever table a
+    row is of. For every setting, lambda, and with it the base dimension, is the largest whose bytes, projections
+    included, are within the budget (`solve`). A setting that comes to the same dims as one before is not trained again
+    and is no trial; a smaller `MethodTask.num_trials` spreads over the settings.
 
     NOTE[DIFF]: the tables keep the recipe's own initial weights (the paper's are Xavier; projections are), so that all
     methods start alike; a block spans tables, and its tables share one projection, which costs fewer bytes.
@@ -113,7 +114,7 @@ def mde(task: MethodTask) -> MethodResult:
     num_trials = task.num_trials or len(SETTINGS)
     most = len(SETTINGS)
     check(num_trials <= most, "num_trials", f"expected at most {most} for MDE, one per setting", num_trials)
-    counts, blocks = row_blocks(task)
+    counts, blocks = row_blocks(task, scope="global")
     budget = byte_budget(task, blocks)
     largest = smallest_dim(task, task.dense_bytes())
 

@@ -56,12 +56,12 @@ def random_search(task: MethodTask) -> MethodResult:
 def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -> dict[str, Tensor]:
     """Draws dims that fall from block to block and use up a budget.
 
-    One uniform random height h_s in (0, 1] per block, sorted downwards, is scaled by a common factor c:
-    ``d_s = min(D, floor(c h_s D))`` with the largest c whose dims are within the budget. The shape of the sequence is
-    random, its size is not; less than one column of one block is left unspent.
+    One uniform random height h_s in (0, 1] per block, sorted downwards from block to block, is scaled by a common
+    factor c: ``d_s = min(D, floor(c h_s D))`` with the largest c whose dims are within the budget. The shape of the
+    sequence is random, its size is not; less than one column of one block is left unspent.
 
     Args:
-        blocks: the blocks; all tables of one D share a sequence.
+        blocks: the blocks; with scope ``"global"`` all tables of one D share a sequence, else each has its own.
         budget: what each column costs, and how much may be spent.
         generator: of the heights.
 
@@ -87,8 +87,8 @@ def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -
     reached, prices = {}, {}  # the factor at which each dimension of each block is reached, and its cost; both (A, D)
     for dim, cost in costs.items():
         heights = 1 - torch.rand(len(cost), generator=generator, dtype=torch.float64)
-        heights = heights.sort(descending=True).values.unsqueeze(1)
-        reached[dim] = torch.arange(1, dim + 1) / (heights * dim)
+        falling = [part.sort(descending=True).values for part in heights.tensor_split(_first_rows(blocks, dim)[1:])]
+        reached[dim] = torch.arange(1, dim + 1) / (torch.cat(falling).unsqueeze(1) * dim)
         prices[dim] = cost.unsqueeze(1).expand_as(reached[dim])
     order = torch.argsort(torch.cat([factor.flatten() for factor in reached.values()]), stable=True)
     paid = torch.cat([price.flatten() for price in prices.values()])[order].cumsum(0)
@@ -103,3 +103,9 @@ def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -
         table: dims[dim][blocks.first_alpha_row(table) :][: blocks.routings[table].num_blocks]
         for table, dim in blocks.embedding_dims.items()
     }
+
+
+def _first_rows(blocks: RowBlocks, embedding_dim: int) -> list[int]:
+    """The rows of alpha at which a sequence begins, rising from 0."""
+    tables = [table for table, dim in blocks.embedding_dims.items() if dim == embedding_dim]
+    return sorted({blocks.first_alpha_row(table) for table in tables})

@@ -31,16 +31,17 @@ from dnis_torchrec.table_shards import collections, local_shards
 from dnis_torchrec.training import PlainTraining, shard, train_plainly
 
 
-def row_blocks(task: MethodTask) -> tuple[FrequencyCounts, RowBlocks]:
+def row_blocks(task: MethodTask, *, scope: str | None = None) -> tuple[FrequencyCounts, RowBlocks]:
     """Training counts of a task's tables, and the blocks that a search of the same recipe makes of them.
 
     Args:
         task: whose recipe, at its own embedding_dim, is counted. Only its training split is read.
+        scope: of the blocks, see `blocks_from_counts`; the recipe's own if not given.
     """
     recipe = task.build(None)
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    return counts, blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks)
+    return counts, blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks, scope=scope or recipe.scope)
 
 
 def byte_budget(task: MethodTask, blocks: RowBlocks) -> Budget:

@@ -59,6 +59,10 @@ RotateOption = Annotated[
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with an interrupted run at --out; begin it if there is none.")
 ]
+ScopeOption = Annotated[
+    str | None,
+    typer.Option(help="`global`: tables of equal embedding_dim share blocks; `table`; the recipe's own if not given."),
+]
 
 
 @app.command()
@@ -73,9 +77,7 @@ def search(
     baseline: BaselineOption = None,
     embedding_dim: Annotated[int | None, typer.Option(help="D to start from; the recipe's own if not given.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="Blocks per table set; the recipe's own if not given.")] = None,
-    scope: Annotated[
-        str, typer.Option(help="`global`: tables of equal embedding_dim share alpha; `table`.")
-    ] = "global",
+    scope: ScopeOption = None,
     strategy: Annotated[str, typer.Option(help="How rows are cut: equal_rows, equal_mass, decades.")] = "equal_rows",
     exact_count_rows: ExactCountOption = None,
     warm_up_epochs: Annotated[int | None, typer.Option(help="Epochs before alpha moves.")] = None,
