@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dnis_torchrec import checks
 from dnis_torchrec.checks import check, check_known, describe, nearest
 
 NAMES = st.lists(st.text(min_size=1, max_size=6), max_size=12)
@@ -44,3 +45,10 @@ def test_check_known_lets_exactly_the_known_names_through(name: str, known: list
     message = str(caught.value)
     assert message == f"table {name!r}: expected a known table, got {name!r}; {nearest(name, known)}"
     assert not known or any(repr(other) in message.partition("; ")[2] for other in known)
+
+
+def test_near_names_are_looked_for_only_when_a_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of multi-hot features is checked at every step of training."""
+    monkeypatch.setattr(checks, "nearest", lambda *_: pytest.fail("looked for"))
+    check_known("table", "user", {"user": 1})
+    check_known("table", "user", iter(["movie", "user"]))
