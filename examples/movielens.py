@@ -62,8 +62,8 @@ _WITH_NETWORK = {
 """How clicks are searched with a network behind the tables; chosen for DLRM on `selection` of seed 0, compression 6. Of
 nine searches whose release was 5 epochs at most, five were at their best on `selection` in the last one."""
 _DLRM = _WITH_NETWORK | {"scope": "table"}
-"""Blocks of their own for tables that differ in worth, chosen on `selection` of seed 0: better at compression 6 and 20,
-by .0010 and .0066, and worse at 10, by .0012. DeepFM, whose tower reads them, loses by it."""
+"""Blocks of their own for tables that differ in worth: on `selection` of seed 0 better at compression 6 and 20, by
+.0010 and .0066, and worse at 4 and 10, by .0053 and .0012. DeepFM, whose tower reads them, loses by it."""
 _WITH_TOWER = _WITH_NETWORK | {
     "warm_up_epochs": 2,
     "ramp_epochs": 8,
