@@ -8,7 +8,7 @@ Every message of the package is built here, so that a reader who has seen one er
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 
 def describe(place: str, requirement: str, received: object, remedy: str = "") -> str:
@@ -76,6 +76,6 @@ def check_known(kind: str, name: str, known: Iterable[str]) -> None:
     Example:
         >>> check_known("table", "user", ["user", "movie"])
     """
-    known = known if isinstance(known, Collection) else list(known)
+    known = list(known)
     if name not in known:  # looking for near names takes longer than a small lookup
         raise ValueError(describe(f"{kind} {name!r}", f"expected a known {kind}", repr(name), nearest(name, known)))
