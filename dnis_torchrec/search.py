@@ -151,6 +151,7 @@ class SearchConfig:
         Args:
             recipe: gives the number and the scope of blocks, the number of epochs, alpha's rate, how often it steps,
                 and the release's rates.
+            size: see `size`.
             settings: any field by name, instead of the recipe's or the default.
         """
         names = (

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.datasets.utils import Batch
 
+from dnis_torchrec.blocking import SCOPES
 from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask, check_labels, load_recipe
 from tests.small_models import BATCH_SIZE, NUM_DENSE, dlrm, features
 
@@ -29,7 +30,7 @@ def test_defaults() -> None:
     [
         ({"loss": nn.L1Loss()}, r"Recipe\.loss: expected nn\.MSELoss or nn\.BCEWithLogitsLoss, got L1Loss"),
         ({"table_optimizer": "sgd"}, r"Recipe\.table_optimizer: expected 'adam' or 'rowwise_adagrad', got 'sgd'"),
-        ({"scope": "row"}, r"Recipe\.scope: expected one of \('global', 'table'\), got 'row'"),
+        ({"scope": "row"}, re.escape(f"Recipe.scope: expected one of {SCOPES}, got 'row'")),
     ],
 )
 def test_unfit_fields_are_refused(fields: dict, message: str) -> None:

@@ -129,6 +129,11 @@ def test_a_rate_of_the_release_is_above_zero(name: str, rate: float) -> None:
         SearchConfig(size=Size(compression_ratio=4), **{name: rate})
 
 
+def test_an_unknown_scope_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scope: expected one of \('global', 'table'\), got 'row'"):
+        SearchConfig(size=Size(compression_ratio=4), scope="row")
+
+
 def test_same_seed_same_outcome(gloo, tmp_path: Path) -> None:
     schemes = []
     for name in ("a", "b"):

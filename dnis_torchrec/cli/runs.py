@@ -61,7 +61,9 @@ ResumeOption = Annotated[
 ]
 ScopeOption = Annotated[
     str | None,
-    typer.Option(help="`global`: tables of equal embedding_dim share blocks; `table`; the recipe's own if not given."),
+    typer.Option(
+        help="`global`: tables of equal embedding_dim share blocks; `table`: each its own; the recipe's if not given."
+    ),
 ]
 
 
