@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dnis_torchrec import TrainTask
-from dnis_torchrec.baselines import METHODS, low_rank
+from dnis_torchrec.baselines import METHODS, SizeNotMetError, low_rank
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.training import PlainTraining, evaluate, train_plainly
 from examples.models import FactorizationMachine
@@ -61,3 +61,8 @@ def test_a_model_that_may_not_be_rotated_is_refused_before_training(
     monkeypatch.setattr(low_rank, "train_plainly", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(NotImplementedError, match="supported are models that may be rotated"):
         METHODS["low-rank"](make_task(tmp_path, 4))
+
+
+def test_one_dimension_is_above_a_size(tmp_path: Path) -> None:
+    with pytest.raises(SizeNotMetError, match=r"low-rank: expected at least 208, .* embedding_dim 1, got 195"):
+        METHODS["low-rank"](make_task(tmp_path, 17, make=factorization_machine))

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec import export
-from dnis_torchrec.baselines import METHODS, MethodResult, SizeNotMetError, train_scheme
+from dnis_torchrec.baselines import METHODS, Method, MethodResult, SizeNotMetError, train_scheme
 from dnis_torchrec.baselines.random_search import random_dims
 from dnis_torchrec.baselines.trained_scheme import (
     best_of,
@@ -156,7 +156,7 @@ def test_the_smallest_dim_has_at_least_the_bytes_and_one_less_has_not(tmp_path: 
     assert dim == 6
 
 
-@pytest.mark.parametrize(("ratio", "dim"), [(2, 8), (3, 6), (1000, 1)])
+@pytest.mark.parametrize(("ratio", "dim"), [(2, 8), (3, 6), (16, 1)])
 def test_uniform_tables_are_rounded_up(gloo, tmp_path: Path, ratio: float, dim: int) -> None:
     task = make_task(tmp_path, ratio, max_epochs=1)
     result = uniform(task)
@@ -167,6 +167,21 @@ def test_uniform_tables_are_rounded_up(gloo, tmp_path: Path, ratio: float, dim: 
     for weight in tables_of(result.model).values():
         assert bool(weight[:, :dim].all())
         assert not bool(weight[:, dim:].any())
+
+
+@pytest.mark.parametrize(("method", "narrowest"), [(uniform, 1), (uniform_grid, 4)])
+def test_the_narrowest_tables_are_above_a_size(tmp_path: Path, method: Method, narrowest: int) -> None:
+    made: list[int | None] = []
+
+    def recording(dim: int | None) -> Recipe:
+        made.append(dim)
+        return build(dim)
+
+    task = make_task(tmp_path, DIM / narrowest + 1, make=recording)
+    told = rf"expected at least {4 * NUM_ROWS * narrowest}, .* embedding_dim {narrowest}, got {task.embedding_bytes()}"
+    with pytest.raises(SizeNotMetError, match=told):
+        method(task)
+    assert set(made) <= {None, narrowest}  # nothing is trained
 
 
 def test_the_grid_trains_every_dim_and_takes_one_within_the_budget(gloo, tmp_path: Path) -> None:

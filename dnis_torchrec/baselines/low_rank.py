@@ -14,7 +14,7 @@ import torch
 
 from dnis_torchrec.baselines.method import MethodResult, MethodTask, NotApplicableError
 from dnis_torchrec.baselines.trained_scheme import row_blocks, uniform_scheme_
-from dnis_torchrec.baselines.uniform import smallest_dim, table_widths
+from dnis_torchrec.baselines.uniform import rounded_up_dim, table_widths
 from dnis_torchrec.checks import describe
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.recipe import TrainTask
@@ -34,12 +34,13 @@ def low_rank(task: MethodTask) -> MethodResult:
 
     Raises:
         NotApplicableError: if the model has no table that may be rotated; before training.
+        SizeNotMetError: if even tables of embedding_dim 1 take more than the budget; before training.
     """
     recipe = task.build(None)
     if not rotation_groups(recipe.model):
         remedy = "give the model a method rotation_groups"
         raise NotApplicableError(describe("low-rank", "supported are models that may be rotated", "another", remedy))
-    widths = table_widths(task.build(smallest_dim(task, task.embedding_bytes())).model)
+    widths = table_widths(task.build(rounded_up_dim(task, "low-rank")).model)
     counts, _ = row_blocks(task)
     torch.manual_seed(task.seed)
     started = time.monotonic()

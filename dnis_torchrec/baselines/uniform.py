@@ -54,8 +54,11 @@ def uniform(task: MethodTask) -> MethodResult:
 
     Args:
         task: what to train, how large.
+
+    Raises:
+        SizeNotMetError: if even tables of embedding_dim 1 take more than the budget; before training.
     """
-    return _uniform_of(task, smallest_dim(task, task.embedding_bytes()))
+    return _uniform_of(task, rounded_up_dim(task, "uniform"))
 
 
 def uniform_grid(task: MethodTask) -> MethodResult:
@@ -70,13 +73,31 @@ def uniform_grid(task: MethodTask) -> MethodResult:
     Raises:
         SizeNotMetError: if even the narrowest tables of the grid take more than the budget; before training.
     """
-    budget = task.embedding_bytes()
+    _check_size(task, GRID_STEP, "uniform-grid", "use 'uniform'")
     dims = range(GRID_STEP, smallest_dim(task, task.dense_bytes()) + 1, GRID_STEP)
-    smallest = dense_table_bytes(task.build(GRID_STEP).model)
-    if not dims or smallest > budget:
-        requirement = f"expected at least {smallest}, the bytes of tables of embedding_dim {GRID_STEP}"
-        raise SizeNotMetError(describe("uniform grid", requirement, budget, "use 'uniform'"))
-    return best_of((_uniform_of(task, dim) for dim in dims), budget)
+    return best_of((_uniform_of(task, dim) for dim in dims), task.embedding_bytes())
+
+
+def rounded_up_dim(task: MethodTask, method: str) -> int:
+    """The smallest embedding_dim of a recipe whose float32 tables take at least the budget.
+
+    Args:
+        task: builds the recipe at several dims; how large.
+        method: who asks, for the message.
+
+    Raises:
+        SizeNotMetError: if embedding_dim 1 takes more than the budget.
+    """
+    _check_size(task, 1, method)
+    return smallest_dim(task, task.embedding_bytes())
+
+
+def _check_size(task: MethodTask, narrowest: int, method: str, remedy: str = "") -> None:
+    """Tables as narrow as a method has them have to be within the budget."""
+    smallest, budget = dense_table_bytes(task.build(narrowest).model), task.embedding_bytes()
+    if smallest > budget:
+        requirement = f"expected at least {smallest}, the bytes of tables of embedding_dim {narrowest}"
+        raise SizeNotMetError(describe(method, requirement, budget, remedy))
 
 
 def smallest_dim(task: MethodTask, num_bytes: int) -> int:
