@@ -49,9 +49,16 @@ FM_LEARNING_RATE = 0.003
 """Of .001, .003 and .01 the best for FM's tables on `selection` of seed 0, at D=64 by .0012 and at D=4 by .0002."""
 CLICKS_RELEASE_RATE = 0.01
 """Of .001, .003, .01 and .03 the best for the release of FM's search on `selection` of seed 0, at compression 20."""
-_RATINGS_WITH_TOWER = {"warm_up_epochs": 8, "ramp_epochs": 8, "release_epochs": 8, "alpha_learning_rate": 0.01}
-"""How ratings are searched with a network behind the tables; chosen for MLP on `selection` of seed 0, compression 4.
-The warm-up is as long as a plain training: 8 epochs for MLP, 3 for NeuMF."""
+_RATINGS_WITH_TOWER = {
+    "warm_up_epochs": 8,
+    "ramp_epochs": 8,
+    "release_epochs": 8,
+    "alpha_learning_rate": 0.01,
+    "release_dense_learning_rate": 1e-4,
+}
+"""How ratings are searched with a network behind the tables; chosen for MLP on `selection` of seed 0, compression 4,
+the network's rate in the release, a tenth of what it was, for NeuMF at 2. The warm-up is as long as a plain training:
+8 epochs for MLP, 3 for NeuMF."""
 _WITH_NETWORK = {
     "ramp_epochs": 6,
     "release_epochs": 12,
