@@ -49,27 +49,29 @@ FM_LEARNING_RATE = 0.003
 """Of .001, .003 and .01 the best for FM's tables on `selection` of seed 0, at D=64 by .0012 and at D=4 by .0002."""
 CLICKS_RELEASE_RATE = 0.01
 """Of .001, .003, .01 and .03 the best for the release of FM's search on `selection` of seed 0, at compression 20."""
+SLOW_NETWORK_RATE = 1e-4
+"""Of a network in the release, a tenth of its rate before; at that, selection losses jump from epoch to epoch there."""
 _RATINGS_WITH_TOWER = {
     "warm_up_epochs": 8,
     "ramp_epochs": 8,
     "release_epochs": 8,
     "alpha_learning_rate": 0.01,
-    "release_dense_learning_rate": 1e-4,
+    "release_dense_learning_rate": SLOW_NETWORK_RATE,
 }
 """How ratings are searched with a network behind the tables; chosen for MLP on `selection` of seed 0, compression 4,
-the network's rate in the release, a tenth of what it was, for NeuMF at 2. The warm-up is as long as a plain training:
-8 epochs for MLP, 3 for NeuMF."""
+the network's rate in the release for NeuMF at 2. The warm-up is as long as a plain training: 8 epochs for MLP, 3 for
+NeuMF."""
 _WITH_NETWORK = {
     "ramp_epochs": 6,
     "release_epochs": 12,
     "column_sharing": 3.0,
     "alpha_learning_rate": 0.003,
     "release_table_learning_rate": CLICKS_RELEASE_RATE,
-    "release_dense_learning_rate": 1e-4,
+    "release_dense_learning_rate": SLOW_NETWORK_RATE,
 }
 """How clicks are searched with a network behind the tables; chosen for DLRM on `selection` of seed 0, compression 6,
-the network's rate in the release, a tenth of what it was, at 20. Of nine searches whose release was 5 epochs at most,
-five were at their best on `selection` in the last one."""
+the network's rate in the release at 20, of seeds 0 and 2. Of nine searches whose release was 5 epochs at most, five
+were at their best on `selection` in the last one."""
 _DLRM = _WITH_NETWORK | {"scope": "table"}
 """Blocks of their own for tables that differ in worth: with the network at its own rate on `selection` of seed 0 better
 at compression 6 and 20, by .0010 and .0066, and worse at 4 and 10, by .0053 and .0012. DeepFM loses by it."""
