@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -27,6 +28,19 @@ from dnis_torchrec.search import SearchConfig, search
 from dnis_torchrec.training import evaluate, process_group
 
 SETTINGS = "12:20:1,12:20:2,8:10:1,8:10:2,5:6:1,5:6:2,3:4:1"
+
+
+def parse_settings(text: str) -> list[str]:
+    """Settings with commas between them, each checked before the first training begins.
+
+    Raises:
+        argparse.ArgumentTypeError: if one is not three whole numbers above 0 with colons between them.
+    """
+    settings = text.split(",")
+    for setting in settings:
+        if not re.fullmatch(r"[1-9]\d*:[1-9]\d*:[1-9]\d*", setting):
+            raise argparse.ArgumentTypeError(f"expected ramp:release:upper_every, as in 8:10:2, got {setting!r}")
+    return settings
 
 
 def measure_plain(arguments: argparse.Namespace, seed: int) -> dict[str, float]:
@@ -69,7 +83,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--size", type=float, default=4.0, help="compression ratio in parameters")
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0])
-    parser.add_argument("--settings", type=lambda text: text.split(","), default=SETTINGS.split(","))
+    parser.add_argument("--settings", type=parse_settings, default=SETTINGS)
     parser.add_argument("--json", type=Path, dest="json_file")
     arguments = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {}

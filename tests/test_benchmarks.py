@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import against_naive, compare_ratios, step_time
+from benchmarks import against_naive, compare_ratios, search_time, step_time
 
 SMALL = {"batch_size": 32, "num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3}
 
@@ -310,3 +310,17 @@ def test_update_writes_what_the_next_run_is_compared_with(
     assert "2.000 [1.900, 2.100]" in text
     assert "moved +50%" in text
     assert compare_ratios.read(tmp_path / "ratios.json") == ("a toaster", {"a_ratio": ratio(2.0, 1.9, 2.1)})
+
+
+@pytest.mark.parametrize("settings", ["8:8", "8:8:1,", "8:8:0", "8:8:1:1", "a:8:1", ""])
+def test_bad_settings_of_a_search_are_refused_before_anything_trains(
+    settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["search_time", "no.such:recipe", "--settings", settings])
+    with pytest.raises(SystemExit, match="2"):
+        search_time.main()
+    assert "expected ramp:release:upper_every, as in 8:10:2" in capsys.readouterr().err
+
+
+def test_the_default_settings_of_searches_are_good() -> None:
+    assert search_time.parse_settings(search_time.SETTINGS)[0] == "12:20:1"
