@@ -3,10 +3,17 @@
 Pressure goes beyond the paper. NOTE[DIFF]: the paper lets validation loss alone move alpha, and prunes what happens to
 be small; nothing drives alpha to zero, and from compression 4 on the result is worse than a smaller table. Here a
 number lambda is added to the normalised gradient and adapts so that the mean of alpha falls towards the requested size
-(the ramp); it is zero where validation loss alone takes alpha down faster. On the way columns die, those of smallest
-alpha first, or of smallest alpha times what they carry (`AlphaOptimizer.scale_columns`): at least as many as a line of
-their own asks for, so that the weights have time to adapt to every loss and the ramp does not end in a cliff. Then
-exactly as many columns as the budget allows are kept, lambda fades, and both levels train on (the release).
+(the ramp). On the way columns die: at least as many as a line of their own asks for, so that the weights have time to
+adapt to every loss and the ramp does not end in a cliff. Then exactly as many columns as the budget allows are kept,
+lambda fades, and both levels train on (the release).
+
+Which columns die first is one of two orders (`Pressure.order`), and lambda follows from it:
+
+"alpha"         those of smallest alpha, or of smallest alpha times what they carry (`AlphaOptimizer.scale_columns`).
+                lambda is zero where validation loss alone takes alpha down faster.
+"importance"    those that validation loss would miss least for their cost (`column_importance`). lambda may be negative
+                and keeps the mean of alpha on its line, so that a model that overfits does not take all alphas down to
+                the floor, where they say nothing.
 
 Both lines fall geometrically: at share p of the ramp, the mean to :math:`(0.6 t)^p` and the living columns to
 :math:`t^p` of the whole, where t is the requested density. Each step takes the same share of what is left.
@@ -22,7 +29,8 @@ from torch import Tensor
 
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Budget, Size
-from dnis_torchrec.checks import check
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.column_importance import ColumnImportance
 from dnis_torchrec.soft_selection import Alpha, normalise_gradient, step_and_clip_
 
 ADAPTATION = 0.02
@@ -53,6 +61,16 @@ RELEASE_DECAY = 3.0
 """The learning rate of alpha falls by e^-3 in a release as long as the ramp."""
 
 
+CORRECTED_AT_ONCE = 0.1
+"""Share of the way back to its line that the mean of alpha is sent in one upper step, in the order of importance."""
+
+IMPORTANCE_WINDOW = 0.2
+"""Share of the ramp over which the variance of alpha's gradients is taken."""
+
+ORDERS = ("alpha", "importance")
+"""What columns die in the order of; see the head of this module."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pressure:
     """Leads the search to a requested size; nobody has to tune lambda.
@@ -63,6 +81,8 @@ class Pressure:
         column_sharing: weight of a column's mean alpha over all blocks beside the block's own alpha, in the order in
             which columns die. 0: every block loses the columns it needs least. The more, the more the blocks keep the
             same ones, which models want that take dot products between features and have a network behind them.
+        order: the order in which columns die: ``"alpha"`` or ``"importance"``, which has no use for `column_sharing`:
+            a column that others have lost is no longer missed.
 
     Example:
         >>> Pressure(size=Size(compression_ratio=4), ramp_steps=2000).ramp_steps
@@ -72,10 +92,14 @@ class Pressure:
     size: Size
     ramp_steps: int
     column_sharing: float = 0.0
+    order: str = "alpha"
 
     def __post_init__(self) -> None:
         check(self.ramp_steps >= 1, "ramp_steps", "expected at least 1", self.ramp_steps)
         check(self.column_sharing >= 0, "column_sharing", "expected a number >= 0", self.column_sharing)
+        check_known("order", self.order, ORDERS)
+        is_used = self.order == "alpha" or self.column_sharing == 0
+        check(is_used, "column_sharing", "expected 0 in the order of importance", self.column_sharing)
 
 
 class AlphaOptimizer:
@@ -114,6 +138,9 @@ class AlphaOptimizer:
         self._floor = 0.0 if pressure is None else FLOOR
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
         self._scales = {dim: torch.ones_like(alpha.of(dim)) for dim in alpha.dims}
+        self._importance: ColumnImportance | None = None
+        if pressure is not None and pressure.order == "importance":
+            self._importance = ColumnImportance(alpha, window=IMPORTANCE_WINDOW * pressure.ramp_steps)
         self.num_steps = 0
         self.last_density = 1.0
         self._is_released = False
@@ -128,6 +155,11 @@ class AlphaOptimizer:
     def is_released(self) -> bool:
         """True once the ramp is over and the columns to keep are settled; always without pressure."""
         return self._pressure is None or self._is_released
+
+    @property
+    def has_scales(self) -> bool:
+        """True if columns die in an order that `scale_columns` changes."""
+        return self._importance is None
 
     def scale_columns(self, scales: Mapping[int, Tensor]) -> None:
         """Lets columns die in the order of alpha times a scale, such as what they carry; else in that of alpha alone.
@@ -154,6 +186,8 @@ class AlphaOptimizer:
             gradients: embedding_dim -> ``(A, D)``, averaged over ranks.
             hits: embedding_dim -> ``(A,)`` bool; rows of alpha without a hit on any rank do not move.
         """
+        if self._importance is not None:
+            self._importance.update(gradients, hits)
         for dim in self._alpha.dims:
             hit = hits[dim].unsqueeze(1)
             fresh = normalise_gradient(gradients[dim], hits[dim])
@@ -177,8 +211,12 @@ class AlphaOptimizer:
             return
         progress = self.num_steps / pressure.ramp_steps
         wanted = (MEAN_SHARE * self._target) ** progress
-        change = ADAPTATION * max(self.pressure_now, FIRST_PRESSURE)
-        self.pressure_now = max(0.0, self.pressure_now + (change if self.mean() > wanted else -change))
+        if self._importance is None:
+            change = ADAPTATION * max(self.pressure_now, FIRST_PRESSURE)
+            self.pressure_now = max(0.0, self.pressure_now + (change if self.mean() > wanted else -change))
+        else:
+            correction = CORRECTED_AT_ONCE * (self.mean() - wanted) / self.learning_rate
+            self.pressure_now = correction - self._mean_gradient()
         self._is_released = progress >= 1
         if self._is_released:
             self._let_die(~self._affordable(pressure))
@@ -186,6 +224,12 @@ class AlphaOptimizer:
             living, bright = self._first(pressure, [self._line(progress), self._line(progress + FADE_SHARE)])
             self._let_die(~living)
             self._fade(~bright, pressure.ramp_steps)
+
+    def _mean_gradient(self) -> float:
+        """Mean of the averaged gradients over the living columns, weighted by cost."""
+        living = {dim: self._costs[dim].unsqueeze(1) * ~self._dead[dim].cpu() for dim in self._alpha.dims}
+        total = sum(float((cost * self._averages[dim].cpu()).sum()) for dim, cost in living.items())
+        return total / max(sum(float(cost.sum()) for cost in living.values()), 1e-9)
 
     def _line(self, progress: float) -> float:
         """What the living columns may cost."""
@@ -226,7 +270,13 @@ class AlphaOptimizer:
         return torch.cat([self._scores(dim, pressure.column_sharing).cpu().flatten() for dim in dims])
 
     def _scores(self, dim: int, column_sharing: float) -> Tensor:
-        """``(A, D)``: a[s, k] + column_sharing * mean over s of a[s, k], a = alpha * scale; -1 for the dead."""
+        """``(A, D)``: a[s, k] + column_sharing * mean over s of a[s, k], a = alpha * scale; -1 for the dead.
+
+        In the order of importance what validation loss would miss, for what the column costs.
+        """
+        if self._importance is not None:
+            costs = self._costs[dim].to(self._alpha.of(dim)).unsqueeze(1)
+            return (self._importance.losses(dim) / costs.clamp(min=1e-9)).masked_fill(self._dead[dim], -1.0)
         alpha = self._alpha.of(dim) * self._scales[dim]
         shares = (self._costs[dim] / self._costs[dim].sum()).to(alpha)
         return (alpha + column_sharing * (shares @ alpha)).masked_fill(self._dead[dim], -1.0)
@@ -261,7 +311,8 @@ class AlphaOptimizer:
             state[f"average/{dim}"] = self._averages[dim]
             state[f"dead/{dim}"] = self._dead[dim]
             state[f"scale/{dim}"] = self._scales[dim]
-        return state
+        importance = {} if self._importance is None else self._importance.state_dict()
+        return state | {f"importance/{name}": value for name, value in importance.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores what `state_dict` gave."""
@@ -271,4 +322,7 @@ class AlphaOptimizer:
             self._averages[dim].copy_(state[f"average/{dim}"])
             self._dead[dim].copy_(state[f"dead/{dim}"])
             self._scales[dim].copy_(state[f"scale/{dim}"])
+        if self._importance is not None:
+            parts = {name.removeprefix("importance/"): value for name, value in state.items()}
+            self._importance.load_state_dict(parts)
         self.last_density = self.density()

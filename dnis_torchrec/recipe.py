@@ -91,6 +91,7 @@ class Recipe:
         row_weights: names of the model's parameters that hold numbers for rows beside the tables, such as first-order
             weights: they learn (by Adam) at the tables' rate.
         column_sharing: how much blocks keep the same columns, see `dnis_torchrec.alpha_optimizer.Pressure`.
+        column_order: which columns die first, see `order` there: ``"alpha"`` or ``"importance"``.
         alpha_learning_rate: step of alpha; None takes the one that the ramp suggests. Noisy validation gradients, as
             those of clicks are, want a smaller one.
         upper_every: lower steps per upper step. More cost less, and an epoch has fewer steps of alpha.
@@ -112,6 +113,7 @@ class Recipe:
     release_dense_learning_rate: float | None = None
     row_weights: tuple[str, ...] = ()
     column_sharing: float = 0.0
+    column_order: str = "alpha"
     alpha_learning_rate: float | None = None
     upper_every: int = 1
     notes: tuple[str, ...] = field(default=())

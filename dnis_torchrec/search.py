@@ -84,6 +84,7 @@ class SearchConfig:
         rotate: turn tables into their principal axes after the warm-up, where the model is `Rotatable` (see
             `rotation`). NOTE[DIFF]: the paper does not.
         column_sharing: see `Pressure`.
+        column_order: see `Pressure.order`.
         upper_every: lower steps per upper step.
         upper_batch_parts: parts that a validation batch is cut into; an upper step takes one, and costs less (see
             `BatchParts`). On several ranks each takes its slice of every part.
@@ -107,6 +108,7 @@ class SearchConfig:
     patience: int = 3
     rotate: bool = True
     column_sharing: float = 0.0
+    column_order: str = "alpha"
     upper_every: int = 1
     upper_batch_parts: int = 2
     release_table_learning_rate: float | None = None
@@ -124,11 +126,17 @@ class SearchConfig:
         check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
         check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
         CountLimits(exact_rows=self.exact_count_rows)
+        self.pressure_over(1)
 
     @property
     def epochs(self) -> int:
         """Epochs at most."""
         return self.warm_up_epochs + self.ramp_epochs + self.release_epochs
+
+    def pressure_over(self, ramp_steps: int) -> Pressure:
+        """What leads a search of so many upper steps of ramp to its size."""
+        sharing, order = self.column_sharing, self.column_order
+        return Pressure(size=self.size, ramp_steps=ramp_steps, column_sharing=sharing, order=order)
 
     def within(self, max_epochs: int) -> SearchConfig:
         """A configuration of at most so many epochs: each part shorter by the same share, none below one epoch.
@@ -161,6 +169,7 @@ class SearchConfig:
             "ramp_epochs",
             "release_epochs",
             "column_sharing",
+            "column_order",
             "alpha_learning_rate",
             "release_table_learning_rate",
             "release_dense_learning_rate",
@@ -340,13 +349,14 @@ def _turn_(
     blocks: RowBlocks,
     counts: FrequencyCounts,
 ) -> None:
-    """Turns the tables into their principal axes; columns die in the order of alpha times what they carry from then on.
+    """Turns the tables into their principal axes; columns that die in the order of alpha are scaled by what they carry.
 
-    Without the scales validation loss alone sets the order at first, and where a model has begun to overfit it would
-    rather be rid of its strongest columns.
+    Without the scales validation loss alone sets that order at first, and where a model has begun to overfit it would
+    rather be rid of its strongest columns. The order of importance needs none.
     """
     rotate_(model, optimizer, counts)
-    pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
+    if pipeline.alpha_optimizer.has_scales:
+        pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
 
 
 def _set_rates_(
@@ -370,11 +380,7 @@ def _pipeline(
 ) -> tuple[BilevelTrainPipeline, BilevelStream[Batch]]:
     """Both levels of a search as it is configured, and what they read."""
     schedule = LevelSchedule(warm_up_steps=config.warm_up_epochs * steps_per_epoch, upper_every=config.upper_every)
-    pressure = Pressure(
-        size=config.size,
-        ramp_steps=max(1, config.ramp_epochs * steps_per_epoch // config.upper_every),
-        column_sharing=config.column_sharing,
-    )
+    pressure = config.pressure_over(max(1, config.ramp_epochs * steps_per_epoch // config.upper_every))
     pipeline_type = PrefetchBilevelTrainPipeline if PrefetchedTables(model) else BilevelTrainPipeline
     pipeline = pipeline_type(
         model,

@@ -175,6 +175,7 @@ def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
     return replace(
         _clicks(data, "ctr_fm", build, seed),
         scope="table",
+        column_order="importance",
         table_learning_rate=FM_LEARNING_RATE,
         warm_up_epochs=3,
         ramp_epochs=8,

@@ -28,7 +28,7 @@ LAYERS = (
         "soft_selection",
         "streaming",
     },
-    {"budget", "embedding_modules", "narrow_tables", "serving"},
+    {"budget", "column_importance", "embedding_modules", "narrow_tables", "serving"},
     {"alpha_optimizer", "cached_tables", "table_shards"},
     {
         "checkpoint",

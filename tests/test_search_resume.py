@@ -83,8 +83,16 @@ def assert_same(first: SearchOutcome, second: SearchOutcome) -> None:
         ("adam", {"unrolled": True, "pressure": False, "structure": "element"}),
         ("adam", {"release_table_learning_rate": 0.02, "release_dense_learning_rate": 1e-4}),
         ("rowwise_adagrad", {"release_table_learning_rate": 0.02}),
+        ("adam", {"column_order": "importance", "scope": "table"}),
     ],
-    ids=["adam", "rowwise_adagrad", "unrolled", "adam, rates of the release", "rowwise_adagrad, rate of the release"],
+    ids=[
+        "adam",
+        "rowwise_adagrad",
+        "unrolled",
+        "adam, rates of the release",
+        "rowwise_adagrad, rate of the release",
+        "adam, order of importance",
+    ],
 )
 def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path, optimizer: str, settings) -> None:
     whole, expected = run(tmp_path / "whole", optimizer, **settings)
