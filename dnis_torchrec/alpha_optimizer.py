@@ -13,7 +13,8 @@ Which columns die first is one of two orders (`Pressure.order`), and lambda foll
                 lambda is zero where validation loss alone takes alpha down faster.
 "importance"    those that validation loss would miss least for their cost (`column_importance`). lambda may be negative
                 and keeps the mean of alpha on its line, so that a model that overfits does not take all alphas down to
-                the floor, where they say nothing.
+                the floor, where they say nothing. The release begins with all living alphas near zero: embeddings grow
+                anew, led by alpha, which learns on data that the tables do not see.
 
 Both lines fall geometrically: at share p of the ramp, the mean to :math:`(0.6 t)^p` and the living columns to
 :math:`t^p` of the whole, where t is the requested density. Each step takes the same share of what is left.
@@ -63,6 +64,9 @@ RELEASE_DECAY = 3.0
 
 CORRECTED_AT_ONCE = 0.1
 """Share of the way back to its line that the mean of alpha is sent in one upper step, in the order of importance."""
+
+RESTARTED_AT = 0.02
+"""Where living alphas begin the release in the order of importance."""
 
 IMPORTANCE_WINDOW = 0.2
 """Share of the ramp over which the variance of alpha's gradients is taken."""
@@ -220,6 +224,7 @@ class AlphaOptimizer:
         self._is_released = progress >= 1
         if self._is_released:
             self._let_die(~self._affordable(pressure))
+            self._restart()
         else:
             living, bright = self._first(pressure, [self._line(progress), self._line(progress + FADE_SHARE)])
             self._let_die(~living)
@@ -285,6 +290,12 @@ class AlphaOptimizer:
         for dim, dead in self._per_dim(columns):
             self._dead[dim] = dead
             self._alpha.of(dim).masked_fill_(dead, 0.0)
+
+    def _restart(self) -> None:
+        """In the order of importance. In that of alpha most alphas have come down to the floor by themselves."""
+        if self._importance is not None:
+            for dim in self._alpha.dims:
+                self._alpha.of(dim).clamp_(max=RESTARTED_AT)
 
     def _fade(self, columns: Tensor, ramp_steps: int) -> None:
         factor = FADED_TO ** (1 / max(1.0, FADE_SHARE * ramp_steps))

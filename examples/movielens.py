@@ -74,14 +74,18 @@ the network's rate in the release at 20, of seeds 0 and 2. Of nine searches whos
 were at their best on `selection` in the last one."""
 _DLRM = _WITH_NETWORK | {"scope": "table"}
 """Blocks of their own for tables that differ in worth: with the network at its own rate on `selection` of seed 0 better
-at compression 6 and 20, by .0010 and .0066, and worse at 4 and 10, by .0053 and .0012. DeepFM loses by it."""
+at compression 6 and 20, by .0010 and .0066, and worse at 4 and 10, by .0053 and .0012."""
 _WITH_TOWER = _WITH_NETWORK | {
+    "scope": "table",
+    "column_order": "importance",
+    "column_sharing": 0.0,
     "warm_up_epochs": 2,
     "ramp_epochs": 8,
     "release_epochs": 10,
 }
 """Where the tables can be rotated, which takes a warm-up that has come nearly to the end of a plain training. Faster
-tables alone do not help where a tower reads them, which overfits first; with a slower tower they do."""
+tables alone do not help where a tower reads them, which overfits first; with a slower tower they do. By importance
+tables may have blocks of their own, each its worth; in the order of alpha DeepFM lost by it."""
 CONSTANT_DENSE = "MovieLens has no dense features; DLRM's dense arch sees the constant 1."
 
 
@@ -175,7 +179,6 @@ def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
     return replace(
         _clicks(data, "ctr_fm", build, seed),
         scope="table",
-        column_order="importance",
         table_learning_rate=FM_LEARNING_RATE,
         warm_up_epochs=3,
         ramp_epochs=8,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.alpha_optimizer import FLOOR, MEAN_SHARE, AlphaOptimizer, Pressure
+from dnis_torchrec.alpha_optimizer import FLOOR, MEAN_SHARE, RESTARTED_AT, AlphaOptimizer, Pressure
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Size
 from dnis_torchrec.column_importance import ColumnImportance
@@ -101,6 +101,18 @@ def test_in_the_order_of_alpha_validation_alone_may_take_all_alphas_to_the_floor
     ratios, living = means_of("alpha", 0.5)
     assert min(ratios) < 0.05
     assert living == pytest.approx(FLOOR, rel=0.1)
+
+
+@pytest.mark.parametrize(("order", "is_restarted"), [("importance", True), ("alpha", False)])
+def test_the_release_begins_with_alphas_near_zero_which_grow_from_there(order: str, is_restarted: bool) -> None:
+    alpha, optimizer = make_optimizer(two_tables(), order)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, STEPS + 100):
+        optimizer.step({DIM: torch.randn(2, DIM, generator=generator) - 0.5}, {DIM: ALL_HIT})
+        if step == STEPS:
+            assert bool((alpha.of(DIM) <= RESTARTED_AT).all()) == is_restarted
+    assert int((alpha.of(DIM) > 0).sum()) == 4
+    assert float(alpha.of(DIM)[alpha.of(DIM) > 0].min()) > 10 * RESTARTED_AT
 
 
 def test_what_is_missed_as_much_dies_first_where_it_costs_more() -> None:
