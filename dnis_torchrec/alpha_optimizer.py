@@ -232,9 +232,9 @@ class AlphaOptimizer:
 
     def _mean_gradient(self) -> float:
         """Mean of the averaged gradients over the living columns, weighted by cost."""
-        living = {dim: self._costs[dim].unsqueeze(1) * ~self._dead[dim].cpu() for dim in self._alpha.dims}
-        total = sum(float((cost * self._averages[dim].cpu()).sum()) for dim, cost in living.items())
-        return total / max(sum(float(cost.sum()) for cost in living.values()), 1e-9)
+        living = {dim: (~dead).double() for dim, dead in self._dead.items()}
+        summed = self._alpha.weighted({dim: self._averages[dim] * alive for dim, alive in living.items()}, self._costs)
+        return summed / max(self._alpha.weighted(living, self._costs), 1e-9)
 
     def _line(self, progress: float) -> float:
         """What the living columns may cost."""
