@@ -191,7 +191,7 @@ class AlphaOptimizer:
             hits: embedding_dim -> ``(A,)`` bool; rows of alpha without a hit on any rank do not move.
         """
         if self._importance is not None:
-            self._importance.update(gradients, hits)
+            self._importance.update(gradients)
         for dim in self._alpha.dims:
             hit = hits[dim].unsqueeze(1)
             fresh = normalise_gradient(gradients[dim], hits[dim])

@@ -31,7 +31,7 @@ class ColumnImportance:
 
     Args:
         alpha: whose columns are judged.
-        window: upper steps that a running mean goes back, e-folding. A row of alpha without a hit waits.
+        window: upper steps that a running mean goes back, e-folding.
 
     Shape:
         Gradients and losses ``(A, D)`` for every embedding_dim D with A rows of alpha.
@@ -39,7 +39,7 @@ class ColumnImportance:
     Example:
         >>> importance = ColumnImportance(Alpha({2: (1, 2)}), window=10)
         >>> for sign in (1.0, -1.0, 1.0, -1.0):
-        ...     importance.update({2: torch.tensor([[sign, 3 * sign]])}, {2: torch.tensor([True])})
+        ...     importance.update({2: torch.tensor([[sign, 3 * sign]])})
         >>> losses = importance.losses(2)
         >>> round(float(losses[0, 1] / losses[0, 0]), 3)
         9.0
@@ -48,21 +48,18 @@ class ColumnImportance:
     def __init__(self, alpha: Alpha, *, window: float) -> None:
         self._alpha, self._fresh = alpha, 1 / max(1.0, window)
         self._sums = {dim: torch.zeros(2, *alpha.of(dim).shape, device=alpha.of(dim).device) for dim in alpha.dims}
-        self._weights = {dim: torch.zeros_like(alpha.of(dim)[:, :1]) for dim in alpha.dims}
+        self._weight = torch.zeros((), dtype=torch.float64)
 
-    def update(self, gradients: Mapping[int, Tensor], hits: Mapping[int, Tensor]) -> None:
+    def update(self, gradients: Mapping[int, Tensor]) -> None:
         """Takes in one upper step.
 
         Args:
-            gradients: embedding_dim -> ``(A, D)``, averaged over ranks, not normalised.
-            hits: embedding_dim -> ``(A,)`` bool; rows without a hit keep what they have.
+            gradients: embedding_dim -> ``(A, D)``, averaged over ranks, not normalised. Rows of alpha without a hit
+                have zeros, which count: what few batches see is missed by few.
         """
         for dim, gradient in gradients.items():
-            hit = hits[dim].unsqueeze(1)
-            moments = torch.stack([gradient, gradient.square()])
-            sums, weights = self._sums[dim], self._weights[dim]
-            sums.copy_(torch.where(hit, torch.lerp(sums, moments, self._fresh), sums))
-            weights.copy_(torch.where(hit, torch.lerp(weights, torch.ones_like(weights), self._fresh), weights))
+            self._sums[dim].lerp_(torch.stack([gradient, gradient.square()]), self._fresh)
+        self._weight.lerp_(torch.ones_like(self._weight), self._fresh)
 
     def losses(self, embedding_dim: int) -> Tensor:
         """What validation loss would lose with each column, up to a common factor.
@@ -71,18 +68,17 @@ class ColumnImportance:
             embedding_dim: D of the tables.
 
         Returns:
-            ``(A, D)``, not negative; 0 for rows without a hit so far.
+            ``(A, D)``, not negative; 0 before the first step.
         """
-        means, squares = self._sums[embedding_dim] / self._weights[embedding_dim].clamp(min=self._fresh)
+        means, squares = self._sums[embedding_dim] / max(float(self._weight), self._fresh)
         return self._alpha.of(embedding_dim).square() * (squares - means.square()).clamp(min=0)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a continued search needs, as tensors."""
-        sums = {f"sums/{dim}": value for dim, value in self._sums.items()}
-        return sums | {f"weights/{dim}": value for dim, value in self._weights.items()}
+        return {f"sums/{dim}": value for dim, value in self._sums.items()} | {"weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores what `state_dict` gave."""
         for dim in self._sums:
             self._sums[dim].copy_(state[f"sums/{dim}"])
-            self._weights[dim].copy_(state[f"weights/{dim}"])
+        self._weight.copy_(state["weight"])

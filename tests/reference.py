@@ -42,18 +42,12 @@ def normalised_reference(gradient: Tensor, hit: Sequence[bool]) -> Tensor:
     return torch.stack(rows)
 
 
-def variance_reference(gradients: Sequence[Tensor], hits: Sequence[Sequence[bool]], window: float) -> Tensor:
-    """Variance of every row's gradients where it was hit; each weighs 1 - 1/window of the one after it."""
-    rows = []
-    for row in range(gradients[0].shape[0]):
-        seen = [gradient[row].double() for gradient, hit in zip(gradients, hits, strict=True) if hit[row]]
-        weights = [(1 - 1 / window) ** (len(seen) - 1 - age) for age in range(len(seen))]
-        if not seen:
-            rows.append(torch.zeros(gradients[0].shape[1], dtype=torch.float64))
-            continue
-        mean = sum(w * g for w, g in zip(weights, seen, strict=True)) / sum(weights)
-        rows.append(sum(w * (g - mean) ** 2 for w, g in zip(weights, seen, strict=True)) / sum(weights))
-    return torch.stack(rows)
+def variance_reference(gradients: Sequence[Tensor], window: float) -> Tensor:
+    """Variance over steps; each weighs 1 - 1/window of the one after it."""
+    weights = [(1 - 1 / window) ** age for age in reversed(range(len(gradients)))]
+    seen = [gradient.double() for gradient in gradients]
+    mean = sum(w * g for w, g in zip(weights, seen, strict=True)) / sum(weights)
+    return sum(w * (g - mean) ** 2 for w, g in zip(weights, seen, strict=True)) / sum(weights)
 
 
 def elementwise_keep_reference(tables: Sequence[Tensor], num_keep: int) -> list[Tensor]:
