@@ -87,11 +87,11 @@ def rotatable() -> Recipe:
     return replace(make_recipe(optimizer="adam"), model=FactorizationMachine(make_collection()))
 
 
-def rotated(rank: Rank) -> dict[str, Any]:
-    """A search that turns its tables."""
-    folder = rank.folder / "rotated"
+def rotated(column_order: str, rank: Rank) -> dict[str, Any]:
+    """A search that turns its tables, and whose columns die in either order."""
+    folder = rank.folder / f"rotated_{column_order}"
     folder.mkdir(exist_ok=True)
-    outcome = search(rotatable(), config(num_blocks=3), folder, CPU)
+    outcome = search(rotatable(), config(num_blocks=3, column_order=column_order), folder, CPU)
     return {"history": [asdict(record) for record in outcome.history], "held": held_by(outcome.model)}
 
 

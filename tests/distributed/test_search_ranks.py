@@ -33,10 +33,11 @@ from tests.distributed.search_scenarios import (
 )
 
 OPTIMIZERS = ("adam", "rowwise_adagrad")
+ROTATED = {"rotated": "alpha", "rotated, by importance": "importance"}
 SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZERS} | {
     "jobs": jobs,
     "hosts": hosts,
-    "rotated": rotated,
+    **{name: partial(rotated, order) for name, order in ROTATED.items()},
     "stopped": stopped,
     "unrolled": unrolled,
     "estimated": estimated,
@@ -54,7 +55,9 @@ def both(gloo, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankResults, d
             own = recipe(name)
             own.data.train.batches.pop()  # several ranks do not train on it
             alone[name] = search(own, config(num_blocks=3), tmp_path_factory.mktemp(name), CPU)
-        alone["rotated"] = search(rotatable(), config(num_blocks=3), tmp_path_factory.mktemp("rotated"), CPU)
+        for name, order in ROTATED.items():
+            by_order = config(num_blocks=3, column_order=order)
+            alone[name] = search(rotatable(), by_order, tmp_path_factory.mktemp("rotated"), CPU)
         ranks.wait()
         return ranks, alone
 
@@ -105,7 +108,7 @@ def assert_learnt_alike(history: list[dict], alone: SearchOutcome) -> None:
             assert own[name] == pytest.approx(getattr(expected, name), abs=1e-4), (expected.epoch, name)
 
 
-@pytest.mark.parametrize("scenario", [*(f"search {optimizer}" for optimizer in OPTIMIZERS), "rotated", "unrolled"])
+@pytest.mark.parametrize("scenario", [*(f"search {optimizer}" for optimizer in OPTIMIZERS), *ROTATED, "unrolled"])
 def test_no_rank_holds_what_another_holds(both, scenario: str) -> None:
     """Adam's tables neither, though FBGEMM has no fused kernel for it on a CPU; only unrolled gradients want copies."""
     per_rank = [own["held"] for own in both[0][scenario]]
@@ -118,8 +121,9 @@ def test_no_rank_holds_what_another_holds(both, scenario: str) -> None:
     assert all(per_rank)
 
 
-def test_tables_and_what_adam_knows_of_them_turn_as_in_one_process(both) -> None:
-    assert_learnt_alike(both[0]["rotated"][0]["history"], both[1]["rotated"])
+@pytest.mark.parametrize("scenario", ROTATED)
+def test_tables_and_what_adam_knows_of_them_turn_as_in_one_process(both, scenario: str) -> None:
+    assert_learnt_alike(both[0][scenario][0]["history"], both[1][scenario])
 
 
 def test_one_process_goes_on_with_a_search_of_two_ranks(both) -> None:
