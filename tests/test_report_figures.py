@@ -130,6 +130,17 @@ def test_history_figure_has_twin_panels_and_draws_what_is_there() -> None:
     assert losses.lines[0].get_xdata().tolist() == [0, 1, 2]
 
 
+def test_pressure_that_holds_alpha_up_has_an_area_of_its_own_and_all_of_it_is_in_sight() -> None:
+    history = [{"pressure": value} for value in (0.1, -3.0, -1.0, 0.5)]
+    density = figures.search_history(history).axes[1]
+    labels = density.get_legend_handles_labels()[1]
+    assert labels == ["pressure", "pressure that holds alpha up / its peak of 3"]
+    pressed, held = (area.get_paths()[0].vertices[:, 1] for area in density.collections)
+    assert [pressed.min(), held.min()] == [0, 0]
+    assert pressed.max() == pytest.approx(0.5 / 3)
+    assert held.max() == 1
+
+
 @pytest.mark.parametrize(
     "draw",
     [

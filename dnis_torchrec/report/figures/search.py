@@ -148,7 +148,7 @@ def _panel_title(name: str, num_columns: int) -> str:
 
 @styled
 def search_history(history: Sequence[Mapping[str, float]]) -> Figure:
-    """The search over its epochs: losses above; below, alpha density and mean, with the pressure as a grey area.
+    """The search over its epochs: losses above; below, alpha density and mean, with the pressure as areas.
 
     Args:
         history: one mapping per epoch, see `ReportContent.history`; what is missing is not drawn.
@@ -167,11 +167,7 @@ def search_history(history: Sequence[Mapping[str, float]]) -> Figure:
         ("selection_loss", BLUE, "selection split"),
     ):
         _history_line(losses, epochs, history, key, colour=colour, label=label, **style)
-    pressure = np.array([entry.get("pressure", math.nan) for entry in history], dtype=float)
-    peak = float(np.nanmax(pressure)) if np.isfinite(pressure).any() else 0.0
-    if peak > 0:
-        label = f"pressure / its peak of {peak:.3g}"
-        density.fill_between(epochs, np.nan_to_num(pressure) / peak, color="#E3E3E3", linewidth=0, label=label)
+    _pressure_areas(density, epochs, history)
     _history_line(density, epochs, history, "alpha_density", colour=ORANGE, label="share of alpha above 0", **style)
     _history_line(density, epochs, history, "alpha_mean", colour=GREEN, label="mean of alpha", **style)
     density.set_ylim(-0.03, 1.05)
@@ -184,6 +180,17 @@ def search_history(history: Sequence[Mapping[str, float]]) -> Figure:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
+
+
+def _pressure_areas(axis: Axes, epochs: list[float], history: Sequence[Mapping[str, float]]) -> None:
+    """As high as the size of the pressure over the largest; of another colour where it holds alpha up."""
+    pressure = np.nan_to_num(np.array([entry.get("pressure", math.nan) for entry in history], dtype=float))
+    peak = float(np.abs(pressure).max())
+    for sign, colour, name in ((1, "#E3E3E3", "pressure"), (-1, "#DCE9F5", "pressure that holds alpha up")):
+        area = (sign * pressure).clip(min=0)
+        if area.any():
+            label = f"{name} / its peak of {peak:.3g}" if sign * pressure[np.abs(pressure).argmax()] > 0 else name
+            axis.fill_between(epochs, area / peak, color=colour, linewidth=0, label=label)
 
 
 def _history_line(
