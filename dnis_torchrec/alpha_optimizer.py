@@ -61,7 +61,6 @@ MAX_LEARNING_RATE = 0.03
 RELEASE_DECAY = 3.0
 """The learning rate of alpha falls by e^-3 in a release as long as the ramp."""
 
-
 CORRECTED_AT_ONCE = 0.1
 """Share of the way back to its line that the mean of alpha is sent in one upper step, in the order of importance."""
 
@@ -160,13 +159,10 @@ class AlphaOptimizer:
         """True once the ramp is over and the columns to keep are settled; always without pressure."""
         return self._pressure is None or self._is_released
 
-    @property
-    def has_scales(self) -> bool:
-        """True if columns die in an order that `scale_columns` changes."""
-        return self._importance is None
-
     def scale_columns(self, scales: Mapping[int, Tensor]) -> None:
         """Lets columns die in the order of alpha times a scale, such as what they carry; else in that of alpha alone.
+
+        The order of importance has no use for it.
 
         Args:
             scales: embedding_dim -> ``(A, D)``, not negative; only their ratios matter.

@@ -355,8 +355,7 @@ def _turn_(
     rather be rid of its strongest columns. The order of importance needs none.
     """
     rotate_(model, optimizer, counts)
-    if pipeline.alpha_optimizer.has_scales:
-        pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
+    pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
 
 
 def _set_rates_(
