@@ -7,14 +7,7 @@ number lambda is added to the normalised gradient and adapts so that the mean of
 adapt to every loss and the ramp does not end in a cliff. Then exactly as many columns as the budget allows are kept,
 lambda fades, and both levels train on (the release).
 
-Which columns die first is one of two orders (`Pressure.order`), and lambda follows from it:
-
-"alpha"         those of smallest alpha, or of smallest alpha times what they carry (`AlphaOptimizer.scale_columns`).
-                lambda is zero where validation loss alone takes alpha down faster.
-"importance"    those that validation loss would miss least for their cost (`column_importance`). lambda may be negative
-                and keeps the mean of alpha on its line, so that a model that overfits does not take all alphas down to
-                the floor, where they say nothing. The release begins with all living alphas near zero: embeddings grow
-                anew, led by alpha, which learns on data that the tables do not see.
+Which columns die first is one of two orders (`Pressure.order`), and lambda follows from it: `column_order`.
 
 Both lines fall geometrically: at share p of the ramp, the mean to :math:`(0.6 t)^p` and the living columns to
 :math:`t^p` of the whole, where t is the requested density. Each step takes the same share of what is left.
@@ -31,14 +24,8 @@ from torch import Tensor
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.column_importance import ColumnImportance
+from dnis_torchrec.column_order import ADAPTATION, FIRST_PRESSURE, ORDERS, AlphaOrder, ColumnOrder, ImportanceOrder
 from dnis_torchrec.soft_selection import Alpha, normalise_gradient, step_and_clip_
-
-ADAPTATION = 0.02
-"""Share of itself by which lambda grows or shrinks in one upper step."""
-
-FIRST_PRESSURE = 0.1
-"""lambda at the first upper step, and what its change is at least a share of, so that it can leave zero again."""
 
 MEAN_SHARE = 0.6
 """The mean of alpha is led to this share of the requested density: by then about that density of columns is alive."""
@@ -60,18 +47,6 @@ MAX_LEARNING_RATE = 0.03
 
 RELEASE_DECAY = 3.0
 """The learning rate of alpha falls by e^-3 in a release as long as the ramp."""
-
-CORRECTED_AT_ONCE = 0.1
-"""Share of the way back to its line that the mean of alpha is sent in one upper step, in the order of importance."""
-
-RESTARTED_AT = 0.02
-"""Where living alphas begin the release in the order of importance."""
-
-IMPORTANCE_WINDOW = 0.2
-"""Share of the ramp over which the variance of alpha's gradients is taken."""
-
-ORDERS = ("alpha", "importance")
-"""What columns die in the order of; see the head of this module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +115,7 @@ class AlphaOptimizer:
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
         self._floor = 0.0 if pressure is None else FLOOR
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
-        self._scales = {dim: torch.ones_like(alpha.of(dim)) for dim in alpha.dims}
-        self._importance: ColumnImportance | None = None
-        if pressure is not None and pressure.order == "importance":
-            self._importance = ColumnImportance(alpha, window=IMPORTANCE_WINDOW * pressure.ramp_steps)
+        self._order = _order_of(pressure, alpha, self._costs)
         self.num_steps = 0
         self.last_density = 1.0
         self._is_released = False
@@ -160,15 +132,12 @@ class AlphaOptimizer:
         return self._pressure is None or self._is_released
 
     def scale_columns(self, scales: Mapping[int, Tensor]) -> None:
-        """Lets columns die in the order of alpha times a scale, such as what they carry; else in that of alpha alone.
-
-        The order of importance has no use for it.
+        """Takes what columns carry, which the order of alpha multiplies alpha by.
 
         Args:
-            scales: embedding_dim -> ``(A, D)``, not negative; only their ratios matter.
+            scales: see `ColumnOrder.scale_columns`.
         """
-        for dim, scale in scales.items():
-            self._scales[dim].copy_(scale / scale.mean())
+        self._order.scale_columns(scales)
 
     def density(self) -> float:
         """Share of the tables' cost whose alpha is not zero."""
@@ -186,8 +155,7 @@ class AlphaOptimizer:
             gradients: embedding_dim -> ``(A, D)``, averaged over ranks.
             hits: embedding_dim -> ``(A,)`` bool; rows of alpha without a hit on any rank do not move.
         """
-        if self._importance is not None:
-            self._importance.update(gradients)
+        self._order.observe(gradients)
         for dim in self._alpha.dims:
             hit = hits[dim].unsqueeze(1)
             fresh = normalise_gradient(gradients[dim], hits[dim])
@@ -211,18 +179,19 @@ class AlphaOptimizer:
             return
         progress = self.num_steps / pressure.ramp_steps
         wanted = (MEAN_SHARE * self._target) ** progress
-        if self._importance is None:
-            change = ADAPTATION * max(self.pressure_now, FIRST_PRESSURE)
-            self.pressure_now = max(0.0, self.pressure_now + (change if self.mean() > wanted else -change))
-        else:
-            correction = CORRECTED_AT_ONCE * (self.mean() - wanted) / self.learning_rate
-            self.pressure_now = correction - self._mean_gradient()
+        self.pressure_now = self._order.next_pressure(
+            self.pressure_now,
+            excess=self.mean() - wanted,
+            mean_gradient=self._mean_gradient(),
+            learning_rate=self.learning_rate,
+        )
         self._is_released = progress >= 1
         if self._is_released:
-            self._let_die(~self._affordable(pressure))
-            self._restart()
+            self._let_die(~self._affordable())
+            for dim in self._alpha.dims:
+                self._alpha.of(dim).clamp_(max=self._order.restarted_at)
         else:
-            living, bright = self._first(pressure, [self._line(progress), self._line(progress + FADE_SHARE)])
+            living, bright = self._first([self._line(progress), self._line(progress + FADE_SHARE)])
             self._let_die(~living)
             self._fade(~bright, pressure.ramp_steps)
 
@@ -236,28 +205,27 @@ class AlphaOptimizer:
         """What the living columns may cost."""
         return max(self._amount, self._target**progress * self._total)
 
-    def _first(self, pressure: Pressure, amounts: Sequence[float]) -> list[Tensor]:
+    def _first(self, amounts: Sequence[float]) -> list[Tensor]:
         """The columns of highest score, as many as cost an amount: bool, one after the other over all embedding_dims.
 
         The last one may exceed it by a part of its cost.
 
         Args:
-            pressure: how columns are scored.
             amounts: one answer for each.
         """
-        scores, order = self._all_scores(pressure).sort(descending=True, stable=True)
+        scores, order = self._all_scores().sort(descending=True, stable=True)
         costs = self._column_costs[order]
         spent_before = torch.empty_like(costs)
         spent_before[order] = (costs.cumsum(0) - costs).masked_fill_(scores < 0, torch.inf)
         return [spent_before < amount * (1 - 1e-9) for amount in amounts]
 
-    def _affordable(self, pressure: Pressure) -> Tensor:
+    def _affordable(self) -> Tensor:
         """The columns of highest score that the budget has room for, as `_first`, but none exceeds it.
 
         What is kept now trains on and is not pruned afterwards: one more column, cut off the finished model, may cost
         more than all that the release gained.
         """
-        scores, costs = self._all_scores(pressure), self._column_costs.tolist()
+        scores, costs = self._all_scores(), self._column_costs.tolist()
         kept, room = torch.zeros(scores.numel(), dtype=torch.bool), self._amount * (1 + 1e-9)
         for column in torch.argsort(scores, descending=True, stable=True).tolist():
             if scores[column] >= 0 and costs[column] <= room:
@@ -265,33 +233,15 @@ class AlphaOptimizer:
                 room -= costs[column]
         return kept
 
-    def _all_scores(self, pressure: Pressure) -> Tensor:
-        """Of every column, one after the other over all embedding_dims."""
-        dims = self._alpha.dims
-        return torch.cat([self._scores(dim, pressure.column_sharing).cpu().flatten() for dim in dims])
-
-    def _scores(self, dim: int, column_sharing: float) -> Tensor:
-        """``(A, D)``: a[s, k] + column_sharing * mean over s of a[s, k], a = alpha * scale; -1 for the dead.
-
-        In the order of importance what validation loss would miss, for what the column costs.
-        """
-        if self._importance is not None:
-            costs = self._costs[dim].to(self._alpha.of(dim)).unsqueeze(1)
-            return (self._importance.losses(dim) / costs.clamp(min=1e-9)).masked_fill(self._dead[dim], -1.0)
-        alpha = self._alpha.of(dim) * self._scales[dim]
-        shares = (self._costs[dim] / self._costs[dim].sum()).to(alpha)
-        return (alpha + column_sharing * (shares @ alpha)).masked_fill(self._dead[dim], -1.0)
+    def _all_scores(self) -> Tensor:
+        """Of every column, one after the other over all embedding_dims; -1 for the dead."""
+        scores = {dim: self._order.scores(dim).masked_fill(dead, -1.0) for dim, dead in self._dead.items()}
+        return torch.cat([scores[dim].cpu().flatten() for dim in self._alpha.dims])
 
     def _let_die(self, columns: Tensor) -> None:
         for dim, dead in self._per_dim(columns):
             self._dead[dim] = dead
             self._alpha.of(dim).masked_fill_(dead, 0.0)
-
-    def _restart(self) -> None:
-        """In the order of importance. In that of alpha most alphas have come down to the floor by themselves."""
-        if self._importance is not None:
-            for dim in self._alpha.dims:
-                self._alpha.of(dim).clamp_(max=RESTARTED_AT)
 
     def _fade(self, columns: Tensor, ramp_steps: int) -> None:
         factor = FADED_TO ** (1 / max(1.0, FADE_SHARE * ramp_steps))
@@ -317,9 +267,7 @@ class AlphaOptimizer:
         for dim in self._alpha.dims:
             state[f"average/{dim}"] = self._averages[dim]
             state[f"dead/{dim}"] = self._dead[dim]
-            state[f"scale/{dim}"] = self._scales[dim]
-        importance = {} if self._importance is None else self._importance.state_dict()
-        return state | {f"importance/{name}": value for name, value in importance.items()}
+        return state | self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores what `state_dict` gave."""
@@ -328,8 +276,12 @@ class AlphaOptimizer:
         for dim in self._alpha.dims:
             self._averages[dim].copy_(state[f"average/{dim}"])
             self._dead[dim].copy_(state[f"dead/{dim}"])
-            self._scales[dim].copy_(state[f"scale/{dim}"])
-        if self._importance is not None:
-            parts = {name.removeprefix("importance/"): value for name, value in state.items()}
-            self._importance.load_state_dict(parts)
+        self._order.load_state_dict(state)
         self.last_density = self.density()
+
+
+def _order_of(pressure: Pressure | None, alpha: Alpha, costs: Mapping[int, Tensor]) -> ColumnOrder:
+    """Without pressure no column dies, and the order is never asked."""
+    if pressure is not None and pressure.order == "importance":
+        return ImportanceOrder(alpha, costs, ramp_steps=pressure.ramp_steps)
+    return AlphaOrder(alpha, costs, column_sharing=0.0 if pressure is None else pressure.column_sharing)

@@ -29,7 +29,8 @@ LAYERS = (
         "streaming",
     },
     {"budget", "column_importance", "embedding_modules", "narrow_tables", "serving"},
-    {"alpha_optimizer", "cached_tables", "table_shards"},
+    {"cached_tables", "column_order", "table_shards"},
+    {"alpha_optimizer"},
     {
         "checkpoint",
         "export",

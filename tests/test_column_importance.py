@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.alpha_optimizer import FLOOR, MEAN_SHARE, RESTARTED_AT, AlphaOptimizer, Pressure
+from dnis_torchrec.alpha_optimizer import FLOOR, MEAN_SHARE, AlphaOptimizer, Pressure
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Size
 from dnis_torchrec.column_importance import ColumnImportance
+from dnis_torchrec.column_order import RESTARTED_AT
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.soft_selection import Alpha
 from tests.reference import variance_reference

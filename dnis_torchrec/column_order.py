@@ -1,0 +1,168 @@
+r"""Which columns die first under pressure, and how hard lambda has to press for it: the two orders of the ramp.
+
+"alpha"         those of smallest alpha, or of smallest alpha times what they carry. lambda is zero where validation
+                loss alone takes alpha down faster than its line.
+"importance"    those that validation loss would miss least for their cost (`column_importance`). lambda may be negative
+                and keeps the mean of alpha on its line, so that a model that overfits does not take all alphas down to
+                the floor, where they say nothing. The release begins with all living alphas near zero: embeddings grow
+                anew, led by alpha, which learns on data that the tables do not see.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.column_importance import ColumnImportance
+from dnis_torchrec.soft_selection import Alpha
+
+ORDERS = ("alpha", "importance")
+"""What columns die in the order of; see the head of this module."""
+
+ADAPTATION = 0.02
+"""Share of itself by which lambda grows or shrinks in one upper step, in the order of alpha and in any release."""
+
+FIRST_PRESSURE = 0.1
+"""lambda at the first upper step, and what its change is at least a share of, so that it can leave zero again."""
+
+CORRECTED_AT_ONCE = 0.1
+"""Share of the way back to its line that the mean of alpha is sent in one upper step, in the order of importance."""
+
+RESTARTED_AT = 0.02
+"""Where living alphas begin the release in the order of importance."""
+
+IMPORTANCE_WINDOW = 0.2
+"""Share of the ramp over which the variance of alpha's gradients is taken."""
+
+
+class ColumnOrder(ABC):
+    """What the ramp asks of an order. Local and deterministic: equal gradients give equal answers on all ranks.
+
+    Attributes:
+        restarted_at: what living alphas are brought down to, at most, where the release begins.
+    """
+
+    restarted_at = 1.0
+
+    @abstractmethod
+    def scale_columns(self, scales: Mapping[int, Tensor]) -> None:
+        """Takes what columns carry.
+
+        Args:
+            scales: embedding_dim -> ``(A, D)``, not negative; only their ratios matter.
+        """
+
+    @abstractmethod
+    def observe(self, gradients: Mapping[int, Tensor]) -> None:
+        """Takes in the gradients of one upper step.
+
+        Args:
+            gradients: embedding_dim -> ``(A, D)``, averaged over ranks, not normalised.
+        """
+
+    @abstractmethod
+    def scores(self, embedding_dim: int) -> Tensor:
+        """``(A, D)``, not negative: columns of small scores die first."""
+
+    @abstractmethod
+    def next_pressure(self, pressure_now: float, *, excess: float, mean_gradient: float, learning_rate: float) -> float:
+        """lambda for the next upper step.
+
+        Args:
+            pressure_now: lambda of this one.
+            excess: how far the mean of alpha is above its line.
+            mean_gradient: of the living columns, normalised and averaged.
+            learning_rate: step length of alpha.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything a continued search needs, as tensors."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what `state_dict` gave."""
+
+
+class AlphaOrder(ColumnOrder):
+    """Columns die in the order of alpha times a scale, such as what they carry; see the head of this module.
+
+    Args:
+        alpha: what is judged.
+        costs: embedding_dim -> ``(A,)``, what a column of each row of alpha costs.
+        column_sharing: weight of a column's mean over all blocks beside its own.
+    """
+
+    def __init__(self, alpha: Alpha, costs: Mapping[int, Tensor], *, column_sharing: float = 0.0) -> None:
+        self._alpha, self._costs, self._column_sharing = alpha, costs, column_sharing
+        self._scales = {dim: torch.ones_like(alpha.of(dim)) for dim in alpha.dims}
+
+    def scale_columns(self, scales: Mapping[int, Tensor]) -> None:
+        """Sets what alpha is multiplied by; 1 before."""
+        for dim, scale in scales.items():
+            self._scales[dim].copy_(scale / scale.mean())
+
+    def observe(self, gradients: Mapping[int, Tensor]) -> None:
+        """Has no use for them: they have moved alpha."""
+
+    def scores(self, embedding_dim: int) -> Tensor:
+        """``(A, D)``: a[s, k] + column_sharing * mean over s of a[s, k], a = alpha * scale."""
+        alpha, costs = self._alpha.of(embedding_dim) * self._scales[embedding_dim], self._costs[embedding_dim]
+        return alpha + self._column_sharing * ((costs / costs.sum()).to(alpha) @ alpha)
+
+    def next_pressure(self, pressure_now: float, *, excess: float, mean_gradient: float, learning_rate: float) -> float:
+        """A little more while the mean of alpha is above its line, a little less below; never under 0."""
+        change = ADAPTATION * max(pressure_now, FIRST_PRESSURE)
+        return max(0.0, pressure_now + (change if excess > 0 else -change))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The scales."""
+        return {f"scale/{dim}": scale for dim, scale in self._scales.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores the scales; the rest of `state` is not read."""
+        for dim, scale in self._scales.items():
+            scale.copy_(state[f"scale/{dim}"])
+
+
+class ImportanceOrder(ColumnOrder):
+    """Columns die in the order of what validation loss would miss for their cost; see the head of this module.
+
+    Args:
+        alpha: what is judged.
+        costs: embedding_dim -> ``(A,)``, what a column of each row of alpha costs.
+        ramp_steps: upper steps of the ramp.
+    """
+
+    restarted_at = RESTARTED_AT
+
+    def __init__(self, alpha: Alpha, costs: Mapping[int, Tensor], *, ramp_steps: int) -> None:
+        self._alpha, self._costs = alpha, costs
+        self._importance = ColumnImportance(alpha, window=IMPORTANCE_WINDOW * ramp_steps)
+
+    def scale_columns(self, scales: Mapping[int, Tensor]) -> None:
+        """Has no use for them: gradients of alpha say what columns carry."""
+
+    def observe(self, gradients: Mapping[int, Tensor]) -> None:
+        """Takes them into the running variance."""
+        self._importance.update(gradients)
+
+    def scores(self, embedding_dim: int) -> Tensor:
+        """``(A, D)``: what validation loss would lose with a column, over what it costs."""
+        losses = self._importance.losses(embedding_dim)
+        return losses / self._costs[embedding_dim].to(losses).unsqueeze(1).clamp(min=1e-9)
+
+    def next_pressure(self, pressure_now: float, *, excess: float, mean_gradient: float, learning_rate: float) -> float:
+        """What takes the mean of alpha back to its line against what validation does to it; may be negative."""
+        return CORRECTED_AT_ONCE * excess / learning_rate - mean_gradient
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The running moments."""
+        return {f"importance/{name}": value for name, value in self._importance.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores the running moments; the rest of `state` is not read."""
+        self._importance.load_state_dict({name.removeprefix("importance/"): value for name, value in state.items()})
