@@ -3,8 +3,9 @@
     python -m benchmarks.search_time RECIPE --data DIR --size 4 --seeds 0 --json FILE
 
 Every setting is ``ramp:release:upper_every``: epochs of the ramp, epochs at most of the release, lower steps per upper
-step. Plain training and all searches of a seed run one after the other in this process, so that their ratios compare.
-Each row is the mean over seeds: ``{"setting", "selection_loss", "time_ratio", "seconds", <test metrics>}``.
+step. A fourth part is the tables' learning rate before the release; else it is the recipe's. Plain training and all
+searches of a seed run one after the other in this process, so that their ratios compare. Each row is the mean over
+seeds: ``{"setting", "selection_loss", "time_ratio", "seconds", <test metrics>}``.
 """
 
 from __future__ import annotations
@@ -34,13 +35,22 @@ def parse_settings(text: str) -> list[str]:
     """Settings with commas between them, each checked before the first training begins.
 
     Raises:
-        argparse.ArgumentTypeError: if one is not three whole numbers above 0 with colons between them.
+        argparse.ArgumentTypeError: if one is not three whole numbers above 0, and at most one more number above 0,
+            with colons between them.
     """
     settings = text.split(",")
     for setting in settings:
-        if not re.fullmatch(r"[1-9]\d*:[1-9]\d*:[1-9]\d*", setting):
-            raise argparse.ArgumentTypeError(f"expected ramp:release:upper_every, as in 8:10:2, got {setting!r}")
+        if not re.fullmatch(r"([1-9]\d*:){2}[1-9]\d*(:0?\.\d*[1-9]\d*)?", setting):
+            expected = "expected ramp:release:upper_every[:table rate], as in 8:10:2 or 8:10:2:.01"
+            raise argparse.ArgumentTypeError(f"{expected}, got {setting!r}")
     return settings
+
+
+def settings_of(setting: str) -> dict[str, int | float]:
+    """A setting as a search's configuration has it."""
+    names = ("ramp_epochs", "release_epochs", "upper_every", "search_table_learning_rate")
+    parts = setting.split(":")
+    return {name: float(part) if "." in part else int(part) for name, part in zip(names, parts, strict=False)}
 
 
 def measure_plain(arguments: argparse.Namespace, seed: int) -> dict[str, float]:
@@ -61,10 +71,8 @@ def measure_plain(arguments: argparse.Namespace, seed: int) -> dict[str, float]:
 
 def measure_search(arguments: argparse.Namespace, setting: str, seed: int) -> dict[str, float]:
     """One search with the epochs of a setting."""
-    ramp, release, upper_every = (int(part) for part in setting.split(":"))
     recipe = build_recipe(arguments.recipe, arguments.data, seed=seed)
-    epochs = {"ramp_epochs": ramp, "release_epochs": release, "upper_every": upper_every}
-    config = SearchConfig.of(recipe, Size(compression_ratio=arguments.size), epochs)
+    config = SearchConfig.of(recipe, Size(compression_ratio=arguments.size), settings_of(setting))
     with process_group() as device, tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(seed)
         started = time.monotonic()

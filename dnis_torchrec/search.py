@@ -88,6 +88,7 @@ class SearchConfig:
         upper_every: lower steps per upper step.
         upper_batch_parts: parts that a validation batch is cut into; an upper step takes one, and costs less (see
             `BatchParts`). On several ranks each takes its slice of every part.
+        search_table_learning_rate: see `Recipe`; for searches with pressure.
         release_table_learning_rate: see `Recipe`; for searches with pressure.
         release_dense_learning_rate: see `Recipe`; for searches with pressure.
         alpha_learning_rate: see `AlphaOptimizer`.
@@ -111,6 +112,7 @@ class SearchConfig:
     column_order: str = "alpha"
     upper_every: int = 1
     upper_batch_parts: int = 2
+    search_table_learning_rate: float | None = None
     release_table_learning_rate: float | None = None
     release_dense_learning_rate: float | None = None
     alpha_learning_rate: float | None = None
@@ -120,7 +122,7 @@ class SearchConfig:
         epochs = ("warm_up_epochs", "ramp_epochs", "release_epochs", "patience")
         for name in ("num_blocks", *epochs, "upper_every", "upper_batch_parts"):
             check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
-        for name in ("release_table_learning_rate", "release_dense_learning_rate"):
+        for name in (f"{part}_learning_rate" for part in ("search_table", "release_table", "release_dense")):
             rate = getattr(self, name)
             check(rate is None or rate > 0, name, "expected a number above 0", rate)
         check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
@@ -171,6 +173,7 @@ class SearchConfig:
             "column_sharing",
             "column_order",
             "alpha_learning_rate",
+            "search_table_learning_rate",
             "release_table_learning_rate",
             "release_dense_learning_rate",
             "upper_every",
@@ -358,11 +361,16 @@ def _turn_(
     pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
 
 
+def _table_rate(recipe: Recipe, config: SearchConfig) -> float:
+    """Of tables before the release."""
+    return (config.search_table_learning_rate if config.pressure else None) or recipe.table_learning_rate
+
+
 def _set_rates_(
     model: DistributedModelParallel, optimizer: KeyedOptimizerWrapper, recipe: Recipe, config: SearchConfig, epoch: int
 ) -> None:
     """Sets the learning rates of an epoch; checkpoints do not have them, so a search that goes on needs it too."""
-    tables, dense = recipe.table_learning_rate, recipe.dense_learning_rate
+    tables, dense = _table_rate(recipe, config), recipe.dense_learning_rate
     if config.pressure and epoch >= config.warm_up_epochs + config.ramp_epochs:
         tables = config.release_table_learning_rate or tables
         dense = config.release_dense_learning_rate or dense
@@ -388,6 +396,6 @@ def _pipeline(
         pressure=pressure if config.pressure else None,
         alpha_learning_rate=config.alpha_learning_rate,
         alpha_averaging=config.alpha_averaging,
-        unrolled_step=recipe.table_learning_rate if config.unrolled else None,
+        unrolled_step=_table_rate(recipe, config) if config.unrolled else None,
     )
     return pipeline, BilevelStream(recipe.data.train, recipe.data.validation, schedule)

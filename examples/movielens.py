@@ -48,7 +48,8 @@ CLICKS_TOWER = (256, 128)
 FM_LEARNING_RATE = 0.003
 """Of .001, .003 and .01 the best for FM's tables on `selection` of seed 0, at D=64 by .0012 and at D=4 by .0002."""
 CLICKS_RELEASE_RATE = 0.01
-"""Of .001, .003, .01 and .03 the best for the release of FM's search on `selection` of seed 0, at compression 20."""
+"""Of .001, .003, .01 and .03 the best for the release of FM's search on `selection` of seed 0, at compression 20; of
+.003, .006, .01 and .02 the best before the release of a short one."""
 SLOW_NETWORK_RATE = 1e-4
 """Of a network in the release, a tenth of its rate before; at that, selection losses jump from epoch to epoch there."""
 _RATINGS_WITH_TOWER = {
@@ -176,14 +177,19 @@ def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
     def build(samples: Samples, bias: float) -> nn.Module:
         return FactorizationMachine(_clicks_tables(samples, embedding_dim), initial_bias=bias)
 
+    # So that a search takes about three plain trainings; one of 27 epochs, tables at .003 before the release, is better
+    # at compression 20 by .003 (docs/design.md).
     return replace(
         _clicks(data, "ctr_fm", build, seed),
         scope="table",
+        column_order="importance",
         table_learning_rate=FM_LEARNING_RATE,
-        warm_up_epochs=3,
-        ramp_epochs=8,
-        release_epochs=16,
+        search_table_learning_rate=CLICKS_RELEASE_RATE,
         release_table_learning_rate=CLICKS_RELEASE_RATE,
+        warm_up_epochs=2,
+        ramp_epochs=3,
+        release_epochs=5,
+        upper_every=2,
     )
 
 

@@ -312,15 +312,23 @@ def test_update_writes_what_the_next_run_is_compared_with(
     assert compare_ratios.read(tmp_path / "ratios.json") == ("a toaster", {"a_ratio": ratio(2.0, 1.9, 2.1)})
 
 
-@pytest.mark.parametrize("settings", ["8:8", "8:8:1,", "8:8:0", "8:8:1:1", "a:8:1", ""])
+@pytest.mark.parametrize("settings", ["8:8", "8:8:1,", "8:8:0", "8:8:1:1", "8:8:1:.00", "8:8:1:.1:.1", "a:8:1", ""])
 def test_bad_settings_of_a_search_are_refused_before_anything_trains(
     settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["search_time", "no.such:recipe", "--settings", settings])
     with pytest.raises(SystemExit, match="2"):
         search_time.main()
-    assert "expected ramp:release:upper_every, as in 8:10:2" in capsys.readouterr().err
+    assert "expected ramp:release:upper_every[:table rate], as in 8:10:2 or 8:10:2:.01" in capsys.readouterr().err
 
 
 def test_the_default_settings_of_searches_are_good() -> None:
     assert search_time.parse_settings(search_time.SETTINGS)[0] == "12:20:1"
+
+
+def test_a_setting_may_name_the_tables_rate_before_the_release() -> None:
+    epochs = {"ramp_epochs": 12, "release_epochs": 20, "upper_every": 4}
+    assert search_time.parse_settings("12:20:4,12:20:4:.01,12:20:4:0.01") == ["12:20:4", "12:20:4:.01", "12:20:4:0.01"]
+    assert search_time.settings_of("12:20:4") == epochs
+    for setting in ("12:20:4:.01", "12:20:4:0.01"):
+        assert search_time.settings_of(setting) == {**epochs, "search_table_learning_rate": 0.01}

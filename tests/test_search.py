@@ -51,6 +51,7 @@ def test_a_configuration_takes_from_the_recipe_whatever_both_know(column_order: 
     values = {"num_blocks": 3, "warm_up_epochs": 4, "ramp_epochs": 5, "release_epochs": 6, "upper_every": 7}
     values |= {"column_sharing": column_sharing, "alpha_learning_rate": 0.25, "release_table_learning_rate": 0.125}
     values |= {"release_dense_learning_rate": 0.0625, "scope": "table", "column_order": column_order}
+    values |= {"search_table_learning_rate": 0.375}
     assert values.keys() == {f.name for f in fields(Recipe)} & {f.name for f in fields(SearchConfig)}
     recipe = replace(make_recipe(), **values)
     config = SearchConfig.of(recipe, Size(compression_ratio=2), {"ramp_epochs": 8})
@@ -99,6 +100,7 @@ def test_the_history_tells_the_phases(gloo, tmp_path: Path) -> None:
 
 
 RELEASE_RATES = ["release_table_learning_rate", "release_dense_learning_rate"]
+RATES = ["search_table_learning_rate", *RELEASE_RATES]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
@@ -114,18 +116,29 @@ def test_the_release_has_rates_of_its_own(gloo, tmp_path: Path, optimizer: str, 
     assert same == [True] * before + [False] * SHORT["release_epochs"]
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_a_search_has_a_table_rate_of_its_own_until_the_release(gloo, tmp_path: Path, optimizer: str) -> None:
+    """From the first epoch on as if the recipe's tables had that rate, in the release the release's."""
+    histories = []
+    for of_recipe, settings in ((0.1, {}), (1e-3, {"search_table_learning_rate": 0.1})):
+        recipe = replace(make_recipe(optimizer=optimizer), table_learning_rate=of_recipe)
+        config = SearchConfig(size=Size(compression_ratio=4), release_table_learning_rate=0.01, **settings, **SHORT)
+        histories.append(search(recipe, config, tmp_path / str(of_recipe), CPU).history)
+    assert histories[0] == histories[1]
+
+
 def test_without_pressure_there_is_no_release(gloo, tmp_path: Path) -> None:
     histories = []
     for rate in (None, 0.1):
-        settings = {"pressure": False, "structure": "element", **dict.fromkeys(RELEASE_RATES, rate)}
+        settings = {"pressure": False, "structure": "element", **dict.fromkeys(RATES, rate)}
         config = SearchConfig(size=Size(compression_ratio=4), **settings, **SHORT)
         histories.append(search(make_recipe(), config, tmp_path / str(rate), CPU).history)
     assert histories[0] == histories[1]
 
 
 @pytest.mark.parametrize("rate", [0.0, -0.1])
-@pytest.mark.parametrize("name", RELEASE_RATES)
-def test_a_rate_of_the_release_is_above_zero(name: str, rate: float) -> None:
+@pytest.mark.parametrize("name", RATES)
+def test_a_rate_of_a_search_is_above_zero(name: str, rate: float) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected a number above 0, got {rate}"):
         SearchConfig(size=Size(compression_ratio=4), **{name: rate})
 
