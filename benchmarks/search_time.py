@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--size", type=float, default=4.0, help="compression ratio in parameters")
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0])
-    parser.add_argument("--settings", type=parse_settings, default=SETTINGS)
+    parser.add_argument("--settings", type=parse_settings, default=SETTINGS, help="see above, commas between them")
     parser.add_argument("--json", type=Path, dest="json_file")
     arguments = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {}

@@ -116,13 +116,18 @@ def test_the_release_has_rates_of_its_own(gloo, tmp_path: Path, optimizer: str, 
     assert same == [True] * before + [False] * SHORT["release_epochs"]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_a_search_has_a_table_rate_of_its_own_until_the_release(gloo, tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "unrolled"), [("adam", False), ("adam", True), ("rowwise_adagrad", False)], ids=str
+)
+def test_a_search_has_a_table_rate_of_its_own_until_the_release(
+    gloo, tmp_path: Path, optimizer: str, unrolled: bool
+) -> None:
     """From the first epoch on as if the recipe's tables had that rate, in the release the release's."""
     histories = []
     for of_recipe, settings in ((0.1, {}), (1e-3, {"search_table_learning_rate": 0.1})):
         recipe = replace(make_recipe(optimizer=optimizer), table_learning_rate=of_recipe)
-        config = SearchConfig(size=Size(compression_ratio=4), release_table_learning_rate=0.01, **settings, **SHORT)
+        settings |= {"release_table_learning_rate": 0.01, "unrolled": unrolled}
+        config = SearchConfig(size=Size(compression_ratio=4), **settings, **SHORT)
         histories.append(search(recipe, config, tmp_path / str(of_recipe), CPU).history)
     assert histories[0] == histories[1]
 
