@@ -36,15 +36,16 @@ def comparison_rows(
     by_row: dict[tuple[str, float | None], list[Cell]] = {}
     for cell in cells:
         by_row.setdefault((cell.row_name, cell.size), []).append(cell)
-    trained = {cell: _with_mean(result.trained) for cell, result in finished.items() if result.trained is not None}
+    measured = {cell: result.trained for cell, result in finished.items() if result.trained is not None}
+    trained = {cell: with_ranking_mean(value) for cell, value in measured.items()}
     dense = {cell.seed: value for cell, value in trained.items() if cell.row_name == DENSE}
     reasons = {cell: _missing_reason(cell, finished, crashes) for cell in cells if cell not in trained}
     rows = [_row(group, trained, dense, reasons) for group in by_row.values()]
     return _marked(rows, primary_metric, higher_is_better)
 
 
-def _with_mean(trained: TrainedCell) -> TrainedCell:
-    """A ranking is judged by several metrics; their mean stands in front."""
+def with_ranking_mean(trained: TrainedCell) -> TrainedCell:
+    """What a cell measured, with `RANKING_MEAN` in front where it is a ranking, which is judged by several metrics."""
     mean = ranking_mean(trained.row.metrics)
     if mean is None:
         return trained
