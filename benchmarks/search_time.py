@@ -1,11 +1,12 @@
 """Quality against search time: shorter searches beside one plain training to its own early stop.
 
-    python -m benchmarks.search_time RECIPE --data DIR --size 4 --seeds 0 --json FILE
+    python -m benchmarks.search_time RECIPE --data DIR --size 4 --seeds 0 --json FILE --figure FILE.png
 
 Every setting is ``ramp:release:upper_every``: epochs of the ramp, epochs at most of the release, lower steps per upper
 step. A fourth part is the tables' learning rate before the release; else it is the recipe's. Plain training and all
 searches of a seed run one after the other in this process, so that their ratios compare. Each row is the mean over
-seeds: ``{"setting", "selection_loss", "time_ratio", "seconds", <test metrics>}``.
+seeds: ``{"setting", "selection_loss", "time_ratio", "seconds", <test metrics>}``. The figure is the curve of the metric
+that the recipe is judged by.
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 from dnis_torchrec import Size
 from dnis_torchrec.baselines import METHODS, MethodTask
 from dnis_torchrec.jobs import build_recipe, versions
 from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.report.figures import save_png
+from dnis_torchrec.report.figures.style import METHOD_STYLES, WIDTH, metric_axis, styled
 from dnis_torchrec.search import SearchConfig, search
-from dnis_torchrec.training import evaluate, process_group
+from dnis_torchrec.training import evaluate, primary_metric, process_group
 
 SETTINGS = "12:20:1,12:20:2,8:10:1,8:10:2,5:6:1,5:6:2,3:4:1"
+WANTED_RATIO = 3.0
+"""Plain trainings that a search may take."""
 
 
 def parse_settings(text: str) -> list[str]:
@@ -84,8 +91,46 @@ def measure_search(arguments: argparse.Namespace, setting: str, seed: int) -> di
     return {"seconds": seconds, "selection_loss": selection, **metrics}
 
 
+@styled
+def quality_against_time(
+    rows: Sequence[Mapping[str, str | float]], metric: str, size: float, *, higher_is_better: bool
+) -> Figure:
+    """The curve: a metric over the time of a search, in plain trainings.
+
+    Args:
+        rows: the plain training first, then searches, as `main` measures them.
+        metric: its name.
+        size: compression ratio of the searches.
+        higher_is_better: its direction; the line joins the searches that no quicker one beats.
+    """
+    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
+    axis = figure.subplots()
+    axis.axvline(WANTED_RATIO, color="#999999", linewidth=1, linestyle=":")
+    colour, marker = METHOD_STYLES["dense"]
+    axis.axhline(float(rows[0][metric]), color=colour, linewidth=1, linestyle="--")
+    axis.plot([1], [float(rows[0][metric])], color=colour, marker=marker, linestyle="none", label="plain, uncompressed")
+    searches = sorted((float(row["time_ratio"]), float(row[metric]), str(row["setting"])) for row in rows[1:])
+    sign, best, front = 1 if higher_is_better else -1, float("-inf"), []
+    for time_ratio, value, setting in searches:
+        axis.annotate(setting, (time_ratio, value), xytext=(5, -11), textcoords="offset points", fontsize=8)
+        if sign * value > best:
+            best = sign * value
+            front.append((time_ratio, value))
+    colour, marker = METHOD_STYLES["dnis"]
+    times, values = [place[0] for place in searches], [place[1] for place in searches]
+    axis.plot(times, values, color=colour, marker=marker, linestyle="none", label=f"searched, compression {size:g}")
+    axis.plot(*zip(*front, strict=True), color=colour, linewidth=1.8)
+    axis.set_xlim(0, max(WANTED_RATIO, *times) * 1.1)
+    metric_axis(axis, metric, higher_is_better)
+    axis.set_xlabel(
+        "time in plain trainings to their own early stop; ramp:release:upper_every[:table rate] at each point"
+    )
+    axis.legend(loc="best", fontsize=8.5)
+    return figure
+
+
 def main() -> None:
-    """Measures, prints a table, writes the JSON."""
+    """Measures, prints a table, writes the JSON and the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="module:function")
     parser.add_argument("--data", type=Path)
@@ -93,6 +138,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0])
     parser.add_argument("--settings", type=parse_settings, default=SETTINGS, help="see above, commas between them")
     parser.add_argument("--json", type=Path, dest="json_file")
+    parser.add_argument("--figure", type=Path, help="where to draw the curve, a PNG")
     arguments = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {}
     for seed in arguments.seeds:
@@ -113,6 +159,12 @@ def main() -> None:
         partial = arguments.json_file.with_name(f"{arguments.json_file.name}.partial")
         partial.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, arguments.json_file)
+    if arguments.figure:
+        recipe = build_recipe(arguments.recipe, arguments.data, seed=arguments.seeds[0])
+        metric, higher_is_better = primary_metric(recipe.loss, recipe.data.test)
+        save_png(
+            quality_against_time(rows, metric, arguments.size, higher_is_better=higher_is_better), arguments.figure
+        )
 
 
 if __name__ == "__main__":

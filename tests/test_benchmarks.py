@@ -332,3 +332,30 @@ def test_a_setting_may_name_the_tables_rate_before_the_release() -> None:
     assert search_time.settings_of("12:20:4") == epochs
     for setting in ("12:20:4:.01", "12:20:4:0.01"):
         assert search_time.settings_of(setting) == {**epochs, "search_table_learning_rate": 0.01}
+
+
+@pytest.mark.parametrize(("higher_is_better", "front"), [(True, [(2, 0.7), (4, 0.8)]), (False, [(2, 0.7), (3, 0.6)])])
+def test_the_curve_of_search_time_joins_what_no_quicker_search_beats(
+    higher_is_better: bool, front: list[tuple[float, float]]
+) -> None:
+    measured = {"plain": (1.0, 0.5), "b": (4.0, 0.8), "a": (2.0, 0.7), "c": (3.0, 0.6), "d": (5.0, 0.65)}
+    rows = [{"setting": name, "time_ratio": ratio, "auc": value} for name, (ratio, value) in measured.items()]
+    (axis,) = search_time.quality_against_time(rows, "auc", 4, higher_is_better=higher_is_better).axes
+    assert [tuple(place) for place in axis.lines[-1].get_xydata()] == front
+    assert sorted(text.get_text() for text in axis.texts) == ["a", "b", "c", "d"]
+
+
+def test_search_time_measures_every_setting_and_draws_the_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, drawn = tmp_path / "times.json", tmp_path / "curve.png"
+    arguments = ["tests.tiny:demo", "--settings", "1:1:1,1:1:2:.01", "--json", str(written), "--figure", str(drawn)]
+    monkeypatch.setattr("sys.argv", ["search_time", *arguments])
+    search_time.main()
+    rows = json.loads(written.read_text())["rows"]
+    assert [row["setting"] for row in rows] == ["plain", "1:1:1", "1:1:2:.01"]
+    assert rows[0]["time_ratio"] == 1
+    assert rows[1]["time_ratio"] == pytest.approx(rows[1]["seconds"] / rows[0]["seconds"])
+    assert rows[1]["auc"] != rows[2]["auc"]
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert drawn.read_bytes().startswith(b"\x89PNG")
