@@ -50,6 +50,8 @@ FM_LEARNING_RATE = 0.003
 CLICKS_RELEASE_RATE = 0.01
 """Of .001, .003, .01 and .03 the best for the release of FM's search on `selection` of seed 0, at compression 20; of
 .003, .006, .01 and .02 the best before the release of a short one."""
+NEUMF_SEARCH_RATE = 0.003
+"""Of .001 and .003 the better for the tables in NeuMF's search on `selection` of seed 0, at compression 4 and 10."""
 SLOW_NETWORK_RATE = 1e-4
 """Of a network in the release, a tenth of its rate before; at that, selection losses jump from epoch to epoch there."""
 _RATINGS_WITH_TOWER = {
@@ -156,7 +158,14 @@ def neumf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None)
         tables = build_neumf_tables(samples.num_embeddings, dim, init_std=MLP_INIT_STD)
         return NeuMF(tables, tower=NEUMF_TOWER, initial_bias=mean)
 
-    return replace(_ratings(data, "neumf", build, seed), **_RATINGS_WITH_TOWER | {"warm_up_epochs": 3})
+    # So that a search takes at most three plain trainings: by importance and with fast tables 5 + 7 epochs do at
+    # compression 10 what 8 + 8 in the order of alpha did, and more at 4 (benchmarks/, docs/design.md).
+    return replace(
+        _ratings(data, "neumf", build, seed),
+        **_RATINGS_WITH_TOWER | {"warm_up_epochs": 3, "ramp_epochs": 5, "release_epochs": 7},
+        column_order="importance",
+        search_table_learning_rate=NEUMF_SEARCH_RATE,
+    )
 
 
 def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
