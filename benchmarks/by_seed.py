@@ -4,7 +4,7 @@
 
 The table of a comparison has means; whether they hold within every seed is said here. Positive is better, whatever the
 metric's direction. A row per size, metric and rival: the uncompressed model; the best uniform tables of any size,
-uncompressed ones counted; the best of all other methods of the same size. The best is sought anew in each seed and for
+uncompressed ones counted; the best of all other rows of the same size. The best is sought anew in each seed and for
 each metric, with and without alpha's split as training data. Several folders of one recipe count as one comparison; a
 cell that stands in two of them is taken from the first.
 """
@@ -129,7 +129,10 @@ def main() -> None:
     parser.add_argument("--method", default="dnis", help="whose margins, as the table names it")
     parser.add_argument("--json", type=Path, dest="json_file")
     arguments = parser.parse_args()
-    rows = margins(read_cells(arguments.folders), arguments.method)
+    try:
+        rows = margins(read_cells(arguments.folders), arguments.method)
+    except ValueError as error:
+        parser.error(str(error))
     seeds = sorted({seed for row in rows for seed in row.by_seed})
     print(" | ".join(["size", "metric", "ahead of", *(f"seed {seed}" for seed in seeds), "mean", "least"]))
     for row in rows:

@@ -12,8 +12,6 @@ that the recipe is judged by.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import statistics
 import tempfile
@@ -28,6 +26,7 @@ from dnis_torchrec import Size
 from dnis_torchrec.baselines import METHODS, MethodTask
 from dnis_torchrec.jobs import build_recipe, versions
 from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.report.content import json_text, write_text
 from dnis_torchrec.report.figures import save_png
 from dnis_torchrec.report.figures.style import METHOD_STYLES, WIDTH, metric_axis, styled
 from dnis_torchrec.search import SearchConfig, search
@@ -51,6 +50,18 @@ def parse_settings(text: str) -> list[str]:
             expected = "expected ramp:release:upper_every[:table rate], as in 8:10:2 or 8:10:2:.01"
             raise argparse.ArgumentTypeError(f"{expected}, got {setting!r}")
     return settings
+
+
+def parse_file(text: str) -> Path:
+    """A file to write, whose folder is checked before the first training begins.
+
+    Raises:
+        argparse.ArgumentTypeError: if there is no such folder.
+    """
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
+    return path
 
 
 def settings_of(setting: str) -> dict[str, int | float]:
@@ -137,8 +148,8 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=4.0, help="compression ratio in parameters")
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0])
     parser.add_argument("--settings", type=parse_settings, default=SETTINGS, help="see above, commas between them")
-    parser.add_argument("--json", type=Path, dest="json_file")
-    parser.add_argument("--figure", type=Path, help="where to draw the curve, a PNG")
+    parser.add_argument("--json", type=parse_file, dest="json_file")
+    parser.add_argument("--figure", type=parse_file, help="where to draw the curve, a PNG")
     arguments = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {}
     for seed in arguments.seeds:
@@ -156,9 +167,7 @@ def main() -> None:
         print(" | ".join(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()))
     if arguments.json_file:
         head = {"recipe": arguments.recipe, "size": arguments.size, "seeds": arguments.seeds, "versions": versions()}
-        partial = arguments.json_file.with_name(f"{arguments.json_file.name}.partial")
-        partial.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, arguments.json_file)
+        write_text(arguments.json_file, json_text({**head, "rows": rows}, str(arguments.json_file)) + "\n")
     if arguments.figure:
         recipe = build_recipe(arguments.recipe, arguments.data, seed=arguments.seeds[0])
         metric, higher_is_better = primary_metric(recipe.loss, recipe.data.test)

@@ -128,3 +128,12 @@ def test_the_command_prints_a_table_and_writes_json(
     written = json.loads(path.read_text())
     assert written["method"] == "dnis"
     assert len(written["rows"]) == len(lines) - 1 == 6
+
+
+def test_the_command_says_what_is_wrong_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["by_seed", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        by_seed.main()
+    assert f"error: folder {tmp_path}: expected finished cells of `dnis compare`, got none" in capsys.readouterr().err

@@ -359,3 +359,14 @@ def test_search_time_measures_every_setting_and_draws_the_curve(
     assert rows[1]["auc"] != rows[2]["auc"]
     assert len(capsys.readouterr().out.splitlines()) == 4
     assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", ["--json", "--figure"])
+def test_search_time_looks_for_the_folders_of_its_files_before_anything_trains(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "none" / "file"
+    monkeypatch.setattr("sys.argv", ["search_time", "no.such:recipe", option, str(path)])
+    with pytest.raises(SystemExit, match="2"):
+        search_time.main()
+    assert f"{option}: expected a file in a folder that exists, got '{path}'" in capsys.readouterr().err
