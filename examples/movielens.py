@@ -55,6 +55,7 @@ NEUMF_SEARCH_RATE = 0.003
 SLOW_NETWORK_RATE = 1e-4
 """Of a network in the release, a tenth of its rate before; at that, selection losses jump from epoch to epoch there."""
 _RATINGS_WITH_TOWER = {
+    "column_order": "importance",
     "warm_up_epochs": 8,
     "ramp_epochs": 8,
     "release_epochs": 8,
@@ -62,8 +63,8 @@ _RATINGS_WITH_TOWER = {
     "release_dense_learning_rate": SLOW_NETWORK_RATE,
 }
 """How ratings are searched with a network behind the tables; chosen for MLP on `selection` of seed 0, compression 4,
-the network's rate in the release for NeuMF at 2. The warm-up is as long as a plain training: 8 epochs for MLP, 3 for
-NeuMF."""
+the network's rate in the release for NeuMF at 2, the order of columns for both at 4 and 10. The warm-up is as long as a
+plain training: 8 epochs for MLP, 3 for NeuMF."""
 _WITH_NETWORK = {
     "ramp_epochs": 6,
     "release_epochs": 12,
@@ -163,7 +164,6 @@ def neumf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None)
     return replace(
         _ratings(data, "neumf", build, seed),
         **_RATINGS_WITH_TOWER | {"warm_up_epochs": 3, "ramp_epochs": 5, "release_epochs": 7},
-        column_order="importance",
         search_table_learning_rate=NEUMF_SEARCH_RATE,
     )
 
