@@ -3,10 +3,11 @@
     python -m benchmarks.search_time RECIPE --data DIR --size 4 --seeds 0 --json FILE --figure FILE.png
 
 Every setting is ``ramp:release:upper_every``: epochs of the ramp, epochs at most of the release, lower steps per upper
-step. A fourth part is the tables' learning rate before the release; else it is the recipe's. Plain training and all
-searches of a seed run one after the other in this process, so that their ratios compare. Each row is the mean over
-seeds: ``{"setting", "selection_loss", "time_ratio", "seconds", <test metrics>}``. The figure is the curve of the metric
-that the recipe is judged by.
+step. A fourth part is the tables' learning rate before the release; else it is the recipe's. ``recipe`` is the search
+as the recipe has it. Plain training and all searches of a seed run one after the other in this process, so that their
+ratios compare. Each row is the mean over seeds: ``{"setting", "time_ratio", "seconds", "selection_loss", <test
+metrics>, "spread"}``; the spread is the sample standard deviation of each, empty for one seed. The figure is the curve
+of the metric that the recipe is judged by.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -29,10 +31,13 @@ from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.report.content import json_text, write_text
 from dnis_torchrec.report.figures import save_png
 from dnis_torchrec.report.figures.style import METHOD_STYLES, WIDTH, metric_axis, styled
+from dnis_torchrec.report.tables import PLUS_MINUS
 from dnis_torchrec.search import SearchConfig, search
 from dnis_torchrec.training import evaluate, primary_metric, process_group
 
 SETTINGS = "12:20:1,12:20:2,8:10:1,8:10:2,5:6:1,5:6:2,3:4:1"
+RECIPE = "recipe"
+"""The setting that changes nothing."""
 WANTED_RATIO = 3.0
 """Plain trainings that a search may take."""
 
@@ -41,13 +46,13 @@ def parse_settings(text: str) -> list[str]:
     """Settings with commas between them, each checked before the first training begins.
 
     Raises:
-        argparse.ArgumentTypeError: if one is not three whole numbers above 0, and at most one more number above 0,
-            with colons between them.
+        argparse.ArgumentTypeError: if one is neither `RECIPE` nor three whole numbers above 0, and at most one more
+            number above 0, with colons between them.
     """
     settings = text.split(",")
     for setting in settings:
-        if not re.fullmatch(r"([1-9]\d*:){2}[1-9]\d*(:0?\.\d*[1-9]\d*)?", setting):
-            expected = "expected ramp:release:upper_every[:table rate], as in 8:10:2 or 8:10:2:.01"
+        if setting != RECIPE and not re.fullmatch(r"([1-9]\d*:){2}[1-9]\d*(:0?\.\d*[1-9]\d*)?", setting):
+            expected = f"expected {RECIPE} or ramp:release:upper_every[:table rate], as in 8:10:2 or 8:10:2:.01"
             raise argparse.ArgumentTypeError(f"{expected}, got {setting!r}")
     return settings
 
@@ -65,7 +70,9 @@ def parse_file(text: str) -> Path:
 
 
 def settings_of(setting: str) -> dict[str, int | float]:
-    """A setting as a search's configuration has it."""
+    """What a setting changes in the configuration of the recipe's search."""
+    if setting == RECIPE:
+        return {}
     names = ("ramp_epochs", "release_epochs", "upper_every", "search_table_learning_rate")
     parts = setting.split(":")
     return {name: float(part) if "." in part else int(part) for name, part in zip(names, parts, strict=False)}
@@ -102,9 +109,24 @@ def measure_search(arguments: argparse.Namespace, setting: str, seed: int) -> di
     return {"seconds": seconds, "selection_loss": selection, **metrics}
 
 
+def mean_over_seeds(setting: str, of_seeds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """A row of the table: what was measured on each seed as its mean, and how far seeds differ."""
+    columns = {name: [measured[name] for measured in of_seeds] for name in of_seeds[0]}
+    spread = {name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1}
+    return {"setting": setting, **{name: statistics.mean(values) for name, values in columns.items()}, "spread": spread}
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """The row in the terminal."""
+    spread = row["spread"]
+    numbers = {name: f"{value:.4g}" for name, value in row.items() if isinstance(value, float)}
+    deviations = {name: f" {PLUS_MINUS} {value:.2g}" for name, value in spread.items()}
+    return " | ".join([row["setting"], *(text + deviations.get(name, "") for name, text in numbers.items())])
+
+
 @styled
 def quality_against_time(
-    rows: Sequence[Mapping[str, str | float]], metric: str, size: float, *, higher_is_better: bool
+    rows: Sequence[Mapping[str, Any]], metric: str, size: float, *, higher_is_better: bool
 ) -> Figure:
     """The curve: a metric over the time of a search, in plain trainings.
 
@@ -158,13 +180,10 @@ def main() -> None:
         for setting in arguments.settings:
             measured = measure_search(arguments, setting, seed)
             runs.setdefault(setting, []).append({"time_ratio": measured["seconds"] / plain["seconds"], **measured})
-    rows = [
-        {"setting": setting, **{name: statistics.mean(run[name] for run in of_seed) for name in of_seed[0]}}
-        for setting, of_seed in runs.items()
-    ]
-    print(" | ".join(rows[0]))
+    rows = [mean_over_seeds(setting, of_seeds) for setting, of_seeds in runs.items()]
+    print(" | ".join(name for name in rows[0] if name != "spread"))
     for row in rows:
-        print(" | ".join(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()))
+        print(line_of(row))
     if arguments.json_file:
         head = {"recipe": arguments.recipe, "size": arguments.size, "seeds": arguments.seeds, "versions": versions()}
         write_text(arguments.json_file, json_text({**head, "rows": rows}, str(arguments.json_file)) + "\n")

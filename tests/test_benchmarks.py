@@ -312,14 +312,17 @@ def test_update_writes_what_the_next_run_is_compared_with(
     assert compare_ratios.read(tmp_path / "ratios.json") == ("a toaster", {"a_ratio": ratio(2.0, 1.9, 2.1)})
 
 
-@pytest.mark.parametrize("settings", ["8:8", "8:8:1,", "8:8:0", "8:8:1:1", "8:8:1:.00", "8:8:1:.1:.1", "a:8:1", ""])
+@pytest.mark.parametrize(
+    "settings", ["8:8", "8:8:1,", "8:8:0", "8:8:1:1", "8:8:1:.00", "8:8:1:.1:.1", "a:8:1", "", "recipes"]
+)
 def test_bad_settings_of_a_search_are_refused_before_anything_trains(
     settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["search_time", "no.such:recipe", "--settings", settings])
     with pytest.raises(SystemExit, match="2"):
         search_time.main()
-    assert "expected ramp:release:upper_every[:table rate], as in 8:10:2 or 8:10:2:.01" in capsys.readouterr().err
+    expected = "expected recipe or ramp:release:upper_every[:table rate], as in 8:10:2 or 8:10:2:.01"
+    assert expected in capsys.readouterr().err
 
 
 def test_the_default_settings_of_searches_are_good() -> None:
@@ -330,6 +333,7 @@ def test_a_setting_may_name_the_tables_rate_before_the_release() -> None:
     epochs = {"ramp_epochs": 12, "release_epochs": 20, "upper_every": 4}
     assert search_time.parse_settings("12:20:4,12:20:4:.01,12:20:4:0.01") == ["12:20:4", "12:20:4:.01", "12:20:4:0.01"]
     assert search_time.settings_of("12:20:4") == epochs
+    assert search_time.settings_of(search_time.RECIPE) == {}
     for setting in ("12:20:4:.01", "12:20:4:0.01"):
         assert search_time.settings_of(setting) == {**epochs, "search_table_learning_rate": 0.01}
 
@@ -349,16 +353,25 @@ def test_search_time_measures_every_setting_and_draws_the_curve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written, drawn = tmp_path / "times.json", tmp_path / "curve.png"
-    arguments = ["tests.tiny:demo", "--settings", "1:1:1,1:1:2:.01", "--json", str(written), "--figure", str(drawn)]
+    settings = "1:1:1,1:1:2:.01,recipe"
+    arguments = ["tests.tiny:demo", "--settings", settings, "--json", str(written), "--figure", str(drawn)]
     monkeypatch.setattr("sys.argv", ["search_time", *arguments])
     search_time.main()
     rows = json.loads(written.read_text())["rows"]
-    assert [row["setting"] for row in rows] == ["plain", "1:1:1", "1:1:2:.01"]
+    assert [row["setting"] for row in rows] == ["plain", "1:1:1", "1:1:2:.01", "recipe"]
     assert rows[0]["time_ratio"] == 1
     assert rows[1]["time_ratio"] == pytest.approx(rows[1]["seconds"] / rows[0]["seconds"])
-    assert rows[1]["auc"] != rows[2]["auc"]
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len({row["auc"] for row in rows}) == 4
+    assert [row["spread"] for row in rows] == [{}] * 4
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert [len(line.split(" | ")) for line in lines] == [len(head.split(" | "))] * 4
     assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_times_of_several_seeds_are_means_with_their_spread() -> None:
+    row = search_time.mean_over_seeds("8:8:1", [{"time_ratio": 2.0, "auc": 0.75}, {"time_ratio": 3.0, "auc": 0.75}])
+    assert row == {"setting": "8:8:1", "time_ratio": 2.5, "auc": 0.75, "spread": {"time_ratio": 0.5**0.5, "auc": 0.0}}
+    assert search_time.line_of(row) == "8:8:1 | 2.5 ± 0.71 | 0.75 ± 0"
 
 
 @pytest.mark.parametrize("option", ["--json", "--figure"])
