@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torchrec.datasets.utils import Batch
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def make_batches(count: int) -> list[Batch]:
@@ -26,19 +30,35 @@ def make_batches(count: int) -> list[Batch]:
     return batches
 
 
-def test_the_quickstart_runs_as_written(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quickstart(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the first two blocks leave behind: the model that somebody has, and the ten lines."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
-    names: dict[str, object] = {"make_batches": make_batches}
-    for block in blocks:
+    names: dict[str, Any] = {"make_batches": make_batches}
+    for block in BLOCKS[:2]:
         exec(block, names)
-    scheme, plain = names["scheme"], names["plain"]
+    return names
+
+
+def test_the_quickstart_runs_as_written(quickstart: dict[str, Any]) -> None:
+    scheme, plain = quickstart["scheme"], quickstart["plain"]
     assert 4 <= scheme.compression_ratio < 4.3
     served = plain.model.sparse_arch.embedding_bag_collection
     assert isinstance(served, dnis_torchrec.MixedDimensionEmbeddingBagCollection)
     loss, _ = plain(make_batches(1)[0])
     assert torch.isfinite(loss)
+
+
+def test_the_other_way_to_shard_keeps_the_weights(quickstart: dict[str, Any]) -> None:
+    (other_way,) = BLOCKS[2:]
+    torch.manual_seed(0)
+    exec(other_way, quickstart)
+    torch.manual_seed(0)
+    fresh = DLRM(EmbeddingBagCollection(tables=quickstart["tables"]), 4, [32, 16], [32, 1])
+    sharded = quickstart["sharded"].state_dict()
+    (kept,) = (value for name, value in sharded.items() if name.endswith("embedding_bags.t.weight"))
+    table = fresh.sparse_arch.embedding_bag_collection.embedding_bags["t"]
+    assert torch.equal(kept.local_shards()[0].tensor, table.weight)
 
 
 def test_every_file_it_names_exists() -> None:
