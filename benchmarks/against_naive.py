@@ -35,7 +35,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.files import output_file
 from benchmarks.step_time import numbers, write_json
 from dnis_torchrec import (
     BilevelStream,
@@ -376,7 +376,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three sizes, one repeat, a shorter time limit")
     parser.add_argument("--num-rows", type=numbers, metavar="N,N", help="of both tables together")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=output_file, help="file to write")
     parser.add_argument("--run", metavar="JOB", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     arguments.num_rows = arguments.num_rows or (QUICK_SIZES if arguments.quick else SIZES)

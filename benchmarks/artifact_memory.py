@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.files import output_file
 from dnis_torchrec.export import load, read_manifest, write_artifact
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     """Writes the artifact, measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the values in float32 (default 1)")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

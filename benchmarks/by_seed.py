@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.files import output_file
 from dnis_torchrec.checks import check
 from dnis_torchrec.comparison.cells import Cell, CellResult, read_result
 from dnis_torchrec.comparison.summary import with_ranking_mean
@@ -127,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", metavar="OUT", help="what `dnis compare --out` named")
     parser.add_argument("--method", default="dnis", help="whose margins, as the table names it")
-    parser.add_argument("--json", type=Path, dest="json_file")
+    parser.add_argument("--json", type=output_file, dest="json_file")
     arguments = parser.parse_args()
     try:
         rows = margins(read_cells(arguments.folders), arguments.method)

@@ -27,6 +27,7 @@ import pyarrow.csv
 import torch
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
 
+from benchmarks.files import output_file
 from benchmarks.step_time import numbers, write_json
 from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, cut
 from examples.criteo_stream import CATEGORIES, make_schema
@@ -125,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROWS:,} rows instead of {ROWS:,}")
     parser.add_argument("--rows", type=int, help="instead of either")
     parser.add_argument("--batch-size", type=numbers, default=[4096, 16384], metavar="N,N")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)
     arguments.rows = arguments.rows or (QUICK_ROWS if arguments.quick else ROWS)
     if arguments.rows < 2 * max(arguments.batch_size):

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from benchmarks.files import output_file
 from dnis_torchrec.budget import Size
 from dnis_torchrec.checkpoint import LocalCheckpointFolder, Manifest
 from dnis_torchrec.recipe import Recipe
@@ -203,7 +204,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="how many")
     parser.add_argument("--ranks", type=int, default=2, help="of every job")
     parser.add_argument("--seed", type=int, default=0, help="of ranks, steps and moments")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--json", type=output_file, help="also write the result here")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work is not None:

@@ -28,6 +28,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.files import output_file
 from dnis_torchrec.export import load, load_csr, read_manifest, read_scheme, write_artifact
 from dnis_torchrec.jobs import build_recipe
 from dnis_torchrec.packaging import Signature, load_package, write_package
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="form csr alone, 30 rounds, not 200")
     parser.add_argument("--artifact", type=Path, help="an artifact of examples.criteo:dlrm instead of made-up tables")
     parser.add_argument("--data", type=Path, help="folder of its data")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     forms, rounds = (FORMS[:1], 30) if arguments.quick else (FORMS, 200)

@@ -26,6 +26,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from benchmarks.files import output_file
 from dnis_torchrec import FrequencyCounts, Size, blocks_from_counts, export, prune
 from dnis_torchrec.jobs import versions
 from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--compression", type=float, default=2.0)
     parser.add_argument("--quick", action="store_true", help="a quarter of the rows")
-    parser.add_argument("--json", type=Path, dest="json_file")
+    parser.add_argument("--json", type=output_file, dest="json_file")
     arguments = parser.parse_args()
     arguments.rows = arguments.rows // 4 if arguments.quick else arguments.rows
     rows = rows_of(arguments)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from benchmarks.files import output_file
 from dnis_torchrec import Size
 from dnis_torchrec.baselines import METHODS, MethodTask
 from dnis_torchrec.jobs import build_recipe, versions
@@ -55,18 +56,6 @@ def parse_settings(text: str) -> list[str]:
             expected = f"expected {RECIPE} or ramp:release:upper_every[:table rate], as in 8:10:2 or 8:10:2:.01"
             raise argparse.ArgumentTypeError(f"{expected}, got {setting!r}")
     return settings
-
-
-def parse_file(text: str) -> Path:
-    """A file to write, whose folder is checked before the first training begins.
-
-    Raises:
-        argparse.ArgumentTypeError: if there is no such folder.
-    """
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
-    return path
 
 
 def settings_of(setting: str) -> dict[str, int | float]:
@@ -170,8 +159,8 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=4.0, help="compression ratio in parameters")
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0])
     parser.add_argument("--settings", type=parse_settings, default=SETTINGS, help="see above, commas between them")
-    parser.add_argument("--json", type=parse_file, dest="json_file")
-    parser.add_argument("--figure", type=parse_file, help="where to draw the curve, a PNG")
+    parser.add_argument("--json", type=output_file, dest="json_file")
+    parser.add_argument("--figure", type=output_file, help="where to draw the curve, a PNG")
     arguments = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {}
     for seed in arguments.seeds:

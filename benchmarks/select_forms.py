@@ -23,13 +23,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from benchmarks.files import output_file
 from benchmarks.step_time import spread, write_json
 from dnis_torchrec.block_operators import are_compiled, select_pieces
 from dnis_torchrec.soft_selection import select_per_sample
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")
     parser.add_argument("--no-inductor", action="store_true", help="leave torch.compile out, which takes a minute")
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")

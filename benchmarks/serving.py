@@ -35,6 +35,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.files import output_file
 from dnis_torchrec.export import Shard, load_csr, read_manifest, read_scheme
 from dnis_torchrec.export.form_registry import form_named
 from dnis_torchrec.row_routing import RowRouting
@@ -307,7 +308,7 @@ def main(argv: list[str] | None = None) -> None:
     quick = "7 rounds, not 200, of batches above 64; several tables: pooling 1"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--artifact", type=Path, help="an artifact with form csr, measured too, table by table")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
     poolings_of_many, threads = (POOLINGS[:1] if arguments.quick else POOLINGS), THREADS

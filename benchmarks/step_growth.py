@@ -17,12 +17,12 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torchrec
 
+from benchmarks.files import output_file
 from benchmarks.step_time import SHAPES, WARM_UP_ROUNDS, Bilevel, Shape, make_batches, numbers, spread, vary, write_json
 from dnis_torchrec.training import process_group
 
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")
     parser.add_argument("--batch-size", type=numbers, default=BATCH_SIZES, metavar="N,N")
     parser.add_argument("--num-embeddings", type=numbers, default=NUM_EMBEDDINGS, metavar="N,N", help="of the table")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores")

@@ -45,6 +45,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.files import output_file
 from benchmarks.step_breakdown import PARTS, STEPS, breakdown, record_modules, recorded
 from dnis_torchrec import (
     BilevelStream,
@@ -429,7 +430,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="may be repeated; all of them if absent")
     for name in VARIED:
         parser.add_argument(f"--{name.replace('_', '-')}", type=numbers, metavar="N,N", help="instead of the shape's")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=output_file, help="file to write")
     parser.add_argument("--memory-of", nargs=2, metavar=("PIPELINE", "SHAPE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     tables = set(arguments.num_tables or ())

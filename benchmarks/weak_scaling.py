@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 import torchrec
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from benchmarks.files import output_file
 from benchmarks.step_time import (
     SHAPES,
     STEPS,
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")
     parser.add_argument("--ranks", type=numbers, default=RANKS, metavar="N,N", help="1,2,4 if absent")
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help=f"of every rank; {BATCH_SIZE} if absent")
-    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--json", type=output_file, required=True, help="file to write")
     arguments = parser.parse_args(argv)
     shape = replace(SHAPES["criteo"], batch_size=arguments.batch_size)
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores")

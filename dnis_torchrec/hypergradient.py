@@ -150,7 +150,7 @@ class UnrolledHypergradient:
 
     Raises:
         ValueError: if xi is not above 0.
-        NotImplementedError: if an optimizer is fused into the backward pass of a parameter, or a table is not sharded
+        UnrollingError: if an optimizer is fused into the backward pass of a parameter, or a table is not sharded
             data_parallel in the dense compute kernel. Found from the sharding plan, so on all ranks alike.
     """
 
@@ -227,6 +227,10 @@ def _learning(alpha: Alpha) -> Iterator[list[Tensor]]:
             value.grad = None
 
 
+class UnrollingError(NotImplementedError):
+    """The weights of this model cannot be unrolled by a step, as they are sharded and optimized."""
+
+
 def _check_ordinary_gradients(model: nn.Module) -> None:
     """Refuses tables and weights that would be stepped inside the backward pass, or averaged by nobody."""
     supported = "supported for one-step unrolling is the dense compute kernel in data_parallel sharding"
@@ -238,11 +242,11 @@ def _check_ordinary_gradients(model: nn.Module) -> None:
             received = f"{sharding.compute_kernel} kernel in {sharding.sharding_type} sharding"
             is_dense = sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
             if not is_dense or sharding.sharding_type != ShardingType.DATA_PARALLEL.value:
-                raise NotImplementedError(describe(f"table {table!r}", supported, received, remedy))
+                raise UnrollingError(describe(f"table {table!r}", supported, received, remedy))
     fused = next(in_backward_optimizer_filter(model.named_parameters(), include=True), None)
     if fused is not None:
         supported = "supported for one-step unrolling are optimizers outside the backward pass"
-        raise NotImplementedError(describe(f"parameter {fused[0]!r}", supported, "one that is fused into it"))
+        raise UnrollingError(describe(f"parameter {fused[0]!r}", supported, "one that is fused into it"))
 
 
 @contextmanager

@@ -196,6 +196,25 @@ def check_labels(labels: Tensor, loss: nn.Module, place: str) -> None:
             )
 
 
+def check_classes(labels: Tensor, place: str) -> None:
+    """Checks that labels are classes, which AUC, NE and calibration are defined for; a loss may take shares of them.
+
+    Args:
+        labels: ``(B,)``.
+        place: which split or batch the labels come from, for the error.
+
+    Raises:
+        ValueError: naming the place and the offending value.
+
+    Example:
+        >>> check_classes(torch.tensor([0.0, 1.0]), "test batch 0")
+    """
+    other = (labels != 0) & (labels != 1)
+    if bool(other.any()):
+        remedy = "smooth labels in the train split alone"
+        raise ValueError(describe(place, "expected labels 0 or 1", float(labels[other][0]), remedy))
+
+
 def load_recipe(spec: str) -> Callable[..., Recipe]:
     """Finds the recipe function named by ``module:function``, looking in the current folder first.
 

@@ -65,6 +65,27 @@ class RunFolder:
         self.path, self._url = path, url
 
     @staticmethod
+    def check_free(path: Path, *, overwrite: bool = False, can_resume: bool = True) -> None:
+        """Refuses a folder that `create` would.
+
+        Args:
+            path: where a run is to be made.
+            overwrite: see `create`.
+            can_resume: whether whoever asks could go on with a run that stands there; named as a remedy.
+
+        Raises:
+            ValueError: if something stands there already and may not be overwritten.
+        """
+        if not path.exists() or _is_unused(path):
+            return
+        is_run = (path / "run.json").is_file()
+        remedy = "choose another --out"
+        if is_run:
+            remedy += ", --resume the run or --overwrite it" if can_resume else " or --overwrite the run"
+        expected = "expected a folder that does not exist"
+        check(overwrite and is_run, f"run folder {path}", expected, "an existing one", remedy)
+
+    @staticmethod
     def create(path: Path, *, url: str | None = None, overwrite: bool = False) -> RunFolder:
         """Makes the folder of a new run.
 
@@ -76,16 +97,8 @@ class RunFolder:
         Raises:
             ValueError: if something stands there already and may not be overwritten.
         """
+        RunFolder.check_free(path, overwrite=overwrite)
         if path.exists() and not _is_unused(path):
-            is_run = (path / "run.json").is_file()
-            remedy = "choose another --out, --resume the run or --overwrite it" if is_run else "choose another --out"
-            check(
-                overwrite and is_run,
-                f"run folder {path}",
-                "expected a folder that does not exist",
-                "an existing one",
-                remedy,
-            )
             with RunFolder(path).lock():
                 shutil.rmtree(path)
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.pruning import STRUCTURES, prune
 from dnis_torchrec.ranks import together
-from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask, check_labels
+from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask, check_classes, check_labels
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -254,6 +254,8 @@ def count_training_data(
 def _checked(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterable[Batch]:
     for index, batch in enumerate(batches):
         check_labels(batch.labels, loss, f"{name} batch {index}")
+        if name in ("selection", "test") and isinstance(loss, nn.BCEWithLogitsLoss):
+            check_classes(batch.labels, f"{name} batch {index}")
         yield batch
 
 

@@ -37,7 +37,7 @@ from dnis_torchrec.finite import FiniteGuard
 from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.ranks import world_size_of
-from dnis_torchrec.recipe import RankingBatch, Recipe, TrainTask
+from dnis_torchrec.recipe import RankingBatch, Recipe, TrainTask, check_classes
 from dnis_torchrec.shard_selection import select_on_shards_
 from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.table_shards import soft_selection_modules
@@ -217,7 +217,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
         metric -> value; ``"loss"`` is always among them.
 
     Raises:
-        ValueError: if the split is empty, or a query has fewer candidates than k.
+        ValueError: if the split is empty, a label of a binary loss is neither 0 nor 1, or a query has fewer candidates
+            than k.
     """
     was_training = model.training
     model.eval()
@@ -229,6 +230,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
         if metrics is None:
             is_ranking = isinstance(batch, RankingBatch)
             metrics = metrics_of(loss, is_ranking=is_ranking).to(device)
+        if is_binary and not is_ranking:
+            check_classes(batch.labels, "evaluation split")
         batch = batch.to(device)
         seen += batch.labels.numel()
         _, (value, predictions, labels) = model(batch)
@@ -300,7 +303,7 @@ class PlainTraining:
 
     Attributes:
         selection_loss: of the best epoch.
-        best_epoch: its number, from 0.
+        best_epoch: its number, from 0; -1 for the state that training started from.
         seconds: wall time.
     """
 
@@ -319,6 +322,7 @@ def train_plainly(
     patience: int,
     folder: Path,
     mask: RetainedMask | None = None,
+    starts_trained: bool = False,
     on_epoch: Callable[[int, float], None] = lambda epoch, loss: None,
 ) -> PlainTraining:
     """Trains with TorchRec's own pipeline until the selection loss stops improving, and goes back to the best epoch.
@@ -332,6 +336,8 @@ def train_plainly(
         patience: epochs without improvement before stopping.
         folder: where the best state is kept meanwhile.
         mask: holds pruned values at zero (masked fine-tuning).
+        starts_trained: whether the state that training starts from may be the best one, as a pruned model's may that
+            was at its best before. Epochs are stopped as they are without it.
         on_epoch: called with the epoch and its selection loss.
 
     Raises:
@@ -341,6 +347,10 @@ def train_plainly(
     stepper = optimizer if mask is None else _MaskedOptimizer(optimizer, mask)
     pipeline = TrainPipelineSparseDist(model, stepper, device, pipeline_postproc=True)
     stopping, guard = EarlyStopping(folder / "best", patience), FiniteGuard(model, model._env.process_group)
+    start, loss_before = folder / "start", math.inf
+    if starts_trained:
+        loss_before = evaluate(model, recipe.data.selection, recipe.loss, device)["loss"]
+        save_checkpoint(start, model)
     model.train()
     for epoch in range(max_epochs):
         batches = iter(recipe.data.train)
@@ -358,9 +368,12 @@ def train_plainly(
         on_epoch(epoch, selection_loss)
         if stopping.update(epoch, selection_loss, lambda path: save_checkpoint(path, model)):
             break
-    load_checkpoint(stopping.path, model)
+    stays = starts_trained and loss_before <= stopping.best
+    load_checkpoint(start if stays else stopping.path, model)
     return PlainTraining(
-        selection_loss=stopping.best, best_epoch=stopping.best_epoch, seconds=time.monotonic() - started
+        selection_loss=min(stopping.best, loss_before),
+        best_epoch=-1 if stays else stopping.best_epoch,
+        seconds=time.monotonic() - started,
     )
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, SizeNotMetError, learns_on_validation
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -96,9 +97,9 @@ def reader(task: MethodTask) -> MethodResult:
 METHODS: dict[str, Method] = {
     "dense": uniform,
     "uniform": uniform,
-    "dnis": uniform,
+    "dnis": learns_on_validation(partial(uniform)),
     "modest": modest,
     "sleeper": sleeper,
     "reader": reader,
-    "dnis-reader": reader,
+    "learner": learns_on_validation(partial(reader)),
 }

@@ -10,7 +10,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.baselines import MagnitudePruning, MethodTask, nearest_dim, train_uniform
+from dnis_torchrec.baselines import MagnitudePruning, MethodTask, nearest_dim, nearest_uniform_row
 from dnis_torchrec.recipe import Recipe
 from tests.tiny import make_recipe
 
@@ -35,11 +35,17 @@ def test_nearest_dim_counts_every_table(tmp_path: Path, ratio: float, dim: int) 
     assert nearest_dim(task) == dim
 
 
-def test_uniform_tables_report_their_own_size(gloo) -> None:
-    recipe = make_recipe(embedding_dim=2)
-    row = train_uniform(recipe, dense_parameters=DENSE_PARAMETERS, seed=3, device=CPU, patience=1)
-    assert (row.method, row.seed, row.parameters, row.compression_ratio) == ("uniform", 3, 104, 4.0)
-    assert row.bytes == {"dense_fp32": 416}
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_uniform_tables_report_their_own_size_also_where_kernels_train_wider_ones(
+    gloo, tmp_path: Path, optimizer: str
+) -> None:
+    def build(embedding_dim: int | None) -> Recipe:
+        return make_recipe(embedding_dim=embedding_dim, optimizer=optimizer)
+
+    task = MethodTask(build=build, compression_ratio=2.7, seed=3, device=CPU, folder=tmp_path, patience=1, max_epochs=2)
+    row = nearest_uniform_row(task)
+    assert (row.method, row.seed, row.parameters, row.compression_ratio) == ("uniform", 3, 3 * 52, 8 / 3)
+    assert row.bytes == {"dense_fp32": 4 * 3 * 52}
     assert 0 < row.metrics["logloss"] < 1
 
 

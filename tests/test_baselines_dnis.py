@@ -99,6 +99,18 @@ def test_a_size_out_of_reach_is_told(name: str, tmp_path: Path) -> None:
         run(name, tmp_path, ratio=60)
 
 
+def test_what_no_method_foresees_is_no_reason_to_leave_a_row_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_another_backend(*_: object) -> None:
+        raise NotImplementedError("Could not run 'fbgemm::dense_embedding' with arguments from the 'CUDA' backend")
+
+    monkeypatch.setattr("dnis_torchrec.baselines.dnis.search", of_another_backend)
+    with pytest.raises(NotImplementedError, match="Could not run") as raised:
+        run("dnis", tmp_path)
+    assert not isinstance(raised.value, NotApplicableError)
+
+
 def test_unrolled_says_that_fused_tables_are_not_for_it(tmp_path: Path) -> None:
     with pytest.raises(NotApplicableError, match="fused"):
         run("dnis-unrolled", tmp_path, table_optimizer="rowwise_adagrad")

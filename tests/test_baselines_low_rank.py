@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from dnis_torchrec import TrainTask
 from dnis_torchrec.baselines import METHODS, SizeNotMetError, low_rank
 from dnis_torchrec.recipe import Recipe
-from dnis_torchrec.training import PlainTraining, evaluate, train_plainly
+from dnis_torchrec.training import PlainTraining, evaluate, set_learning_rates_, train_plainly
 from examples.models import FactorizationMachine
 from tests.test_baselines_methods import CPU, build, make_task, served
 from tests.tiny import make_batch, make_collection, make_recipe
@@ -43,11 +42,12 @@ def test_a_result_has_the_bytes_of_uniform_and_serves_what_was_selected(gloo, tm
 def test_the_cut_itself_is_kept_where_training_on_does_not_help(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def worse(model, optimizer, *, mask=None, **options) -> PlainTraining:
-        trained = train_plainly(model, optimizer, mask=mask, **options)
-        return trained if mask is None else replace(trained, selection_loss=math.inf)
+    def at_no_rate_that_helps(model, optimizer, *, mask=None, **options) -> PlainTraining:
+        if mask is not None:
+            set_learning_rates_(model, optimizer, tables=10.0, dense=10.0)
+        return train_plainly(model, optimizer, mask=mask, **options)
 
-    monkeypatch.setattr(low_rank, "train_plainly", worse)
+    monkeypatch.setattr(low_rank, "train_plainly", at_no_rate_that_helps)
     result = METHODS["low-rank"](make_task(tmp_path, 4, make=factorization_machine))
     recipe = make_recipe()
     loss = evaluate(TrainTask(result.model, recipe.loss), recipe.data.selection, recipe.loss, CPU)["loss"]

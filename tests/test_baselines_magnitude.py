@@ -53,13 +53,15 @@ def test_stages_train_from_the_pruned_weights_with_the_early_stopping_of_a_whole
     rules = []
 
     def watched(*arguments, **options):
-        rules.append((options["patience"], options["max_epochs"], options["mask"] is not None))
+        rules.append(
+            (options["patience"], options["max_epochs"], options["mask"] is not None, options["starts_trained"])
+        )
         return train_plainly(*arguments, **options)
 
     train_plainly = magnitude.train_plainly
     monkeypatch.setattr(magnitude, "train_plainly", watched)
     METHODS["magnitude-iterative"](make_task(tmp_path, 4, patience=1, max_epochs=1))
-    assert rules == [(1, 1, False)] + NUM_STAGES * [(1, 1, True)]
+    assert rules == [(1, 1, False, False)] + NUM_STAGES * [(1, 1, True, True)]
 
 
 def test_a_budget_beyond_all_values_keeps_those_that_were_seen(gloo, tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import against_naive, compare_ratios, search_time, step_time
+from benchmarks import against_naive, compare_ratios, packaged, search_time, serving, step_time, weak_scaling
 
 SMALL = {"batch_size": 32, "num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3}
 
@@ -374,12 +374,18 @@ def test_times_of_several_seeds_are_means_with_their_spread() -> None:
     assert search_time.line_of(row) == "8:8:1 | 2.5 ± 0.71 | 0.75 ± 0"
 
 
-@pytest.mark.parametrize("option", ["--json", "--figure"])
-def test_search_time_looks_for_the_folders_of_its_files_before_anything_trains(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("module", "option"),
+    [
+        *((module, "--json") for module in (search_time, step_time, against_naive, packaged, serving, weak_scaling)),
+        (search_time, "--figure"),
+    ],
+)
+def test_folders_of_files_are_looked_for_before_anything_is_measured(
+    module: ModuleType, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "none" / "file"
-    monkeypatch.setattr("sys.argv", ["search_time", "no.such:recipe", option, str(path)])
+    monkeypatch.setattr("sys.argv", [module.__name__, option, str(path)])
     with pytest.raises(SystemExit, match="2"):
-        search_time.main()
+        module.main()
     assert f"{option}: expected a file in a folder that exists, got '{path}'" in capsys.readouterr().err

@@ -140,6 +140,13 @@ def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_the_folder_of_a_result_is_looked_for_before_the_work(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "none" / "result.json"
+    done = dnis("evaluate", run, "--json", file)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--json {file}: expected an existing folder, got {file.parent}" in done.stderr
+
+
 def test_an_existing_run_is_never_overwritten_silently(run: Path, tmp_path: Path) -> None:
     before = (run / "run.json").read_bytes()
     done = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", run)
@@ -152,7 +159,7 @@ def test_an_existing_run_is_never_overwritten_silently(run: Path, tmp_path: Path
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     done = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", tmp_path / "mine", "--overwrite")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert (tmp_path / "mine" / "file").exists()
 
 

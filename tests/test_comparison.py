@@ -89,6 +89,10 @@ def test_plan_has_each_method_at_each_size_and_a_second_row_for_those_that_need_
         *("uniform-size4-seed0", "uniform+validation-size4-seed0"),
         *("dnis-size2-seed0", "dnis-size4-seed0"),
     ]
+    by_mark = make_comparison(tmp_path, seeds=(0,), methods=("reader", "learner"), sizes=(2.0,)).cells()
+    assert [cell.name for cell in by_mark[2:]] == [
+        *("reader-size2-seed0", "reader+validation-size2-seed0", "learner-size2-seed0"),
+    ]
     without_size = make_comparison(tmp_path, seeds=(0,), methods=("no-embeddings",), registry=registry.REGISTRY).cells()
     assert [cell.name for cell in without_size] == [
         *("dense-seed0", "dense+validation-seed0", "no-embeddings-seed0", "no-embeddings+validation-seed0"),
@@ -172,7 +176,7 @@ def test_interleaving_has_the_new_order_of_every_epoch() -> None:
 
 def test_rows_with_validation_see_all_of_it_and_nothing_else(gloo, tmp_path: Path) -> None:
     data, seen = make_recipe().data, {}
-    for method, with_validation in (("reader", False), ("reader", True), ("dnis-reader", False)):
+    for method, with_validation in (("reader", False), ("reader", True), ("learner", False)):
         cell = Cell(method=method, size=2, seed=0, with_validation=with_validation)
         run_task(tmp_path, cell)
         described = json.loads((tmp_path / f"{cell.name}.json").read_text())
@@ -184,7 +188,7 @@ def test_rows_with_validation_see_all_of_it_and_nothing_else(gloo, tmp_path: Pat
 
     for epoch in range(2):
         assert sorted(seen["reader"]["train"][epoch]) == labels("train")
-        assert sorted(seen["dnis-reader"]["train"][epoch]) == labels("train")
+        assert sorted(seen["learner"]["train"][epoch]) == labels("train")
         assert sorted(seen["reader+validation"]["train"][epoch]) == labels("train", "validation")
         for name in ("selection", "test"):
             assert sorted(seen["reader+validation"][name][epoch]) == labels(name)
@@ -282,6 +286,20 @@ def test_other_rules_are_refused_by_name(tmp_path: Path) -> None:
             make_comparison(tmp_path / "out", **changes)
     with pytest.raises(ValueError, match="embedding_dims: expected"):
         comparison.check_rules({"embedding_dims": {"user": 4}})
+
+
+def test_data_of_an_address_are_the_same_wherever_their_copy_lies(tmp_path: Path) -> None:
+    (here, there), address = (tmp_path / "here", tmp_path / "there"), "s3://bucket/data"
+    comparison = make_comparison(tmp_path / "out", data=here, data_address=address)
+    cell = comparison.cells()[0]
+    comparison.folder(cell).mkdir(parents=True)
+    replace(make_result(cell, 0.5, 100), rules=comparison.rules()).write(comparison.folder(cell))
+    again = make_comparison(tmp_path / "out", data=there, data_address=address)
+    assert list(again.finished()) == [cell]
+    task = again.task(cell, again.rules())
+    assert (task.data, task.rules["data"]) == (str(there), address)
+    with pytest.raises(ValueError, match=r"data: expected 's3://bucket/data' as when it was run, got .*there"):
+        make_comparison(tmp_path / "out", data=there)
 
 
 small = st.integers(1, 5)

@@ -65,7 +65,8 @@ def out(tmp_path: Path) -> Path:
     out = tmp_path / "out"
     (out / "cells").mkdir(parents=True)
     canned = make_result(Cell(method="uniform", size=2, seed=0), 0.5, 100).to_json()
-    (out / "canned.json").write_text(json.dumps(canned | {"metrics": {"auc": 0.8}}))
+    own_tables = {"dense_bytes": 4 * 8 * 52}
+    (out / "canned.json").write_text(json.dumps(canned | {"metrics": {"auc": 0.8}} | own_tables))
     return out
 
 
@@ -228,6 +229,19 @@ def test_recipes_that_change_or_lack_a_split_are_refused_before_anything_runs(
         with pytest.raises(ValueError, match=f"'tests.tiny:demo': expected at least one {name} batch, got none; give"):
             run_comparison(more)
     assert calls(out) == before
+
+
+def test_tables_of_another_environment_are_refused_before_anything_runs(out: Path, stand_ins: None) -> None:
+    canned = json.loads((out / "canned.json").read_text())
+    (out / "canned.json").write_text(json.dumps(canned | {"dense_bytes": 4 * 8 * 50}))
+    run_comparison(make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(1,)))
+    before = calls(out)
+    more = make_comparison(out, methods=("dnis",), sizes=(2.0, 4.0), seeds=(1, 0))
+    message = "seed1, uncompressed tables: expected 1600 bytes as when it was run, got 1664; set the environment of the"
+    with pytest.raises(ValueError, match=message):
+        run_comparison(more)
+    assert calls(out) == before
+    run_comparison(make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(0, 1)))  # seeds may have their own
 
 
 def test_a_second_comparison_at_work_in_the_folder_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

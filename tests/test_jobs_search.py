@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import Size
 from dnis_torchrec.frequency import count_frequencies
-from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search
+from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search, search_job
 from dnis_torchrec.jobs.common import build_recipe
 from dnis_torchrec.progress import _StopRequest
 from dnis_torchrec.run_folder import RunFolder, RunWriteError
@@ -97,6 +97,23 @@ def test_resume_begins_a_run_and_leaves_a_finished_one(whole: Path, tmp_path: Pa
     assert [row.method for row in rows] == ["dnis", "uniform"]
     assert rows[0] == first[0]
     assert run_search(with_uniform) == rows
+
+
+def test_a_baseline_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("not today")
+
+    asked = job(tmp_path / "run", baselines=("dense", "uniform"))
+    with monkeypatch.context() as patch:
+        patch.setattr(search_job, "nearest_uniform_row", fails)
+        with pytest.raises(RuntimeError, match="not today"):
+            run_search(asked)
+    kept = RunFolder(tmp_path / "run").rows()
+    assert [row.method for row in kept] == ["dnis", "dense"]
+    monkeypatch.setattr(search_job, "MagnitudePruning", fails)
+    rows = run_search(dataclasses.replace(asked, saving=Saving(resume=True)))
+    assert [row.method for row in rows] == ["dnis", "dense", "uniform"]
+    assert rows[:2] == list(kept)
 
 
 def test_other_settings_are_refused_by_name(whole: Path) -> None:

@@ -250,6 +250,10 @@ def test_quality_is_auc_or_the_error_in_units_of_the_labels_variance() -> None:
     assert Quality(recipe).of(scores, labels) == pytest.approx(0.5)
     assert Quality(recipe).of(-scores, torch.tensor([1.0, 0.0, 1.0, 1.0])) == 1.0
     assert Quality(recipe).of(scores, torch.ones(4)) == 0.5
+    shares = make_recipe()
+    shares.data.validation.batches[0].labels[0] = 0.75
+    with pytest.raises(ValueError, match=r"validation stream: expected labels 0 or 1, got 0.75"):
+        Quality(shares)
     ratings = Repeatable([replace(batch, labels=10 * batch.labels) for batch in recipe.data.validation])
     of_ratings = Quality(replace(recipe, loss=nn.MSELoss(), data=replace(recipe.data, validation=ratings)))
     every = torch.cat([batch.labels for batch in ratings])
@@ -302,19 +306,36 @@ def test_the_search_takes_as_many_epochs_as_warm_up_and_ramp_and_reads_train_and
         Counted(recipe.data.validation.batches, "validation"),
     )
     data = DataSplits(train=train, validation=validation, selection=Unread(), test=Unread())
-    recipe = replace(recipe, data=data, warm_up_epochs=2, ramp_epochs=1)
-    train_controller(recipe, make_grid("se"), 800, device=CPU, seed=0)
+    recipe = replace(recipe, data=data)
+    train_controller(recipe, make_grid("se"), 800, warm_up_epochs=2, ramp_epochs=1, device=CPU, seed=0)
     assert taken == {"train": 10 + 3 * 10, "validation": 3 + 10}  # counted once, then used
+
+
+@pytest.mark.parametrize(("max_epochs", "expected"), [(20, (2, 8)), (10, (1, 4)), (1, (1, 1))])
+def test_the_search_is_as_long_as_that_of_dnis_up_to_its_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_epochs: int, expected: tuple[int, int]
+) -> None:
+    asked = []
+
+    def watched(*_: object, warm_up_epochs: int, ramp_epochs: int, **__: object) -> None:
+        asked.append((warm_up_epochs, ramp_epochs))
+        raise InterruptedError
+
+    monkeypatch.setattr("dnis_torchrec.baselines.nis.methods.train_controller", watched)
+    task = make_task(tmp_path, 4)
+    recipe = replace(task.build(None), warm_up_epochs=2, ramp_epochs=8, release_epochs=10)
+    with pytest.raises(InterruptedError):
+        nis_se(replace(task, build=lambda _: recipe, max_epochs=max_epochs))
+    assert asked == [expected]
 
 
 def test_bytes_over_the_budget_are_what_the_controller_learns_to_avoid(gloo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Quality, "of", lambda self, predictions, labels: 0.5)
     grid = make_grid("me", embedding_bytes=700)
-    recipe = replace(make_recipe(), warm_up_epochs=1, ramp_epochs=6)
     within = []
     for controller in (
         Controller([len(choice.options) for choice in grid.choices], num_steps=1, seed=0),
-        train_controller(recipe, grid, 700, device=CPU, seed=0),
+        train_controller(make_recipe(), grid, 700, warm_up_epochs=1, ramp_epochs=6, device=CPU, seed=0),
     ):
         costs = [grid.cost(picked) for picked in controller.sample(200).tolist()]
         within.append(sum(cost <= grid.budget.amount for cost in costs) / 200)

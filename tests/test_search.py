@@ -196,6 +196,11 @@ def test_bad_labels_and_empty_splits_are_found_before_training(gloo, tmp_path: P
     ):
         search(recipe, config, tmp_path, CPU)
     recipe = make_recipe()
+    recipe.data.train.batches[0].labels[3] = 0.75
+    recipe.data.test.batches[1].labels[3] = 0.75
+    with pytest.raises(ValueError, match=r"test batch 1: expected labels 0 or 1, got 0.75; smooth labels in the train"):
+        search(recipe, config, tmp_path, CPU)
+    recipe = make_recipe()
     recipe.data.validation.batches.clear()
     with pytest.raises(ValueError, match=r"validation stream: expected at least one batch, got 0"):
         search(recipe, config, tmp_path, CPU)

@@ -23,7 +23,7 @@ from dnis_torchrec.search import table_configs
 from dnis_torchrec.swap import prepare_
 from dnis_torchrec.table_shards import TableShard, collections, local_shards, soft_selection_modules
 from dnis_torchrec.training import EarlyStopping, evaluate, primary_metric, set_learning_rates_, shard, train_plainly
-from tests.tiny import make_collection, make_recipe
+from tests.tiny import make_batch, make_collection, make_recipe
 
 CPU = torch.device("cpu")
 
@@ -149,6 +149,47 @@ def test_a_model_of_tables_alone_trains(gloo, tmp_path: Path, optimizer: str) ->
     assert len(rest.params) == (2 if optimizer == "adam" else 0)
     train_plainly(model, rest, recipe, CPU, max_epochs=1, patience=1, folder=tmp_path)
     assert not any(torch.equal(part.weight, before[name]) for name, part in shards_of(model).items())
+
+
+@pytest.mark.parametrize("starts_trained", [True, False])
+def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
+    gloo, tmp_path: Path, starts_trained: bool
+) -> None:
+    recipe = make_recipe()
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    first = train_plainly(model, optimizer, recipe, CPU, max_epochs=3, patience=1, folder=tmp_path)
+    before = {name: part.weight.clone() for name, part in shards_of(model).items()}
+    set_learning_rates_(model, optimizer, tables=10.0, dense=10.0)
+    losses = []
+    second = train_plainly(
+        model,
+        optimizer,
+        recipe,
+        CPU,
+        max_epochs=9,
+        patience=1,
+        folder=tmp_path,
+        starts_trained=starts_trained,
+        on_epoch=lambda _, loss: losses.append(loss),
+    )
+    assert min(losses) > first.selection_loss
+    assert len(losses) == losses.index(min(losses)) + 2  # stopped by its own epochs, whatever went before
+    assert (second.best_epoch == -1) == starts_trained
+    assert second.selection_loss == (pytest.approx(first.selection_loss, abs=1e-7) if starts_trained else min(losses))
+    kept = all(torch.equal(part.weight, before[name]) for name, part in shards_of(model).items())
+    assert kept == starts_trained
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_labels_that_are_no_classes_have_no_auc(share: float, gloo) -> None:
+    recipe = make_recipe()
+    batch = make_batch(3, 1)
+    batch.labels = torch.tensor([0.0, 1.0, share])
+    task = TrainTask(recipe.model, recipe.loss)
+    message = rf"^evaluation split: expected labels 0 or 1, got {share}; smooth labels in the train split alone$"
+    with pytest.raises(ValueError, match=message):
+        evaluate(task, [batch], recipe.loss, CPU)
+    assert evaluate(TrainTask(recipe.model, nn.MSELoss()), [batch], nn.MSELoss(), CPU)["mse"] > 0
 
 
 def test_metrics_are_those_of_all_samples_together(gloo) -> None:

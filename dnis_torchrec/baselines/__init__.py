@@ -6,7 +6,7 @@ from dnis_torchrec.baselines import dnis, low_rank, magnitude, mde, nis, random_
 from dnis_torchrec.baselines.magnitude import MagnitudePruning
 from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import train_scheme
-from dnis_torchrec.baselines.uniform import nearest_dim, train_uniform
+from dnis_torchrec.baselines.uniform import nearest_dim, nearest_uniform_row
 
 METHODS: Mapping[str, Method] = {
     "dense": uniform.dense,
@@ -36,6 +36,6 @@ __all__ = [
     "NotApplicableError",
     "SizeNotMetError",
     "nearest_dim",
+    "nearest_uniform_row",
     "train_scheme",
-    "train_uniform",
 ]

@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 
-from dnis_torchrec.baselines.method import MethodResult, MethodTask, NotApplicableError, SizeNotMetError
+from dnis_torchrec.baselines.method import (
+    MethodResult,
+    MethodTask,
+    NotApplicableError,
+    SizeNotMetError,
+    learns_on_validation,
+)
 from dnis_torchrec.baselines.trained_scheme import train_scheme
 from dnis_torchrec.budget import Size, SizeOutOfReachError
+from dnis_torchrec.hypergradient import UnrollingError
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.search import SearchConfig, search
 from dnis_torchrec.training import evaluate
@@ -18,6 +25,7 @@ from dnis_torchrec.training import evaluate
 WHOLE_COLUMNS, SINGLE_VALUES = "mixed_dimension_fp32", "csr_fp32"
 
 
+@learns_on_validation
 def dnis(task: MethodTask) -> MethodResult:
     """The search with pressure (`dnis_torchrec.search.search`): one run, whole columns of blocks, no fine-tuning.
 
@@ -27,6 +35,7 @@ def dnis(task: MethodTask) -> MethodResult:
     return _searched(task, WHOLE_COLUMNS, {})
 
 
+@learns_on_validation
 def dnis_paper(task: MethodTask) -> MethodResult:
     """The search as in the paper: first order, no pressure, then the smallest values are dropped and that is all.
 
@@ -39,6 +48,7 @@ def dnis_paper(task: MethodTask) -> MethodResult:
     return _searched(task, SINGLE_VALUES, _PAPER)
 
 
+@learns_on_validation
 def dnis_unrolled(task: MethodTask) -> MethodResult:
     """As `dnis_paper`, with the gradient of alpha through one unrolled step of the weights (second order).
 
@@ -49,6 +59,7 @@ def dnis_unrolled(task: MethodTask) -> MethodResult:
     return _searched(task, SINGLE_VALUES, {**_PAPER, "unrolled": True})
 
 
+@learns_on_validation
 def dnis_retrained(task: MethodTask) -> MethodResult:
     """The scheme that `dnis` finds, its weights thrown away and trained from scratch.
 
@@ -86,7 +97,7 @@ def _searched(task: MethodTask, form: str, settings: dict[str, Any]) -> MethodRe
         outcome = search(recipe, config, task.folder, task.device)
     except SizeOutOfReachError as error:
         raise SizeNotMetError(str(error)) from error
-    except NotImplementedError as error:
+    except UnrollingError as error:
         raise NotApplicableError(str(error)) from error
     seconds = time.monotonic() - started
     found = TrainTask(outcome.model, recipe.loss)

@@ -20,7 +20,7 @@ from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.rotation import rotate_, rotation_groups
 from dnis_torchrec.swap import unshard_
-from dnis_torchrec.training import evaluate, rest_optimizer, shard, train_plainly
+from dnis_torchrec.training import rest_optimizer, shard, train_plainly
 
 
 def low_rank(task: MethodTask) -> MethodResult:
@@ -57,20 +57,16 @@ def low_rank(task: MethodTask) -> MethodResult:
     rotate_(model, rest_optimizer(model, recipe), counts)
     plain = cast(TrainTask, unshard_(model))
     scheme = uniform_scheme_(plain.model, widths)
-    cut_loss = evaluate(plain, recipe.data.selection, recipe.loss, task.device)["loss"]
-    cut = {table: weight.clone() for table, weight in plain.state_dict().items()}
     model, optimizer = shard(plain, recipe, task.device)
-    trained = train(model, optimizer, mask=RetainedMask(model))
+    trained = train(model, optimizer, mask=RetainedMask(model), starts_trained=True)
     tuned = cast(TrainTask, unshard_(model))
-    if cut_loss <= trained.selection_loss:
-        tuned.load_state_dict(cut)
     seconds = time.monotonic() - started
     return MethodResult(
         model=tuned.model,
         scheme=scheme,
         form="mixed_dimension_fp32",
-        selection_loss=min(cut_loss, trained.selection_loss),
+        selection_loss=trained.selection_loss,
         seconds=seconds,
         seconds_of_trials=seconds,
-        settings={"embedding_dim": max(widths.values()), "trained_on": str(cut_loss > trained.selection_loss)},
+        settings={"embedding_dim": max(widths.values()), "trained_on": str(trained.best_epoch >= 0)},
     )

@@ -76,7 +76,7 @@ class MagnitudePruning:
         return self._row("magnitude", num_keep, self._dense.seconds + trained.seconds)
 
     def prune_(self, num_keep: int) -> PlainTraining:
-        """Prunes the model from the state that it is in, and trains what is left on to its best epoch.
+        """Prunes the model from the state that it is in, and trains what is left on; the best state may be the first.
 
         Args:
             num_keep: values to keep of all tables.
@@ -98,6 +98,7 @@ class MagnitudePruning:
             patience=self._patience,
             folder=self._folder,
             mask=mask,
+            starts_trained=mask is not None,
         )
 
     def _row(self, method: str, parameters: int, seconds: float) -> ReportRow:

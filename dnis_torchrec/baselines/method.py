@@ -107,3 +107,25 @@ class NotApplicableError(NotImplementedError):
 
 
 Method = Callable[[MethodTask], MethodResult]
+
+_LEARNS = "learns_on_validation"
+
+
+def learns_on_validation(method: Method) -> Method:
+    """Marks a method that learns on the validation split: a comparison gives it that split for nothing else.
+
+    Every other method runs a second time with the validation split as training data, so that nobody wins by data.
+
+    Example:
+        >>> @learns_on_validation
+        ... def mine(task: MethodTask) -> MethodResult: ...
+        >>> has_learned_on_validation(mine), has_learned_on_validation(lambda task: mine(task))
+        (True, False)
+    """
+    setattr(method, _LEARNS, True)
+    return method
+
+
+def has_learned_on_validation(method: Method) -> bool:
+    """Whether a method is marked by `learns_on_validation`."""
+    return getattr(method, _LEARNS, False)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import bisect
-import tempfile
-from pathlib import Path
 
-import torch
 from torch import nn
 
-from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import best_of, scheme_result, uniform_scheme_
 from dnis_torchrec.checks import describe
-from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search import table_configs
-from dnis_torchrec.training import evaluate, shard, train_plainly
+from dnis_torchrec.training import evaluate
 
 GRID_STEP = 4
 """Embedding dims of the grid are 4, 8, 12 and so on up to the recipe's own (Cheng, Shen, Huang, 2020: 4 to 64)."""
@@ -171,34 +168,23 @@ def _uniform_of(task: MethodTask, embedding_dim: int | None) -> MethodResult:
     )
 
 
-def train_uniform(
-    recipe: Recipe, *, dense_parameters: int, seed: int, device: torch.device, patience: int, method: str = "uniform"
-) -> ReportRow:
-    """Trains a recipe as it is to its own best epoch.
+def nearest_uniform_row(task: MethodTask) -> ReportRow:
+    """Trains the uniform tables that come nearest to a size (`nearest_dim`) to their own best epoch.
 
     Args:
-        recipe: built with the embedding_dim to compare with.
-        dense_parameters: parameters of the uncompressed tables, to tell the compression ratio.
-        seed: for the row.
-        device: where to train.
-        patience: epochs without a better selection loss before stopping.
-        method: name in the report.
+        task: what to train, how large.
 
     Returns:
-        Its row: test metrics, parameters, bytes, seconds.
+        Their row: test metrics, parameters, bytes, seconds.
     """
-    parameters = dense_table_bytes(recipe.model) // 4
-    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, device)
-    with tempfile.TemporaryDirectory() as folder:
-        trained = train_plainly(
-            model, optimizer, recipe, device, max_epochs=MAX_EPOCHS, patience=patience, folder=Path(folder)
-        )
+    result, recipe = _uniform_of(task, nearest_dim(task)), task.build(None)
+    parameters = result.scheme.parameters
     return ReportRow(
-        method=method,
-        compression_ratio=dense_parameters / parameters,
+        method="uniform",
+        compression_ratio=task.dense_bytes() / (4 * parameters),
         parameters=parameters,
         bytes={"dense_fp32": 4 * parameters},
-        metrics=evaluate(model, recipe.data.test, recipe.loss, device),
-        seed=seed,
-        seconds=trained.seconds,
+        metrics=evaluate(TrainTask(result.model, recipe.loss), recipe.data.test, recipe.loss, task.device),
+        seed=task.seed,
+        seconds=result.seconds,
     )

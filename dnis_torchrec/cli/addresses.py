@@ -28,6 +28,11 @@ def shown(path: Path) -> str:
     return _ADDRESS_OF.get(path, str(path))
 
 
+def address_of(path: Path | None) -> str | None:
+    """The address that a local copy stands for; None where the user named the path itself, or nothing."""
+    return None if path is None else _ADDRESS_OF.get(path)
+
+
 def url_of_ranks(out: Path) -> str | None:
     """Where each rank puts what it writes, for an `out` that only those of the first host see; else None."""
     return _ADDRESS_OF[out] if out in _ADDRESS_OF and _are_on_several_hosts() else None

@@ -105,6 +105,12 @@ def check_data(data: Path | None) -> None:
         check(data.is_dir(), f"--data {data}", "expected a folder", "none")
 
 
+def check_json(file: Path | None) -> None:
+    """Refuses a --json in a folder that is none, before the work whose result it is to hold."""
+    if file is not None:
+        check(file.parent.is_dir(), f"--json {file}", "expected an existing folder", file.parent)
+
+
 def write_text(file: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     temporary = file.with_name(f"{file.name}.partial")

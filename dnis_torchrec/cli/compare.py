@@ -8,9 +8,17 @@ from typing import Annotated
 import typer
 
 from dnis_torchrec.baselines.method import MAX_EPOCHS
-from dnis_torchrec.checks import check
-from dnis_torchrec.cli.addresses import shown
-from dnis_torchrec.cli.app import DataOption, OutOption, RecipeArgument, app, arguments, check_data, print_table
+from dnis_torchrec.cli.addresses import address_of, shown
+from dnis_torchrec.cli.app import (
+    DataOption,
+    OutOption,
+    RecipeArgument,
+    app,
+    arguments,
+    check_data,
+    check_json,
+    print_table,
+)
 from dnis_torchrec.comparison import (
     Compared,
     Comparison,
@@ -63,11 +71,11 @@ def compare(
     with arguments():
         load_recipe(recipe)
         check_data(data)
-        if json_file is not None:
-            check(json_file.parent.is_dir(), f"--json {json_file}", "expected an existing folder", json_file.parent)
+        check_json(json_file)
         comparison = Comparison(
             recipe=recipe,
             data=data,
+            data_address=address_of(data),
             out=out,
             methods=parse_names(methods, "--methods"),
             sizes=parse_sizes(sizes, "--sizes"),
@@ -96,7 +104,7 @@ def _print_compared(compared: Compared, out: Path) -> None:
         typer.echo(line, err=True)
     typer.echo(f"comparison: {shown(out)}/comparison.html")
     if compared.crashes:
-        files = "\n".join(f"  {file}" for file in compared.crashes.values())
+        files = "\n".join(f"  {shown(out)}/{file.relative_to(out)}" for file in compared.crashes.values())
         typer.echo(
             f"error: {len(compared.crashes)} cells crashed; the same command tries them again:\n{files}", err=True
         )

@@ -10,7 +10,7 @@ import typer
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings
-from dnis_torchrec.cli.app import app, arguments, print_table, write_text
+from dnis_torchrec.cli.app import app, arguments, check_json, print_table, write_text
 from dnis_torchrec.export import read_scheme
 from dnis_torchrec.planning import Cluster, compare_plans, parse_bytes, parse_tables, plan_table, tables_of_scheme
 
@@ -55,8 +55,7 @@ def plan(
             batch_size=batch_size,
             optimizer=optimizer,
         )
-        if json_file is not None:
-            check(json_file.parent.is_dir(), f"--json {json_file}", "expected an existing folder", json_file.parent)
+        check_json(json_file)
         if artifact is not None:
             before, after = tables_of_scheme(read_scheme(artifact))
         else:

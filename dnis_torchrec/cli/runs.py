@@ -21,6 +21,7 @@ from dnis_torchrec.cli.app import (
     app,
     arguments,
     check_data,
+    check_json,
     is_first_rank,
     print_table,
     write_text,
@@ -28,7 +29,7 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.export import read_scheme
 from dnis_torchrec.export.exporting import ARTIFACT_FORMS
 from dnis_torchrec.export.forms import forms_table
-from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search
+from dnis_torchrec.jobs import SearchJob, check_prune_out, run_evaluate, run_export, run_prune, run_report, run_search
 from dnis_torchrec.recipe import load_recipe
 from dnis_torchrec.report import ReportRow, rows_table
 from dnis_torchrec.run_folder import RunFolder
@@ -125,7 +126,7 @@ def search(
             saving=saving,
         )
         if is_first_rank():  # which may have made the folder before the others come here
-            _check_free(out, overwrite or resume)
+            RunFolder.check_free(out, overwrite=overwrite or resume)
         check_data(data)
     rows = run_search(job)
     if is_first_rank():
@@ -161,7 +162,7 @@ def prune(
         )
         size = None if threshold is not None else _size(compression, embedding_bytes, form)
         RunFolder.open(run)
-        _check_free(out, overwrite)
+        check_prune_out(run, out, overwrite=overwrite)
     row = run_prune(
         run,
         data,
@@ -221,6 +222,7 @@ def evaluate(
     with arguments():
         check(path.is_dir(), str(path), "expected a run or an artifact", "no such folder")
         check_data(data)
+        check_json(json_file)
     result = run_evaluate(path, data)
     text = json.dumps(result, indent=1)
     if json_file is not None:
@@ -250,17 +252,6 @@ def report(
 
 def _size(compression: float | None, embedding_bytes: int | None, form: str) -> Size:
     return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form)
-
-
-def _check_free(out: Path, overwrite: bool) -> None:
-    remedy = "choose another --out, --resume the run or --overwrite it"
-    check(
-        overwrite or not out.exists(),
-        f"run folder {out}",
-        "expected a folder that does not exist",
-        "an existing one",
-        remedy,
-    )
 
 
 def _print_forms(artifact: Path) -> None:

@@ -11,9 +11,17 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings
-from dnis_torchrec.cli.app import ArtifactArgument, DataOption, app, arguments, check_data, print_table, write_text
+from dnis_torchrec.cli.app import (
+    ArtifactArgument,
+    DataOption,
+    app,
+    arguments,
+    check_data,
+    check_json,
+    print_table,
+    write_text,
+)
 from dnis_torchrec.verification import Verification
 from dnis_torchrec.verification import verify as verify_artifact
 from dnis_torchrec.verification.findings import OK, Finding
@@ -46,8 +54,7 @@ def verify(
     """
     with arguments():
         check_data(data)
-        if json_file is not None:
-            check(json_file.parent.is_dir(), f"--json {json_file}", "expected an existing folder", json_file.parent)
+        check_json(json_file)
     found = verify_artifact(artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds)
     if json_file is not None:
         write_text(json_file, json.dumps(found.to_json(), indent=1))

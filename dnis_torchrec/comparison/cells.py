@@ -64,6 +64,7 @@ class CellTask:
     Attributes:
         cell: which.
         rules: what all cells of the comparison share: recipe, data, embedding_dims, patience, max_epochs, trials.
+        data: folder of the data on this machine, or None for a recipe that makes its own.
         registry: ``module:name`` of the mapping from method name to `Method`.
         cells_at_once: how many share the machine, which its times depend on.
         artifact: whether to export the result.
@@ -71,6 +72,7 @@ class CellTask:
 
     cell: Cell
     rules: Mapping[str, Any]
+    data: str | None = None
     registry: str
     cells_at_once: int
     artifact: bool

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dnis_torchrec.baselines.method import MAX_EPOCHS
+from dnis_torchrec.baselines.method import MAX_EPOCHS, has_learned_on_validation
+from dnis_torchrec.baselines.uniform import dense_table_bytes
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, read_result
 from dnis_torchrec.comparison.processes import default_jobs
@@ -17,9 +18,6 @@ from dnis_torchrec.jobs import build_recipe
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.training import primary_metric
-
-LEARNS_ON_VALIDATION = ("dnis", "nis")
-"""Beginnings of the names of methods that learn on the alpha-validation split; the others get a second row with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +29,8 @@ class Comparison:
     Attributes:
         recipe: ``module:function``.
         data: folder of the data, or None for a recipe that makes its own.
+        data_address: where `data` was fetched from, if it was. Cells of an older comparison then have to have been
+            trained on the same address, wherever its copy lay; else in the same folder.
         out: folder of the comparison; an older one of the same rules goes on.
         methods: names of the registry.
         sizes: compression ratios, bytes of the uncompressed float32 tables over bytes wanted, each above 1.
@@ -58,6 +58,7 @@ class Comparison:
     artifacts: bool = False
     jobs: int | None = None
     registry: str = REGISTRY
+    data_address: str | None = None
 
     def __post_init__(self) -> None:
         for name in self.methods:
@@ -79,11 +80,11 @@ class Comparison:
 
     def cells(self) -> tuple[Cell, ...]:
         """All cells, seed by seed, so that what is there early can be compared; the uncompressed model first."""
-        cells = []
+        methods, cells = load_registry(self.registry), []
         for seed in self.seeds:
             for method in (DENSE, *(name for name in self.methods if name != DENSE)):
                 for size in (None,) if method in (DENSE, NO_EMBEDDINGS) else self.sizes:
-                    own_split = (False,) if method.startswith(LEARNS_ON_VALIDATION) else (False, True)
+                    own_split = (False,) if has_learned_on_validation(methods[method]) else (False, True)
                     cells += [Cell(method=method, size=size, seed=seed, with_validation=on) for on in own_split]
         return tuple(cells)
 
@@ -96,10 +97,15 @@ class Comparison:
         return CellTask(
             cell=cell,
             rules=rules,
+            data=self._local_data,
             registry=self.registry,
             cells_at_once=self.num_jobs,
             artifact=self.artifacts,
         )
+
+    @property
+    def _local_data(self) -> str | None:
+        return None if self.data is None else str(self.data.resolve())
 
     @property
     def num_jobs(self) -> int:
@@ -110,7 +116,7 @@ class Comparison:
         """What all cells share; results under other rules are never put beside each other."""
         return {
             "recipe": self.recipe,
-            "data": None if self.data is None else str(self.data.resolve()),
+            "data": self.data_address or self._local_data,
             "patience": self.patience,
             "max_epochs": self.max_epochs,
             "trials": self.trials,
@@ -135,6 +141,21 @@ class Comparison:
                 remedy = "give the arguments of the older comparison, or another --out"
                 check(there == value, place, f"expected {there!r} as when it was run", repr(value), remedy)
 
+    def check_tables(self, facts: RecipeFacts) -> None:
+        """Checks that no finished cell of the first seed had other tables, as another environment may make them.
+
+        Tables of different seeds may differ, because their splits do.
+
+        Raises:
+            ValueError: naming the cell and both sizes.
+        """
+        for cell, result in self.finished().items():
+            if cell.seed == self.seeds[0] and result.trained is not None:
+                there, here = result.trained.dense_bytes, facts.dense_bytes
+                place = f"{self.folder(cell)}, uncompressed tables"
+                remedy = "set the environment of the older comparison, or give another --out"
+                check(there == here, place, f"expected {there} bytes as when it was run", here, remedy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFacts:
@@ -142,12 +163,14 @@ class RecipeFacts:
 
     Attributes:
         embedding_dims: table -> D.
+        dense_bytes: of the uncompressed float32 tables, with the comparison's first seed.
         primary_metric: the metric it is judged by.
         higher_is_better: its direction.
         notes: limits of the data.
     """
 
     embedding_dims: Mapping[str, int]
+    dense_bytes: int
     primary_metric: str
     higher_is_better: bool
     notes: tuple[str, ...]
@@ -168,6 +191,7 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
     metric, higher = primary_metric(recipe.loss, recipe.data.test)
     return RecipeFacts(
         embedding_dims={table.name: table.embedding_dim for table in table_configs(recipe.model)},
+        dense_bytes=dense_table_bytes(recipe.model),
         primary_metric=metric,
         higher_is_better=higher,
         notes=tuple(recipe.notes),

@@ -48,6 +48,7 @@ def run_comparison(comparison: Comparison) -> Compared:
     facts = recipe_facts(comparison)
     rules = comparison.rules() | {"embedding_dims": dict(facts.embedding_dims)}
     comparison.check_rules(rules)
+    comparison.check_tables(facts)
     comparison.out.mkdir(parents=True, exist_ok=True)
     with _alone(comparison.out):
         finished = comparison.finished()

@@ -46,7 +46,7 @@ def run_cell(folder: Path) -> CellResult:
     method = load_registry(task.registry)[cell.method]
 
     def build(embedding_dim: int | None) -> Recipe:
-        data = None if rules["data"] is None else Path(rules["data"])
+        data = None if task.data is None else Path(task.data)
         recipe = build_recipe(rules["recipe"], data, seed=cell.seed, embedding_dim=embedding_dim)
         return train_on_validation(recipe) if cell.with_validation else recipe
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 from typing import cast
@@ -9,6 +10,7 @@ from typing import cast
 import torch
 
 from dnis_torchrec.budget import Size
+from dnis_torchrec.checks import check
 from dnis_torchrec.jobs.common import build_recipe, scheme_row
 from dnis_torchrec.pruning import RetainedMask, prune
 from dnis_torchrec.recipe import Recipe, TrainTask
@@ -16,6 +18,23 @@ from dnis_torchrec.report import ReportRow
 from dnis_torchrec.run_folder import RunFolder, load_state_
 from dnis_torchrec.swap import unshard_
 from dnis_torchrec.training import evaluate, process_group, shard, train_plainly
+
+
+def check_prune_out(run_path: Path, out: Path, *, overwrite: bool = False) -> None:
+    """Refuses to write a pruned run where it may not stand.
+
+    Args:
+        run_path: the run to prune.
+        out: run folder to make.
+        overwrite: replace a run that stands at `out`.
+
+    Raises:
+        ValueError: if something stands at `out` that may not be overwritten, or the run to prune, or a folder of it.
+    """
+    holds_source = run_path.resolve().is_relative_to(out.resolve())
+    expected = "expected another folder than that of the run to prune"
+    check(not holds_source, f"run folder {out}", expected, f"the one that holds {run_path}", "choose another --out")
+    RunFolder.check_free(out, overwrite=overwrite, can_resume=False)
 
 
 def run_prune(
@@ -32,6 +51,9 @@ def run_prune(
 ) -> ReportRow:
     """Prunes a finished run further, fine-tunes what is left with the mask held, and writes a new run folder.
 
+    Nothing at `out` is touched before there is a whole run to write; fine-tuning keeps its best epoch in a folder
+    beside it meanwhile.
+
     Args:
         run_path: a finished run.
         data: folder of its data.
@@ -45,7 +67,11 @@ def run_prune(
 
     Returns:
         The row of the pruned model; the new report.json holds it in front of the source's rows.
+
+    Raises:
+        ValueError: for a bad size, or if the run cannot be written to `out` (see `check_prune_out`); before training.
     """
+    check_prune_out(run_path, out, overwrite=overwrite)
     source = RunFolder.open(run_path)
     head = source.read_head()
     recipe = build_recipe(head["recipe"], data, seed=head["seed"], embedding_dim=head.get("embedding_dim"))
@@ -53,14 +79,16 @@ def run_prune(
     counts, blocks = source.counts(), source.blocks()
     started = time.monotonic()
     scheme = prune(recipe.model, blocks, counts, size=size, threshold=threshold, structure=structure, scope=scope)
-    run = RunFolder.create(out, overwrite=overwrite)
     with process_group() as device:
         torch.manual_seed(head["seed"])
         task = TrainTask(recipe.model, recipe.loss)
         if max_epochs:
-            task = _fine_tune(task, recipe, device, max_epochs, run)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
+                task = _fine_tune(task, recipe, device, max_epochs, Path(folder))
         metrics = evaluate(task, recipe.data.test, recipe.loss, device)
     row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started)
+    run = RunFolder.create(out, overwrite=overwrite)
     run.save_stages(counts, blocks)
     run.save_model(task.model, scheme, source.alpha())
     run.write_rows([row, *source.rows()])
@@ -69,10 +97,18 @@ def run_prune(
     return row
 
 
-def _fine_tune(task: TrainTask, recipe: Recipe, device: torch.device, max_epochs: int, run: RunFolder) -> TrainTask:
+def _fine_tune(task: TrainTask, recipe: Recipe, device: torch.device, max_epochs: int, folder: Path) -> TrainTask:
     model, optimizer = shard(task, recipe, device)
     mask = RetainedMask(model)
     train_plainly(
-        model, optimizer, recipe, device, max_epochs=max_epochs, patience=3, folder=run.path / "checkpoints", mask=mask
+        model,
+        optimizer,
+        recipe,
+        device,
+        max_epochs=max_epochs,
+        patience=3,
+        folder=folder,
+        mask=mask,
+        starts_trained=True,
     )
     return cast(TrainTask, unshard_(model))

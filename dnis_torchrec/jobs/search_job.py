@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from dnis_torchrec.baselines import MagnitudePruning, MethodTask, nearest_dim, train_uniform
+from dnis_torchrec.baselines import MagnitudePruning, MethodTask, nearest_uniform_row
 from dnis_torchrec.budget import Size
 from dnis_torchrec.checkpoint import check_shared
 from dnis_torchrec.checks import check, check_known, describe
@@ -106,8 +106,9 @@ def run_search(job: SearchJob) -> list[ReportRow]:
             rows = list(on_rank_zero(run.rows))
             missing = [name for name in BASELINES if name in job.baselines and name not in {r.method for r in rows}]
             if missing:  # on one process, as was checked
-                rows += _baselines(job, missing, run.scheme(), config.patience, device)
-                run.write_rows(rows)
+                for row in _baselines(job, missing, run.scheme(), config.patience, device):
+                    rows.append(row)
+                    run.write_rows(rows)
     return rows
 
 
@@ -180,32 +181,32 @@ def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
 
 def _baselines(
     job: SearchJob, names: list[str], scheme: MixedDimensionScheme, patience: int, device: torch.device
-) -> list[ReportRow]:
-    """Rows of the baselines at the size that the search came to."""
+) -> Iterator[ReportRow]:
+    """Rows of the baselines at the size that the search came to, each as soon as it is trained."""
 
     def build(embedding_dim: int | None) -> Recipe:
         return build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=embedding_dim or job.embedding_dim)
 
-    rows, ratio = [], scheme.compression_ratio
+    ratio = scheme.compression_ratio
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if {"dense", "magnitude"} & set(names):
             pruning = MagnitudePruning(build(None), seed=job.seed, device=device, folder=folder, patience=patience)
-            rows += [pruning.dense_row()] if "dense" in names else []
-            rows += [pruning.pruned_row(ratio)] if "magnitude" in names else []
+            if "dense" in names:
+                yield pruning.dense_row()
+            if "magnitude" in names:
+                yield pruning.pruned_row(ratio)
         if "uniform" in names:
-            dense = scheme.dense_parameters
-            task = MethodTask(
-                build=build,
-                compression_ratio=ratio,
-                seed=job.seed,
-                device=device,
-                folder=Path(folder),
-                patience=patience,
+            yield nearest_uniform_row(
+                MethodTask(
+                    build=build,
+                    compression_ratio=ratio,
+                    seed=job.seed,
+                    device=device,
+                    folder=folder,
+                    patience=patience,
+                )
             )
-            recipe = build(nearest_dim(task))
-            rows.append(train_uniform(recipe, dense_parameters=dense, seed=job.seed, device=device, patience=patience))
-    return rows
 
 
 def _head(job: SearchJob, recipe: Recipe, config: SearchConfig) -> dict[str, Any]:

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError, learns_on_validation
 from dnis_torchrec.baselines.nis.affordable import most_probable_within, trim
 from dnis_torchrec.baselines.nis.controller import Controller
 from dnis_torchrec.baselines.nis.grid import Grid, multi_size_grid, single_size_grid
 from dnis_torchrec.baselines.nis.supernet import train_controller
 from dnis_torchrec.baselines.trained_scheme import byte_budget, keep_columns_, scheme_result
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.budget import Budget
+from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.checks import describe
 from dnis_torchrec.frequency import count_frequencies
-from dnis_torchrec.search import table_configs
+from dnis_torchrec.search import SearchConfig, table_configs
 
 NUM_DIMENSION_BLOCKS = 4
 TRIMMED_SHARE = 0.01
@@ -26,6 +26,7 @@ TRIMMED_SHARE = 0.01
 costs half their bytes and some for the index: without it, that choice would be out of reach at compression 2."""
 
 
+@learns_on_validation
 def nis_se(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS) -> MethodResult:
     """Neural Input Search with single-size embeddings: each table keeps its v most frequent blocks at one width.
 
@@ -44,6 +45,7 @@ def nis_se(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS
     return _run(task, lambda *stages: single_size_grid(*stages, num_dimension_blocks=num_dimension_blocks))
 
 
+@learns_on_validation
 def nis_me(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS) -> MethodResult:
     """Neural Input Search with multi-size embeddings: each dimension block is kept for its own v most frequent blocks.
 
@@ -66,6 +68,7 @@ def nis_me(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS
 
 
 def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> MethodResult:
+    """The search lasts as long as the warm-up and the ramp of `dnis` would."""
     started = time.monotonic()
     recipe, embedding_bytes = task.build(None), task.embedding_bytes()
     tables = table_configs(recipe.model)
@@ -73,7 +76,16 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
     blocks = blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks, scope="table")
     grid = make_grid(blocks, byte_budget(task, blocks))
     _check_size(grid, embedding_bytes)
-    controller = train_controller(recipe, grid, embedding_bytes, device=task.device, seed=task.seed)
+    epochs = SearchConfig.of(recipe, Size(embedding_bytes=embedding_bytes)).within(task.max_epochs)
+    controller = train_controller(
+        recipe,
+        grid,
+        embedding_bytes,
+        warm_up_epochs=epochs.warm_up_epochs,
+        ramp_epochs=epochs.ramp_epochs,
+        device=task.device,
+        seed=task.seed,
+    )
     retained, how = chosen(grid, controller)
     final = task.build(None)
     scheme = keep_columns_(final.model, blocks, counts, retained)

@@ -19,7 +19,7 @@ from dnis_torchrec.baselines.nis.grid import Grid
 from dnis_torchrec.checks import check
 from dnis_torchrec.finite import FiniteGuard
 from dnis_torchrec.level_schedule import BilevelStream, Level, LevelSchedule
-from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.recipe import Recipe, TrainTask, check_classes
 from dnis_torchrec.soft_selection import Alpha
 from dnis_torchrec.swap import prepare_
 from dnis_torchrec.table_shards import soft_selection_modules
@@ -56,13 +56,15 @@ class Quality:
         recipe: its loss decides, its validation labels give the variance.
 
     Raises:
-        ValueError: if there is no validation batch.
+        ValueError: if there is no validation batch, or a label of a binary loss is neither 0 nor 1.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self._is_binary = isinstance(recipe.loss, nn.BCEWithLogitsLoss)
         labels = [batch.labels.float().cpu() for batch in recipe.data.validation]
         check(len(labels) > 0, "validation stream", "expected at least one batch", 0, "check the data splits")
+        if self._is_binary:
+            check_classes(torch.cat(labels), "validation stream")
         self._variance = float(torch.cat(labels).var(unbiased=False).clamp(min=torch.finfo(torch.float32).tiny))
 
     def of(self, predictions: Tensor, labels: Tensor) -> float:
@@ -147,14 +149,23 @@ class Supernet:
 
 
 def train_controller(
-    recipe: Recipe, grid: Grid, embedding_bytes: int, *, device: torch.device, seed: int
+    recipe: Recipe,
+    grid: Grid,
+    embedding_bytes: int,
+    *,
+    warm_up_epochs: int,
+    ramp_epochs: int,
+    device: torch.device,
+    seed: int,
 ) -> Controller:
-    """Runs the search for as many epochs as `dnis_torchrec.search` warms up and ramps.
+    """Trains the weights under sampled combinations, and after a warm-up the controller with them.
 
     Args:
-        recipe: model, data, loss and epochs. Its model is used up.
+        recipe: model, data and loss. Its model is used up.
         grid: the choices.
         embedding_bytes: bytes that a combination may take, index bytes counted.
+        warm_up_epochs: epochs of the weights alone.
+        ramp_epochs: epochs of both.
         device: where to train.
         seed: of the sampled combinations.
 
@@ -166,10 +177,10 @@ def train_controller(
         NonFiniteError: if a training loss is NaN or infinite.
     """
     steps_per_epoch = sum(1 for _ in recipe.data.train)
-    schedule = LevelSchedule(warm_up_steps=recipe.warm_up_epochs * steps_per_epoch)
+    schedule = LevelSchedule(warm_up_steps=warm_up_epochs * steps_per_epoch)
     stream = BilevelStream(recipe.data.train, recipe.data.validation, schedule)
     supernet = Supernet(recipe, grid, device)
-    lower_steps = (recipe.warm_up_epochs + recipe.ramp_epochs) * steps_per_epoch
+    lower_steps = (warm_up_epochs + ramp_epochs) * steps_per_epoch
     num_options = [len(choice.options) for choice in grid.choices]
     controller = Controller(num_options, num_steps=schedule.upper_steps_for(lower_steps), seed=seed)
     for step in range(schedule.steps_for(lower_steps)):

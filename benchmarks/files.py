@@ -1,0 +1,18 @@
+"""Files that a measurement writes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def output_file(text: str) -> Path:
+    """An argument that names a file to write, whose folder is looked for before anything is measured.
+
+    Raises:
+        argparse.ArgumentTypeError: if there is no such folder.
+    """
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
+    return path

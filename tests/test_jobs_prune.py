@@ -1,0 +1,81 @@
+"""`dnis prune` never costs a run: neither the one it reads nor the one it replaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dnis_torchrec import Size
+from dnis_torchrec.jobs import SearchJob, prune_job, run_prune, run_search
+from dnis_torchrec.run_folder import RunFolder
+from dnis_torchrec.training import set_learning_rates_, train_plainly
+
+EIGHTH = Size(compression_ratio=8)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("prune") / "runs" / "run"
+    settings = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
+    run_search(
+        SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=Size(compression_ratio=4), settings=settings)
+    )
+    return out
+
+
+@pytest.mark.parametrize("place", [".", "../run", ".."])
+def test_the_run_itself_and_what_holds_it_are_no_place_for_the_pruned_one(run: Path, place: str) -> None:
+    before = files_of(run)
+    message = "expected another folder than that of the run to prune, got the one that holds .*; choose another --out"
+    with pytest.raises(ValueError, match=message):
+        run_prune(run, None, run / place, size=EIGHTH, max_epochs=1, overwrite=True)
+    assert files_of(run) == before
+
+
+def test_an_interrupted_prune_leaves_nothing_and_the_run_it_was_to_replace(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_prune(run, None, tmp_path / "older", size=EIGHTH, max_epochs=1)
+    before = files_of(tmp_path)
+
+    def interrupt(*_: object, folder: Path, **__: object) -> None:
+        (folder / "best.rank0.safetensors").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prune_job, "train_plainly", interrupt)
+    for name in ("older", "new"):
+        with pytest.raises(KeyboardInterrupt):
+            run_prune(run, None, tmp_path / name, size=EIGHTH, max_epochs=1, overwrite=True)
+    assert files_of(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["older"]
+
+
+def test_a_pruned_run_that_training_on_makes_worse_stays_as_it_is(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at_no_rate_that_helps(model, optimizer, *arguments, **options):
+        set_learning_rates_(model, optimizer, tables=10.0, dense=10.0)
+        return train_plainly(model, optimizer, *arguments, **options)
+
+    monkeypatch.setattr(prune_job, "train_plainly", at_no_rate_that_helps)
+    tuned = run_prune(run, None, tmp_path / "tuned", size=EIGHTH, max_epochs=1)
+    assert tuned.metrics == run_prune(run, None, tmp_path / "cut", size=EIGHTH, max_epochs=0).metrics
+
+
+def test_what_stands_there_is_replaced_only_if_that_was_asked_for_and_it_is_a_run(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pruned"
+    first = run_prune(run, None, out, size=EIGHTH, max_epochs=0)
+    with pytest.raises(ValueError, match=r"got an existing one; choose another --out or --overwrite the run$"):
+        run_prune(run, None, out, size=EIGHTH, max_epochs=0)
+    again = run_prune(run, None, out, size=EIGHTH, max_epochs=0, overwrite=True)
+    assert again.metrics == first.metrics
+    assert RunFolder.open(out).rows()[0] == again
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(ValueError, match=r"got an existing one; choose another --out$"):
+        run_prune(run, None, tmp_path / "mine", size=EIGHTH, max_epochs=0, overwrite=True)
