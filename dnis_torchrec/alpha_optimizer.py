@@ -48,6 +48,9 @@ MAX_LEARNING_RATE = 0.03
 RELEASE_DECAY = 3.0
 """The learning rate of alpha falls by e^-3 in a release as long as the ramp."""
 
+MAX_DECAY = 0.5
+"""Share of it that one upper step takes at most, so that it stays above 0 after a ramp of a few steps."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pressure:
@@ -175,7 +178,7 @@ class AlphaOptimizer:
     def _follow_ramp(self, pressure: Pressure) -> None:
         if self.is_released:
             self.pressure_now *= 1 - ADAPTATION
-            self.learning_rate *= 1 - RELEASE_DECAY / pressure.ramp_steps
+            self.learning_rate *= 1 - min(RELEASE_DECAY / pressure.ramp_steps, MAX_DECAY)
             return
         progress = self.num_steps / pressure.ramp_steps
         wanted = (MEAN_SHARE * self._target) ** progress

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
 
@@ -89,8 +90,8 @@ class BilevelStream(Generic[T]):
     reorders itself (a DataLoader with shuffle) gives a new order each time.
 
     An interrupted run goes on with the batches that it would have seen, if the order of an epoch depends on nothing but
-    the iterable's attribute ``epoch``, where it has one, and on torch's random numbers, which are seeded anew for the
-    iterable alone when an epoch begins.
+    the iterable's attribute ``epoch``, where it has one, and on torch's random numbers of the CPU: each iterable has
+    its own, seeded anew when an epoch begins, whoever else draws some between its batches.
 
     Args:
         train: batches of the lower level.
@@ -106,6 +107,7 @@ class BilevelStream(Generic[T]):
     def __init__(self, train: Iterable[T], validation: Iterable[T], schedule: LevelSchedule) -> None:
         self._streams = {Level.LOWER: train, Level.UPPER: validation}
         self._iterators: dict[Level, Iterator[T]] = {}
+        self._random_numbers: dict[Level, Tensor] = {}
         self._positions = dict.fromkeys(Level, StreamPosition())
         self.schedule = schedule
         self._seed = torch.initial_seed()
@@ -187,17 +189,31 @@ class BilevelStream(Generic[T]):
         return batch
 
     def _next_of(self, level: Level) -> T:
-        for batch in self._iterators.get(level, ()):
-            return self._count(level, batch)
+        if level in self._iterators:
+            with self._own_random_numbers(level):
+                for batch in self._iterators[level]:
+                    return self._count(level, batch)
         epoch = self._positions[level].epoch + 1
         data_epoch = self._data_epoch(level)
         with _seeded((self._seed, list(Level).index(level), epoch)):  # some shuffle when asked for their first batch
             self._iterators[level] = iter(self._streams[level])
             first = next(self._iterators[level], None)
+            self._random_numbers[level] = torch.get_rng_state()
         if first is None:
             raise ValueError(describe(_name(level), "expected at least one batch", "none", "check the data splits"))
         self._positions = {**self._positions, level: StreamPosition(epoch, data_epoch)}
         return self._count(level, first)
+
+    @contextmanager
+    def _own_random_numbers(self, level: Level) -> Iterator[None]:
+        """Torch's random numbers of the CPU go on inside where this stream's batch before left them."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._random_numbers[level])
+        try:
+            yield
+        finally:
+            self._random_numbers[level] = torch.get_rng_state()
+            torch.set_rng_state(before)
 
     def _count(self, level: Level, batch: T) -> T:
         position = self._positions[level]

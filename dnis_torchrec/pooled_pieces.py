@@ -80,6 +80,7 @@ class PooledPieces:
             self._alpha_begins[dim] = begin
             begin += size
         self._layouts: dict[tuple[str, ...], Tensor] = {}
+        self._places: dict[tuple[str, ...], Tensor] = {}
 
     def layout(self, keys: Sequence[str], widths: Sequence[int]) -> Tensor:
         """Where every piece stands, ``(K, 5)`` int64.
@@ -116,8 +117,17 @@ class PooledPieces:
         """
         if len(self.single_id) == len(self._owners):
             return torch.empty(batch_size, len(self._owners), dtype=torch.int32)
-        holds_ids = split.lengths().view(len(self._owners), batch_size) > 0
+        holds_ids = split.lengths().view(-1, batch_size)[self._places_in(split.keys())] > 0
         return torch.where(holds_ids, self._row_of_piece, -1).t().contiguous()
+
+    def _places_in(self, keys: Sequence[str]) -> Tensor:
+        """Position of every piece's key among `keys`: a single-id feature that several tables read is one key there."""
+        known = self._places.get(tuple(keys))
+        if known is None:
+            position = {key: index for index, key in enumerate(keys)}
+            read = [key for output in self._outputs for key in output.block_keys]
+            known = self._places[tuple(keys)] = torch.tensor([position[key] for key in read])
+        return known
 
     def places(self, keys: Sequence[str]) -> list[tuple[int, int, int]]:
         """Piece, position of its key among `keys`, and row of alpha of block 0, of every single-id feature."""

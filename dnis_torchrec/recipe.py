@@ -128,6 +128,8 @@ class Recipe:
             "expected nn.MSELoss or nn.BCEWithLogitsLoss",
             type(self.loss).__name__,
         )
+        reduction = self.loss.reduction
+        check(reduction == "mean", "Recipe.loss", "expected reduction 'mean', which ranks average", repr(reduction))
         check(
             self.table_optimizer in ("adam", "rowwise_adagrad"),
             "Recipe.table_optimizer",

@@ -195,7 +195,7 @@ def rotate_(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, c
 def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) -> dict[int, Tensor]:
     r"""What columns of blocks carry: :math:`\sqrt{\sum_i \eta_i E_{ik}^2 / \sum_i \eta_i}` over the rows i of a block.
 
-    Distributed: shards of whole rows and replicated tables; one all_reduce of ``(A, D)`` float64 per embedding_dim, and
+    Distributed: shards of any kind and replicated tables; one all_reduce of ``(A, D)`` float64 per embedding_dim, and
     one of a number per table.
 
     Args:
@@ -209,17 +209,17 @@ def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
     modules = list(collections(model).values())
     parts = [part for module in modules for part in local_shards(module)]
     ranks, tables = ranks_of(*modules), tuple(blocks.embedding_dims)
-    copies = _copies(parts, tables, counts, ranks)
+    copies = _copies(parts, blocks.embedding_dims, counts, ranks)
     squares = {dim: torch.zeros(shape, dtype=torch.float64) for dim, shape in blocks.alpha_shapes.items()}
     for part in parts:
         dim, routing = blocks.embedding_dims[part.table], blocks.routings[part.table]
-        for chunk, rows, _ in part.chunks():
+        for chunk, rows, columns in part.chunks():
             of_rows = routing.block_of(torch.arange(rows.start, rows.stop))
             in_block = of_rows < routing.num_blocks
             weights = counts.counts[part.table][rows].double() / copies[tables.index(part.table)]
             energy = chunk.cpu().double().square() * weights[:, None]
             alpha_rows = blocks.first_alpha_row(part.table) + of_rows[in_block]
-            squares[dim].index_add_(0, alpha_rows, energy[in_block])
+            squares[dim][:, columns].index_add_(0, alpha_rows, energy[in_block])
     occurrences = {dim: blocks.per_alpha_row(dim, blocks.occurrences)[:, None] for dim in squares}
     means = {dim: ranks.sum_(square) / occurrences[dim].clamp(min=1) for dim, square in squares.items()}
     return {dim: torch.where(occurrences[dim] > 0, mean.sqrt(), 1.0).float() for dim, mean in means.items()}
@@ -283,7 +283,7 @@ def _second_moment(
     parts: Sequence[TableShard], dim: int, tables: tuple[str, ...], counts: FrequencyCounts, ranks: Ranks
 ) -> Tensor:
     """``(D, D)`` float64: sum over tables of E^T diag(counts) E, every row once however many ranks hold it."""
-    copies = _copies(parts, tables, counts, ranks)
+    copies = _copies(parts, dict.fromkeys(tables, dim), counts, ranks)
     moment = torch.zeros(dim, dim, dtype=torch.float64)
     for part in parts:
         for chunk, rows, _ in part.chunks():
@@ -293,12 +293,13 @@ def _second_moment(
     return ranks.sum_(moment / counts.num_samples)
 
 
-def _copies(parts: Sequence[TableShard], tables: tuple[str, ...], counts: FrequencyCounts, ranks: Ranks) -> Tensor:
-    """How many ranks hold each row of each table, ``(len(tables),)``: 1, or all where it is replicated."""
-    rows_held = torch.zeros(len(tables), dtype=torch.int64)
+def _copies(parts: Sequence[TableShard], dims: Mapping[str, int], counts: FrequencyCounts, ranks: Ranks) -> Tensor:
+    """How many ranks hold each value of each table, ``(len(dims),)``: 1, or all where it is replicated."""
+    tables = list(dims)
+    held = torch.zeros(len(tables), dtype=torch.int64)
     for part in parts:
-        rows_held[tables.index(part.table)] += part.weight.shape[0]
-    return ranks.sum_(rows_held) / torch.tensor([counts.counts[table].numel() for table in tables])
+        held[tables.index(part.table)] += part.weight.numel()
+    return ranks.sum_(held) / torch.tensor([counts.counts[table].numel() * dim for table, dim in dims.items()])
 
 
 def _principal_axes(moment: Tensor) -> Tensor:

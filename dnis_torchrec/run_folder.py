@@ -54,7 +54,7 @@ class RunWriteError(RuntimeError):
 
 
 class RunFolder:
-    """A run on disk. Every file is written whole or not at all.
+    """A run on disk. Every file is written whole or not at all; a run that says it has finished survives the machine.
 
     Args:
         path: the folder.
@@ -220,9 +220,8 @@ class RunFolder:
             fields: everything else; JSON-able.
         """
         head = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": status, **fields}
-        temporary = self.path / "run.json.partial"
-        temporary.write_text(json.dumps(head, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, self.path / "run.json")
+        text = json.dumps(head, indent=1, allow_nan=False) + "\n"
+        put_file(self.path / "run.json", lambda file: file.write_text(text, encoding="utf-8"))
 
     def announce(self) -> None:
         """Puts run.json at the URL at once, if ranks write there: without it their checkpoints are nobody's."""
@@ -246,13 +245,16 @@ class RunFolder:
         ranks = ranks_of(*collections(model).values())
         with together(ranks.group):
             if rank_of() == 0:
-                save_file({f"dim{dim}": value for dim, value in alpha.items()}, self.path / "alpha.safetensors")
-                save_file(_own(scheme.to_tensors()), self.path / "scheme.safetensors")
+                self._save("alpha", {f"dim{dim}": value for dim, value in alpha.items()})
+                self._save("scheme", _own(scheme.to_tensors()))
                 delete_parts(self._written_by_ranks)
                 if ranks.world_size == 1:
-                    save_file(_own(model.state_dict()), self.path / "model.safetensors")
+                    self._save("model", _own(model.state_dict()))
         if ranks.world_size > 1:
             save_parts(self._written_by_ranks, model, ranks)
+
+    def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
+        put_file(self.path / f"{name}.safetensors", partial(save_file, tensors))
 
     def counts(self) -> FrequencyCounts:
         """Training frequencies."""

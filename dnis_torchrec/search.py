@@ -10,6 +10,7 @@ Without pressure (the paper's search) there is no ramp: alpha learns on validati
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +43,7 @@ from dnis_torchrec.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search_loop import EpochRecord, Saving, SearchEvents, SearchInterrupted, SearchLoop
 from dnis_torchrec.storage import Address
-from dnis_torchrec.streaming import CountLimits, count_stream
+from dnis_torchrec.streaming import CountLimits, count_stream, longest_bags
 from dnis_torchrec.swap import merge_, prepare_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
@@ -229,7 +230,10 @@ def count_training_data(
     limits: CountLimits | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> FrequencyCounts:
-    """Counts the training split in bounded memory, and checks the labels of all splits on the way.
+    """Counts the training split in bounded memory, and checks labels and ids of all splits on the way.
+
+    The longest bags are those of all splits, so that a feature that holds several ids only once, in another split than
+    training's, is a multi-hot one from the start.
 
     Distributed: each rank reads its part, and all have the counts of all parts; see `count_stream`.
 
@@ -243,12 +247,20 @@ def count_training_data(
     Raises:
         ValueError: on all ranks, for an empty split, a label outside the loss's domain, or an id outside its table.
     """
+    longest: Counter[str] = Counter()
     with together(process_group):
         for name in ("validation", "selection", "test"):
-            num_batches = sum(1 for _ in _checked(getattr(data, name), loss, name))
+            num_batches = 0
+            for batch in _checked(getattr(data, name), loss, name):
+                longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {num_batches}"))
+                num_batches += 1
             check(num_batches > 0, f"{name} stream", "expected at least one batch", 0, "check the data splits")
     train = _checked(for_counting(data.train), loss, "train")
-    return count_stream((batch.sparse_features for batch in train), tables, limits=limits, process_group=process_group)
+    features = (batch.sparse_features for batch in train)
+    counts = count_stream(features, tables, limits=limits, process_group=process_group)
+    of_all = torch.tensor([max(length, longest[name]) for name, length in counts.max_bag_lengths.items()])
+    lengths = Ranks(process_group).max_(of_all).tolist()
+    return replace(counts, max_bag_lengths=dict(zip(counts.max_bag_lengths, lengths, strict=True)))
 
 
 def _checked(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterable[Batch]:

@@ -233,6 +233,7 @@ class SearchLoop:
                 self._save(saver)
 
     def _end_epoch(self, saver: CheckpointSaver) -> None:
+        self._wait(saver)  # so that the best epoch before this one is one that was written
         pipeline, recipe, epoch = self._pipeline, self._recipe, self._epoch
         with pipeline.detached() as model:
             selection_loss = evaluate(model, recipe.data.selection, recipe.loss, pipeline.device)["loss"]

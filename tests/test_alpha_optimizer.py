@@ -171,6 +171,19 @@ def test_learning_rate_follows_the_ramp_and_is_bounded() -> None:
     assert make_optimizer()[1].learning_rate == 0.01
 
 
+@pytest.mark.parametrize("ramp_steps", [1, 2, 3, 4])
+def test_alpha_learns_on_after_the_shortest_ramps(ramp_steps: int) -> None:
+    pressure = Pressure(size=Size(compression_ratio=2), ramp_steps=ramp_steps)
+    alpha, optimizer = make_optimizer(pressure=pressure)
+    rates = []
+    for _ in range(ramp_steps + 5):
+        optimizer.step({DIM: torch.randn(3, DIM)}, {DIM: torch.ones(3, dtype=torch.bool)})
+        rates.append(optimizer.learning_rate)
+    falling = rates[ramp_steps - 1 :]
+    assert all(0 < after < before for before, after in pairwise(falling))
+    assert 0 < alpha.density({DIM: torch.ones(3, dtype=torch.float64)}) <= 0.5
+
+
 def test_a_restored_state_goes_on_the_same_way() -> None:
     torch.manual_seed(1)
     pressure = Pressure(size=Size(compression_ratio=4), ramp_steps=40)

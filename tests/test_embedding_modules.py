@@ -34,10 +34,10 @@ def cases(draw):
         for index, features in enumerate([["single", "shared"], ["multi"], ["shared"]])
     ]
     smallest = min(table.num_embeddings for table in tables)
+    longest = {"single": 1, "multi": 4, "shared": draw(st.sampled_from([1, 4]))}
     bags, weights = {}, {}
     for feature in FEATURES:
-        longest = 1 if feature == "single" else 4
-        bag = st.lists(st.integers(0, smallest - 1), max_size=longest)
+        bag = st.lists(st.integers(0, smallest - 1), max_size=longest[feature])
         bags[feature] = draw(st.lists(bag, min_size=batch_size, max_size=batch_size))
         weights[feature] = [[draw(st.floats(-2, 2, width=32)) for _ in b] for b in bags[feature]]
     counts = {
@@ -47,7 +47,7 @@ def cases(draw):
         for table in tables
     }
     blocks = blocks_from_counts(
-        FrequencyCounts(counts, {"single": 1, "multi": 4, "shared": 4}, 10),
+        FrequencyCounts(counts, longest, 10),
         tables,
         num_blocks=draw(st.integers(1, 3)),
         scope=draw(st.sampled_from(["global", "table"])),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dnis_torchrec import Size
+from dnis_torchrec import Size, run_folder
 from dnis_torchrec.frequency import count_frequencies
 from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search, search_job
 from dnis_torchrec.jobs.common import build_recipe
@@ -141,6 +142,23 @@ def test_a_result_that_cannot_be_written_can_be_resumed(whole: Path, tmp_path: P
             run_search(job(out))
     run_search(job(out, saving=Saving(resume=True)))
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_result_that_is_cut_short_leaves_what_was_there(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    before = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+
+    def cut_short(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = RunFolder.open(out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder, "save_file", cut_short)
+        with pytest.raises(OSError, match="No space left"):
+            run.save_model(build_recipe("tests.tiny:demo", None, seed=0).model, run.scheme(), run.alpha())
+    assert {path.name: path.read_bytes() for path in out.glob("*.safetensors")} == before
 
 
 HOLD = """

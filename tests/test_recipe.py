@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.blocking import SCOPES
 from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask, check_labels, load_recipe
+from tests import tiny
 from tests.small_models import BATCH_SIZE, NUM_DENSE, dlrm, features
 
 NO_DATA = DataSplits(train=[], validation=[], selection=[], test=[])
@@ -96,6 +98,13 @@ def test_labels_of_a_binary_loss_lie_in_0_to_1(values: list[float], binary: bool
 def test_labels_are_finite(bad: float, loss: nn.Module) -> None:
     with pytest.raises(ValueError, match=f"^test batch 0: expected finite labels, got {bad}; clean the data$"):
         check_labels(torch.tensor([0.5, bad]), loss, "test batch 0")
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss])
+def test_losses_are_means(loss: type, reduction: str) -> None:
+    with pytest.raises(ValueError, match=rf"^Recipe\.loss: expected reduction 'mean'.*, got '{reduction}'"):
+        dataclasses.replace(tiny.make_recipe(), loss=loss(reduction=reduction))
 
 
 def test_integer_labels() -> None:

@@ -263,7 +263,7 @@ def test_a_prepared_model_is_turned_like_a_plain_one() -> None:
 
 
 @pytest.mark.parametrize("scope", ["global", "table"])
-@pytest.mark.parametrize("sharding_type", ["table_wise", "data_parallel"])
+@pytest.mark.parametrize("sharding_type", ["table_wise", "data_parallel", "column_wise"])
 def test_column_scales_are_root_mean_squares_over_look_ups(scope: str, sharding_type: str) -> None:
     model = build("wide_deep")
     configs, counts = model.embedding_bag_collection.embedding_bag_configs(), counts_of(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -9,13 +11,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load
-from dnis_torchrec.checkpoint import LocalCheckpointFolder
+from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load, search_loop
+from dnis_torchrec.checkpoint import LocalCheckpointFolder, transfer
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.jobs import drop_in_
 from dnis_torchrec.recipe import Recipe
-from dnis_torchrec.search import SearchConfig, SearchEvents, SearchInterrupted, search
+from dnis_torchrec.search import (
+    Saving,
+    SearchConfig,
+    SearchEvents,
+    SearchInterrupted,
+    count_training_data,
+    search,
+    table_configs,
+)
+from dnis_torchrec.search_loop import EpochRecord
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate
 from tests.tiny import make_batch, make_model, make_recipe
@@ -185,6 +197,57 @@ def test_divergence_keeps_the_last_good_checkpoint(gloo, tmp_path: Path) -> None
 
     saved = load_file(LocalCheckpointFolder(tmp_path).latest() / "rank0.safetensors")
     assert all(bool(torch.isfinite(value.float()).all()) for value in saved.values())
+
+
+def test_best_epochs_that_could_not_be_written_leave_the_last_one_that_was(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two in a row, each better than all before."""
+    config = SearchConfig(size=Size(compression_ratio=4), warm_up_epochs=1, ramp_epochs=1, release_epochs=4)
+    is_full, epochs, save_file = threading.Event(), [], transfer.save_file
+
+    def save_unless_full(*arguments: object) -> None:
+        if is_full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(*arguments)
+
+    def on_epoch(record: EpochRecord) -> None:
+        epochs.append(record.epoch)
+        if record.epoch == config.epochs - 2:
+            is_full.set()
+
+    monkeypatch.setattr(transfer, "save_file", save_unless_full)
+    monkeypatch.setattr(search_loop, "evaluate", lambda *_: {"loss": 1.0 - 0.1 * len(epochs)})
+    saving = Saving(on_error="continue")
+    outcome = search(make_recipe(), config, tmp_path, CPU, SearchEvents(on_epoch=on_epoch), saving)
+    assert epochs == list(range(config.epochs))
+    assert outcome.best_epoch == config.epochs - 3
+
+
+def test_ids_and_bags_of_all_splits_are_looked_at_before_training(gloo, tmp_path: Path) -> None:
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    table = "table 'user', feature 'user'"
+    for name in ("validation", "selection", "test"):
+        recipe = make_recipe()
+        getattr(recipe.data, name).batches[1].sparse_features.values()[0] = 40
+        with pytest.raises(ValueError, match=rf"{table}, {name} batch [12]: expected ids in 0\.\.39, got 40; hash the"):
+            search(recipe, config, tmp_path, CPU)
+        recipe = make_recipe()
+        features = getattr(recipe.data, name).batches[1].sparse_features
+        longer = {key: [*jagged.to_dense()] for key, jagged in features.to_dict().items()}
+        longer["user"][3] = torch.tensor([1, 2, 3])
+        getattr(recipe.data, name).batches[1].sparse_features = bags_of(longer)
+        counts = count_training_data(recipe.data, recipe.loss, table_configs(recipe.model))
+        assert counts.max_bag_lengths["user"] == 3
+        assert search(recipe, config, tmp_path / name, CPU).scheme.compression_ratio >= 4
+
+
+def bags_of(bags: dict[str, list[torch.Tensor]]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=list(bags),
+        values=torch.cat([bag for of_key in bags.values() for bag in of_key]),
+        lengths=torch.tensor([bag.numel() for of_key in bags.values() for bag in of_key]),
+    )
 
 
 def test_bad_labels_and_empty_splits_are_found_before_training(gloo, tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import Size
@@ -33,13 +35,21 @@ class Dropping(nn.Module):
         return self.model(self.dropout(dense_features), sparse_features)
 
 
+class Noisy:
+    """Batches in an order of its own every epoch and with noise, drawn from torch's random numbers as users' do."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._loader = DataLoader(batches, batch_size=None, shuffle=True)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._loader:
+            yield dataclasses.replace(batch, dense_features=batch.dense_features + torch.rand(1))
+
+
 def shuffled(optimizer: str) -> Recipe:
-    """Batches in an order of its own every epoch, drawn from torch's random numbers as users' loaders do."""
     recipe = make_recipe(optimizer=optimizer)
     recipe = dataclasses.replace(recipe, model=Dropping(recipe.model))
-    train, validation = (
-        DataLoader(part.batches, batch_size=None, shuffle=True) for part in (recipe.data.train, recipe.data.validation)
-    )
+    train, validation = Noisy(recipe.data.train.batches), Noisy(recipe.data.validation.batches)
     return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train, validation=validation))
 
 

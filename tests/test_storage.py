@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -202,6 +203,36 @@ def test_checkpoints_are_mirrored_while_the_caller_works(
             assert passes.acquire(timeout=60)
         assert remote.cat_file("/bucket/run/last") == b"state"
     assert "the next pass tries again" in caplog.text
+
+
+def test_no_error_ends_the_passes_and_a_folder_that_vanishes_is_none(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(outputs, "MIRROR_SECONDS", 0.01)
+    folder, passes, stop = tmp_path / "run", [], threading.Event()
+    (folder / "step-1.partial").mkdir(parents=True)
+    (folder / "step-2").mkdir()
+    (folder / "step-2" / "file").write_text("2")
+    mirror, listed = storage.Mirror(folder, "memory://bucket/run"), os.scandir
+
+    def renamed_meanwhile(path: str) -> object:
+        if Path(path) == folder / "step-2" and not passes:
+            raise FileNotFoundError(path)
+        return listed(path)
+
+    def push() -> None:
+        if not passes:
+            mirror._versions()
+            passes.append("all listed but what is gone")
+            raise ValueError("of some library")
+        passes.append(mirror._versions())
+        stop.set()
+
+    monkeypatch.setattr(os, "scandir", renamed_meanwhile)
+    monkeypatch.setattr(mirror, "push", push)
+    outputs._mirror_until(mirror, stop)
+    assert passes[0] == "all listed but what is gone"
+    assert set(passes[1]) == {"step-2/file"}
 
 
 def test_what_vanishes_while_it_is_published_is_left_out_and_a_missing_bucket_is_not(

@@ -86,7 +86,7 @@ def run_prune(
             out.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
                 task = _fine_tune(task, recipe, device, max_epochs, Path(folder))
-        metrics = evaluate(task, recipe.data.test, recipe.loss, device)
+        metrics = evaluate(task.to(device), recipe.data.test, recipe.loss, device)
     row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started)
     run = RunFolder.create(out, overwrite=overwrite)
     run.save_stages(counts, blocks)

@@ -85,16 +85,15 @@ class Mirror:
     def _versions(self) -> dict[str, tuple[int, int]]:
         """Name -> (time of the last change in ns, size) of the files of the folder."""
         versions = {}
-        for path in self.folder.rglob("*"):
-            name = path.relative_to(self.folder)
-            if path.name == FETCHED or any(part.endswith(PARTIAL) for part in name.parts):
-                continue
-            try:
-                status = path.stat()
-            except FileNotFoundError:  # replaced or removed between the listing and now
-                continue
-            if stat.S_ISREG(status.st_mode):
-                versions[name.as_posix()] = (status.st_mtime_ns, status.st_size)
+        for root, folders, files in os.walk(self.folder):  # which passes over a folder that is gone when it comes there
+            folders[:] = [name for name in folders if not name.endswith(PARTIAL)]
+            for path in (Path(root, name) for name in files if name != FETCHED and not name.endswith(PARTIAL)):
+                try:
+                    status = path.stat()
+                except FileNotFoundError:  # replaced or removed between the listing and now
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    versions[path.relative_to(self.folder).as_posix()] = (status.st_mtime_ns, status.st_size)
         return versions
 
     def _put(self, name: str) -> None:
@@ -224,5 +223,5 @@ def _mirror_until(mirror: Mirror, stop: threading.Event) -> None:
     while not stop.wait(MIRROR_SECONDS):
         try:
             mirror.push()
-        except StorageError as error:
+        except Exception as error:  # whatever it is: the last push, which the caller makes, tells it if it lasts
             logger.warning("%s; the search goes on, the next pass tries again", error)

@@ -160,5 +160,5 @@ def _evaluate(artifact: Path, form: str, recipe: str, data: Path | None) -> dict
     built = recipe_of_artifact(artifact, data, recipe=recipe)
     drop_in_(built.model, artifact, form=form)
     with process_group() as device, torch.inference_mode():
-        task = TrainTask(built.model, built.loss)
+        task = TrainTask(built.model.to(device), built.loss)
         return evaluate(task, built.data.test, built.loss, device)
