@@ -13,7 +13,7 @@ from dnis_torchrec.export import load_csr, read_scheme
 from dnis_torchrec.jobs import drop_in_, recipe_of_artifact
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.training import evaluate, process_group
+from dnis_torchrec.training import evaluate
 from dnis_torchrec.verification.findings import FAILED, SKIPPED, Finding, judged
 from dnis_torchrec.verification.integrity import check_against_run, check_files
 from dnis_torchrec.verification.latency import Latency, measure_latency
@@ -157,9 +157,9 @@ def _metrics(artifact: Path, manifest: dict[str, Any], recipe: str | None, data:
 
 
 def _evaluate(artifact: Path, form: str, recipe: str, data: Path | None) -> dict[str, float]:
-    """On the CPU, which every form runs on; the four-bit one cannot be moved elsewhere."""
+    """On the CPU, which every form runs on; the four-bit one cannot be moved elsewhere. No other rank has a part."""
     built = recipe_of_artifact(artifact, data, recipe=recipe)
     drop_in_(built.model, artifact, form=form)
-    with process_group(), torch.inference_mode():
+    with torch.inference_mode():
         task = TrainTask(built.model, built.loss)
         return evaluate(task, built.data.test, built.loss, torch.device("cpu"))
