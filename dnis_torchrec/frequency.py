@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.sketch import EstimatedCounts
@@ -162,18 +162,54 @@ def count_frequencies(batches: Iterable[KeyedJaggedTensor], tables: Sequence[Emb
     for index, features in enumerate(batches):
         jagged = features.to_dict()
         for table in tables:
-            for feature in table.feature_names:
-                check_known(f"feature of table {table.name!r} in batch {index}", feature, jagged)
-                ids = jagged[feature].values().cpu().long()
-                _check_ids(ids, table, feature, f"batch {index}")
+            for feature, (ids, longest) in bags_of(table, jagged, f"batch {index}").items():
                 counts[table.name].scatter_add_(0, ids, torch.ones_like(ids))
-                lengths = jagged[feature].lengths()
-                longest = int(lengths.max()) if lengths.numel() else 0
                 max_bag_lengths[feature] = max(max_bag_lengths[feature], longest)
         num_samples += features.stride()
     if num_samples == 0:
         raise ValueError(describe("training stream", "expected at least one sample", "none", "check the data folder"))
     return FrequencyCounts(counts, max_bag_lengths, num_samples)
+
+
+def longest_bags(features: KeyedJaggedTensor, tables: Sequence[EmbeddingBagConfig], place: str) -> dict[str, int]:
+    """The longest bag of every feature of a batch that is not counted, after a check of its ids. Local.
+
+    Args:
+        features: the batch's bags.
+        tables: the tables that read them.
+        place: which batch, for the error.
+
+    Raises:
+        ValueError: if it lacks a feature, or an id lies outside its table.
+
+    Example:
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([2, 2, 0]), lengths=torch.tensor([2, 1]))
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> longest_bags(kjt, [table], "test batch 0")
+        {'f': 2}
+    """
+    jagged = features.to_dict()
+    return {feature: length for table in tables for feature, (_, length) in bags_of(table, jagged, place).items()}
+
+
+def bags_of(table: EmbeddingBagConfig, jagged: Mapping[str, JaggedTensor], place: str) -> dict[str, tuple[Tensor, int]]:
+    """Feature -> its ids and its longest bag, for every feature that a table reads.
+
+    Args:
+        table: the table.
+        jagged: the bags of a batch, by feature.
+        place: which batch, for the error.
+
+    Raises:
+        ValueError: if the batch lacks a feature, or an id lies outside the table.
+    """
+    bags = {}
+    for feature in table.feature_names:
+        check_known(f"feature of table {table.name!r} in {place}", feature, jagged)
+        ids, lengths = jagged[feature].values().cpu().long(), jagged[feature].lengths()
+        _check_ids(ids, table, feature, place)
+        bags[feature] = ids, int(lengths.max()) if lengths.numel() else 0
+    return bags
 
 
 def count_frequencies_in_frame(frame: pd.DataFrame, tables: Sequence[EmbeddingBagConfig]) -> FrequencyCounts:

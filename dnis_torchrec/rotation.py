@@ -39,7 +39,7 @@ from dnis_torchrec.cached_tables import writing_to_tables
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.reductions import Ranks
-from dnis_torchrec.table_shards import TableShard, collections, local_shards, ranks_of, table_configs_of
+from dnis_torchrec.table_shards import TableShard, collections, local_shards, num_copies, ranks_of, table_configs_of
 
 LINEAR_STATES = frozenset({"exp_avg", "momentum_buffer"})
 """Optimizer states that turn as the gradient does."""
@@ -208,7 +208,7 @@ def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
     """
     modules = list(collections(model).values())
     parts = [part for module in modules for part in local_shards(module)]
-    ranks, tables = ranks_of(*modules), tuple(blocks.embedding_dims)
+    ranks = ranks_of(*modules)
     copies = _copies(parts, blocks.embedding_dims, counts, ranks)
     squares = {dim: torch.zeros(shape, dtype=torch.float64) for dim, shape in blocks.alpha_shapes.items()}
     for part in parts:
@@ -216,7 +216,7 @@ def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
         for chunk, rows, columns in part.chunks():
             of_rows = routing.block_of(torch.arange(rows.start, rows.stop))
             in_block = of_rows < routing.num_blocks
-            weights = counts.counts[part.table][rows].double() / copies[tables.index(part.table)]
+            weights = counts.counts[part.table][rows].double() / copies[part.table]
             energy = chunk.cpu().double().square() * weights[:, None]
             alpha_rows = blocks.first_alpha_row(part.table) + of_rows[in_block]
             squares[dim][:, columns].index_add_(0, alpha_rows, energy[in_block])
@@ -288,18 +288,17 @@ def _second_moment(
     for part in parts:
         for chunk, rows, _ in part.chunks():
             wide = chunk.double()
-            weights = counts.counts[part.table][rows].to(wide) / copies[tables.index(part.table)]
+            weights = counts.counts[part.table][rows].to(wide) / copies[part.table]
             moment = moment + (wide.T @ (wide * weights[:, None])).cpu()
     return ranks.sum_(moment / counts.num_samples)
 
 
-def _copies(parts: Sequence[TableShard], dims: Mapping[str, int], counts: FrequencyCounts, ranks: Ranks) -> Tensor:
-    """How many ranks hold each value of each table, ``(len(dims),)``: 1, or all where it is replicated."""
-    tables = list(dims)
-    held = torch.zeros(len(tables), dtype=torch.int64)
-    for part in parts:
-        held[tables.index(part.table)] += part.weight.numel()
-    return ranks.sum_(held) / torch.tensor([counts.counts[table].numel() * dim for table, dim in dims.items()])
+def _copies(
+    parts: Sequence[TableShard], dims: Mapping[str, int], counts: FrequencyCounts, ranks: Ranks
+) -> dict[str, int]:
+    """On how many ranks each value of a table is held, see `num_copies`."""
+    shards = {table: [part for part in parts if part.table == table] for table in dims}
+    return num_copies(shards, {table: (counts.counts[table].numel(), dim) for table, dim in dims.items()}, ranks)
 
 
 def _principal_axes(moment: Tensor) -> Tensor:

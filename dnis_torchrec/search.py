@@ -32,7 +32,7 @@ from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.cached_tables import PrefetchedTables
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data_over_ranks import check_same, for_counting, split_over_ranks
-from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.frequency import FrequencyCounts, longest_bags
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.pruning import STRUCTURES, prune
@@ -43,7 +43,7 @@ from dnis_torchrec.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search_loop import EpochRecord, Saving, SearchEvents, SearchInterrupted, SearchLoop
 from dnis_torchrec.storage import Address
-from dnis_torchrec.streaming import CountLimits, count_stream, longest_bags
+from dnis_torchrec.streaming import CountLimits, count_stream
 from dnis_torchrec.swap import merge_, prepare_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline

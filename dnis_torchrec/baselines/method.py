@@ -119,13 +119,13 @@ def learns_on_validation(method: Method) -> Method:
     Example:
         >>> @learns_on_validation
         ... def mine(task: MethodTask) -> MethodResult: ...
-        >>> has_learned_on_validation(mine), has_learned_on_validation(lambda task: mine(task))
+        >>> needs_validation(mine), needs_validation(lambda task: mine(task))
         (True, False)
     """
     setattr(method, _LEARNS, True)
     return method
 
 
-def has_learned_on_validation(method: Method) -> bool:
-    """Whether a method is marked by `learns_on_validation`."""
+def needs_validation(method: Method) -> bool:
+    """Whether a method is marked by `learns_on_validation`, so that the split cannot be training data too."""
     return getattr(method, _LEARNS, False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dnis_torchrec.baselines.method import MAX_EPOCHS, has_learned_on_validation
+from dnis_torchrec.baselines.method import MAX_EPOCHS, needs_validation
 from dnis_torchrec.baselines.uniform import dense_table_bytes
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, read_result
@@ -84,7 +84,7 @@ class Comparison:
         for seed in self.seeds:
             for method in (DENSE, *(name for name in self.methods if name != DENSE)):
                 for size in (None,) if method in (DENSE, NO_EMBEDDINGS) else self.sizes:
-                    own_split = (False,) if has_learned_on_validation(methods[method]) else (False, True)
+                    own_split = (False,) if needs_validation(methods[method]) else (False, True)
                     cells += [Cell(method=method, size=size, seed=seed, with_validation=on) for on in own_split]
         return tuple(cells)
 

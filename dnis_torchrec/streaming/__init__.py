@@ -4,7 +4,7 @@ files -> chunks -> parsed once, cached -> parts, split by a hash -> ranks, windo
 """
 
 from dnis_torchrec.streaming.batches import StreamedBatches, split_stream
-from dnis_torchrec.streaming.counting import CountLimits, count_stream, longest_bags
+from dnis_torchrec.streaming.counting import CountLimits, count_stream
 from dnis_torchrec.streaming.parsed import ParsedStream
 from dnis_torchrec.streaming.schema import StreamSchema
 from dnis_torchrec.streaming.split import WHOLE, Part, cut
@@ -18,6 +18,5 @@ __all__ = [
     "StreamedBatches",
     "count_stream",
     "cut",
-    "longest_bags",
     "split_stream",
 ]

@@ -6,18 +6,17 @@ as many distinct ids as fit, exactly, and the rest in a count-min sketch, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.frequency import FrequencyCounts, RowCounts
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.frequency import FrequencyCounts, RowCounts, bags_of
 from dnis_torchrec.ranks import together
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.sketch import DELTA, EPSILON, EXACT_IDS, BoundedCounter, CountMinSketch, EstimatedCounts
@@ -90,40 +89,6 @@ def count_stream(
     return counts
 
 
-def longest_bags(features: KeyedJaggedTensor, tables: Sequence[EmbeddingBagConfig], place: str) -> dict[str, int]:
-    """The longest bag of every feature of a batch that is not counted, after a check of its ids. Local.
-
-    Args:
-        features: the batch's bags.
-        tables: the tables that read them.
-        place: which batch, for the error.
-
-    Raises:
-        ValueError: if it lacks a feature, or an id lies outside its table.
-
-    Example:
-        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([2, 2, 0]), lengths=torch.tensor([2, 1]))
-        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>> longest_bags(kjt, [table], "test batch 0")
-        {'f': 2}
-    """
-    jagged = features.to_dict()
-    return {feature: length for table in tables for feature, (_, length) in _bags_of(table, jagged, place).items()}
-
-
-def _bags_of(
-    table: EmbeddingBagConfig, jagged: Mapping[str, JaggedTensor], place: str
-) -> dict[str, tuple[Tensor, int]]:
-    """Feature -> its ids, checked, and its longest bag."""
-    bags = {}
-    for feature in table.feature_names:
-        check_known(f"feature of table {table.name!r} in {place}", feature, jagged)
-        ids, lengths = jagged[feature].values().cpu().long(), jagged[feature].lengths()
-        _check_ids(ids, table, feature, place)
-        bags[feature] = ids, int(lengths.max()) if lengths.numel() else 0
-    return bags
-
-
 def _count(
     batches: Iterable[KeyedJaggedTensor], tables: Sequence[EmbeddingBagConfig], limits: CountLimits
 ) -> FrequencyCounts:
@@ -135,7 +100,7 @@ def _count(
         jagged = features.to_dict()
         for table in tables:
             own = counts[table.name]
-            for feature, (ids, longest) in _bags_of(table, jagged, f"batch {index}").items():
+            for feature, (ids, longest) in bags_of(table, jagged, f"batch {index}").items():
                 if isinstance(own, EstimatedCounts):
                     own.counter.add(ids.numpy())
                 else:
@@ -150,14 +115,6 @@ def _nothing_counted(num_embeddings: int, limits: CountLimits) -> RowCounts:
         return torch.zeros(num_embeddings, dtype=torch.int64)
     counter = BoundedCounter(exact_ids=limits.exact_ids, epsilon=limits.epsilon, delta=limits.delta)
     return EstimatedCounts(counter, num_embeddings)
-
-
-def _check_ids(ids: Tensor, table: EmbeddingBagConfig, feature: str, place: str) -> None:
-    lowest, highest = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
-    in_range = lowest >= 0 and highest < table.num_embeddings
-    where, received = f"table {table.name!r}, feature {feature!r}, {place}", lowest if lowest < 0 else highest
-    remedy = "hash the ids into the table, or raise its num_embeddings"
-    check(in_range, where, f"expected ids in 0..{table.num_embeddings - 1}", received, remedy)
 
 
 def _merged(counts: FrequencyCounts, ranks: Ranks) -> FrequencyCounts:
