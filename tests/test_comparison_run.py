@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import dnis_torchrec.comparison.run as run_module
 from dnis_torchrec import cli
@@ -298,6 +299,21 @@ def test_a_crash_is_told_after_everything_is_written_and_exits_with_1(
     assert "dnis at 3: crashed: RuntimeError: not today" in done.stderr
     assert "dnis" in done.stdout
     assert (out / "comparison.html").is_file()
+
+
+def test_data_at_a_url_may_be_fetched_elsewhere_the_next_time(
+    out: Path, stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MemoryFileSystem().pipe("/bucket/data/file", b"1")
+    arguments = ("--data", "memory://bucket/data", "--methods", "dnis", "--sizes", 2, "--seeds", 1, "--out", out)
+    for cache in ("here", "there"):
+        monkeypatch.setenv("DNIS_CACHE", str(tmp_path / cache))
+        done = compare(monkeypatch, *arguments)
+        assert done.returncode == 0, done.stderr
+    assert calls(out) == ["dense+validation-seed0", "dense-seed0", "dnis-size2-seed0"]  # nothing ran again
+    task = json.loads((out / "cells" / "dense-seed0" / "task.json").read_text())
+    assert Path(task["data"]).is_relative_to(tmp_path / "here")
+    assert task["rules"]["data"] == "memory://bucket/data"
 
 
 def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
