@@ -1,20 +1,18 @@
 """Batches cut into parts along the samples, so that an upper step can take less than a whole validation batch.
 
-Shapes: B batch, F features.
+Shapes: B batch.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
 
 import torch
-from torch import Tensor
 from torchrec.datasets.utils import Batch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.batch_slices import slice_of
+from dnis_torchrec.checks import check
 
 
 class BatchParts:
@@ -22,31 +20,33 @@ class BatchParts:
 
     An upper step costs about as much as the samples that it sees; what it learns from half of them is noisier, and the
     running mean of alpha's gradients is there for noise. A pass over the stream then takes that many more steps. A
-    batch of fewer samples gives that many parts of one. Local. What is split over ranks after it was cut gives them the
-    samples that one process alone would take.
+    batch of too few samples gives fewer parts. Local. What is split over ranks after it was cut gives them the samples
+    that one process alone would take.
 
     Args:
         batches: can be iterated again and again; its attributes ``epoch`` and ``is_split_over_ranks``, if it has them,
             are passed on.
         num_parts: parts of a batch; 1 leaves it whole.
+        at_least: samples of a part: one for each rank that takes its share of it.
 
     Raises:
         ValueError: if `num_parts` is below 1.
 
     Example:
+        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
         >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0, 1]), lengths=torch.tensor([2, 1]))
         >>> batch = Batch(torch.zeros(2, 1), kjt, torch.ones(2))
         >>> [part.sparse_features.values().tolist() for part in BatchParts([batch], 2)]
         [[3, 0], [1]]
     """
 
-    def __init__(self, batches: Iterable[Batch], num_parts: int) -> None:
+    def __init__(self, batches: Iterable[Batch], num_parts: int, at_least: int = 1) -> None:
         check(num_parts >= 1, "num_parts", "expected at least 1", num_parts)
-        self._batches, self._num_parts = batches, num_parts
+        self._batches, self._num_parts, self._at_least = batches, num_parts, at_least
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._batches:
-            yield from cut(batch, self._num_parts)
+            yield from cut(batch, self._num_parts, self._at_least)
 
     def __getattr__(self, name: str) -> object:
         if name in ("epoch", "is_split_over_ranks"):
@@ -61,42 +61,19 @@ class BatchParts:
             super().__setattr__(name, value)
 
 
-def cut(batch: Batch, num_parts: int) -> Iterator[Batch]:
+def cut(batch: Batch, num_parts: int, at_least: int = 1) -> Iterator[Batch]:
     """The parts of a batch, in the order of its samples.
 
     Args:
-        batch: a Batch or a dataclass that extends it; whatever tensor it holds has B rows.
-        num_parts: at most so many; never an empty one.
-
-    Raises:
-        NotImplementedError: for features of variable batch size.
+        batch: what `slice_of` can cut; left whole where it makes no two parts.
+        num_parts: at most so many.
+        at_least: samples of a part.
     """
-    features, batch_size = batch.sparse_features, batch.sparse_features.stride()
-    if num_parts == 1:
+    batch_size = batch.sparse_features.stride()
+    num_parts = min(num_parts, batch_size // at_least)
+    if num_parts < 2:
         yield batch
         return
-    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-        requirement = "expected one batch size for all features (stride), the only kind that can be cut"
-        raise NotImplementedError(describe("KeyedJaggedTensor", requirement, "a batch size per feature"))
-    bounds = torch.linspace(0, batch_size, min(num_parts, max(batch_size, 1)) + 1).round().long().tolist()
-    held = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    bounds = torch.linspace(0, batch_size, num_parts + 1).round().long().tolist()
     for first, last in itertools.pairwise(bounds):
-        rows = {name: tensor[first:last] for name, tensor in tensors.items()}
-        yield replace(batch, sparse_features=_samples(features, first, last), **rows)
-
-
-def _samples(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
-    """Samples [first, last) of every key."""
-    keys, batch_size = features.keys(), features.stride()
-    values, weights = features.values(), features.weights_or_none()
-    offsets = features.offsets().view(-1)
-    begins = (torch.arange(len(keys), device=offsets.device) * batch_size + first).tolist()
-    spans = [(int(offsets[begin]), int(offsets[begin + last - first])) for begin in begins]
-    return KeyedJaggedTensor(
-        keys=keys,
-        values=torch.cat([values[start:end] for start, end in spans]),
-        weights=None if weights is None else torch.cat([weights[start:end] for start, end in spans]),
-        lengths=features.lengths().view(len(keys), batch_size)[:, first:last].reshape(-1),
-        stride=last - first,
-    )
+        yield slice_of(batch, first, last)

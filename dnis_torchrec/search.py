@@ -307,14 +307,13 @@ def search(
     """
     ranks = Ranks.everyone()
     events = events or SearchEvents()
-    # Cut before ranks take their slices: several ranks then step on the samples that one process would step on.
-    validation = BatchParts(recipe.data.validation, config.upper_batch_parts)
-    recipe = replace(recipe, data=split_over_ranks(replace(recipe.data, validation=validation), ranks))
     with together():
         tables = table_configs(recipe.model)
     limits = CountLimits(exact_rows=config.exact_count_rows)
-    counts = count_training_data(recipe.data, recipe.loss, tables, limits=limits, process_group=ranks.group)
-    check_same(recipe.data, ranks)
+    whole = split_over_ranks(recipe.data, ranks)
+    counts = count_training_data(whole, recipe.loss, tables, limits=limits, process_group=ranks.group)
+    check_same(whole, ranks)
+    recipe = replace(recipe, data=replace(whole, validation=_in_parts(recipe.data, config, ranks)))
     blocks = blocks_from_counts(
         counts, tables, num_blocks=config.num_blocks, scope=config.scope, strategy=config.strategy
     )
@@ -357,6 +356,15 @@ def search(
         best_epoch=loop.best.epoch,
         seconds_before=loop.seconds_before,
     )
+
+
+def _in_parts(data: DataSplits, config: SearchConfig, ranks: Ranks) -> Iterable[Batch]:
+    """This rank's share of every part of the validation batches.
+
+    Cut before ranks take their slices: several ranks then step on the samples that one process would step on.
+    """
+    parts = BatchParts(data.validation, config.upper_batch_parts, at_least=ranks.world_size)
+    return split_over_ranks(replace(data, validation=parts), ranks).validation
 
 
 def _turn_(

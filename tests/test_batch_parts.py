@@ -1,49 +1,24 @@
-"""Batches cut into parts: together they are the batch again, and none is empty."""
+"""Batches cut into parts: together they are the batch again, and none is too small."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrec.datasets.utils import Batch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.batch_parts import BatchParts, cut
 from dnis_torchrec.data_over_ranks import SplitsItself
-from dnis_torchrec.recipe import RankingBatch
+from tests.batches import Sample, samples, to_batch, to_samples
 
 
-@st.composite
-def batches(draw):
-    """Bags of two features, empty ones among them, with or without weights."""
-    batch_size = draw(st.integers(1, 7))
-    lengths = torch.tensor(draw(st.lists(st.integers(0, 3), min_size=2 * batch_size, max_size=2 * batch_size)))
-    ids = torch.arange(int(lengths.sum()))
-    weights = ids.float() / 10 if draw(st.booleans()) else None
-    features = KeyedJaggedTensor(keys=["a", "b"], values=ids, lengths=lengths, weights=weights)
-    numbers = torch.arange(batch_size)
-    return RankingBatch(numbers.float().view(-1, 1), features, numbers.float(), numbers)
-
-
-def bags_of(batch: Batch) -> list[list[list[float]]]:
-    """Sample -> feature -> ids, and weights after them."""
-    features = [batch.sparse_features[key] for key in ("a", "b")]
-    held = [own.to_dense() + (own.to_dense_weights() if own.weights_or_none() is not None else []) for own in features]
-    size = batch.sparse_features.stride()
-    return [[own[i].tolist() for own in held for i in range(sample, len(own), size)] for sample in range(size)]
-
-
-@given(batches(), st.integers(1, 9))
-def test_the_parts_are_the_batch(batch: RankingBatch, num_parts: int) -> None:
-    parts = list(cut(batch, num_parts))
+@given(st.lists(samples, min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 3), st.booleans())
+def test_the_parts_are_the_batch(of: list[Sample], num_parts: int, at_least: int, weighted: bool) -> None:
+    parts = list(cut(to_batch(of, weighted=weighted), num_parts, at_least))
     sizes = [part.labels.numel() for part in parts]
-    assert len(parts) == min(num_parts, batch.labels.numel())
+    assert len(parts) == max(1, min(num_parts, len(of) // at_least))
     assert max(sizes) - min(sizes) <= 1
-    assert [bag for part in parts for bag in bags_of(part)] == bags_of(batch)
-    for name in ("dense_features", "labels", "queries"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
-    assert all(isinstance(part, RankingBatch) and part.sparse_features.keys() == ["a", "b"] for part in parts)
+    assert min(sizes) >= min(at_least, len(of))
+    assert [sample for part in parts for sample in to_samples(part)] == of
 
 
 class Counted(list):
@@ -69,14 +44,6 @@ def test_what_is_split_over_ranks_stays_so() -> None:
     assert not isinstance(BatchParts(Counted(), 2), SplitsItself)
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_less_than_one_part_is_refused() -> None:
     with pytest.raises(ValueError, match="num_parts: expected at least 1, got 0"):
         BatchParts([], 0)
-    features = KeyedJaggedTensor(
-        keys=["a", "b"],
-        values=torch.arange(3),
-        lengths=torch.ones(3, dtype=torch.int64),
-        stride_per_key_per_rank=[[1], [2]],
-    )
-    with pytest.raises(NotImplementedError, match="expected one batch size for all features"):
-        next(cut(Batch(torch.zeros(1, 1), features, torch.ones(1)), 2))

@@ -10,25 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.datasets.utils import Batch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.data_over_ranks import SlicedBatches, check_same, for_counting, slice_of, split_over_ranks
-from dnis_torchrec.recipe import DataSplits, RankingBatch
+from dnis_torchrec.data_over_ranks import SlicedBatches, check_same, for_counting, split_over_ranks
+from dnis_torchrec.recipe import DataSplits
 from dnis_torchrec.reductions import Ranks
+from tests.batches import OneOf, Sample, samples, to_batch, to_samples
 
-Sample = tuple[float, float, tuple[tuple[int, ...], ...]]
-"""Label, query and the bag of each of two features."""
-
-
-class OneOf(Ranks):
-    """A rank of several that has nobody to talk to."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__()
-        self.rank, self.world_size = rank, world_size
-
-    def max_(self, values: torch.Tensor) -> torch.Tensor:
-        return values
+batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
 
 
 @dataclass
@@ -41,47 +29,6 @@ class Counting:
     def __iter__(self) -> Iterator[Batch]:
         self.epoch += 1
         return iter(self.batches)
-
-
-samples = st.tuples(
-    st.sampled_from([0.0, 1.0]),
-    st.integers(0, 3).map(float),
-    st.tuples(*[st.lists(st.integers(0, 9), max_size=3).map(tuple)] * 2),
-)
-batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
-
-
-def to_batch(of: list[Sample], *, weighted: bool) -> RankingBatch:
-    bags = [bag for feature in range(2) for _, _, pair in of for bag in (pair[feature],)]
-    values = torch.tensor([row for bag in bags for row in bag], dtype=torch.int64)
-    features = KeyedJaggedTensor(
-        keys=["f", "g"],
-        values=values,
-        weights=values / 7 if weighted else None,
-        lengths=torch.tensor([len(bag) for bag in bags]),
-        stride=len(of),
-    )
-    labels, queries = torch.tensor([label for label, _, _ in of]), torch.tensor([int(query) for _, query, _ in of])
-    return RankingBatch(labels.unsqueeze(1) + 2, features, labels, queries)
-
-
-def to_samples(batch: RankingBatch) -> list[Sample]:
-    assert torch.equal(batch.dense_features.squeeze(1), batch.labels + 2)
-    features = batch.sparse_features
-    if features.weights_or_none() is not None:
-        torch.testing.assert_close(features.weights(), features.values() / 7)
-    columns = [features[key].to_dense() for key in ("f", "g")]
-    pairs = [tuple(tuple(bag.tolist()) for bag in bags) for bags in zip(*columns, strict=True)]
-    return list(zip(batch.labels.tolist(), batch.queries.float().tolist(), pairs, strict=True))
-
-
-@given(st.lists(samples, min_size=1, max_size=9), st.data(), st.booleans())
-def test_a_slice_holds_just_its_samples(of: list[Sample], data: st.DataObject, weighted: bool) -> None:
-    first = data.draw(st.integers(0, len(of) - 1))
-    last = data.draw(st.integers(first + 1, len(of)))
-    sliced = slice_of(to_batch(of, weighted=weighted), first, last)
-    assert sliced.sparse_features.stride() == last - first
-    assert to_samples(sliced) == of[first:last]
 
 
 @given(batches, st.integers(2, 4))
@@ -172,16 +119,3 @@ def test_other_batches_on_another_rank_are_named() -> None:
     with pytest.raises(ValueError, match=message):
         check_same(data, Talking(0, 2))
     check_same(data, OneOf(0, 2))
-
-
-def test_what_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"^batch: expected a dataclass, as TorchRec's Batch is, got list"):
-        slice_of([1], 0, 1)  # type: ignore[arg-type]
-    features = KeyedJaggedTensor(
-        keys=["f", "g"],
-        values=torch.arange(3),
-        lengths=torch.ones(3, dtype=torch.int64),
-        stride_per_key_per_rank=[[1], [2]],
-    )
-    with pytest.raises(NotImplementedError, match=r"^batch: supported is one batch size for all features, got several"):
-        slice_of(Batch(torch.zeros(2, 1), features, torch.zeros(2)), 0, 1)

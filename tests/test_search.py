@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load, search_loop
+from dnis_torchrec.batch_slices import slice_of
 from dnis_torchrec.checkpoint import LocalCheckpointFolder, transfer
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.jobs import drop_in_
@@ -23,6 +24,7 @@ from dnis_torchrec.search import (
     SearchConfig,
     SearchEvents,
     SearchInterrupted,
+    _in_parts,
     count_training_data,
     search,
     table_configs,
@@ -30,6 +32,7 @@ from dnis_torchrec.search import (
 from dnis_torchrec.search_loop import EpochRecord
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate
+from tests.batches import OneOf
 from tests.tiny import make_batch, make_model, make_recipe
 
 CPU = torch.device("cpu")
@@ -230,7 +233,7 @@ def test_ids_and_bags_of_all_splits_are_looked_at_before_training(gloo, tmp_path
     for name in ("validation", "selection", "test"):
         recipe = make_recipe()
         getattr(recipe.data, name).batches[1].sparse_features.values()[0] = 40
-        with pytest.raises(ValueError, match=rf"{table}, {name} batch [12]: expected ids in 0\.\.39, got 40; hash the"):
+        with pytest.raises(ValueError, match=rf"{table}, {name} batch 1: expected ids in 0\.\.39, got 40; hash the"):
             search(recipe, config, tmp_path, CPU)
         recipe = make_recipe()
         features = getattr(recipe.data, name).batches[1].sparse_features
@@ -240,6 +243,15 @@ def test_ids_and_bags_of_all_splits_are_looked_at_before_training(gloo, tmp_path
         counts = count_training_data(recipe.data, recipe.loss, table_configs(recipe.model))
         assert counts.max_bag_lengths["user"] == 3
         assert search(recipe, config, tmp_path / name, CPU).scheme.compression_ratio >= 4
+
+
+def test_no_rank_is_left_out_of_a_part() -> None:
+    """Two samples are one part for two ranks: two parts would be too small for both to step on."""
+    recipe, config = make_recipe(), SearchConfig(size=Size(compression_ratio=4), upper_batch_parts=2)
+    batch = slice_of(recipe.data.validation.batches[0], 0, 2)
+    for number in range(2):
+        parts = _in_parts(replace(recipe.data, validation=[batch]), config, OneOf(number, 2))
+        assert [part.labels.tolist() for part in parts] == [batch.labels[number : number + 1].tolist()]
 
 
 def bags_of(bags: dict[str, list[torch.Tensor]]) -> KeyedJaggedTensor:
