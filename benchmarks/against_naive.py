@@ -44,7 +44,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from benchmarks.step_time import numbers, write_json
+from benchmarks.step_time import numbers
 from dnis_torchrec import (
     BilevelStream,
     BilevelTrainPipeline,
@@ -58,6 +58,7 @@ from dnis_torchrec import (
 )
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.training import evaluate, process_group, shard
+from dnis_torchrec.whole_files import write_json
 from examples.models import build_tables
 
 FEATURES = ("user", "item")
@@ -399,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(compare(num_rows, rates, limit, repeats, run_apart))
         print_row(rows[-1])
     if arguments.json:
-        write_json(arguments.json, rows)
+        write_json(arguments.json, {"rows": rows})
 
 
 if __name__ == "__main__":

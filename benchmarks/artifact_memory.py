@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from benchmarks.files import output_file
 from dnis_torchrec.export import load, read_manifest, write_artifact
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.whole_files import write_json
 
 FORMS = ("csr", "csr_int8", "mixed_dimension")
 EMBEDDING_DIM, RETAINED = 32, 16
@@ -113,9 +113,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{form:>16}  loaded in {row['load_seconds']:.3f} s  {sizes}", flush=True)
             rows.append(row)
     if arguments.json:
-        temporary = arguments.json.with_name(f"{arguments.json.name}.partial")
-        temporary.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, arguments.json)
+        write_json(arguments.json, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from dnis_torchrec.whole_files import write_json
 
 BENCHMARKS = ("step_time", "against_naive")
 COMMITTED = Path(__file__).parent / "ratios.json"
@@ -168,9 +169,7 @@ def read(path: Path) -> tuple[str, dict[str, Ratio]]:
 def write(path: Path, note: str, ratios: dict[str, Ratio]) -> None:
     """Writes a note and ratios in one piece."""
     content = {"note": note, "ratios": {name: asdict(ratio) for name, ratio in ratios.items()}}
-    temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_json(path, content)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ import torch
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
 
 from benchmarks.files import output_file
-from benchmarks.step_time import numbers, write_json
+from benchmarks.step_time import numbers
 from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, cut
+from dnis_torchrec.whole_files import write_json
 from examples.criteo_stream import CATEGORIES, make_schema
 
 ROWS, QUICK_ROWS = 2_000_000, 200_000
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append(measure_cache(path, cache, batch_size, shuffle=shuffle, whole=whole))
                 print(report(rows[-1]), flush=True)
     if arguments.json:
-        write_json(arguments.json, rows)
+        write_json(arguments.json, {"rows": rows})
 
 
 if __name__ == "__main__":

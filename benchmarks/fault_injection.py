@@ -37,6 +37,7 @@ from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, search
 from dnis_torchrec.table_shards import collections, local_shards
 from dnis_torchrec.training import process_group
+from dnis_torchrec.whole_files import write_json
 from examples.datasets.synthetic import generate
 from examples.models import build_dlrm, build_tables, seeded
 
@@ -212,10 +213,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         result = inject(given.kills, Path(folder), given.seed, given.ranks)
-    text = json.dumps(result)
-    print(text)
+    print(json.dumps(result))
     if given.json is not None:
-        given.json.write_text(text + "\n", encoding="utf-8")
+        write_json(given.json, result)
 
 
 if __name__ == "__main__":

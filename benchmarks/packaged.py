@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
 import statistics
 import tempfile
 import time
@@ -35,6 +33,7 @@ from dnis_torchrec.packaging import Signature, load_package, write_package
 from dnis_torchrec.packaging.flat_model import FlatModel
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.whole_files import write_json
 
 COLLECTION = "sparse_arch.embedding_bag_collection"
 NUM_EMBEDDINGS = (
@@ -172,10 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             models |= {f"eager_{form}": FlatModel(model, signature), f"aoti_{form}": load_package(out)}
         rows = rows_of(models, scheme, rounds)
     if arguments.json:
-        temporary = arguments.json.with_name(f"{arguments.json.name}.partial")
         fields = {"torch": str(torch.__version__), "tables": len(scheme.tables), "rows": rows}
-        temporary.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, arguments.json)
+        write_json(arguments.json, fields)
 
 
 def prepare(artifact: Path | None, data: Path | None, folder: Path, forms: Sequence[str]) -> tuple[nn.Module, Path]:

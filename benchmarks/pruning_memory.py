@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from dnis_torchrec import FrequencyCounts, Size, blocks_from_counts, export, pru
 from dnis_torchrec.jobs import versions
 from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.table_shards import collections, local_shards
+from dnis_torchrec.whole_files import write_json
 
 SHARDINGS = ("row_wise", "column_wise")
 STRUCTURES = ("block", "element")
@@ -123,9 +123,7 @@ def main() -> None:
         print(" | ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
     if arguments.json_file:
         head = {"rows": rows, "table": [arguments.rows, arguments.dim], "compression": arguments.compression}
-        partial = arguments.json_file.with_name(f"{arguments.json_file.name}.partial")
-        partial.write_text(json.dumps({**head, "versions": versions()}, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, arguments.json_file)
+        write_json(arguments.json_file, {**head, "versions": versions()})
 
 
 if __name__ == "__main__":

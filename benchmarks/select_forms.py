@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from benchmarks.files import output_file
-from benchmarks.step_time import spread, write_json
+from benchmarks.step_time import spread
 from dnis_torchrec.block_operators import are_compiled, select_pieces
 from dnis_torchrec.soft_selection import select_per_sample
+from dnis_torchrec.whole_files import write_json
 
 NUM_FEATURES, EMBEDDING_DIM, NUM_BLOCKS, BATCH_SIZE = 26, 64, 6, 4096
 ROUNDS, QUICK_ROUNDS, WARM_UP_ROUNDS = 40, 6, 2
@@ -146,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         low, high = row["cpu_quartiles"]
         print(f"{row['level']}  {row['form']:>10} {row['cpu_ms']:9.2f} {row['cpu_ratio']:8.2f} [{low:.2f}, {high:.2f}]")
     if arguments.json:
-        write_json(arguments.json, rows)
+        write_json(arguments.json, {"rows": rows})
 
 
 if __name__ == "__main__":

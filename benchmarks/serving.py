@@ -18,7 +18,6 @@ somebody else needs makes torch's threads wait for each other, whichever form is
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -42,6 +41,7 @@ from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection, load_operator
 from dnis_torchrec.serving.csr_build import instruction_set
+from dnis_torchrec.whole_files import write_json
 
 EMBEDDING_DIM, DENSITY = 64, 0.05
 NUM_EMBEDDINGS, NUM_TABLES, NUM_EMBEDDINGS_OF_MANY = 1_000_000, 26, 40_000
@@ -329,10 +329,8 @@ def main(argv: list[str] | None = None) -> None:
             torch.set_num_threads(1)
             rows += rows_of(case, poolings_of_many, threads, rounds)
     if arguments.json:
-        temporary = arguments.json.with_name(f"{arguments.json.name}.partial")
         fields = {"instruction_set": compiled, "torch": str(torch.__version__), "rows": rows}
-        temporary.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, arguments.json)
+        write_json(arguments.json, fields)
 
 
 if __name__ == "__main__":

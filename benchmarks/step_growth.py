@@ -23,8 +23,9 @@ import torch
 import torchrec
 
 from benchmarks.files import output_file
-from benchmarks.step_time import SHAPES, WARM_UP_ROUNDS, Bilevel, Shape, make_batches, numbers, spread, vary, write_json
+from benchmarks.step_time import SHAPES, WARM_UP_ROUNDS, Bilevel, Shape, make_batches, numbers, spread, vary
 from dnis_torchrec.training import process_group
+from dnis_torchrec.whole_files import write_json
 
 BATCH_SIZES = [1024, 2048, 4096, 8192]
 NUM_EMBEDDINGS = [10_000, 100_000, 1_000_000, 10_000_000]
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_rows(found)
         rows += found
     if arguments.json:
-        write_json(arguments.json, rows)
+        write_json(arguments.json, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.search import SearchConfig, table_configs
 from dnis_torchrec.streaming import count_stream
 from dnis_torchrec.training import process_group, shard
+from dnis_torchrec.whole_files import write_json
 from examples.models import build_tables
 from examples.models.collaborative import MatrixFactorization
 
@@ -388,13 +389,6 @@ def print_row(row: dict[str, Any]) -> None:
         print("  ".join([f"{name:>9}", *(f"{parts[part]:13.3f}" for part in PARTS)]), flush=True)
 
 
-def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes ``{"rows": [...]}`` in one piece."""
-    temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_text(json.dumps({"rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def numbers(text: str) -> list[int]:
     """The positive integers of a comma-separated list."""
     values = [int(part) for part in text.split(",")]
@@ -460,7 +454,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(report(shape, measured, memory_of_runs))
         print_row(rows[-1])
     if arguments.json:
-        write_json(arguments.json, rows)
+        write_json(arguments.json, {"rows": rows})
 
 
 if __name__ == "__main__":

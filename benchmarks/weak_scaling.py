@@ -40,8 +40,8 @@ from benchmarks.step_time import (
     numbers,
     spread,
     take_turns,
-    write_json,
 )
+from dnis_torchrec.whole_files import write_json
 
 RANKS = [1, 2, 4]
 BATCH_SIZE = 1024
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for world_size in arguments.ranks:
         rows.append(measure(shape, world_size, QUICK_ROUNDS if arguments.quick else ROUNDS))
         print_row(rows[-1])
-    write_json(arguments.json, rows)
+    write_json(arguments.json, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,23 +9,20 @@ Shapes: N rows of a table, D embedding_dim, S blocks, A rows of alpha for one D 
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.frequency import FrequencyCounts, RowCounts, pieces
 from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.whole_files import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +105,7 @@ class RowBlocks:
             tensors |= {f"{table}/{key}": value for key, value in routing.to_tensors().items()}
         head = {"scope": self.scope, "strategy": self.strategy, "tables": described}
         head["max_bag_lengths"] = dict(self.max_bag_lengths)
-        temporary = path.with_name(f"{path.name}.partial")
-        save_file(tensors, temporary, metadata={"row_blocks": json.dumps(head)})
-        os.replace(temporary, path)
+        write_tensors(path, tensors, "row_blocks", head)
 
     @staticmethod
     def load(path: Path) -> RowBlocks:
@@ -119,15 +114,7 @@ class RowBlocks:
         Raises:
             ValueError: if the file is damaged or holds something else.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                head = (file.metadata() or {}).get("row_blocks", "")
-                check(bool(head), str(path), "expected a file of row blocks", "another file")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        except SafetensorError as error:
-            requirement = "expected a whole safetensors file"
-            raise ValueError(describe(str(path), requirement, str(error), "use another one")) from error
-        described = json.loads(head)
+        tensors, described = read_tensors(path, "row_blocks")
         routings, dims = {}, {}
         for table, (num_embeddings, num_blocks, dim) in described["tables"].items():
             parts = {k: tensors[f"{table}/{k}"] for k in ("boundaries", "block_of_row") if f"{table}/{k}" in tensors}

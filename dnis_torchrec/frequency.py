@@ -6,8 +6,6 @@ seen and can be dropped (pruning.py). Ids are counted after hashing, that is, as
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +13,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.sketch import EstimatedCounts
+from dnis_torchrec.whole_files import read_tensors, write_tensors
 
 RowCounts = Tensor | EstimatedCounts
 """Occurrences of a table's rows: ``(N,)`` int64, or in bounded memory, to be read a slice at a time."""
@@ -100,14 +97,12 @@ class FrequencyCounts:
     def save(self, path: Path) -> None:
         """Writes one safetensors file, whole or not at all; what is estimated stays as small as it is."""
         estimated = self._estimated()
-        described = {"max_bag_lengths": dict(self.max_bag_lengths), "num_samples": self.num_samples}
-        described |= {"tables": list(self.counts), "estimated": list(estimated)}
+        head = {"max_bag_lengths": dict(self.max_bag_lengths), "num_samples": self.num_samples}
+        head |= {"tables": list(self.counts), "estimated": list(estimated)}
         tensors = {name: counts for name, counts in self.counts.items() if isinstance(counts, Tensor)}
         for name, counts in estimated.items():
             tensors |= {f"{name}/{part}": value for part, value in counts.to_tensors().items()}
-        temporary = path.with_name(f"{path.name}.partial")
-        save_file(tensors, temporary, metadata={"frequency_counts": json.dumps(described)})
-        os.replace(temporary, path)
+        write_tensors(path, tensors, "frequency_counts", head)
 
     @staticmethod
     def load(path: Path) -> FrequencyCounts:
@@ -116,15 +111,7 @@ class FrequencyCounts:
         Raises:
             ValueError: if the file is damaged or holds something else.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                described = (file.metadata() or {}).get("frequency_counts", "")
-                check(bool(described), str(path), "expected a file of frequency counts", "another file")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        except SafetensorError as error:
-            requirement = "expected a whole safetensors file"
-            raise ValueError(describe(str(path), requirement, str(error), "use another one")) from error
-        head = json.loads(described)
+        tensors, head = read_tensors(path, "frequency_counts")
         counts: dict[str, RowCounts] = {name: tensors[name] for name in head["tables"] if name in tensors}
         for name in head["estimated"]:
             own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}

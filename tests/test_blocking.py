@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec import blocking, frequency
+from dnis_torchrec import frequency
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.sketch import BoundedCounter, EstimatedCounts
@@ -148,7 +148,7 @@ def test_a_save_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path, monkey
         file.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(blocking, "save_file", break_off)
+    monkeypatch.setattr("dnis_torchrec.whole_files.save_file", break_off)
     with pytest.raises(OSError, match="disk full"):
         blocks_from_counts(counts, tables, num_blocks=3).save(path)
     assert RowBlocks.load(path).routings["a"].num_blocks == 2

@@ -151,7 +151,7 @@ def test_a_save_is_of_the_moment_it_was_asked_for(gloo, tmp_path: Path, monkeypa
 def test_a_folder_that_cannot_be_written(gloo, tmp_path: Path, caplog, what: str, code: int) -> None:
     """Full, or read-only from now on: the last good checkpoint stays, and the run goes on as configured."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(code, "cannot write")
 
     for on_error in ("stop", "continue"):

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec import frequency
 from dnis_torchrec.frequency import (
     FrequencyCounts,
     count_frequencies,
@@ -138,7 +137,7 @@ def test_a_save_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path, monkey
         file.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(frequency, "save_file", break_off)
+    monkeypatch.setattr("dnis_torchrec.whole_files.save_file", break_off)
     with pytest.raises(OSError, match="disk full"):
         expected_counts([]).save(path)
     assert_same(FrequencyCounts.load(path), counts)

@@ -19,10 +19,11 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from dnis_torchrec.checkpoint.manifest import Manifest, write_text
+from dnis_torchrec.checkpoint.manifest import Manifest
 from dnis_torchrec.checks import check
 from dnis_torchrec.ranks import on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.storage import Address, inside, put_file
+from dnis_torchrec.whole_files import write_text
 
 LATEST = "latest.json"
 SHARED = "shared.partial"
@@ -218,7 +219,7 @@ class LocalCheckpointFolder(CheckpointFolder):
         if final.exists():  # of a run that got here before it was interrupted
             self._remove(step)
         os.replace(self.partial_of(step), final)
-        write_text(self._folder / LATEST, latest_text(final))
+        write_text(self._folder / LATEST, latest_text(final), durable=True)
         for doomed in self._unneeded(self.steps(), step, keep):
             self._remove(doomed)
 

@@ -6,7 +6,6 @@ read it. A file is complete or absent, never half. Runs that are interrupted go 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from dnis_torchrec.checks import check, describe, nearest
 from dnis_torchrec.table_shards import collections, local_shards
+from dnis_torchrec.whole_files import written_whole
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -51,10 +51,8 @@ def save_checkpoint(path: Path, model: nn.Module, extra: Mapping[str, Tensor] | 
         extra: further tensors, such as the alpha optimizer's state.
     """
     tensors = state_tensors(model) | {f"extra/{name}": value for name, value in (extra or {}).items()}
-    target = _rank_file(path)
-    temporary = target.with_suffix(".partial")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
-    os.replace(temporary, target)
+    with written_whole(_rank_file(path)) as unfinished:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished)
 
 
 @torch.no_grad()

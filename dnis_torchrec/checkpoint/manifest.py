@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from dnis_torchrec.checkpoint.placement import ITERATIONS, TableDescription
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.storage import Address, file_size, inside, read_bytes
+from dnis_torchrec.whole_files import write_text
 
 FORMAT = "dnis-torchrec-checkpoint"
 FORMAT_VERSION = 1
@@ -58,7 +59,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Writes manifest.json, whole or not at all."""
-        write_text(folder / MANIFEST, self.text())
+        write_text(folder / MANIFEST, self.text(), durable=True)
 
     @staticmethod
     def read(folder: Address) -> Manifest:
@@ -183,13 +184,3 @@ def _tensor_differences(manifest: Manifest, sizes: Mapping[str, tuple[int, ...]]
         size = tuple(manifest.tensors[key]["size"])
         if size != sizes[key] and not is_per_shard:
             yield f"{key} has shape {size} instead of {sizes[key]}"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file that survives the machine, whole or not at all."""
-    temporary = path.with_name(f"{path.name}.partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -111,13 +111,6 @@ def check_json(file: Path | None) -> None:
         check(file.parent.is_dir(), f"--json {file}", "expected an existing folder", file.parent)
 
 
-def write_text(file: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = file.with_name(f"{file.name}.partial")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, file)
-
-
 def print_table(table: Table, at_least: int) -> None:
     """Prints a table as wide as the terminal, or as `at_least` where that is less or there is none."""
     Console(width=max(at_least, Console().width), file=sys.stdout).print(table)

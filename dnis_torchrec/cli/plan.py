@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +9,10 @@ import typer
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings
-from dnis_torchrec.cli.app import app, arguments, check_json, print_table, write_text
+from dnis_torchrec.cli.app import app, arguments, check_json, print_table
 from dnis_torchrec.export import read_scheme
 from dnis_torchrec.planning import Cluster, compare_plans, parse_bytes, parse_tables, plan_table, tables_of_scheme
+from dnis_torchrec.whole_files import write_json
 
 PLAN_WIDTH = 150
 
@@ -62,5 +62,5 @@ def plan(
             before, after = parse_tables(table or ())
     comparison = compare_plans(before, after, cluster)
     if json_file is not None:
-        write_text(json_file, json.dumps(comparison.to_json(), indent=1))
+        write_json(json_file, comparison.to_json())
     print_table(plan_table(comparison), PLAN_WIDTH)

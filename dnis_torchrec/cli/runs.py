@@ -24,7 +24,6 @@ from dnis_torchrec.cli.app import (
     check_json,
     is_first_rank,
     print_table,
-    write_text,
 )
 from dnis_torchrec.export import read_scheme
 from dnis_torchrec.export.exporting import ARTIFACT_FORMS
@@ -34,6 +33,7 @@ from dnis_torchrec.recipe import load_recipe
 from dnis_torchrec.report import ReportRow, rows_table
 from dnis_torchrec.run_folder import RunFolder
 from dnis_torchrec.search import Saving
+from dnis_torchrec.whole_files import write_json
 
 ROWS_WIDTH = 100
 
@@ -224,10 +224,9 @@ def evaluate(
         check_data(data)
         check_json(json_file)
     result = run_evaluate(path, data)
-    text = json.dumps(result, indent=1)
     if json_file is not None:
-        write_text(json_file, text)
-    typer.echo(text)
+        write_json(json_file, result)
+    typer.echo(json.dumps(result, indent=1))
 
 
 @app.command()

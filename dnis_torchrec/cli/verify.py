@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +19,11 @@ from dnis_torchrec.cli.app import (
     check_data,
     check_json,
     print_table,
-    write_text,
 )
 from dnis_torchrec.verification import Verification
 from dnis_torchrec.verification import verify as verify_artifact
 from dnis_torchrec.verification.findings import OK, Finding
+from dnis_torchrec.whole_files import write_json
 
 WIDTH = 120
 MANY = 6
@@ -57,7 +56,7 @@ def verify(
         check_json(json_file)
     found = verify_artifact(artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds)
     if json_file is not None:
-        write_text(json_file, json.dumps(found.to_json(), indent=1))
+        write_json(json_file, found.to_json())
     _print(found)
     if found.failures:
         for finding in found.failures:

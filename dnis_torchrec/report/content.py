@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.report.row_distribution import RowDistribution
+from dnis_torchrec.whole_files import written_whole
 
 DENSE, NO_EMBEDDINGS = "dense", "no-embeddings"
 """The methods that have no size: the uncompressed model, and the model with every embedding zero."""
@@ -156,12 +156,8 @@ def write_content(path: Path, content: bytes) -> Path:
     """Writes a file atomically, as `write_text`."""
     path = Path(path)
     check(path.parent.is_dir(), str(path), "expected an existing folder", str(path.parent), "create it first")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_whole(path) as unfinished:
+        unfinished.write_bytes(content)
     return path
 
 

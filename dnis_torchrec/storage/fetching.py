@@ -17,9 +17,9 @@ import fsspec
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.storage.access import filesystem, local_path, retrying, version_of
+from dnis_torchrec.whole_files import write_json, written_whole
 
 CACHE_VARIABLE = "DNIS_CACHE"
-PARTIAL = ".partial"
 FETCHED = ".fetched.json"
 """Where a copy keeps the versions of its files."""
 
@@ -99,16 +99,7 @@ def _fetch_files(
         target, version = folder / name, version_of(infos[remote])
         if known.get(name) != version or not target.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
-            # The process id: several on this machine may fetch the same file.
-            unfinished = target.with_name(f"{target.name}.{os.getpid()}{PARTIAL}")
-            retrying(partial(files.get_file, remote, str(unfinished)), place)
-            os.replace(unfinished, target)
+            with written_whole(target, by_many=True) as unfinished:
+                retrying(partial(files.get_file, remote, str(unfinished)), place)
         present[name] = version
-    write_record(record, present)
-
-
-def write_record(record: Path, content: dict[str, str]) -> None:
-    """Writes a small JSON file whole or not at all."""
-    unfinished = record.with_name(f"{record.name}.{os.getpid()}{PARTIAL}")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, record)
+    write_json(record, present, by_many=True)

@@ -16,7 +16,8 @@ from pathlib import Path
 from fsspec import AbstractFileSystem
 
 from dnis_torchrec.storage.access import filesystem, local_path, retrying
-from dnis_torchrec.storage.fetching import PARTIAL, cache_folder, fetch
+from dnis_torchrec.storage.fetching import cache_folder, fetch
+from dnis_torchrec.whole_files import written_whole
 
 Address = str | os.PathLike[str]
 
@@ -48,16 +49,15 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
     """
     here = local_path(address)
     if here is not None:
-        unfinished = here.with_name(f"{here.name}{PARTIAL}")
-        size = _write_and_sync(unfinished, write)
-        os.replace(unfinished, here)
-        return size
+        with written_whole(here, durable=True) as unfinished:
+            write(unfinished)
+            return unfinished.stat().st_size
     files, remote = filesystem(address)
     with _temporary_folder() as folder:
         local = folder / posixpath.basename(remote)
-        size = _write_and_sync(local, write)
+        write(local)
         upload(files, local, remote, f"address {os.fspath(address)}")
-    return size
+        return local.stat().st_size
 
 
 def upload(files: AbstractFileSystem, local: Path, remote: str, place: str) -> None:
@@ -139,13 +139,6 @@ def file_names(folder: Address) -> list[str]:
     with suppress(FileNotFoundError):
         found = retrying(lambda: files.find(path), f"address {os.fspath(folder)}")
     return sorted(name.removeprefix(root) for name in found if name.startswith(root))
-
-
-def _write_and_sync(path: Path, write: Callable[[Path], object]) -> int:
-    write(path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return path.stat().st_size
 
 
 @contextmanager

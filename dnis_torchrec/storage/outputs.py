@@ -23,8 +23,9 @@ from pathlib import Path
 from dnis_torchrec.checks import describe
 from dnis_torchrec.storage.access import StorageError, exists, filesystem, local_path, retrying
 from dnis_torchrec.storage.claim import claimed
-from dnis_torchrec.storage.fetching import FETCHED, PARTIAL, cache_folder, fetch, local_copy_of, write_record
+from dnis_torchrec.storage.fetching import FETCHED, cache_folder, fetch, local_copy_of
 from dnis_torchrec.storage.files import upload
+from dnis_torchrec.whole_files import PARTIAL, write_json
 
 MIRROR_SECONDS = 30.0
 """Seconds between two passes that copy to storage what changed in an output folder."""
@@ -180,7 +181,7 @@ def shared_output(
         return
     with output(address, job=job, skip=skip) as folder:
         told.parent.mkdir(parents=True, exist_ok=True)
-        write_record(told, {"folder": str(folder)})
+        write_json(told, {"folder": str(folder)}, by_many=True)
         try:
             yield folder
         finally:

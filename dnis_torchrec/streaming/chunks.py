@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.storage import expand, filesystem, read_bytes, retrying, version_of
+from dnis_torchrec.whole_files import write_text, written_whole
 
 CHUNK_ROWS = 1 << 16
 FORMAT_VERSION = 1
@@ -112,16 +113,10 @@ def index_files(
     chunks = [chunk for number, address in enumerate(plain) for chunk in _chunks_of(address, number, chunk_rows)]
     index = ChunkIndex(plain, fingerprint, tuple(chunks))
     if kept is not None:
-        write_whole(kept, json.dumps({"files": index.files, "chunks": [astuple(chunk) for chunk in index.chunks]}))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        content = {"files": index.files, "chunks": [astuple(chunk) for chunk in index.chunks]}
+        write_text(kept, json.dumps(content) + "\n", by_many=True)
     return index
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; several processes may do so at a time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _version(address: str) -> str:
@@ -140,18 +135,17 @@ def _plain(address: str, version: str, cache: Path | None) -> str:
     if unpacked.is_file():
         return str(unpacked)
     cache.mkdir(parents=True, exist_ok=True)
-    partial = unpacked.with_name(f"{unpacked.name}.{os.getpid()}.partial")
 
-    def unpack() -> None:
-        with fsspec.open(address, "rb", compression="infer") as source, open(partial, "wb") as target:
+    def unpack(unfinished: Path) -> None:
+        with fsspec.open(address, "rb", compression="infer") as source, unfinished.open("wb") as target:
             try:
                 shutil.copyfileobj(source, target, READ_BYTES)
             except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
                 whole = "expected a whole compressed file"
                 raise ValueError(describe(place, whole, error, "download it again")) from error
 
-    retrying(unpack, place)
-    os.replace(partial, unpacked)
+    with written_whole(unpacked, by_many=True) as unfinished:
+        retrying(lambda: unpack(unfinished), place)
     return str(unpacked)
 
 

@@ -21,6 +21,7 @@ from dnis_torchrec.hashing import spread
 from dnis_torchrec.streaming.chunks import CHUNK_ROWS, FORMAT_VERSION, ChunkIndex, index_files
 from dnis_torchrec.streaming.parsing import ParsedChunk, parse_chunk
 from dnis_torchrec.streaming.schema import StreamSchema
+from dnis_torchrec.whole_files import written_whole
 
 
 class ParsedStream:
@@ -86,9 +87,8 @@ class ParsedStream:
         parsed = parse_chunk(self.index.files[chunk.file], chunk, self.schema)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-            save_file({name: tensor.contiguous() for name, tensor in parsed.to_tensors().items()}, partial)
-            os.replace(partial, file)
+            with written_whole(file, by_many=True) as unfinished:
+                save_file({name: tensor.contiguous() for name, tensor in parsed.to_tensors().items()}, unfinished)
         return parsed
 
     def split_position(self, number: int, seed: int) -> np.ndarray:

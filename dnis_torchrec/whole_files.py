@@ -1,0 +1,100 @@
+"""Files that are written whole or not at all: who reads one sees what it was or what it is, never a part."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dnis_torchrec.checks import check, describe
+
+PARTIAL = ".partial"
+"""What the name of a file ends with that is being written."""
+
+
+@contextmanager
+def written_whole(path: Path, *, durable: bool = False, by_many: bool = False) -> Iterator[Path]:
+    """Lends a path to write a file to, which takes the file's place once the block has ended well.
+
+    Args:
+        path: of the file; an older one is replaced, or stays if the block fails.
+        durable: see to it that the content survives the machine before it takes the file's place.
+        by_many: several processes of this machine may write the file at a time; the last one's is kept.
+
+    Yields:
+        A path beside `path`, free to be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with written_whole(Path(folder, "a.txt")) as unfinished:
+        ...         _ = unfinished.write_text("whole")
+        ...     print(Path(folder, "a.txt").read_text(), len(list(Path(folder).iterdir())))
+        whole 1
+    """
+    writer = f".{os.getpid()}" if by_many else ""
+    unfinished = path.with_name(f"{path.name}{writer}{PARTIAL}")
+    try:
+        yield unfinished
+        if durable:
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, *, durable: bool = False, by_many: bool = False) -> Path:
+    """Writes UTF-8 text whole or not at all, see `written_whole`; returns `path`."""
+    with written_whole(path, durable=durable, by_many=by_many) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+    return path
+
+
+def write_json(path: Path, content: Any, *, by_many: bool = False) -> Path:
+    """Writes an indented JSON document and a newline whole or not at all, see `written_whole`; returns `path`."""
+    return write_text(path, json.dumps(content, indent=1) + "\n", by_many=by_many)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], kind: str, head: Mapping[str, Any]) -> None:
+    """Writes a safetensors file with a JSON head whole or not at all, see `written_whole`.
+
+    Args:
+        path: of the file.
+        tensors: name -> contiguous tensor.
+        kind: what the file holds, ``snake_case``; `read_tensors` asks for it.
+        head: JSON-able.
+    """
+    with written_whole(path) as unfinished:
+        save_file(dict(tensors), unfinished, metadata={kind: json.dumps(head)})
+
+
+def read_tensors(path: Path, kind: str) -> tuple[dict[str, Tensor], Any]:
+    """Reads what `write_tensors` wrote.
+
+    Args:
+        path: of the file.
+        kind: what it should hold.
+
+    Returns:
+        The tensors, and the head.
+
+    Raises:
+        ValueError: if the file is damaged or holds something else.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            head = (file.metadata() or {}).get(kind, "")
+            check(bool(head), str(path), f"expected a file of {kind.replace('_', ' ')}", "another file")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except SafetensorError as error:
+        requirement = "expected a whole safetensors file"
+        raise ValueError(describe(str(path), requirement, str(error), "use another one")) from error
+    return tensors, json.loads(head)

@@ -1,0 +1,78 @@
+"""Files that are written whole or not at all: what fails, or is under way, leaves the old one to be read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dnis_torchrec.whole_files import read_tensors, write_json, write_tensors, write_text, written_whole
+
+
+@pytest.mark.parametrize("by_many", [False, True])
+def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path, by_many: bool) -> None:
+    path = write_text(tmp_path / "a.txt", "old")
+    with path.open() as reader:
+        with written_whole(path, by_many=by_many) as unfinished:
+            unfinished.write_text("new")
+            assert path.read_text() == "old"
+            assert unfinished.name.endswith(".partial")
+            assert (str(os.getpid()) in unfinished.name) is by_many
+        assert path.read_text() == "new"
+        assert reader.read() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "a.txt", "old")
+
+    def run_out_of_room() -> None:
+        with written_whole(path) as unfinished:
+            unfinished.write_text("ne")
+            raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        run_out_of_room()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(FileNotFoundError):
+        write_text(tmp_path / "gone" / "a.txt", "new")
+
+
+def test_durable_content_is_on_disk_before_the_file_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, seen = tmp_path / "a.txt", []
+
+    def note(_: int) -> None:
+        seen.append(sorted(own.read_text() for own in tmp_path.iterdir()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_text(path, "1")
+    assert seen == []
+    write_text(path, "2", durable=True)
+    assert seen == [["1", "2"]]
+    assert path.read_text() == "2"
+
+
+def test_json_is_a_document_that_ends_its_line(tmp_path: Path) -> None:
+    content = {"a": [1, None], "b": "ü"}
+    text = write_json(tmp_path / "a.json", content).read_text(encoding="utf-8")
+    assert json.loads(text) == content
+    assert text.endswith("}\n")
+
+
+def test_tensors_come_back_with_their_head(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "a.safetensors", {"a": torch.arange(3), "b/c": torch.ones(2, 1)}
+    write_tensors(path, tensors, "row_blocks", {"tables": {"a": 3}})
+    found, head = read_tensors(path, "row_blocks")
+    assert head == {"tables": {"a": 3}}
+    assert {name: value.tolist() for name, value in found.items()} == {n: v.tolist() for n, v in tensors.items()}
+    with pytest.raises(ValueError, match="expected a file of frequency counts, got another file"):
+        read_tensors(path, "frequency_counts")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="expected a whole safetensors file"):
+        read_tensors(path, "row_blocks")
