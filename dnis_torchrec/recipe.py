@@ -96,7 +96,8 @@ class Recipe:
         column_order: which columns die first, see `order` there: ``"alpha"`` or ``"importance"``.
         alpha_learning_rate: step of alpha; None takes the one that the ramp suggests. Noisy validation gradients, as
             those of clicks are, want a smaller one.
-        upper_every: lower steps per upper step. More cost less, and an epoch has fewer steps of alpha.
+        upper_every: lower steps per upper step. More cost less, and an epoch has fewer steps of alpha, which want to be
+            larger.
         notes: limits of the data, shown beside every figure that comes from it.
     """
 

@@ -66,23 +66,21 @@ _RATINGS_WITH_TOWER = {
 the network's rate in the release for NeuMF at 2, the order of columns for both at 4 and 10. The warm-up is as long as a
 plain training: 8 epochs for MLP, 3 for NeuMF."""
 _WITH_NETWORK = {
-    "ramp_epochs": 6,
-    "release_epochs": 12,
-    "column_sharing": 3.0,
-    "alpha_learning_rate": 0.003,
+    "scope": "table",
     "release_table_learning_rate": CLICKS_RELEASE_RATE,
     "release_dense_learning_rate": SLOW_NETWORK_RATE,
 }
-"""How clicks are searched with a network behind the tables; chosen for DLRM on `selection` of seed 0, compression 6,
-the network's rate in the release at 20, of seeds 0 and 2. Of nine searches whose release was 5 epochs at most, five
-were at their best on `selection` in the last one."""
-_DLRM = _WITH_NETWORK | {"scope": "table"}
-"""Blocks of their own for tables that differ in worth: with the network at its own rate on `selection` of seed 0 better
-at compression 6 and 20, by .0010 and .0066, and worse at 4 and 10, by .0053 and .0012."""
+"""How clicks are searched with a network behind the tables; the network's rate in the release chosen for DLRM on
+`selection` of seeds 0 and 2, compression 20. Tables that differ in worth have blocks of their own: for DLRM as it was
+searched first better at compression 6 and 20, by .0010 and .0066, and worse at 4 and 10, by .0053 and .0012."""
+_FEWER_UPPER_STEPS = {"upper_every": 2, "alpha_learning_rate": 0.012}
+"""So that a search takes at most three plain trainings. Half as many upper steps want larger ones: at the rate of one
+every lower step alpha gets half as far. Of .003, .006 and .012 the best for DeepFM on `selection` of seed 0, at
+compression 6 and 20, and for DLRM at 2."""
+_DLRM = _WITH_NETWORK | _FEWER_UPPER_STEPS | {"column_sharing": 3.0, "ramp_epochs": 4, "release_epochs": 7}
 _WITH_TOWER = _WITH_NETWORK | {
-    "scope": "table",
     "column_order": "importance",
-    "column_sharing": 0.0,
+    "alpha_learning_rate": 0.003,
     "warm_up_epochs": 2,
     "ramp_epochs": 8,
     "release_epochs": 10,
