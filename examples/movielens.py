@@ -239,7 +239,7 @@ def ctr_deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = 
     def build(samples: Samples, bias: float) -> nn.Module:
         return DeepFM(_clicks_tables(samples, embedding_dim), tower=CLICKS_TOWER, initial_bias=bias)
 
-    return replace(_clicks(data, "ctr_deepfm", build, seed), **_WITH_TOWER)
+    return replace(_clicks(data, "ctr_deepfm", build, seed), **_WITH_TOWER | _FEWER_UPPER_STEPS)
 
 
 def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
