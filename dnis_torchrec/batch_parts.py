@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torchrec.datasets.utils import Batch
@@ -48,17 +49,22 @@ class BatchParts:
         for batch in self._batches:
             yield from cut(batch, self._num_parts, self._at_least)
 
-    def __getattr__(self, name: str) -> object:
-        if name in ("epoch", "is_split_over_ranks"):
-            return getattr(self._batches, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+    @property
+    def is_split_over_ranks(self) -> bool:
+        """Whether the batches are this rank's own already, see `dnis_torchrec.data_over_ranks.SplitsItself`."""
+        return getattr(self._batches, "is_split_over_ranks", False)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """`epoch` is the batches' own: a resumed search sets it."""
-        if name == "epoch":
-            self._batches.epoch = value  # type: ignore[attr-defined]
-        else:
-            super().__setattr__(name, value)
+    @property
+    def epoch(self) -> int:
+        """Number of the next epoch, where the batches count them; set it to resume."""
+        batches: Any = self._batches
+        return batches.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        """Sets it in the batches."""
+        batches: Any = self._batches
+        batches.epoch = epoch
 
 
 def cut(batch: Batch, num_parts: int, at_least: int = 1) -> Iterator[Batch]:

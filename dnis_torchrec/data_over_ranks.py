@@ -14,7 +14,7 @@ Shapes: B batch, W ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torchrec.datasets.utils import Batch
@@ -25,9 +25,8 @@ from dnis_torchrec.recipe import DataSplits
 from dnis_torchrec.reductions import Ranks
 
 
-@runtime_checkable
 class SplitsItself(Protocol):
-    """Batches that are this rank's own already, as many on every rank."""
+    """Batches that are this rank's own already, as many on every rank, and say so; others need not say anything."""
 
     is_split_over_ranks: bool
 
@@ -116,14 +115,22 @@ def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
     parts: dict[str, Iterable[Batch]] = {}
     for name, equal in learned_on.items():
         batches = getattr(data, name)
-        is_split = isinstance(batches, SplitsItself) and batches.is_split_over_ranks
+        is_split = getattr(batches, "is_split_over_ranks", False)
         parts[name] = batches if is_split else SlicedBatches(batches, ranks, name, equal=equal)
     return DataSplits(**parts)
 
 
 def for_counting(batches: Iterable[Batch]) -> Iterable[Batch]:
-    """What this rank counts of a training split, once: over all ranks, every sample. Local, no collective."""
-    return batches.counted() if isinstance(batches, SlicedBatches) else batches
+    """What this rank counts and checks of a split that is learned on, once. Local, no collective.
+
+    Over all ranks it is every sample: what an epoch leaves out may be in the next one, or in a part of a batch.
+
+    Args:
+        batches: of a split from `split_over_ranks`. Those that leave samples out say with a method ``counted()`` what
+            all of them are; of others an epoch is taken.
+    """
+    counted = getattr(batches, "counted", None)
+    return batches if counted is None else counted()
 
 
 def check_same(data: DataSplits, ranks: Ranks) -> None:

@@ -250,8 +250,8 @@ def count_training_data(
     longest: Counter[str] = Counter()
     with together(process_group):
         for name in ("validation", "selection", "test"):
-            num_batches = 0
-            for batch in _checked(getattr(data, name), loss, name):
+            num_batches, batches = 0, getattr(data, name)
+            for batch in _checked(for_counting(batches) if name == "validation" else batches, loss, name):
                 longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {num_batches}"))
                 num_batches += 1
             check(num_batches > 0, f"{name} stream", "expected at least one batch", 0, "check the data splits")

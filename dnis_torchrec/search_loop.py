@@ -192,7 +192,7 @@ class SearchLoop:
             NonFiniteError: if training diverges.
             ValueError: if the checkpoint to resume from is damaged or of another search.
         """
-        latest = on_rank_zero(self._folder.latest) if self._saving.resume else None
+        latest = on_rank_zero(self._cleaned_latest) if self._saving.resume else None
         if latest is not None:
             self._restore(latest)
         with CheckpointSaver(self._folder, on_error=self._saving.on_error) as saver:
@@ -203,6 +203,10 @@ class SearchLoop:
         self._pipeline.detach()
         if self.best.step >= 0:
             self._pipeline.restore_weights(self._folder.path_of(self.best.step))
+
+    def _cleaned_latest(self) -> Address | None:
+        self._folder.clean()
+        return self._folder.latest()
 
     @property
     def _steps(self) -> int:
@@ -291,6 +295,7 @@ class SearchLoop:
         best = asdict(self.best) if self.best.step >= 0 else None
         own: dict[str, Any] = {"epoch": self._epoch, "is_over": self._is_over, "best": best}
         own["seconds"] = self.seconds_before + time.monotonic() - self._started
+        own["steps_per_epoch"] = self._steps_per_epoch
         own["history"] = [asdict(record) for record in self.history]
         whole = TrainingState(
             tensors={**state.tensors, f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)},
@@ -301,7 +306,7 @@ class SearchLoop:
 
     def _restore(self, path: Address) -> None:
         # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen them.
-        written = on_rank_zero(lambda: Manifest.read(path).world_size)
+        written = on_rank_zero(lambda: self._ranks_of(path))
         ranks = range(rank_of(), written, world_size_of())
         losses = {f"rank{rank}/losses": torch.zeros_like(self._losses) for rank in ranks}
         placed = {name: PlacedTensor.of(own_losses) for name, own_losses in losses.items()}
@@ -311,3 +316,12 @@ class SearchLoop:
         self.best = self._best_before = Best(**own["best"] or {})
         self.history = [EpochRecord(**record) for record in own["history"]]
         self._events.on_resume(self._pipeline.lower_steps, tuple(self.history))
+
+    def _ranks_of(self, path: Address) -> int:
+        """Ranks that wrote a checkpoint; refuses one whose epochs, and with them warm-up and ramp, were not as long."""
+        manifest = Manifest.read(path)
+        steps, world_size = manifest.values["search"]["steps_per_epoch"], manifest.world_size
+        requirement = f"expected one with {self._steps_per_epoch} lower steps per epoch, as many as now"
+        remedy = f"resume with the data of the run, and data that splits itself over ranks on {world_size} of them"
+        check(steps == self._steps_per_epoch, f"checkpoint {path}", requirement, steps, remedy)
+        return world_size

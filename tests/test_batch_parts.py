@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dnis_torchrec.batch_parts import BatchParts, cut
-from dnis_torchrec.data_over_ranks import SplitsItself
-from tests.batches import Sample, samples, to_batch, to_samples
+from dnis_torchrec.data_over_ranks import split_over_ranks
+from dnis_torchrec.recipe import DataSplits
+from tests.batches import OneOf, Sample, samples, to_batch, to_samples
 
 
 @given(st.lists(samples, min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 3), st.booleans())
@@ -40,8 +41,10 @@ def test_what_is_split_over_ranks_stays_so() -> None:
     """Else every rank would take a slice of what is its own already."""
     own = Counted()
     own.is_split_over_ranks = True
-    assert isinstance(BatchParts(own, 2), SplitsItself)
-    assert not isinstance(BatchParts(Counted(), 2), SplitsItself)
+    for batches, is_left_alone in ((own, True), (Counted(), False)):
+        parts = BatchParts(batches, 2)
+        data = split_over_ranks(DataSplits(train=parts, validation=parts, selection=parts, test=parts), OneOf(0, 2))
+        assert (data.validation is parts) == is_left_alone
 
 
 def test_less_than_one_part_is_refused() -> None:

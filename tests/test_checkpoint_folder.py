@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
 import logging
+import os
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,6 +34,7 @@ from dnis_torchrec.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
+from dnis_torchrec.checkpoint.manifest import Manifest
 from dnis_torchrec.checkpoint.placement import Chunk, TableDescription
 from dnis_torchrec.storage import Address
 from tests.small_models import MODELS, blocks_for
@@ -112,6 +117,38 @@ def test_the_last_ones_and_the_best_are_kept(gloo, address: Address) -> None:
     write_checkpoint(folder, 4, numbers(4.5), None, keep=(2,))  # a run that went back to step 2
     assert folder.steps() == [2, 4]
     assert read(folder.latest()) == [4.5] * 3
+
+
+@pytest.mark.parametrize("killed_at", range(6))
+def test_a_kill_while_the_latest_is_replaced_loses_nothing(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+) -> None:
+    """A run that was stopped at the end of an epoch saves its step once more when it goes on."""
+    folder, number = LocalCheckpointFolder(tmp_path), itertools.count()
+    write_checkpoint(folder, 1, numbers(1), None)
+    manifest = Manifest.read(folder.latest())
+    shutil.copytree(folder.latest(), folder.partial_of(1))
+
+    remove = shutil.rmtree
+
+    def until_killed(action: Callable) -> Callable:
+        def act(path: Path, *others, **how) -> None:
+            if next(number) == killed_at:
+                for file in list(Path(path).glob("rank*"))[: action is remove]:
+                    file.unlink()
+                raise KeyboardInterrupt
+            action(path, *others, **how)
+
+        return act
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", until_killed(os.replace))
+        patched.setattr(shutil, "rmtree", until_killed(remove))
+        with pytest.raises(KeyboardInterrupt):
+            folder.publish(1, manifest)
+    folder.clean()
+    assert read(folder.latest()) == [1.0] * 3
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
 def test_a_half_written_checkpoint_does_not_count(gloo, tmp_path: Path) -> None:
@@ -217,7 +254,7 @@ def test_other_blocks_have_another_fingerprint() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 2}, "expected format version 1, got 2; use the version of dnis_torchrec that wrote it"),
+        ({"format_version": 1}, "expected format version 2, got 1; use the version of dnis_torchrec that wrote it"),
         ({"format": "other"}, "expected format 'dnis-torchrec-checkpoint', got 'other'"),
         ({"files": {"../rank0.safetensors": 1}}, r"expected names of files in it, got '../rank0.safetensors'"),
         (

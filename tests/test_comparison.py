@@ -25,6 +25,7 @@ from dnis_torchrec.comparison.outputs import joined_versions, missing_lines
 from dnis_torchrec.comparison.streams import InterleavedBatches
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
+from dnis_torchrec.data_over_ranks import for_counting
 from dnis_torchrec.export import read_manifest
 from dnis_torchrec.jobs import run_evaluate
 from dnis_torchrec.recipe import load_recipe
@@ -172,6 +173,16 @@ def test_interleaving_has_the_new_order_of_every_epoch() -> None:
     first, second = list(merged), list(merged)
     assert first != second
     assert {*first} == {*second} == {0, 1, 2, "x"}
+
+
+def test_interleaving_counts_what_its_streams_count() -> None:
+    class DroppingTail(list):
+        """Says of itself what an epoch leaves out."""
+
+        def counted(self):
+            return iter([*self, "tail"])
+
+    assert sorted(for_counting(InterleavedBatches(DroppingTail(["a"]), "x"))) == ["a", "tail", "x"]
 
 
 def test_rows_with_validation_see_all_of_it_and_nothing_else(gloo, tmp_path: Path) -> None:

@@ -99,6 +99,16 @@ def is_alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+@pytest.mark.timeout(60)
+def test_a_cell_that_cannot_be_begun_is_an_error_and_no_endless_wait(out: Path) -> None:
+    """As on a full disk; the next cell would have waited for the slot of the first."""
+    folders = make_folders(out, 2, 3, 4, 5)
+    for folder in folders[:-1]:
+        (folder / "log.txt").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"log\.txt"):
+        stand_in(folders, jobs=1)
+
+
 def test_a_cell_knows_nothing_of_a_torchrun_around_it(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With RANK and MASTER_PORT of its parent a cell would wait for ranks that are none of its own."""
     told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "job"}

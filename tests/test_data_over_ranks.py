@@ -14,7 +14,9 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.data_over_ranks import SlicedBatches, check_same, for_counting, split_over_ranks
 from dnis_torchrec.recipe import DataSplits
 from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.search import count_training_data, table_configs
 from tests.batches import OneOf, Sample, samples, to_batch, to_samples
+from tests.tiny import make_batch, make_recipe
 
 batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
 
@@ -59,6 +61,20 @@ def test_judging_and_counting_leave_nothing_out(of: list[list[Sample]], world_si
     if short is None:
         for number, part in enumerate(of):
             assert [sample for own in judged for sample in to_samples(list(own)[number])] == part
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_no_sample_of_what_is_learned_on_stays_unchecked(split: str) -> None:
+    """Sample 6 of 7 is in no rank's third, but in a rank's share of the second half, which is what an upper step takes.
+
+    An error that one rank met in training would leave the others waiting.
+    """
+    recipe = make_recipe()
+    batch = make_batch(7, seed=0)
+    batch.sparse_features.values()[6] = 40
+    data = split_over_ranks(replace(recipe.data, **{split: [batch]}), OneOf(2, 3))
+    with pytest.raises(ValueError, match=r"table 'user', feature 'user'.*: expected ids in 0\.\.39, got 40"):
+        count_training_data(data, recipe.loss, table_configs(recipe.model))
 
 
 def splits(*names: str, of: list[Sample]) -> DataSplits:

@@ -5,7 +5,9 @@ With the caches of `row_caches` here; with FBGEMM's own, on GPUs, in distributed
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,9 +17,11 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from dnis_torchrec import search as search_module
 from dnis_torchrec import training
+from dnis_torchrec.baselines.magnitude import MagnitudePruning
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.budget import Size
 from dnis_torchrec.cached_tables import writing_to_tables
+from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.frequency import count_frequencies
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
@@ -182,18 +186,30 @@ def test_whoever_writes_to_tables_finds_their_rows_there_and_leaves_no_older_one
     assert all(cache.events == ["flush", "purge"] for cache in caches)
 
 
-@pytest.mark.parametrize("write_", ["fold_", "mask", "rotate_"])
-def test_everything_that_writes_to_tables_says_so(gloo, write_: str) -> None:
+@pytest.mark.parametrize("write_", ["fold_", "mask", "rotate_", "load_checkpoint", "magnitude"])
+def test_everything_that_writes_to_tables_says_so(
+    gloo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_: str
+) -> None:
     recipe, model, optimizer, caches = prepared(cached=True)
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    mask = RetainedMask(model)
+    mask, magnitude = RetainedMask(model), sys.modules[MagnitudePruning.__module__]
+    monkeypatch.setattr(magnitude, "shard", lambda *_: (model, optimizer))
+    monkeypatch.setattr(magnitude, "train_plainly", lambda *_, **__: None)
+    pruning = MagnitudePruning(recipe, seed=0, device=CPU, folder=tmp_path, patience=1)
+    save_checkpoint(tmp_path / "saved", model)
     for cache in caches:
         cache.events.clear()
-    {"fold_": lambda: fold_(model), "mask": mask.hold_, "rotate_": lambda: rotate_(model, optimizer, counts)}[write_]()
+    {
+        "fold_": lambda: fold_(model),
+        "mask": mask.hold_,
+        "rotate_": lambda: rotate_(model, optimizer, counts),
+        "load_checkpoint": lambda: load_checkpoint(tmp_path / "saved", model),
+        "magnitude": lambda: pruning.prune_(40),
+    }[write_]()
     for cache in caches:
-        assert cache.events[-1] == "purge"
-        assert "flush" in cache.events
+        assert cache.events.index("flush") < cache.events.index("purge")
+        assert {*cache.events} == {"flush", "purge"}
 
 
 @pytest.mark.parametrize("prefetched", [False, True])

@@ -14,8 +14,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dnis_torchrec.data_over_ranks import for_counting
 from dnis_torchrec.hashing import hash_values, spread
 from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, StreamSchema, cut, parsed, split_stream
+from dnis_torchrec.streaming.chunks import index_files
 from dnis_torchrec.streaming.epochs import EpochOrder
 from dnis_torchrec.streaming.split import Part
 from tests.streaming_data import COLUMNS, SCHEMA, contents, draw, expected, labels, write_parquet, write_text
@@ -35,6 +37,20 @@ def text(tmp_path: Path) -> Path:
 
 def stream_of(folder: Path, **settings: object) -> ParsedStream:
     return ParsedStream([folder / "part_*.tsv"], SCHEMA, **{"chunk_rows": 8, **settings})
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_counting_sees_every_sample_and_moves_nothing(text: Path, world_size: int) -> None:
+    """An epoch leaves out a tail, the next one another."""
+    stream, seen = stream_of(text), []
+    for rank in range(world_size):
+        batches = StreamedBatches(stream, batch_size=5, rank=rank, world_size=world_size)
+        next(iter(batches))
+        before = batches.state_dict()
+        seen += [label for batch in labels(for_counting(batches)) for label in batch]
+        assert batches.state_dict() == before
+        assert len(list(batches)) == len(batches)
+    assert sorted(seen) == list(range(53))
 
 
 @pytest.mark.parametrize("form", ["text", "parquet", "gzip"])
@@ -60,6 +76,18 @@ def test_every_sample_becomes_what_the_definitions_say(tmp_path: Path, form: str
             wanted = expected(sample)
             assert found[number].pop("dense") == pytest.approx(wanted.pop("dense"))
             assert found[number] == wanted
+
+
+def test_text_that_was_removed_from_the_cache_is_unpacked_again(tmp_path: Path) -> None:
+    """It is by far the largest file there."""
+    write_text(tmp_path / "a.tsv", SAMPLES)
+    (tmp_path / "a.tsv.gz").write_bytes(gzip.compress((tmp_path / "a.tsv").read_bytes()))
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        index = index_files([tmp_path / "a.tsv.gz"], cache=cache, chunk_rows=8)
+        (unpacked,) = index.files
+        assert Path(unpacked).read_bytes() == (tmp_path / "a.tsv").read_bytes()
+        Path(unpacked).unlink()
 
 
 def test_hashes_stay_what_they_are() -> None:

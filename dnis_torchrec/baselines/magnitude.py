@@ -12,6 +12,7 @@ from torch import nn
 from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import columns_of_dims, keep_columns_, row_blocks
 from dnis_torchrec.budget import Size, SizeOutOfReachError
+from dnis_torchrec.cached_tables import writing_to_tables
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.csr_size import column_bytes, pointer_bytes
 from dnis_torchrec.pruning import RetainedMask, keep_largest_, num_elements, prune
@@ -81,7 +82,8 @@ class MagnitudePruning:
         Args:
             num_keep: values to keep of all tables.
         """
-        keep_largest_(self._shards, num_keep)
+        with writing_to_tables(self._model):
+            keep_largest_(self._shards, num_keep)
         return self._train(RetainedMask(self._model))
 
     def unshard_(self) -> nn.Module:

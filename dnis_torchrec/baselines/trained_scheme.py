@@ -20,6 +20,7 @@ from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetE
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size, SizeOutOfReachError
 from dnis_torchrec.checks import check_known
+from dnis_torchrec.data_over_ranks import for_counting
 from dnis_torchrec.frequency import FrequencyCounts, count_frequencies
 from dnis_torchrec.pruning import RetainedMask, prune
 from dnis_torchrec.recipe import Recipe, TrainTask
@@ -40,7 +41,7 @@ def row_blocks(task: MethodTask, *, scope: str | None = None) -> tuple[Frequency
     """
     recipe = task.build(None)
     tables = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    counts = count_frequencies((batch.sparse_features for batch in for_counting(recipe.data.train)), tables)
     return counts, blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks, scope=scope or recipe.scope)
 
 

@@ -27,6 +27,7 @@ from dnis_torchrec.whole_files import write_text
 
 LATEST = "latest.json"
 SHARED = "shared.partial"
+ASIDE = ".old.partial"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -126,7 +127,10 @@ class CheckpointFolder(ABC):
 
     @abstractmethod
     def clean(self) -> None:
-        """Removes what is left of checkpoints that never became whole, or are only half gone."""
+        """Removes what is left of checkpoints that never became whole, or are only half gone.
+
+        If a kill came while the latest was being replaced, it is put back. To be called by rank 0 alone.
+        """
 
     @abstractmethod
     def begin(self, step: int) -> None:
@@ -199,9 +203,17 @@ class LocalCheckpointFolder(CheckpointFolder):
         return sorted(step for step in found if step is not None)
 
     def clean(self) -> None:
-        """Removes what is left of checkpoints that never became whole, or are only half gone."""
+        """Removes what is left of checkpoints that never became whole, or are only half gone; see the base class."""
         for path in self._folder.glob("step-*.partial"):
-            shutil.rmtree(path, ignore_errors=True)
+            final = path.with_name(path.name.removesuffix(ASIDE))
+            if (
+                path.name.endswith(ASIDE)
+                and json.dumps(final.name) in (self._latest_text() or "")
+                and not final.exists()
+            ):
+                os.replace(path, final)  # whole: it was to be replaced by one of the same step
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
     def begin(self, step: int) -> None:
         """Makes the folder that all ranks write into."""
@@ -216,12 +228,13 @@ class LocalCheckpointFolder(CheckpointFolder):
         """Makes a checkpoint whole and the latest, and removes those that nobody needs any more; see the base class."""
         manifest.write(self.partial_of(step))
         final = Path(self.path_of(step))
-        if final.exists():  # of a run that got here before it was interrupted
-            self._remove(step)
+        aside = self._put_aside(step) if final.exists() else None  # of a run that got here before it was interrupted
         os.replace(self.partial_of(step), final)
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
         write_text(self._folder / LATEST, latest_text(final), durable=True)
         for doomed in self._unneeded(self.steps(), step, keep):
-            self._remove(doomed)
+            shutil.rmtree(self._put_aside(doomed), ignore_errors=True)
 
     def remove(self) -> None:
         """Removes all checkpoints."""
@@ -231,9 +244,9 @@ class LocalCheckpointFolder(CheckpointFolder):
         file = self._folder / LATEST
         return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
 
-    def _remove(self, step: int) -> None:
-        """A name at a time, so that a kill leaves either a whole checkpoint or none."""
-        doomed = self._folder / f"step-{step:08d}.old.partial"
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(self.path_of(step), doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    def _put_aside(self, step: int) -> Path:
+        """Takes a checkpoint its name before it is removed, so that a kill leaves either a whole one or none."""
+        aside = self._folder / f"step-{step:08d}{ASIDE}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(self.path_of(step), aside)
+        return aside

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dnis_torchrec.cached_tables import writing_to_tables
 from dnis_torchrec.checks import check, describe, nearest
 from dnis_torchrec.table_shards import collections, local_shards
 from dnis_torchrec.whole_files import written_whole
@@ -84,8 +85,9 @@ def load_checkpoint(path: Path, model: nn.Module) -> dict[str, Tensor]:
         check(same, f"{source}: {name}", f"expected shape {tuple(view.shape)}", tuple(saved[name].shape))
     more = sorted(name for name in saved if name not in views and not name.startswith("extra/"))
     check(not more, str(source), "expected nothing that the model lacks", more)
-    for name, view in views.items():
-        view.copy_(saved[name])
+    with writing_to_tables(model):
+        for name, view in views.items():
+            view.copy_(saved[name])
     return {name.removeprefix("extra/"): value for name, value in saved.items() if name.startswith("extra/")}
 
 

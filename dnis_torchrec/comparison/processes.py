@@ -47,7 +47,8 @@ def run_cells(
         command: the program that is given the folder; its standard input is open as long as this process lives.
 
     Raises:
-        BaseException: whatever `on_done` raises, or an interrupt; all processes have been ended then.
+        BaseException: whatever `on_done` raises, an interrupt, or a process or its log that cannot be begun; all
+            processes have been ended then.
     """
     environments: SimpleQueue[Mapping[str, str]] = SimpleQueue()
     for slot in range(jobs):
@@ -55,8 +56,7 @@ def run_cells(
     running: set[subprocess.Popen[bytes]] = set()
     lock, stopping = threading.Lock(), threading.Event()
 
-    def work(folder: Path) -> None:
-        environment = environments.get()
+    def run(folder: Path, environment: Mapping[str, str]) -> None:
         with (folder / "log.txt").open("wb") as log:
             with lock:  # an interrupt finds a process among the running ones, or it is never started
                 if stopping.is_set():
@@ -72,13 +72,19 @@ def run_cells(
                 running.add(process)
             with process:
                 process.wait()
-        environments.put(environment)
         running.discard(process)
         if not stopping.is_set() and read_result(folder) is None and read_crash(folder) is None:
             write_crash(folder, _silent_end(folder, process.returncode))
 
+    def run_in_slot(folder: Path) -> None:
+        environment = environments.get()
+        try:
+            run(folder, environment)
+        finally:  # whoever waits for the slot would wait for ever
+            environments.put(environment)
+
     with ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(work, folder): folder for folder in folders}
+        futures = {pool.submit(run_in_slot, folder): folder for folder in folders}
         try:
             for future in as_completed(futures):
                 future.result()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from operator import itemgetter
 
 from torchrec.datasets.utils import Batch
 
+from dnis_torchrec.data_over_ranks import for_counting
 from dnis_torchrec.recipe import Recipe
 
 
@@ -34,6 +36,10 @@ class InterleavedBatches:
             self._lengths = [sum(1 for _ in stream) for stream in self._streams]
         placed = (_placed(stream, length) for stream, length in zip(self._streams, self._lengths, strict=True))
         return map(itemgetter(1), heapq.merge(*placed, key=itemgetter(0)))
+
+    def counted(self) -> Iterator[Batch]:
+        """What is counted of each stream, see `dnis_torchrec.data_over_ranks.for_counting`."""
+        return chain.from_iterable(map(for_counting, self._streams))
 
 
 def _placed(stream: Iterable[Batch], length: int) -> Iterator[tuple[float, Batch]]:

@@ -108,7 +108,9 @@ def index_files(
     kept = cache / f"index_{fingerprint[:16]}.json" if cache else None
     if kept is not None and kept.is_file():
         content = json.loads(kept.read_text(encoding="utf-8"))
-        return ChunkIndex(tuple(content["files"]), fingerprint, tuple(Chunk(*chunk) for chunk in content["chunks"]))
+        unpacked = set(content["files"]) - set(addresses)  # may have been removed alone, being large
+        if all(map(os.path.isfile, unpacked)):
+            return ChunkIndex(tuple(content["files"]), fingerprint, tuple(Chunk(*chunk) for chunk in content["chunks"]))
     plain = tuple(_plain(address, version, cache) for address, version in zip(addresses, versions, strict=True))
     chunks = [chunk for number, address in enumerate(plain) for chunk in _chunks_of(address, number, chunk_rows)]
     index = ChunkIndex(plain, fingerprint, tuple(chunks))

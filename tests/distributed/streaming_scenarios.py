@@ -57,6 +57,10 @@ def count(rank: Rank) -> dict[str, Any]:
     return found
 
 
+STREAMED = SearchConfig(size=Size(compression_ratio=2), num_blocks=2, warm_up_epochs=1, ramp_epochs=2, release_epochs=1)
+"""How `search_stream` searches."""
+
+
 def recipe_of(file: Path) -> Recipe:
     """Clicks streamed from a file, and a DLRM for them."""
     stream = ParsedStream([file], SCHEMA, chunk_rows=64)
@@ -81,15 +85,13 @@ def write_clicks(path: Path) -> Path:
 def search_stream(rank: Rank) -> dict[str, Any]:
     """A search of data that splits itself, and the same after a stop in its third epoch."""
     own = write_clicks(rank.folder / f"clicks_{rank.rank}.tsv")
-    epochs = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
-    config = SearchConfig(size=Size(compression_ratio=2), num_blocks=2, **epochs)
     seen: list[FrequencyCounts] = []
     events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append(counts))
 
     def history(name: str, events: SearchEvents, *, resume: bool = False) -> list[dict[str, Any]]:
         folder = rank.folder / name
         folder.mkdir(exist_ok=True)
-        found = search(recipe_of(own), config, folder, rank.device, events, Saving(resume=resume))
+        found = search(recipe_of(own), STREAMED, folder, rank.device, events, Saving(resume=resume))
         return [asdict(record) for record in found.history]
 
     whole, steps = history("whole", events), itertools.count()

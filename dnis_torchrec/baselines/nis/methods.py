@@ -17,6 +17,7 @@ from dnis_torchrec.baselines.trained_scheme import byte_budget, keep_columns_, s
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.checks import describe
+from dnis_torchrec.data_over_ranks import for_counting
 from dnis_torchrec.frequency import count_frequencies
 from dnis_torchrec.search import SearchConfig, table_configs
 
@@ -72,7 +73,7 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
     started = time.monotonic()
     recipe, embedding_bytes = task.build(None), task.embedding_bytes()
     tables = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    counts = count_frequencies((batch.sparse_features for batch in for_counting(recipe.data.train)), tables)
     blocks = blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks, scope="table")
     grid = make_grid(blocks, byte_budget(task, blocks))
     _check_size(grid, embedding_bytes)
