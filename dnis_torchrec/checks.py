@@ -10,6 +10,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+SHOWN = 20
+"""Known names that one error lists."""
+
 
 def describe(place: str, requirement: str, received: object, remedy: str = "") -> str:
     """Words one error.
@@ -58,7 +61,7 @@ def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     close = difflib.get_close_matches(name, names, n=limit, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
-    shown = ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
+    shown = ", ".join(map(repr, names[:SHOWN])) + (", ..." if len(names) > SHOWN else "")
     return f"known names: {shown or 'none'}"
 
 

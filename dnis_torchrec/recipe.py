@@ -7,6 +7,7 @@ A recipe is a function ``f(data: Path | None, *, seed: int, embedding_dim: int |
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -218,6 +219,9 @@ def check_classes(labels: Tensor, place: str) -> None:
         raise ValueError(describe(place, "expected labels 0 or 1", float(labels[other][0]), remedy))
 
 
+EXAMPLE = "name one such as 'examples.synthetic:demo'"
+
+
 def load_recipe(spec: str) -> Callable[..., Recipe]:
     """Finds the recipe function named by ``module:function``, looking in the current folder first.
 
@@ -226,7 +230,7 @@ def load_recipe(spec: str) -> Callable[..., Recipe]:
     """
     module_name, colon, function_name = spec.partition(":")
     place = f"recipe {spec!r}"
-    check(bool(colon and module_name and function_name), place, "expected 'module:function'", repr(spec))
+    check(bool(colon and module_name and function_name), place, "expected 'module:function'", repr(spec), EXAMPLE)
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -240,7 +244,8 @@ def load_recipe(spec: str) -> Callable[..., Recipe]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        of_module = inspect.getmembers(module, lambda value: getattr(value, "__module__", None) == module.__name__)
+        public = [name for name, value in of_module if inspect.isfunction(value) and not name.startswith("_")]
         raise ValueError(
             describe(
                 place, f"expected a function in {module_name}", repr(function_name), nearest(function_name, public)

@@ -185,7 +185,7 @@ def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
         return FactorizationMachine(_clicks_tables(samples, embedding_dim), initial_bias=bias)
 
     # So that a search takes about three plain trainings; one of 27 epochs, tables at .003 before the release, is better
-    # at compression 20 by .003 (docs/design.md).
+    # at compression 20 by .002 (docs/design.md).
     return replace(
         _clicks(data, "ctr_fm", build, seed),
         scope="table",

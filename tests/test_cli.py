@@ -119,15 +119,30 @@ def test_report_is_one_self_contained_page(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["search", "tests.tiny:demo", "--compression", 0.5], "compression_ratio: expected a number above 1, got 0.5"),
-        (["search", "tests.tiny:demo"], "expected one of compression_ratio, parameters, embedding_bytes"),
+        (["search", "tests.tiny:demo", "--compression", 0.5], "--compression: expected a number above 1, got 0.5"),
+        (
+            ["search", "tests.tiny:demo"],
+            "--compression, --embedding-bytes: expected one of the two, got none; say --com",
+        ),
+        (
+            ["search", "tests.tiny:demo", "--compression", 4, "--embedding-bytes", 9],
+            "expected one of the two, got both",
+        ),
+        (
+            ["search", "tests.tiny:demo", "--compression", 4, "--strategy", "explicit"],
+            "--strategy: expected one of equal_r",
+        ),
+        (["search", "tests.tiny:nothing", "--compression", 4], "got 'nothing'; known names: 'demo'"),
         (["search", "tests.tiny:dmeo", "--compression", 4], "did you mean 'demo'?"),
         (["search", "nowhere:demo", "--compression", 4], "expected a module 'nowhere'"),
-        (["search", "demo", "--compression", 4], "expected 'module:function'"),
+        (["search", "demo", "--compression", 4], "expected 'module:function', got 'demo'; name one"),
         (["search", "tests.tiny:demo", "--compression", 4, "--baseline", "unifrom"], "did you mean 'uniform'?"),
         (["compare", "tests.tiny:demo", "--methods", "unifrom"], "did you mean 'uniform'"),
         (["compare", "tests.tiny:dmeo", "--methods", "uniform"], "did you mean 'demo'?"),
-        (["search", "tests.tiny:demo", "--compression", 4, "--data", "no/such"], "expected a folder, got none"),
+        (
+            ["search", "tests.tiny:demo", "--compression", 4, "--data", "no/such"],
+            "expected a folder, got none; without",
+        ),
         (["search", "tests.tiny:demo", "--compression", 4, "--sed", 1], "No such option"),
         (["export", "no/such"], "expected a folder written by `dnis search`, got no run.json in it"),
     ],

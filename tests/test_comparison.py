@@ -136,11 +136,25 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parse", "text"), [(parse_names, "a,,b"), (parse_sizes, "2,x"), (parse_seeds, "three"), (parse_seeds, "1.5,")]
+    ("parse", "text", "what"),
+    [
+        (parse_names, "a,,b", "names"),
+        (parse_sizes, "2,x", "numbers"),
+        (parse_sizes, "2,", "numbers"),
+        (parse_seeds, "three", "a number of seeds, or seeds"),
+        (parse_seeds, "1.5,", "a number of seeds, or seeds"),
+        (parse_seeds, "", "a number of seeds, or seeds"),
+    ],
 )
-def test_lists_that_are_none_are_refused(parse, text: str) -> None:
-    with pytest.raises(ValueError, match=r"--here: expected .* with commas between them, got"):
+def test_lists_that_are_none_are_refused(parse, text: str, what: str) -> None:
+    with pytest.raises(ValueError, match=rf"--here: expected {what} with commas between them, got"):
         parse(text, "--here")
+
+
+@pytest.mark.parametrize("text", ["0", "-1"])
+def test_no_seed_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"--seeds: expected at least one seed, got {text}$"):
+        parse_seeds(text, "--seeds")
 
 
 @given(

@@ -18,9 +18,12 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec import Size, TrainTask, export, load
+from dnis_torchrec.baselines.trained_scheme import uniform_scheme_
 from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.packaging.flat_model import Signature, export_graph
 from dnis_torchrec.recipe import DataSplits, Recipe
-from dnis_torchrec.search import SearchConfig, search
+from dnis_torchrec.search import SearchConfig, search, table_configs
+from dnis_torchrec.serving import load_operator
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate
 from examples.datasets.in_memory import Bags, InMemoryBatches
@@ -376,6 +379,21 @@ def test_goes_all_the_way(gloo, tmp_path: Path, name: str, optimizer: str) -> No
     features = next(iter(recipe.data.test)).sparse_features
     want: Tensor = collection(features).values()
     torch.testing.assert_close(load(artifact)(features).values(), want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.skipif(not load_operator(), reason="the lookups are not compiled here")
+@pytest.mark.parametrize("name", [*OF_PAIRS, *OF_FIELDS])
+def test_every_model_can_be_packaged(tmp_path: Path, name: str) -> None:
+    """A server may have no FBGEMM, which KeyedJaggedTensor's `features[name]` would call."""
+    pruned, served = recipe_of(name).model, recipe_of(name, seed=1)
+    scheme = uniform_scheme_(pruned, {table.name: 3 for table in table_configs(pruned)})
+    model = drop_in_(served.model, export(pruned, scheme, tmp_path / "artifact"), form="csr").eval()
+    batch = next(iter(served.data.test))
+    signature = Signature.of_batch(batch)
+    with torch.no_grad():
+        graph = export_graph(model, signature).module()
+        expected = model(batch.dense_features, batch.sparse_features)
+        torch.testing.assert_close(graph(*signature.flatten(batch)), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_tables_on_meta_take_no_memory() -> None:

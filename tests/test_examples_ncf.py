@@ -222,7 +222,7 @@ class TestNeuMFTopK:
         with pytest.raises(ValueError, match=rf"recipe 'examples\.ncf:{recipe.__name__}': expected a data folder"):
             recipe(None)
         with pytest.raises(
-            ValueError, match=r"expected ml-1m\.train\.rating\[\.gz\], got \[\]; get it from the authors'"
+            ValueError, match=r"expected ml-1m\.train\.rating\[\.gz\], got an empty folder; get it from the authors'"
         ):
             recipe(tmp_path)
 

@@ -243,6 +243,13 @@ class Wrong(nn.Module):
         return dense_features.sum(dim=1) + (0 if torch.compiler.is_exporting() else 1)
 
 
+def test_forms_on_other_kernels_are_refused_by_name(tmp_path: Path) -> None:
+    artifact = write_tiny_artifact(tmp_path / "artifact", forms=("csr",))
+    with pytest.raises(NotImplementedError, match=r"^form 'dense_int8': supported .* choose one of csr, csr_fp16, "):
+        run_package(artifact, tmp_path / "package", form="dense_int8")
+    assert not (tmp_path / "package").exists()
+
+
 def test_a_package_that_predicts_something_else_never_appears(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="package: expected the model's predictions"):
         write_package(Wrong(), tiny.make_batch(4, 0), tmp_path / "package", kind="torchscript")

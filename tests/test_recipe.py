@@ -132,7 +132,8 @@ def test_recipes_are_found_from_the_current_folder(project: Path) -> None:
 
 @pytest.mark.parametrize("spec", ["", "shop", ":small", "shop:", ":"])
 def test_malformed_specs(spec: str) -> None:
-    with pytest.raises(ValueError, match=rf"^recipe {spec!r}: expected 'module:function', got {spec!r}$"):
+    message = rf"^recipe {spec!r}: expected 'module:function', got {spec!r}; name one such as 'examples\.synthetic:demo'$"
+    with pytest.raises(ValueError, match=message):
         load_recipe(spec)
 
 

@@ -102,7 +102,9 @@ def is_first_rank() -> bool:
 def check_data(data: Path | None) -> None:
     """Refuses a --data that is no folder."""
     if data is not None:
-        check(data.is_dir(), f"--data {data}", "expected a folder", "none")
+        check(
+            data.is_dir(), f"--data {data}", "expected a folder", "none", "without --data the recipe says what it needs"
+        )
 
 
 def check_json(file: Path | None) -> None:

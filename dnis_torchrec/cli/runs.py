@@ -36,6 +36,8 @@ from dnis_torchrec.search import Saving
 from dnis_torchrec.whole_files import write_json
 
 ROWS_WIDTH = 100
+CUTS = ("equal_rows", "equal_mass", "decades")
+"""Strategies that a command can name: they need no boundaries."""
 
 CompressionOption = Annotated[
     float | None,
@@ -102,6 +104,7 @@ def search(
         size = _size(compression, embedding_bytes, form)
         saving = Saving(every_steps=checkpoint_every, keep_last=keep_checkpoints, on_error=on_save_error, resume=resume)
         load_recipe(recipe)
+        check(strategy in CUTS, "--strategy", f"expected one of {', '.join(CUTS)}", repr(strategy))
         settings = {
             "num_blocks": num_blocks,
             "scope": scope,
@@ -182,7 +185,9 @@ def prune(
 def export(
     run: RunArgument,
     out: OutOption,
-    form: Annotated[list[str] | None, typer.Option(help="`mixed_dimension`, `csr`; both if not given.")] = None,
+    form: Annotated[
+        list[str] | None, typer.Option(help="`mixed_dimension`, `csr`, `csr_int8`, ...; these two if not given.")
+    ] = None,
     scipy: Annotated[list[str] | None, typer.Option(help="Also write scipy `.npz` files: `csr`, `coo`.")] = None,
     regroup: Annotated[
         int | None, typer.Option(help="Regroup rows that were pruned value by value into so many groups.")
@@ -250,6 +255,10 @@ def report(
 
 
 def _size(compression: float | None, embedding_bytes: int | None, form: str) -> Size:
+    given = sum(value is not None for value in (compression, embedding_bytes))
+    place, received = "--compression, --embedding-bytes", ("none", "one", "both")[given]
+    check(given == 1, place, "expected one of the two", received, "say --compression 5, for example")
+    check(compression is None or compression > 1, "--compression", "expected a number above 1", compression)
     return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form)
 
 

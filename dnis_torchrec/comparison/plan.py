@@ -202,8 +202,13 @@ def _is_empty(stream: Iterable[object] | None) -> bool:
     return stream is None or next(iter(stream), None) is None
 
 
-def parse_names(text: str, place: str) -> tuple[str, ...]:
+def parse_names(text: str, place: str, requirement: str = "expected names with commas between them") -> tuple[str, ...]:
     """Words between commas.
+
+    Args:
+        text: the words.
+        place: where they stand, for the error.
+        requirement: what they should be, for the error.
 
     Raises:
         ValueError: if one is empty.
@@ -213,7 +218,7 @@ def parse_names(text: str, place: str) -> tuple[str, ...]:
         ('uniform', 'dnis')
     """
     names = tuple(part.strip() for part in text.split(","))
-    check(all(names), place, "expected names with commas between them", repr(text))
+    check(all(names), place, requirement, repr(text))
     return names
 
 
@@ -227,22 +232,26 @@ def parse_sizes(text: str, place: str) -> tuple[float, ...]:
         >>> parse_sizes("2,4.5", "--sizes")
         (2.0, 4.5)
     """
-    return tuple(_numbers(parse_names(text, place), float, place, "expected numbers with commas between them"))
+    requirement = "expected numbers with commas between them"
+    return tuple(_numbers(parse_names(text, place, requirement), float, place, requirement))
 
 
 def parse_seeds(text: str, place: str) -> tuple[int, ...]:
     """How many seeds from 0 on, or, with a comma in it, the seeds themselves.
 
     Raises:
-        ValueError: if one is no integer.
+        ValueError: if one is no integer, or there is none.
 
     Example:
         >>> parse_seeds("3", "--seeds"), parse_seeds("0,5,7", "--seeds"), parse_seeds("5,", "--seeds")
         ((0, 1, 2), (0, 5, 7), (5,))
     """
-    parts = parse_names(text.strip().removesuffix(","), place)
-    seeds = _numbers(parts, int, place, "expected a number of seeds, or seeds with commas between them")
-    return tuple(seeds) if "," in text else tuple(range(seeds[0]))
+    requirement = "expected a number of seeds, or seeds with commas between them"
+    seeds = _numbers(parse_names(text.strip().removesuffix(","), place, requirement), int, place, requirement)
+    if "," in text:
+        return tuple(seeds)
+    check(seeds[0] >= 1, place, "expected at least one seed", seeds[0])
+    return tuple(range(seeds[0]))
 
 
 def _numbers(parts: Sequence[str], kind: type, place: str, requirement: str) -> list:

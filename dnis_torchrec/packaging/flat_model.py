@@ -201,7 +201,11 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
     foreign = sorted(operator_libraries(program) - {*OPERATORS_OF_TORCH, OWN_OPERATORS})
     if foreign:
         requirement = "supported are the operators of torch and of dnis_torchrec"
-        raise NotImplementedError(describe(place, requirement, f"some of {foreign}, which a server may not have"))
+        remedy = (
+            "KeyedJaggedTensor's own `features[name]` calls FBGEMM, `dnis_torchrec.bag_splitting.select_features` not"
+        )
+        received = f"some of {foreign}, which a server may not have"
+        raise NotImplementedError(describe(place, requirement, received, remedy))
     return program
 
 

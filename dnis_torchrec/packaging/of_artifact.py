@@ -6,9 +6,15 @@ from pathlib import Path
 
 import torch
 
+from dnis_torchrec.checks import describe
 from dnis_torchrec.export import read_manifest
+from dnis_torchrec.export.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
+from dnis_torchrec.export.forms import SERVING_FORMS
 from dnis_torchrec.jobs import drop_in_, recipe_of_artifact
 from dnis_torchrec.packaging.package import write_package
+
+ON_FBGEMM = (*DENSE_FORMS, *ROW_PRUNED_FORMS)
+"""Forms whose lookups are FBGEMM's kernels."""
 
 
 def run_package(
@@ -40,7 +46,12 @@ def run_package(
     Raises:
         ValueError: if the artifact is damaged, names no recipe, or does not fit the recipe's model, and as
             `write_package`.
+        NotImplementedError: for a form on FBGEMM's kernels, which torch.export does not take, and as `write_package`.
     """
+    if form in ON_FBGEMM:
+        supported = "supported are forms whose lookup is an operator of dnis_torchrec"
+        remedy = f"choose one of {', '.join(name for name in SERVING_FORMS if name not in ON_FBGEMM)}"
+        raise NotImplementedError(describe(f"form {form!r}", supported, "one on FBGEMM's kernels", remedy))
     built = recipe_of_artifact(artifact, data, recipe=recipe)
     spec = recipe or read_manifest(artifact)["run"]["recipe"]
     model = drop_in_(built.model, artifact, form=form)

@@ -286,7 +286,8 @@ def find_file(folder: Path, names: Sequence[str], publisher: str) -> Path:
             if candidate.is_file():
                 return candidate
     wanted = " or ".join(f"{name}[.gz]" for name in names)
-    found = sorted(entry.name for entry in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+    entries = sorted(entry.name for entry in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+    found = entries or "an empty folder"
     raise ValueError(describe(str(folder), f"expected {wanted}", found, f"get it from {publisher}"))
 
 

@@ -38,7 +38,8 @@ class SingleIdBiases(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Sums the biases of every sample's ids."""
-        parts = [self.biases[name](features[name].values()).squeeze(-1) for name in self._features]
+        ids = select_features(features, self._features).values().view(len(self._features), -1)
+        parts = [self.biases[name](own_ids).squeeze(-1) for name, own_ids in zip(self._features, ids, strict=True)]
         return torch.stack(parts).sum(dim=0)
 
 
