@@ -8,23 +8,29 @@
 
 The unrolled one (DARTS, Liu, Simonyan, Yang 2019, eq. 6 to 8, which the paper takes over) is the exact gradient of
 ``alpha -> L_validation(Theta - xi * grad_Theta L_train(Theta, alpha), alpha)``: it also sees what alpha does to the
-weights that the next lower step would reach. xi is the step of plain gradient descent, whatever optimizer trains the
-weights: DARTS takes the lower level's learning rate, and so should you at first. With Adam the true step is another
-one, and the unrolled gradient an approximation of it.
+weights that the next lower step would reach. xi is the lower level's learning rate, as in DARTS, and the step is plain
+gradient descent, as DARTS trains its weights.
+
+NOTE[DIFF]: a weight (one table, one layer) that Adam trains has a step of its own, xi / sqrt(mean(v^)), where v^ are
+its second moments without their bias. Adam divides by the root of v^, value by value, so it goes about so far; plain
+descent at Adam's rate stands still instead (a row of a table has a gradient of the order of 1 / batch size), and the
+unrolled gradient would be the first order's but for rounding.
 
 NOTE[DIFF]: the paper prints grad_alpha in v; that is a slip, for the chain rule (and the shapes) give grad_{Theta'}.
 
-The mixed second derivative is never formed. Its product with v is a central difference of first derivatives:
+The mixed second derivative is never formed. Its product with u = xi * v is a central difference of first derivatives:
 
-    (grad_alpha L_train(Theta + eps * v, alpha) - grad_alpha L_train(Theta - eps * v, alpha)) / (2 * eps)
+    (grad_alpha L_train(Theta + eps * u, alpha) - grad_alpha L_train(Theta - eps * u, alpha)) / (2 * eps)
 
 Theta is every parameter that requires a gradient, dense weights and tables alike.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +48,10 @@ Gradients = Sequence[Tensor]
 
 
 def difference_radius(dtype: torch.dtype) -> float:
-    """How far the weights are moved to either side for a central difference: ``eps * ||v|| = 2 * u^(1/3)``.
+    """How far the weights are moved to either side for a central difference: ``eps * ||xi * v|| = 2 * m^(1/3)``.
 
-    u is the machine epsilon. A central difference of radius r is off by O(r^2) because third derivatives are not zero,
-    and by O(u / r) because gradients are rounded; the cube root of u balances the two. In float32 this is DARTS' 0.01.
+    m is the machine epsilon. A central difference of radius r is off by O(r^2) because third derivatives are not zero,
+    and by O(m / r) because gradients are rounded; the cube root of m balances the two. In float32 this is DARTS' 0.01.
 
     Args:
         dtype: of the weights.
@@ -62,7 +68,7 @@ def difference_radius(dtype: torch.dtype) -> float:
 
 def unrolled_gradient(
     weights: Sequence[Tensor],
-    step: float,
+    steps: Sequence[float],
     *,
     train_weight_gradient: Callable[[], Gradients],
     validation_gradients: Callable[[], tuple[Gradients, Gradients]],
@@ -75,7 +81,7 @@ def unrolled_gradient(
 
     Args:
         weights: Theta, leaves of any shapes. One copy of them is held meanwhile.
-        step: xi.
+        steps: xi of each weight.
         train_weight_gradient: grad_Theta L_train; called once, and its result used up before the next call.
         validation_gradients: grad_alpha and grad_Theta of L_validation; called once.
         train_alpha_gradient: grad_alpha L_train; called twice, or not at all where v is zero.
@@ -89,7 +95,7 @@ def unrolled_gradient(
         >>> w, a = torch.tensor([1.0], dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64)
         >>> gradient = unrolled_gradient(
         ...     [w],
-        ...     0.5,
+        ...     [0.5],
         ...     train_weight_gradient=lambda: [w - a],
         ...     validation_gradients=lambda: ([torch.zeros_like(a)], [w.clone()]),
         ...     train_alpha_gradient=lambda: [a - w],
@@ -99,26 +105,29 @@ def unrolled_gradient(
     """
     original = [weight.detach().clone() for weight in weights]
     try:
-        _move_(weights, original, train_weight_gradient(), -step)
-        gradient, direction = validation_gradients()
-        length = float(torch.stack([torch.linalg.vector_norm(v, dtype=torch.float64) for v in direction]).norm())
+        _move_(weights, original, train_weight_gradient(), [-step for step in steps])
+        gradient, of_weights = validation_gradients()
+        lengths = [
+            step * torch.linalg.vector_norm(v, dtype=torch.float64) for step, v in zip(steps, of_weights, strict=True)
+        ]
+        length = float(torch.stack(lengths).norm())
         if length == 0:
             return list(gradient)
         eps = max(difference_radius(weight.dtype) for weight in weights) / length
-        _move_(weights, original, direction, eps)
+        _move_(weights, original, of_weights, [eps * step for step in steps])
         above = train_alpha_gradient()
-        _move_(weights, original, direction, -eps)
+        _move_(weights, original, of_weights, [-eps * step for step in steps])
         below = train_alpha_gradient()
     finally:
         with torch.no_grad():
             for weight, value in zip(weights, original, strict=True):
                 weight.copy_(value)
-    return [g - step * (up - down) / (2 * eps) for g, up, down in zip(gradient, above, below, strict=True)]
+    return [g - (up - down) / (2 * eps) for g, up, down in zip(gradient, above, below, strict=True)]
 
 
 @torch.no_grad()
-def _move_(weights: Sequence[Tensor], original: Gradients, direction: Gradients, scale: float) -> None:
-    for weight, start, change in zip(weights, original, direction, strict=True):
+def _move_(weights: Sequence[Tensor], original: Gradients, direction: Gradients, scales: Sequence[float]) -> None:
+    for weight, start, change, scale in zip(weights, original, direction, scales, strict=True):
         weight.copy_(start).add_(change, alpha=scale)
 
 
@@ -146,7 +155,9 @@ class UnrolledHypergradient:
     Args:
         model: the sharded, prepared model; has made a whole training step before the first call.
         alpha: of its wrappers.
-        step: xi, above 0: the lower level's learning rate is a good start.
+        step: xi, above 0: the lower level's learning rate.
+        optimizer: of the lower level; says which weights Adam trains, and how large their gradients are. None: plain
+            gradient descent.
 
     Raises:
         ValueError: if xi is not above 0.
@@ -154,12 +165,13 @@ class UnrolledHypergradient:
             data_parallel in the dense compute kernel. Found from the sharding plan, so on all ranks alike.
     """
 
-    def __init__(self, model: nn.Module, alpha: Alpha, step: float) -> None:
+    def __init__(self, model: nn.Module, alpha: Alpha, step: float, optimizer: Any = None) -> None:
         remedy = "pass the lower level's learning rate, or None for the first order"
         check(step > 0, "unrolled_step", "expected a number above 0", step, remedy)
         _check_ordinary_gradients(model)
         self._modules, self._alpha, self._step = list(model.modules()), alpha, step
         self._weights = [parameter for _, parameter in model.named_parameters() if parameter.requires_grad]
+        self._optimizer = optimizer
 
     def __call__(self, train: Callable[[], Tensor], validation: Callable[[], Tensor]) -> list[Tensor]:
         """The gradient of alpha on one batch of each level.
@@ -173,11 +185,14 @@ class UnrolledHypergradient:
         """
         return unrolled_gradient(
             self._weights,
-            self._step,
+            self._steps(),
             train_weight_gradient=lambda: self._weight_gradient(train),
             validation_gradients=lambda: self._both_gradients(validation),
             train_alpha_gradient=lambda: self._alpha_gradient(train),
         )
+
+    def _steps(self) -> list[float]:
+        return [self._step / _size_of_gradients(weight, self._optimizer) for weight in self._weights]
 
     def _weight_gradient(self, run: Callable[[], Tensor]) -> list[Tensor]:
         with self._pass():
@@ -206,6 +221,16 @@ class UnrolledHypergradient:
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices), frozen_statistics(self._modules):
             yield
+
+
+def _size_of_gradients(weight: Tensor, optimizer: Any) -> float:
+    """Root mean square of a weight's gradients, as Adam keeps it; 1 where the optimizer divides by no such thing."""
+    state = {} if optimizer is None else optimizer.state.get(weight, {})
+    if "exp_avg_sq" not in state:
+        return 1.0
+    group = next(group for group in optimizer.param_groups if any(weight is own for own in group["params"]))
+    bias = 1 - group["betas"][1] ** float(state["step"])
+    return math.sqrt(float(state["exp_avg_sq"].mean()) / bias) or 1.0
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:

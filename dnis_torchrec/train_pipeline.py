@@ -112,8 +112,8 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
         unrolled_step: xi of the one-step unrolled gradient, best the lower level's learning rate; None for the first
-            order. The unrolled step is plain gradient descent, also where Adam trains the weights. An unrolled upper
-            step returns the validation loss and output at the unrolled weights.
+            order. The unrolled step is plain gradient descent, about as far as Adam goes where Adam trains the weights
+            (see `hypergradient`). An unrolled upper step returns validation loss and output at the unrolled weights.
 
     Attributes:
         alpha_optimizer: the upper level's state.
@@ -166,7 +166,9 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         self.upper_steps = 0
         self._dense_optimizer = optimizer
         self._guard = FiniteGuard(model, self._process_group)
-        self._unrolled = None if unrolled_step is None else UnrolledHypergradient(model, self._alpha, unrolled_step)
+        self._unrolled = (
+            None if unrolled_step is None else UnrolledHypergradient(model, self._alpha, unrolled_step, optimizer)
+        )
         self._train_batch: Pipelineable | None = None
         self._world_size = 1 if self._process_group is None else dist.get_world_size(self._process_group)
         self._shared: _SharedGradient | None = None

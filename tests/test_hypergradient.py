@@ -19,7 +19,7 @@ from tests import small_models
 Loss = Callable[[list[Tensor], Tensor], Tensor]
 
 
-def by_autograd(weights: list[Tensor], alpha: Tensor, train: Loss, validation: Loss, step: float) -> Tensor:
+def by_autograd(weights: list[Tensor], alpha: Tensor, train: Loss, validation: Loss, steps: list[float]) -> Tensor:
     """`unrolled_gradient` of losses that are given as functions of (weights, alpha)."""
 
     def both() -> tuple[list[Tensor], list[Tensor]]:
@@ -28,7 +28,7 @@ def by_autograd(weights: list[Tensor], alpha: Tensor, train: Loss, validation: L
 
     (gradient,) = unrolled_gradient(
         weights,
-        step,
+        steps,
         train_weight_gradient=lambda: torch.autograd.grad(train(weights, alpha), weights, materialize_grads=True),
         validation_gradients=both,
         train_alpha_gradient=lambda: torch.autograd.grad(train(weights, alpha), [alpha], materialize_grads=True),
@@ -36,10 +36,10 @@ def by_autograd(weights: list[Tensor], alpha: Tensor, train: Loss, validation: L
     return gradient
 
 
-def objective(weights: list[Tensor], alpha: Tensor, train: Loss, validation: Loss, step: float) -> Tensor:
-    """L_validation(Theta - xi * grad L_train(Theta, alpha), alpha), differentiable in alpha."""
+def objective(weights: list[Tensor], alpha: Tensor, train: Loss, validation: Loss, steps: list[float]) -> Tensor:
+    """L_validation(Theta - xi * grad L_train(Theta, alpha), alpha), differentiable in alpha; xi of each weight."""
     gradients = torch.autograd.grad(train(weights, alpha), weights, create_graph=True)
-    return validation([w - step * g for w, g in zip(weights, gradients, strict=True)], alpha)
+    return validation([w - step * g for w, step, g in zip(weights, steps, gradients, strict=True)], alpha)
 
 
 class SmallProblem:
@@ -70,22 +70,22 @@ class SmallProblem:
         return self.loss("train"), self.loss("validation")
 
 
-@pytest.mark.parametrize("step", [0.01, 0.3, 2.0])
-def test_equals_finite_differences_of_the_true_objective(step: float) -> None:
+@pytest.mark.parametrize("steps", [[0.01] * 3, [0.3] * 3, [2.0] * 3, [30.0, 0.1, 0.003]], ids=str)
+def test_equals_finite_differences_of_the_true_objective(steps: list[float]) -> None:
     problem = SmallProblem(0, torch.float64)
-    gradient = by_autograd(problem.weights, problem.alpha, *problem.losses, step)
-    first_order = by_autograd(problem.weights, problem.alpha, *problem.losses, 1e-12)
+    gradient = by_autograd(problem.weights, problem.alpha, *problem.losses, steps)
+    first_order = by_autograd(problem.weights, problem.alpha, *problem.losses, [1e-12] * 3)
     expected, h = torch.zeros_like(gradient), 1e-5
     for index in range(gradient.numel()):
         change = torch.zeros_like(gradient)
         change.view(-1)[index] = h
         above, below = (
-            objective(problem.weights, (problem.alpha + sign * change).detach(), *problem.losses, step)
+            objective(problem.weights, (problem.alpha + sign * change).detach(), *problem.losses, steps)
             for sign in (1, -1)
         )
         expected.view(-1)[index] = (above - below).detach() / (2 * h)
     torch.testing.assert_close(gradient, expected, atol=1e-8, rtol=1e-6)
-    assert (first_order - expected).abs().max() > 0.003 * step  # the second order is not a detail
+    assert (first_order - expected).abs().max() > 0.003 * steps[0]  # the second order is not a detail
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -93,12 +93,12 @@ def test_float32_is_precise_enough_and_no_other_radius_is_much_better(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     exact, rounded = SmallProblem(seed, torch.float64), SmallProblem(seed, torch.float32)
-    (truth,) = torch.autograd.grad(objective(exact.weights, exact.alpha, *exact.losses, 1.0), [exact.alpha])
+    (truth,) = torch.autograd.grad(objective(exact.weights, exact.alpha, *exact.losses, [1.0] * 3), [exact.alpha])
     own = difference_radius(torch.float32)
     errors = {}
     for factor in (1e-3, 1.0, 1e2):
         monkeypatch.setattr(hypergradient, "difference_radius", lambda _, factor=factor: own * factor)
-        gradient = by_autograd(rounded.weights, rounded.alpha, *rounded.losses, 1.0)
+        gradient = by_autograd(rounded.weights, rounded.alpha, *rounded.losses, [1.0] * 3)
         errors[factor] = float((gradient - truth).norm() / truth.norm())
     assert errors[1.0] < 1e-4
     assert errors[1e-3] > 3 * errors[1.0]
@@ -130,7 +130,7 @@ def test_equals_the_closed_form_of_a_quadratic_problem(
     h, c = root @ root.T, 0.3
     (gradient,) = unrolled_gradient(
         [w],
-        step,
+        [step],
         train_weight_gradient=lambda: [h @ (w - a @ alpha)],
         validation_gradients=lambda: ([c * alpha], [w - t]),
         train_alpha_gradient=lambda: [-a.T @ h @ (w - a @ alpha)],
@@ -156,7 +156,7 @@ def test_descends_to_the_solution_of_a_quadratic_bilevel_problem() -> None:
     for _ in range(400):
         (gradient,) = unrolled_gradient(
             [w],
-            1.0,
+            [1.0],
             train_weight_gradient=lambda: [w - a @ alpha],
             validation_gradients=lambda: ([c * alpha], [w - t]),
             train_alpha_gradient=lambda: [-a.T @ (w - a @ alpha)],
@@ -181,7 +181,7 @@ def test_weights_are_restored_bit_for_bit_after_an_error_too() -> None:
     with pytest.raises(ArithmeticError):
         unrolled_gradient(
             weights,
-            0.1,
+            [0.1, 0.1],
             train_weight_gradient=lambda: [torch.rand_like(w) for w in weights],
             validation_gradients=lambda: ([torch.ones(1)], [torch.rand_like(w) for w in weights]),
             train_alpha_gradient=train_alpha_gradient,
@@ -195,7 +195,7 @@ def test_without_a_direction_there_is_no_second_order() -> None:
     w = torch.ones(2)
     (gradient,) = unrolled_gradient(
         [w],
-        0.1,
+        [0.1],
         train_weight_gradient=lambda: [torch.ones(2)],
         validation_gradients=lambda: ([torch.full((3,), 7.0)], [torch.zeros(2)]),
         train_alpha_gradient=lambda: pytest.fail("nothing to differentiate"),
@@ -217,6 +217,35 @@ class Noisy(nn.Module):
     def forward(self, sparse_features) -> Tensor:
         self.drawn.append(float(torch.rand(())))
         return self.over(self.collection(sparse_features).values()).squeeze(1)
+
+
+def test_weights_of_adam_are_unrolled_about_as_far_as_adam_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """xi over the root mean square of each weight's gradients, by Adam's definition; xi where all were 0."""
+    model = prepare_(small_models.TwoCollections(), small_models.blocks())
+    weights = dict(model.named_parameters())
+    adam = torch.optim.Adam([{"params": list(weights.values())[:2]}, {"params": list(weights.values())[2:]}])
+    for group, beta in zip(adam.param_groups, (0.9, 0.5), strict=True):
+        group["betas"] = (0.8, beta)
+    generator = torch.Generator().manual_seed(0)
+    second_moments = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for _ in range(3):
+        for index, (name, weight) in enumerate(weights.items()):
+            beta, scale = (0.9 if index < 2 else 0.5), (0.0 if index == 1 else 0.1**index)
+            weight.grad = scale * torch.rand(weight.shape, generator=generator)
+            second_moments[name].mul_(beta).add_((1 - beta) * weight.grad.square())
+        adam.step()
+    expected = []
+    for index, mean in enumerate(second_moments.values()):
+        size = float((mean / (1 - (0.9 if index < 2 else 0.5) ** 3)).mean().sqrt())
+        expected.append(0.25 if index == 1 else 0.25 / size)
+    taken: list[list[float]] = []
+    monkeypatch.setattr(hypergradient, "unrolled_gradient", lambda weights, steps, **_: taken.append(list(steps)))
+    alpha = small_models.alpha_of(model)
+    for optimizer in (adam, torch.optim.Adam(weights.values()), torch.optim.SGD(weights.values()), None):
+        UnrolledHypergradient(model, alpha, 0.25, optimizer)(lambda: torch.ones(()), lambda: torch.ones(()))
+    assert taken[0] == pytest.approx(expected, rel=1e-5)
+    assert max(taken[0]) > 1000 * min(taken[0])
+    assert taken[1:] == [[0.25] * len(weights)] * 3
 
 
 def noisy(step: float = 0.5) -> tuple[nn.Module, Callable[[], list[Tensor]], list[str]]:
