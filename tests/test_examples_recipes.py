@@ -254,8 +254,11 @@ def test_no_data_folder_and_no_file_in_it(recipe, tmp_path, monkeypatch):
     if recipe is criteo.dlrm_from_checkpoint:  # its checkpoint is looked for first
         save_file({"w": torch.zeros(1)}, tmp_path / "checkpoint.safetensors")
     wanted = "train.txt" if "criteo" in spec else "ratings.dat"
-    with pytest.raises(ValueError, match=rf"expected {wanted}\[\.gz\].*, got \[.*\]; get it from .*page"):
-        recipe(tmp_path)
+    others = r"\['checkpoint\.safetensors'\]" if recipe is criteo.dlrm_from_checkpoint else "an empty folder"
+    for got in (others, r"\[.*'other\.txt'\]"):
+        with pytest.raises(ValueError, match=rf"expected {wanted}\[\.gz\].*, got {got}; get it from .*page"):
+            recipe(tmp_path)
+        (tmp_path / "other.txt").touch()
 
 
 def test_demo_takes_no_data(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.cpp_extension import CUDA_HOME
 
 from dnis_torchrec.jobs import drop_in_
 from dnis_torchrec.packaging import Signature, load_package, run_package
@@ -90,6 +91,8 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for program in ("cmake", "g++"):
         if shutil.which(program) is None:
             pytest.skip(f"no {program} here")
+    if torch.version.cuda and CUDA_HOME is None:
+        pytest.skip("torch for CUDA compiles nothing without a CUDA toolkit, and none is here")
     build = tmp_path_factory.mktemp("loader")
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     for command in (
