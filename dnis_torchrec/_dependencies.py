@@ -36,6 +36,8 @@ WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
         "fbgemm_gpu",
     ),
     (r"`torch\.jit\.(script|interface)` is deprecated", DeprecationWarning, r"torch\.jit"),
+    # torchx reads its components so, on Python 3.12.
+    (r"ast\.Str is deprecated", DeprecationWarning, r"torchx\.specs\.file_linter"),
     # torchrec pins this torchmetrics.
     (r"distutils Version classes are deprecated", DeprecationWarning, "torchmetrics"),
     # The replacement it names does not know torchrec's own optimizers.

@@ -48,8 +48,8 @@ def plan(
         check((artifact is None) != (not table), "plan", "expected either ARTIFACT or --table", "both or neither")
         cluster = Cluster(
             world_size=world_size,
-            hbm_bytes=parse_bytes(hbm),
-            ddr_bytes=parse_bytes(ddr),
+            hbm_bytes=parse_bytes(hbm, "--hbm"),
+            ddr_bytes=parse_bytes(ddr, "--ddr"),
             compute=compute,
             local_world_size=local_world_size,
             batch_size=batch_size,

@@ -84,8 +84,12 @@ class Cluster:
         )
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, place: str = "size") -> int:
     """Bytes of a size such as ``"80GB"`` (10^9), ``"512MB"`` or ``"16GiB"`` (2^30).
+
+    Args:
+        text: a number and a unit.
+        place: what to name in the error.
 
     Raises:
         ValueError: for anything else.
@@ -98,7 +102,7 @@ def parse_bytes(text: str) -> int:
     unit = match[2].upper() if match else ""
     remedy = "units are B, KB, MB, GB, TB, PB (powers of 1000) and KiB .. PiB (powers of 1024)"
     if match is None or unit not in _BYTES:
-        raise ValueError(describe("size", "expected a number and a unit, such as 80GB", repr(text), remedy))
+        raise ValueError(describe(place, "expected a number and a unit, such as 80GB", repr(text), remedy))
     return int(float(match[1]) * _BYTES[unit])
 
 
