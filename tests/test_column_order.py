@@ -1,0 +1,61 @@
+"""AlphaOrder: scores against a value-by-value oracle; lambda grows, shrinks, and leaves zero again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dnis_torchrec.column_order import ADAPTATION, FIRST_PRESSURE, AlphaOrder
+from dnis_torchrec.soft_selection import Alpha
+
+COSTS = {2: torch.tensor([3.0, 1.0]), 3: torch.tensor([10.0])}
+
+
+def make_order(column_sharing: float = 0.0) -> tuple[Alpha, AlphaOrder]:
+    alpha = Alpha({2: (2, 2), 3: (1, 3)})
+    alpha.of(2).copy_(torch.tensor([[1.0, 0.5], [0.25, 0.75]]))
+    alpha.of(3).copy_(torch.tensor([[0.1, 0.2, 0.3]]))
+    return alpha, AlphaOrder(alpha, COSTS, column_sharing=column_sharing)
+
+
+def next_pressure(now: float, excess: float) -> float:
+    _, order = make_order()
+    return order.next_pressure(now, excess=excess, mean_gradient=7.0, learning_rate=0.01)
+
+
+@pytest.mark.parametrize("column_sharing", [0.0, 3.0])
+def test_scores_are_scaled_alphas_with_their_blocks_mean_beside(column_sharing: float) -> None:
+    alpha, order = make_order(column_sharing)
+    scales = {2: torch.tensor([[1.0, 2.0], [3.0, 6.0]]), 3: torch.tensor([[100.0, 200.0, 600.0]])}
+    order.scale_columns(scales)
+    for dim, scale in scales.items():
+        scaled = [
+            [float(a) * float(s / scale.mean()) for a, s in zip(*rows, strict=True)]
+            for rows in zip(alpha.of(dim), scale, strict=True)
+        ]
+        costs = COSTS[dim].tolist()
+        for row, own in enumerate(scaled):
+            for column, value in enumerate(own):
+                of_all = sum(cost * other[column] for cost, other in zip(costs, scaled, strict=True)) / sum(costs)
+                assert float(order.scores(dim)[row, column]) == pytest.approx(value + column_sharing * of_all)
+
+
+def test_tables_of_one_dim_are_not_judged_by_larger_scales_than_those_of_another() -> None:
+    """Embeddings of different D are trained to different sizes: a scale counts beside the others of its D."""
+    alpha, order = make_order()
+    for dim in alpha.dims:
+        alpha.of(dim).fill_(1.0)
+    order.scale_columns({2: torch.full((2, 2), 0.01), 3: torch.full((1, 3), 50.0)})
+    assert order.scores(2).flatten().tolist() == pytest.approx([1.0] * 4)
+    assert order.scores(3).flatten().tolist() == pytest.approx([1.0] * 3)
+
+
+@pytest.mark.parametrize("now", [FIRST_PRESSURE, 2.0])
+def test_lambda_grows_above_the_line_and_shrinks_on_it_by_a_share_of_itself(now: float) -> None:
+    assert next_pressure(now, 1e-6) == pytest.approx(now * (1 + ADAPTATION))
+    assert next_pressure(now, 0.0) == next_pressure(now, -0.5) == pytest.approx(now * (1 - ADAPTATION))
+
+
+def test_lambda_leaves_zero_again_and_is_never_below() -> None:
+    assert next_pressure(0.0, 0.1) == pytest.approx(ADAPTATION * FIRST_PRESSURE)
+    assert next_pressure(0.001, -0.1) == 0.0
