@@ -59,3 +59,13 @@ def test_lambda_grows_above_the_line_and_shrinks_on_it_by_a_share_of_itself(now:
 def test_lambda_leaves_zero_again_and_is_never_below() -> None:
     assert next_pressure(0.0, 0.1) == pytest.approx(ADAPTATION * FIRST_PRESSURE)
     assert next_pressure(0.001, -0.1) == 0.0
+
+
+def test_a_restored_order_has_the_scales() -> None:
+    _, order = make_order()
+    order.scale_columns({2: torch.rand(2, 2), 3: torch.rand(1, 3)})
+    _, restored = make_order()
+    assert not torch.equal(restored.scores(2), order.scores(2))
+    restored.load_state_dict({name: value.clone() for name, value in order.state_dict().items()})
+    for dim in (2, 3):
+        assert torch.equal(restored.scores(dim), order.scores(dim))
