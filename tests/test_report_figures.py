@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
@@ -87,6 +88,24 @@ def make_point(method: str, ratio: float, mean: float, deviation: float = 0.01) 
     )
 
 
+def test_names_of_points_beyond_the_axis_do_not_overlap() -> None:
+    points = [make_point("dnis", 2.0**step, 0.7 + step / 100) for step in range(1, 5)]
+    points += [
+        make_point("dnis-paper", 16.0, 3.0),
+        make_point("dnis-unrolled", 15.9, 2.9),
+        make_point("nis-me", 2, 9.0),
+    ]
+    figure = figures.quality_at_the_same_bytes(points, "mse", higher_is_better=False)
+    (axis,) = figure.axes
+    figure.canvas.draw()
+    boxes = {text.get_text().split()[1]: text.get_window_extent() for text in axis.texts}
+    assert sorted(boxes) == ["dnis-paper", "dnis-unrolled", "nis-me"]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes.values(), 2))
+    assert boxes["dnis-paper"].y0 > boxes["dnis-unrolled"].y0
+    for box in boxes.values():
+        assert axis.bbox.x0 <= box.x0 < box.x1 <= axis.bbox.x1
+
+
 def test_comparison_figure_draws_rows_of_one_method_alike_and_what_is_beyond_as_a_number() -> None:
     points = [make_point("dense", 1, 0.7, 0.0), make_point("dense+validation", 1, 0.69)]
     for ratio in (2.0, 4.0):
@@ -101,7 +120,7 @@ def test_comparison_figure_draws_rows_of_one_method_alike_and_what_is_beyond_as_
     lines = {container[0].get_zorder(): container[0] for container in axis.containers}
     assert [line.get_linestyle() for _, line in sorted(lines.items())] == ["--", "-", "-"]
     assert len({to_hex(container[0].get_color()) for container in axis.containers}) == 3
-    assert [text.get_text() for text in axis.texts] == ["\N{UPWARDS ARROW} 1.9000"]
+    assert [text.get_text() for text in axis.texts] == ["\N{UPWARDS ARROW} dnis-paper 1.9000"]
     assert axis.get_ylim()[1] < 0.8
     assert "3 seeds; bars: standard deviation of the difference to dense" in axis.get_title(loc="left")
     (bars,) = axis.containers[0][2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -26,6 +28,9 @@ from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range
 from dnis_torchrec.report.tables import format_metric, format_ratio
 
 ENOUGH_TICKS = 3
+LINE = 10
+"""Height of a line of names, in points."""
+
 DASHED, DOTTED = (0, (4, 2.5)), (0, (1, 2))
 
 
@@ -36,8 +41,8 @@ def quality_at_the_same_bytes(
     """A metric over the compression in bytes: a line per method, dashed and hollow if it had the validation split too.
 
     Methods without size are levels, named with their number. Bars are those of `ParetoPoint.bar`; points beyond
-    `metric_range` stand at the edge of the axis with their number. The legend names methods from top to bottom as they
-    stand at the largest compression.
+    `metric_range` are named with their number at the edge of the axis. The legend names methods from top to bottom as
+    they stand at the largest compression.
 
     Args:
         points: one per method and size.
@@ -66,6 +71,7 @@ def quality_at_the_same_bytes(
     ratios = [point.compression_ratio for point in compressed] or [1.0]
     margin = max(1.08, (max(ratios) / min(ratios)) ** 0.06)
     log_axis(axis, min(ratios) / margin, max(ratios) * margin, format_ratio)
+    _name_points_beyond(axis, compressed, styles)
     if len(sizes) >= ENOUGH_TICKS:
         axis.xaxis.set_major_locator(FixedLocator(list(sizes)))
     metric_axis(axis, metric, higher_is_better)
@@ -86,7 +92,7 @@ def _told_about_bars(points: Sequence[ParetoPoint]) -> str:
 
 
 def _method_line(axis: Axes, points: Sequence[ParetoPoint], style: tuple[str, str]) -> None:
-    """Draws one method; what lies beyond the axis is marked at its edge."""
+    """Draws one method; `_name_points_beyond` tells what lies beyond the axis."""
     (colour, marker), method = style, points[0].method
     is_second = method.endswith(WITH_VALIDATION)
     width, zorder = (2.4, 5) if method == "dnis" else (1.1, 3) if is_second else (1.6, 4)
@@ -104,14 +110,33 @@ def _method_line(axis: Axes, points: Sequence[ParetoPoint], style: tuple[str, st
         capsize=2,
         zorder=zorder,
     )
+
+
+def _name_points_beyond(axis: Axes, points: Sequence[ParetoPoint], styles: Mapping[str, tuple[str, str]]) -> None:
+    """Writes points beyond the axis at its edges, the farthest outermost, one below the other in each half."""
     low, high = axis.get_ylim()
-    for point in points:
-        if not low <= point.mean <= high:
-            edge, arrow, align = (
-                (high, "\N{UPWARDS ARROW}", "top") if point.mean > high else (low, "\N{DOWNWARDS ARROW}", "bottom")
-            )
-            text = f"{arrow} {format_metric(point.mean)}"
-            axis.text(point.compression_ratio, edge, text, color=colour, fontsize=8, ha="center", va=align, zorder=6)
+    middle = math.prod(axis.get_xlim()) ** 0.5
+    written: Counter[tuple[str, str]] = Counter()
+    for point in sorted(points, key=lambda point: abs(point.mean - (low + high) / 2), reverse=True):
+        if low <= point.mean <= high:
+            continue
+        edge, arrow, align = (
+            (high, "\N{UPWARDS ARROW}", "top") if point.mean > high else (low, "\N{DOWNWARDS ARROW}", "bottom")
+        )
+        side = "right" if point.compression_ratio > middle else "left"
+        lines = written[arrow, side]
+        written[arrow, side] += 1
+        axis.annotate(
+            f"{arrow} {short(point.method)} {format_metric(point.mean)}",
+            (point.compression_ratio, edge),
+            (0, -LINE * lines if edge == high else LINE * lines),
+            textcoords="offset points",
+            color=styles[point.method][0],
+            fontsize=8,
+            ha=side,
+            va=align,
+            zorder=6,
+        )
 
 
 def _legend(
