@@ -145,6 +145,20 @@ def test_a_restored_state_goes_on_the_same_way() -> None:
     assert optimizer.pressure_now == restored.pressure_now
 
 
+def test_restored_moments_judge_the_same() -> None:
+    alpha = Alpha({3: (2, 3)})
+    importance, restored = (ColumnImportance(alpha, window=5) for _ in range(2))
+    for _ in range(4):
+        importance.update({3: torch.randn(2, 3)})
+    restored.load_state_dict({name: value.clone() for name, value in importance.state_dict().items()})
+    assert bool(importance.losses(3).all())
+    for _ in range(2):
+        assert torch.equal(restored.losses(3), importance.losses(3))
+        gradient = torch.randn(2, 3)
+        importance.update({3: gradient})
+        restored.update({3: gradient})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
