@@ -154,6 +154,26 @@ def test_every_setting_meets_the_bytes_with_projections_counted(setting: MdeSett
             assert all(d & (d - 1) == 0 for d in dims.tolist())
 
 
+@pytest.mark.parametrize("setting", SETTINGS[::3], ids=str)
+@pytest.mark.parametrize("share", [0.07, 0.15, 0.3, 0.55])
+def test_no_larger_lambda_is_within_the_bytes(setting: MdeSetting, share: float) -> None:
+    """The solution against 8,000 values of lambda, with tables and projections counted block by block."""
+    counts = {"t": [900 // (i + 1) for i in range(90)], "u": [500 // (i + 1) for i in range(60)]}
+    blocks = make_blocks(counts, {"t": 32, "u": 32}, 4)
+    costs = Budget.of(Size(embedding_bytes=10**7), blocks).column_costs
+    budget = Budget(share * 32 * sum(float(cost.sum()) for cost in costs.values()), costs, "bytes")
+    plan = solve(setting, blocks, budget, 32, lambda dim: {"t": dim, "u": dim})
+    scales = torch.linspace(1, 40, 8000, dtype=torch.float64)
+    base = ((setting.round(scales) + 3) // 4 * 4).clamp(max=32)
+    tables, projections = torch.zeros_like(scales), torch.zeros_like(scales)
+    for block, of_block in enumerate(popularity(blocks)["t"]):  # the same of both tables, which share a projection
+        dims = setting.round(scales * of_block**setting.temperature).clamp(max=32)
+        tables += dims * float(costs["t"][block] + costs["u"][block])
+        projections += torch.where(dims < base, 4 * dims * base, 0)
+    most = float(tables[tables + projections <= budget.amount].max())
+    assert plan.table_bytes(budget) == pytest.approx(most)
+
+
 def test_a_budget_for_everything_is_the_uniform_model_without_projections() -> None:
     blocks = make_blocks({"t": [9, 8, 2, 1]}, {"t": 8}, 2)
     plan = solve(ROUND, blocks, Budget.of(Size(embedding_bytes=10**6), blocks), 8, lambda dim: {"t": dim})

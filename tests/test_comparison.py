@@ -381,6 +381,13 @@ def test_a_row_without_all_its_seeds_says_so_and_stands_aside_from_the_front() -
     ]
 
 
+def test_two_seeds_have_a_deviation_of_their_difference() -> None:
+    rows = {(row.method, row.size): row for row in make_rows(dnis_2="RuntimeError: no")}
+    difference = rows["dnis", 4].difference["mse"]  # .01 and .02
+    assert (difference.mean, difference.num_seeds) == (pytest.approx(0.015), 2)
+    assert difference.deviation == pytest.approx(0.01 / 2**0.5)
+
+
 def test_versions_of_all_cells() -> None:
     result = make_result(Cell(method="dnis", size=2, seed=0), 0.5, 10)
     other = replace(result, versions={"torch": "3", "python": "3.12"})
