@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,42 @@ def test_random_sequences_fall_and_use_the_budget_up(
         sequence = dims[config.name]
         assert bool((sequence.diff() <= 0).all())
         assert 0 <= int(sequence.min()) <= int(sequence.max()) <= config.embedding_dim
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_random_dims_are_random_heights_times_the_largest_factor(seed: int, share: float) -> None:
+    """``d_s = min(D, floor(c h_s D))``, h uniform and falling, c tried at every value where a dimension is reached."""
+    widths = {"t": 8, "u": 4}
+    rows = {"t": [9] * 5 + [5] * 5 + [1] * 10, "u": [7] * 4 + [2] * 4 + [1] * 5}
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=len(counts), embedding_dim=widths[name], feature_names=[name])
+        for name, counts in rows.items()
+    ]
+    counts = FrequencyCounts({name: torch.tensor(own) for name, own in rows.items()}, {}, 100)
+    blocks = blocks_from_counts(counts, configs, num_blocks=3, scope="table")
+    costs = Budget.of(Size(embedding_bytes=10**6), blocks).column_costs
+    budget = Budget(share * sum(float(costs[name].sum()) * dim for name, dim in widths.items()), costs, "bytes")
+    generator, heights = torch.Generator().manual_seed(seed), {}
+    for dim in budget.cost_per_alpha_row(blocks):
+        (name,) = (own for own, width in widths.items() if width == dim)
+        heights[name] = sorted((1 - torch.rand(3, generator=generator, dtype=torch.float64)).tolist(), reverse=True)
+
+    def dims_at(factor: float) -> dict[str, list[int]]:
+        return {
+            name: [min(dim, math.floor(factor * height * dim + 1e-9)) for height in heights[name]]
+            for name, dim in widths.items()
+        }
+
+    def cost(dims: dict[str, list[int]]) -> float:
+        return sum(float(costs[name] @ torch.tensor(own, dtype=torch.float64)) for name, own in dims.items())
+
+    factors = [
+        k / (height * dim) for name, dim in widths.items() for height in heights[name] for k in range(1, dim + 1)
+    ]
+    expected = dims_at(max(factor for factor in factors if cost(dims_at(factor)) <= budget.amount))
+    found = random_dims(blocks, budget, torch.Generator().manual_seed(seed))
+    assert {name: dims.tolist() for name, dims in found.items()} == expected
 
 
 def test_tables_that_share_no_blocks_have_random_sequences_of_their_own() -> None:
