@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -216,6 +218,25 @@ class TestNeuMFTopK:
         write(folder / "ml-1m.test.negative.gz", texts)
         with pytest.raises(ValueError, match="ranking, query 2: expected at least k=10 candidates, got 9"):
             ncf.neumf_topk(folder)
+
+    @pytest.mark.parametrize("line", ["(1,2", "(1,2)", "(1,2)\tthree", "1\t2\t3", "(1,2)\t-3"])
+    def test_a_malformed_line_of_negatives_is_named(self, folder, line):
+        with gzip.open(folder / "ml-1m.test.negative.gz", "rt") as file:
+            lines = file.read().splitlines()
+        lines[2] = line
+        write(folder / "ml-1m.test.negative.gz", lines)
+        message = r"^ml-1m\.test\.negative\.gz, line 3: expected \(user,item\) and negative items, tab separated, got"
+        with pytest.raises(ValueError, match=message):
+            load_leave_one_out(folder)
+
+    def test_a_test_case_without_negatives_is_named(self, folder):
+        with gzip.open(folder / "ml-1m.test.negative.gz", "rt") as file:
+            lines = file.read().splitlines()
+        pair = tuple(map(int, (folder / "ml-1m.test.rating").read_text().splitlines()[5].split("\t")[:2]))
+        write(folder / "ml-1m.test.negative.gz", lines[:5] + lines[6:])
+        message = f"ml-1m.test.negative.gz, pair {pair}: expected a line of negatives, got none; download it again"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            load_leave_one_out(folder)
 
     @pytest.mark.parametrize("recipe", [ncf.neumf_topk, ncf.neumf_topk_32])
     def test_missing_files(self, recipe, tmp_path):
