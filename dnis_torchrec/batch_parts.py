@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.batch_slices import slice_of
+from dnis_torchrec.batch_slices import CutBatches, slice_of
 from dnis_torchrec.checks import check
 
 
-class BatchParts:
+class BatchParts(CutBatches):
     """The batches of a stream, each cut into so many parts of equal size (the last ones may be a sample smaller).
 
     An upper step costs about as much as the samples that it sees; what it learns from half of them is noisier, and the
@@ -43,7 +42,8 @@ class BatchParts:
 
     def __init__(self, batches: Iterable[Batch], num_parts: int, at_least: int = 1) -> None:
         check(num_parts >= 1, "num_parts", "expected at least 1", num_parts)
-        self._batches, self._num_parts, self._at_least = batches, num_parts, at_least
+        super().__init__(batches)
+        self._num_parts, self._at_least = num_parts, at_least
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._batches:
@@ -53,18 +53,6 @@ class BatchParts:
     def is_split_over_ranks(self) -> bool:
         """Whether the batches are this rank's own already, see `dnis_torchrec.data_over_ranks.SplitsItself`."""
         return getattr(self._batches, "is_split_over_ranks", False)
-
-    @property
-    def epoch(self) -> int:
-        """Number of the next epoch, where the batches count them; set it to resume."""
-        batches: Any = self._batches
-        return batches.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        """Sets it in the batches."""
-        batches: Any = self._batches
-        batches.epoch = epoch
 
 
 def cut(batch: Batch, num_parts: int, at_least: int = 1) -> Iterator[Batch]:

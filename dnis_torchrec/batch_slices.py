@@ -6,6 +6,7 @@ Shapes: B batch, F features.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +15,27 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import describe
+
+
+class CutBatches:
+    """Batches that are cut out of others, which say what epoch it is.
+
+    Args:
+        batches: can be iterated again and again.
+    """
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches: Any = batches
+
+    @property
+    def epoch(self) -> int:
+        """Number of the next epoch, where the batches count them; set it to resume."""
+        return self._batches.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        """Sets it in the batches."""
+        self._batches.epoch = epoch
 
 
 def slice_of(batch: Batch, first: int, last: int) -> Batch:

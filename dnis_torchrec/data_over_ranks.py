@@ -14,12 +14,12 @@ Shapes: B batch, W ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.batch_slices import slice_of
+from dnis_torchrec.batch_slices import CutBatches, slice_of
 from dnis_torchrec.checks import check
 from dnis_torchrec.recipe import DataSplits
 from dnis_torchrec.reductions import Ranks
@@ -31,7 +31,7 @@ class SplitsItself(Protocol):
     is_split_over_ranks: bool
 
 
-class SlicedBatches:
+class SlicedBatches(CutBatches):
     """This rank's slices of the batches of a split.
 
     Every rank has to see the same batches in the same order: their order may depend on the recipe's seed, not on the
@@ -48,20 +48,9 @@ class SlicedBatches:
     """
 
     def __init__(self, batches: Iterable[Batch], ranks: Ranks, name: str, *, equal: bool) -> None:
-        self._batches, self._ranks, self._name, self._equal = batches, ranks, name, equal
+        super().__init__(batches)
+        self._ranks, self._name, self._equal = ranks, name, equal
         self.fingerprint: int | None = None
-
-    @property
-    def epoch(self) -> int:
-        """Number of the next epoch, where the batches count them; set it to resume."""
-        batches: Any = self._batches
-        return batches.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        """Sets it in the batches."""
-        batches: Any = self._batches
-        batches.epoch = epoch
 
     def __iter__(self) -> Iterator[Batch]:
         """This rank's slice of every batch.

@@ -11,6 +11,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from dnis_torchrec import hypergradient
 from dnis_torchrec.alpha_optimizer import AlphaOptimizer, Pressure
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.budget import Size
@@ -336,6 +337,23 @@ def test_unrolled_gradient_equals_autograd_through_a_naive_dense_model(gloo, mon
             assert second_order > 0.01 * step * expected[dim].norm()
             assert torch.equal(hits[dim], expected[dim].any(dim=1))
         assert not hits[8].all()
+
+
+def test_what_adam_trains_is_unrolled_as_far_as_adam_goes(gloo, monkeypatch) -> None:
+    recipe, _, _, pipeline = make_pipeline("adam", unrolled_step=0.05)
+    taken: list[list[float]] = []
+
+    def watched(weights, steps, **functions):
+        taken.append(list(steps))
+        return unrolled_gradient(weights, steps, **functions)
+
+    unrolled_gradient = hypergradient.unrolled_gradient
+    monkeypatch.setattr(hypergradient, "unrolled_gradient", watched)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    while pipeline.upper_steps < 1:
+        pipeline.progress(stream)
+    assert min(taken[0]) > 0.05
+    assert len(set(taken[0])) == len(taken[0]) > 1
 
 
 def test_unrolling_needs_a_lower_step_first(gloo) -> None:

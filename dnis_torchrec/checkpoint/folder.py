@@ -206,11 +206,8 @@ class LocalCheckpointFolder(CheckpointFolder):
         """Removes what is left of checkpoints that never became whole, or are only half gone; see the base class."""
         for path in self._folder.glob("step-*.partial"):
             final = path.with_name(path.name.removesuffix(ASIDE))
-            if (
-                path.name.endswith(ASIDE)
-                and json.dumps(final.name) in (self._latest_text() or "")
-                and not final.exists()
-            ):
+            is_latest = path.name.endswith(ASIDE) and self._latest_text() == latest_text(final)
+            if is_latest and not final.exists():
                 os.replace(path, final)  # whole: it was to be replaced by one of the same step
             else:
                 shutil.rmtree(path, ignore_errors=True)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from dnis_torchrec.blocking import STRATEGIES
 from dnis_torchrec.budget import Size
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_first_settings, shown, url_of_ranks
@@ -36,7 +37,7 @@ from dnis_torchrec.search import Saving
 from dnis_torchrec.whole_files import write_json
 
 ROWS_WIDTH = 100
-CUTS = ("equal_rows", "equal_mass", "decades")
+CUTS = tuple(name for name in STRATEGIES if name != "explicit")
 """Strategies that a command can name: they need no boundaries."""
 
 CompressionOption = Annotated[
