@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dnis_torchrec.report import ParetoPoint, pareto_chart, pareto_front, pareto_points
 from dnis_torchrec.report.content import seed_groups
 from dnis_torchrec.report.figures.style import METHOD_STYLES, OTHER_COLOURS, OTHER_MARKERS
-from dnis_torchrec.report.pareto import BOTTOM, DARK, LEFT, MARK_PATHS, RIGHT, TOP
+from dnis_torchrec.report.pareto import (
+    BOTTOM,
+    DARK,
+    LABEL_CHARACTER,
+    LABEL_LINE,
+    LEFT,
+    MARK_PATHS,
+    PLOT_WIDTH,
+    RIGHT,
+    TOP,
+)
 from tests.test_report import HOSTILE, PageReader, make_row, make_rows
 
 
@@ -87,11 +98,34 @@ def test_bars_are_the_deviation_over_seeds() -> None:
 def test_a_far_worse_point_stands_at_the_edge_and_says_its_number() -> None:
     points = [point(2**index, 0.7 + index / 100) for index in range(7)]
     assert max(y for _, y in places(pareto_chart(points, "auc", higher_is_better=True))) < BOTTOM
-    chart = pareto_chart([*points, point(8, -3.0)], "auc", higher_is_better=True)
-    *near, (_, far) = places(chart)
-    assert far == BOTTOM
-    assert max(y for _, y in near) - min(y for _, y in near) > 0.8 * (BOTTOM - TOP)
-    assert re.findall(r'<text class="beyond"[^>]*>([^<]*)<', chart) == ["\N{DOWNWARDS ARROW} -3.0000"]
+    for num_bytes, anchor in ((4, "start"), (32, "end")):
+        chart = pareto_chart([*points, point(num_bytes, -3.0)], "auc", higher_is_better=True)
+        *near, (_, far) = places(chart)
+        assert far == BOTTOM
+        assert max(y for _, y in near) - min(y for _, y in near) > 0.8 * (BOTTOM - TOP)
+        ((y, *label),) = re.findall(r'<text class="beyond" x="[\d.]+" y="([\d.]+)" text-anchor="(\w+)">([^<]*)<', chart)
+        assert (float(y), *label) == (BOTTOM + 5, anchor, "\N{DOWNWARDS ARROW} -3.0000")
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=1, max_size=8), st.sampled_from([-3.0, -1e5]))
+@example([9e5, 9.5e5, 1e6, 3e5], -3.0)
+@example([1.0, 1.0, 1.5, 9.0], -1e5)
+def test_numbers_of_points_beyond_the_axis_have_room(sizes: list[float], far: float) -> None:
+    near = [point(2.0**index, 0.7 + index / 100) for index in range(21)]
+    chart = pareto_chart([*near, *(point(size, far) for size in sizes)], "auc", higher_is_better=True)
+    labels = re.findall(r'class="beyond" x="([\d.]+)" y="([\d.]+)" text-anchor="(start|end)">([^<]*)<', chart)
+    assert len(labels) == len(sizes)
+    boxes = []
+    for x, y, anchor, text in labels:
+        width = LABEL_CHARACTER * len(text)
+        low = float(x) if anchor == "start" else float(x) - width
+        assert 0 <= low <= low + width <= PLOT_WIDTH
+        boxes.append((low, low + width, float(y)))
+    for one, other in combinations(boxes, 2):
+        assert one[1] <= other[0] + 0.2 or other[1] <= one[0] + 0.2 or abs(one[2] - other[2]) >= LABEL_LINE
+    for x, y in places(chart)[-len(sizes) :]:
+        for low, high, label_y in boxes:
+            assert high <= x - 8 or x + 8 <= low or label_y < y - 5
 
 
 def test_the_row_with_validation_is_hollow_and_shares_its_entry_of_the_key() -> None:

@@ -24,11 +24,12 @@ import pytest
 import torch
 from PIL import Image
 
-from dnis_torchrec.report import RowDistribution, write_report
+from dnis_torchrec.report import RowDistribution, pareto_chart, write_report
 from dnis_torchrec.report.compare_page import write_comparison
 from tests.test_comparison import make_content as make_comparison_content
 from tests.test_comparison import make_rows as make_comparison_rows
 from tests.test_report import make_content, make_row
+from tests.test_report_pareto import point
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome on PATH")
@@ -156,6 +157,17 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("page") / "report.html", content)
 
 
+@pytest.fixture(scope="module")
+def far_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chart with points close together far below its axis."""
+    points = [point(2.0 ** (step / 3), 0.7 + step / 100) for step in range(34)]
+    points += [point(size, -3.0) for size in (1.0, 1.1, 1.5, 64.0, 64.5, 1900.0, 2048.0)]
+    chart = pareto_chart(points, "auc", higher_is_better=True)
+    path = tmp_path_factory.mktemp("far") / "chart.html"
+    path.write_text(f'<!doctype html><meta charset="utf-8"><section id="figure-pareto">{chart}</section>')
+    return path
+
+
 def boxes(browser: Browser, selector: str) -> list[dict[str, float]]:
     """Places of elements in the document."""
     return browser.evaluate(
@@ -264,8 +276,10 @@ def test_marks_are_reached_with_the_tab_key(browser: Browser, page: Path) -> Non
         assert shown_tips(browser) == tips(browser)[place : place + 1]
 
 
-def test_labels_of_the_chart_are_whole_and_apart(browser: Browser, page: Path) -> None:
-    browser.show(page)
+@pytest.mark.parametrize("which", ["page", "far_page"])
+def test_labels_of_the_chart_are_whole_and_apart(request: pytest.FixtureRequest, browser: Browser, which: str) -> None:
+    browser.show(request.getfixturevalue(which))
+    assert len(boxes(browser, "#figure-pareto .beyond")) == (7 if which == "far_page" else 0)
     (chart,) = boxes(browser, "#figure-pareto .plot > svg")
     labels = boxes(browser, "#figure-pareto .plot text")
     assert len(labels) > 8

@@ -7,6 +7,7 @@ strict Content-Security-Policy. Points are list items that the Tab key reaches a
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,8 +44,12 @@ from dnis_torchrec.report.tables import (
 PLOT_WIDTH, PLOT_HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 72.0, 880.0, 14.0, 346.0
 """Edges of the plotting area, in units of the SVG."""
+MARK_RADIUS, LABEL_LINE, LABEL_CHARACTER = 9.0, 15.0, 7.5
+"""Room for a mark, for a line of a number beside it and for a character of that, at most."""
 SUBJECT = " subject"
 """Class of what is drawn for the method that the chart is about."""
+ARROWS = {1: "\N{UPWARDS ARROW}", -1: "\N{DOWNWARDS ARROW}"}
+"""In front of a number above the axis and of one below it."""
 DARK = {
     BLUE: "#4fa8e0",
     ORANGE: "#f4894a",
@@ -98,7 +103,11 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
     styles = method_styles(point.method for point in points)
     solid = {base_method(method): style for method, style in styles.items()}
     front = pareto_front(points, higher_is_better=higher_is_better)
-    marks = [_mark(point, scale, styles[point.method], index in front) for index, point in enumerate(points)]
+    labels = _labels_beyond(points, scale)
+    marks = [
+        _mark(point, scale, styles[point.method], index in front) | {"label": labels.get(index)}
+        for index, point in enumerate(points)
+    ]
     return render(
         "pareto.html.j2",
         width=PLOT_WIDTH,
@@ -194,9 +203,6 @@ def _mark(point: ParetoPoint, scale: _Scale, style: tuple[str, str], is_front: b
         "x": _at(x),
         "y": _at(y),
         "bar": (_at(scale.y(point.mean - bar)), _at(scale.y(point.mean + bar))) if bar else None,
-        "beyond": {0: "", 1: "\N{UPWARDS ARROW}", -1: "\N{DOWNWARDS ARROW}"}[beyond],
-        "mean": format_metric(point.mean),
-        "label_y": _at(y + 5),
         "row_class": _row_class(point.method),
         "place": f"left: {100 * x / PLOT_WIDTH:.2f}%; top: {100 * y / PLOT_HEIGHT:.2f}%",
         "side": f"{'before' if x > PLOT_WIDTH / 2 else 'after'} {'above' if y > PLOT_HEIGHT / 2 else 'below'}",
@@ -213,6 +219,27 @@ def _mark(point: ParetoPoint, scale: _Scale, style: tuple[str, str], is_front: b
             ("time of one run", format_seconds(point.seconds)),
         ],
     }
+
+
+def _labels_beyond(points: Sequence[ParetoPoint], scale: _Scale) -> dict[int, dict[str, str]]:
+    """Index of a point beyond the axis -> its number, beside its mark and in the outermost line with room for it."""
+    outside = {index: beyond for index, point in enumerate(points) if (beyond := scale.beyond(point.mean))}
+    taken = defaultdict[tuple[int, int], list[tuple[float, float]]](list)
+    for index, beyond in outside.items():
+        x = scale.x(points[index].bytes)
+        taken[beyond, 0].append((x - MARK_RADIUS, x + MARK_RADIUS))
+    labels = {}
+    for index, beyond in outside.items():
+        x, text = scale.x(points[index].bytes), f"{ARROWS[beyond]} {format_metric(points[index].mean)}"
+        anchor, near = ("start", x + MARK_RADIUS) if x < (LEFT + RIGHT) / 2 else ("end", x - MARK_RADIUS)
+        low, high = sorted((near, near + LABEL_CHARACTER * len(text) * (1 if anchor == "start" else -1)))
+        line = 0
+        while any(low < right and left < high for left, right in taken[beyond, line]):
+            line += 1
+        taken[beyond, line].append((low, high))
+        y = (TOP if beyond > 0 else BOTTOM) + beyond * line * LABEL_LINE + 5
+        labels[index] = {"text": text, "anchor": anchor, "x": _at(near), "y": _at(y)}
+    return labels
 
 
 def _with_deviation(text: str, deviation: float | None) -> str:
