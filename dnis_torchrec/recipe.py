@@ -87,7 +87,9 @@ class Recipe:
         table_learning_rate: learning rate of the tables.
         dense_learning_rate: learning rate (Adam) of everything else.
         search_table_learning_rate: that of a search's tables, where it has pressure, from its first epoch on; None
-            takes the one above. A short search wants a faster one than plain tables.
+            takes the recipe's. A short search wants a faster one than plain tables.
+        search_dense_learning_rate: the same of everything else. A network that overfits first wants a slower one: a
+            search goes on for longer than plain training.
         release_table_learning_rate: that of a search's tables after the ramp; None keeps the one before. By then alpha,
             which learns on data that the weights do not see, holds tables back: they may run faster than without it.
         release_dense_learning_rate: the same of everything else, which alpha does not hold back.
@@ -114,6 +116,7 @@ class Recipe:
     table_learning_rate: float = 1e-3
     dense_learning_rate: float = 1e-3
     search_table_learning_rate: float | None = None
+    search_dense_learning_rate: float | None = None
     release_table_learning_rate: float | None = None
     release_dense_learning_rate: float | None = None
     row_weights: tuple[str, ...] = ()

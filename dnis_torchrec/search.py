@@ -90,6 +90,7 @@ class SearchConfig:
         upper_batch_parts: parts that a validation batch is cut into; an upper step takes one, and costs less (see
             `BatchParts`). On several ranks each takes its slice of every part.
         search_table_learning_rate: see `Recipe`; for searches with pressure.
+        search_dense_learning_rate: see `Recipe`; for searches with pressure.
         release_table_learning_rate: see `Recipe`; for searches with pressure.
         release_dense_learning_rate: see `Recipe`; for searches with pressure.
         alpha_learning_rate: see `AlphaOptimizer`.
@@ -114,6 +115,7 @@ class SearchConfig:
     upper_every: int = 1
     upper_batch_parts: int = 2
     search_table_learning_rate: float | None = None
+    search_dense_learning_rate: float | None = None
     release_table_learning_rate: float | None = None
     release_dense_learning_rate: float | None = None
     alpha_learning_rate: float | None = None
@@ -123,7 +125,7 @@ class SearchConfig:
         epochs = ("warm_up_epochs", "ramp_epochs", "release_epochs", "patience")
         for name in ("num_blocks", *epochs, "upper_every", "upper_batch_parts"):
             check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
-        for name in (f"{part}_learning_rate" for part in ("search_table", "release_table", "release_dense")):
+        for name in (f"{phase}_{part}_learning_rate" for phase in ("search", "release") for part in ("table", "dense")):
             rate = getattr(self, name)
             check(rate is None or rate > 0, name, "expected a number above 0", rate)
         check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
@@ -175,6 +177,7 @@ class SearchConfig:
             "column_order",
             "alpha_learning_rate",
             "search_table_learning_rate",
+            "search_dense_learning_rate",
             "release_table_learning_rate",
             "release_dense_learning_rate",
             "upper_every",
@@ -393,9 +396,11 @@ def _set_rates_(
 ) -> None:
     """Sets the learning rates of an epoch; checkpoints do not have them, so a search that goes on needs it too."""
     tables, dense = _table_rate(recipe, config), recipe.dense_learning_rate
-    if config.pressure and epoch >= config.warm_up_epochs + config.ramp_epochs:
-        tables = config.release_table_learning_rate or tables
-        dense = config.release_dense_learning_rate or dense
+    if config.pressure:
+        dense = config.search_dense_learning_rate or dense
+        if epoch >= config.warm_up_epochs + config.ramp_epochs:
+            tables = config.release_table_learning_rate or tables
+            dense = config.release_dense_learning_rate or dense
     set_learning_rates_(model, optimizer, tables=tables, dense=dense)
 
 

@@ -45,22 +45,27 @@ MLP_TOWER = (64, 32, 16)
 NEUMF_TOWER = ncf_tower(EMBEDDING_DIM)
 """NCF's layers for D=64, at every D for the same reason."""
 CLICKS_TOWER = (256, 128)
-FM_LEARNING_RATE = 0.003
-"""Of .001, .003 and .01 the best for FM's tables on `selection` of seed 0, at D=64 by .0012 and at D=4 by .0002."""
+CLICKS_LEARNING_RATE = 0.003
+"""Of .001, .003 and .01 the best for plain tables on `selection` of seed 0: FM's at D=64 by .0012 and at D=4 by .0002;
+in the mean of D=64 and 11, with and without alpha's split, DLRM's by .0009. DeepFM's and Wide & Deep's are better than
+at .001 by .0011 and .0004; .01 was tried for DeepFM at D=64 alone, and is worse by .02."""
 CLICKS_RELEASE_RATE = 0.01
 """Of .001, .003, .01 and .03 the best for the release of FM's search on `selection` of seed 0, at compression 20; of
 .003, .006, .01 and .02 the best before the release of a short one."""
 NEUMF_SEARCH_RATE = 0.003
 """Of .001 and .003 the better for the tables in NeuMF's search on `selection` of seed 0, at compression 4 and 10."""
-SLOW_NETWORK_RATE = 1e-4
+RELEASE_NETWORK_RATE = 1e-4
 """Of a network in the release, a tenth of its rate before; at that, selection losses jump from epoch to epoch there."""
+SEARCH_NETWORK_RATE = 3e-4
+"""Of a network that overfits before its tables do, in a search before its release: a search is longer than plain
+training, which loses by that rate."""
 _RATINGS_WITH_TOWER = {
     "column_order": "importance",
     "warm_up_epochs": 8,
     "ramp_epochs": 8,
     "release_epochs": 8,
     "alpha_learning_rate": 0.01,
-    "release_dense_learning_rate": SLOW_NETWORK_RATE,
+    "release_dense_learning_rate": RELEASE_NETWORK_RATE,
 }
 """How ratings are searched with a network behind the tables; chosen for MLP on `selection` of seed 0, compression 4,
 the network's rate in the release for NeuMF at 2, the order of columns for both at 4 and 10. The warm-up is as long as a
@@ -68,7 +73,7 @@ plain training: 8 epochs for MLP, 3 for NeuMF."""
 _WITH_NETWORK = {
     "scope": "table",
     "release_table_learning_rate": CLICKS_RELEASE_RATE,
-    "release_dense_learning_rate": SLOW_NETWORK_RATE,
+    "release_dense_learning_rate": RELEASE_NETWORK_RATE,
 }
 """How clicks are searched with a network behind the tables; the network's rate in the release chosen for DLRM on
 `selection` of seeds 0 and 2, compression 20. Tables that differ in worth have blocks of their own: for DLRM as it was
@@ -77,9 +82,23 @@ _FEWER_UPPER_STEPS = {"upper_every": 2, "alpha_learning_rate": 0.012}
 """So that a search takes at most three plain trainings. Half as many upper steps want larger ones: at the rate of one
 every lower step alpha gets half as far. Of .003, .006 and .012 the best for DeepFM on `selection` of seed 0, at
 compression 6 and 20, and for DLRM at 2."""
-_DLRM = _WITH_NETWORK | _FEWER_UPPER_STEPS | {"column_sharing": 3.0, "ramp_epochs": 4, "release_epochs": 7}
+_DLRM = (
+    _WITH_NETWORK
+    | _FEWER_UPPER_STEPS
+    | {
+        "search_table_learning_rate": 0.002,
+        "search_dense_learning_rate": SEARCH_NETWORK_RATE,
+        "column_sharing": 5.0,
+        "warm_up_epochs": 2,
+        "ramp_epochs": 4,
+        "release_epochs": 6,
+    }
+)
+"""Rates of tables .001, .002 and .003, of the network 1e-4, 3e-4 and 1e-3, `column_sharing` 3, 5 and 10: of those tried
+the best on `selection` of seed 0, added up over compression 2, 6 and 20."""
 _WITH_TOWER = _WITH_NETWORK | {
     "column_order": "importance",
+    "search_table_learning_rate": 1e-3,
     "alpha_learning_rate": 0.003,
     "warm_up_epochs": 2,
     "ramp_epochs": 8,
@@ -88,6 +107,18 @@ _WITH_TOWER = _WITH_NETWORK | {
 """Where the tables can be rotated, which takes a warm-up that has come nearly to the end of a plain training. Faster
 tables alone do not help where a tower reads them, which overfits first; with a slower tower they do. By importance
 tables may have blocks of their own, each its worth; in the order of alpha DeepFM lost by it."""
+_DEEPFM = (
+    _WITH_TOWER
+    | _FEWER_UPPER_STEPS
+    | {
+        "search_table_learning_rate": CLICKS_LEARNING_RATE,
+        "search_dense_learning_rate": SEARCH_NETWORK_RATE,
+        "ramp_epochs": 4,
+        "release_epochs": 7,
+    }
+)
+"""So that a search takes at most three plain trainings, which are shorter at that rate. On `selection` of seed 0 better
+than 2 + 8 + 10 epochs with tables and network at .001, at compression 6 and 20."""
 CONSTANT_DENSE = "MovieLens has no dense features; DLRM's dense arch sees the constant 1."
 
 
@@ -190,7 +221,6 @@ def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
         _clicks(data, "ctr_fm", build, seed),
         scope="table",
         column_order="importance",
-        table_learning_rate=FM_LEARNING_RATE,
         search_table_learning_rate=CLICKS_RELEASE_RATE,
         release_table_learning_rate=CLICKS_RELEASE_RATE,
         warm_up_epochs=2,
@@ -239,7 +269,7 @@ def ctr_deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = 
     def build(samples: Samples, bias: float) -> nn.Module:
         return DeepFM(_clicks_tables(samples, embedding_dim), tower=CLICKS_TOWER, initial_bias=bias)
 
-    return replace(_clicks(data, "ctr_deepfm", build, seed), **_WITH_TOWER | _FEWER_UPPER_STEPS)
+    return replace(_clicks(data, "ctr_deepfm", build, seed), **_DEEPFM)
 
 
 def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -314,6 +344,7 @@ def _clicks(
         model=model,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
+        table_learning_rate=CLICKS_LEARNING_RATE,
         num_blocks=4,
         warm_up_epochs=1,
         notes=(

@@ -66,7 +66,7 @@ def test_a_configuration_takes_from_the_recipe_whatever_both_know(column_order: 
     values = {"num_blocks": 3, "warm_up_epochs": 4, "ramp_epochs": 5, "release_epochs": 6, "upper_every": 7}
     values |= {"column_sharing": column_sharing, "alpha_learning_rate": 0.25, "release_table_learning_rate": 0.125}
     values |= {"release_dense_learning_rate": 0.0625, "scope": "table", "column_order": column_order}
-    values |= {"search_table_learning_rate": 0.375}
+    values |= {"search_table_learning_rate": 0.375, "search_dense_learning_rate": 0.1875}
     assert values.keys() == {f.name for f in fields(Recipe)} & {f.name for f in fields(SearchConfig)}
     recipe = replace(make_recipe(), **values)
     config = SearchConfig.of(recipe, Size(compression_ratio=2), {"ramp_epochs": 8})
@@ -115,7 +115,7 @@ def test_the_history_tells_the_phases(gloo, tmp_path: Path) -> None:
 
 
 RELEASE_RATES = ["release_table_learning_rate", "release_dense_learning_rate"]
-RATES = ["search_table_learning_rate", *RELEASE_RATES]
+RATES = ["search_table_learning_rate", "search_dense_learning_rate", *RELEASE_RATES]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
@@ -131,17 +131,18 @@ def test_the_release_has_rates_of_its_own(gloo, tmp_path: Path, optimizer: str, 
     assert same == [True] * before + [False] * SHORT["release_epochs"]
 
 
+@pytest.mark.parametrize("part", ["table", "dense"])
 @pytest.mark.parametrize(
     ("optimizer", "unrolled"), [("adam", False), ("adam", True), ("rowwise_adagrad", False)], ids=str
 )
-def test_a_search_has_a_table_rate_of_its_own_until_the_release(
-    gloo, tmp_path: Path, optimizer: str, unrolled: bool
+def test_a_search_has_rates_of_its_own_until_the_release(
+    gloo, tmp_path: Path, optimizer: str, unrolled: bool, part: str
 ) -> None:
-    """From the first epoch on as if the recipe's tables had that rate, in the release the release's."""
+    """From the first epoch on as if the recipe had that rate, in the release the release's."""
     histories = []
-    for of_recipe, settings in ((0.1, {}), (1e-3, {"search_table_learning_rate": 0.1})):
-        recipe = replace(make_recipe(optimizer=optimizer), table_learning_rate=of_recipe)
-        settings |= {"release_table_learning_rate": 0.01, "unrolled": unrolled}
+    for of_recipe, settings in ((0.1, {}), (1e-3, {f"search_{part}_learning_rate": 0.1})):
+        recipe = replace(make_recipe(optimizer=optimizer), **{f"{part}_learning_rate": of_recipe})
+        settings |= {f"release_{part}_learning_rate": 0.01, "unrolled": unrolled}
         config = SearchConfig(size=Size(compression_ratio=4), **settings, **SHORT)
         histories.append(search(recipe, config, tmp_path / str(of_recipe), CPU).history)
     assert histories[0] == histories[1]
