@@ -55,7 +55,7 @@ CLICKS_RELEASE_RATE = 0.01
 NEUMF_SEARCH_RATE = 0.003
 """Of .001 and .003 the better for the tables in NeuMF's search on `selection` of seed 0, at compression 4 and 10."""
 RELEASE_NETWORK_RATE = 1e-4
-"""Of a network in the release, a tenth of its rate before; at that, selection losses jump from epoch to epoch there."""
+"""Of a network in the release, a tenth of plain training's, at which selection losses jump from epoch to epoch."""
 SEARCH_NETWORK_RATE = 3e-4
 """Of a network that overfits before its tables do, in a search before its release: a search is longer than plain
 training, which loses by that rate."""

@@ -231,8 +231,9 @@ def _labels_beyond(points: Sequence[ParetoPoint], scale: _Scale) -> dict[int, di
     labels = {}
     for index, beyond in outside.items():
         x, text = scale.x(points[index].bytes), f"{ARROWS[beyond]} {format_metric(points[index].mean)}"
-        anchor, near = ("start", x + MARK_RADIUS) if x < (LEFT + RIGHT) / 2 else ("end", x - MARK_RADIUS)
-        low, high = sorted((near, near + LABEL_CHARACTER * len(text) * (1 if anchor == "start" else -1)))
+        anchor, away = ("start", 1) if x < (LEFT + RIGHT) / 2 else ("end", -1)
+        near = x + away * MARK_RADIUS
+        low, high = sorted((near, near + away * LABEL_CHARACTER * len(text)))
         line = 0
         while any(low < right and left < high for left, right in taken[beyond, line]):
             line += 1
