@@ -7,7 +7,8 @@ step. A fourth part is the tables' learning rate before the release; else it is 
 as the recipe has it. Plain training and all searches of a seed run one after the other in this process, so that their
 ratios compare. Each row is the mean over seeds: ``{"setting", "time_ratio", "seconds", "selection_loss", <test
 metrics>, "spread"}``; the spread is the sample standard deviation of each, empty for one seed. The figure is the curve
-of the metric that the recipe is judged by.
+of the metric that the recipe is judged by. ``--size`` counts parameters; `dnis compare` counts bytes, those of the
+indices too, so that its searches keep some columns fewer and their figures differ in the fourth digit.
 """
 
 from __future__ import annotations

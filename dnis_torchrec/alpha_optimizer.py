@@ -59,11 +59,10 @@ class Pressure:
     Attributes:
         size: what the tables have to come down to.
         ramp_steps: upper steps in which the mean of alpha is led from 1 to the size.
-        column_sharing: weight of a column's mean alpha over all blocks beside the block's own alpha, in the order in
-            which columns die. 0: every block loses the columns it needs least. The more, the more the blocks keep the
-            same ones, which models want that take dot products between features and have a network behind them.
-        order: the order in which columns die: ``"alpha"`` or ``"importance"``, which has no use for `column_sharing`:
-            a column that others have lost is no longer missed.
+        column_sharing: weight of what a column is worth to all blocks beside what it is worth to its own, in the order
+            in which columns die. 0: every block loses the columns it needs least. The more, the more the blocks keep
+            the same ones, which models want that take dot products between features and whose tables cannot be turned.
+        order: the order in which columns die: ``"alpha"`` or ``"importance"``, see `column_order`.
 
     Example:
         >>> Pressure(size=Size(compression_ratio=4), ramp_steps=2000).ramp_steps
@@ -79,8 +78,6 @@ class Pressure:
         check(self.ramp_steps >= 1, "ramp_steps", "expected at least 1", self.ramp_steps)
         check(self.column_sharing >= 0, "column_sharing", "expected a number >= 0", self.column_sharing)
         check_known("order", self.order, ORDERS)
-        is_used = self.order == "alpha" or self.column_sharing == 0
-        check(is_used, "column_sharing", "expected 0 in the order of importance", self.column_sharing)
 
 
 class AlphaOptimizer:
@@ -285,6 +282,8 @@ class AlphaOptimizer:
 
 def _order_of(pressure: Pressure | None, alpha: Alpha, costs: Mapping[int, Tensor]) -> ColumnOrder:
     """Without pressure no column dies, and the order is never asked."""
-    if pressure is not None and pressure.order == "importance":
-        return ImportanceOrder(alpha, costs, ramp_steps=pressure.ramp_steps)
-    return AlphaOrder(alpha, costs, column_sharing=0.0 if pressure is None else pressure.column_sharing)
+    if pressure is None:
+        return AlphaOrder(alpha, costs)
+    if pressure.order == "importance":
+        return ImportanceOrder(alpha, costs, ramp_steps=pressure.ramp_steps, column_sharing=pressure.column_sharing)
+    return AlphaOrder(alpha, costs, column_sharing=pressure.column_sharing)

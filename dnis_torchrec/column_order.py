@@ -6,6 +6,10 @@ r"""Which columns die first under pressure, and how hard lambda has to press for
                 and keeps the mean of alpha on its line, so that a model that overfits does not take all alphas down to
                 the floor, where they say nothing. The release begins with all living alphas near zero: embeddings grow
                 anew, led by alpha, which learns on data that the tables do not see.
+
+In both a block may go by what its column is worth to all blocks, too (`column_sharing`): models that take dot products
+between features see only what both retain, and where their tables cannot be turned no column means the same to all by
+itself.
 """
 
 from __future__ import annotations
@@ -41,11 +45,19 @@ IMPORTANCE_WINDOW = 0.2
 class ColumnOrder(ABC):
     """What the ramp asks of an order. Local and deterministic: equal gradients give equal answers on all ranks.
 
+    Args:
+        alpha: what is judged.
+        costs: embedding_dim -> ``(A,)``, what a column of each row of alpha costs.
+        column_sharing: weight of a column's mean score over all blocks beside its own.
+
     Attributes:
         restarted_at: what living alphas are brought down to, at most, where the release begins.
     """
 
     restarted_at = 1.0
+
+    def __init__(self, alpha: Alpha, costs: Mapping[int, Tensor], *, column_sharing: float = 0.0) -> None:
+        self._alpha, self._costs, self._column_sharing = alpha, costs, column_sharing
 
     @abstractmethod
     def scale_columns(self, scales: Mapping[int, Tensor]) -> None:
@@ -63,9 +75,17 @@ class ColumnOrder(ABC):
             gradients: embedding_dim -> ``(A, D)``, averaged over ranks, not normalised.
         """
 
-    @abstractmethod
     def scores(self, embedding_dim: int) -> Tensor:
-        """``(A, D)``, not negative: columns of small scores die first."""
+        """``(A, D)``, not negative: columns of small scores die first.
+
+        o[s, k] + column_sharing * mean over s of o[s, k], weighted by cost, for the own scores o.
+        """
+        own, costs = self._own_scores(embedding_dim), self._costs[embedding_dim]
+        return own + self._column_sharing * ((costs / costs.sum()).to(own) @ own)
+
+    @abstractmethod
+    def _own_scores(self, embedding_dim: int) -> Tensor:
+        """``(A, D)``, not negative: what a column is worth to its own block."""
 
     @abstractmethod
     def next_pressure(self, pressure_now: float, *, excess: float, mean_gradient: float, learning_rate: float) -> float:
@@ -91,13 +111,13 @@ class AlphaOrder(ColumnOrder):
     """Columns die in the order of alpha times a scale, such as what they carry; see the head of this module.
 
     Args:
-        alpha: what is judged.
-        costs: embedding_dim -> ``(A,)``, what a column of each row of alpha costs.
-        column_sharing: weight of a column's mean over all blocks beside its own.
+        alpha: see `ColumnOrder`.
+        costs: see `ColumnOrder`.
+        column_sharing: see `ColumnOrder`.
     """
 
     def __init__(self, alpha: Alpha, costs: Mapping[int, Tensor], *, column_sharing: float = 0.0) -> None:
-        self._alpha, self._costs, self._column_sharing = alpha, costs, column_sharing
+        super().__init__(alpha, costs, column_sharing=column_sharing)
         self._scales = {dim: torch.ones_like(alpha.of(dim)) for dim in alpha.dims}
 
     def scale_columns(self, scales: Mapping[int, Tensor]) -> None:
@@ -108,10 +128,9 @@ class AlphaOrder(ColumnOrder):
     def observe(self, gradients: Mapping[int, Tensor]) -> None:
         """Has no use for them: they have moved alpha."""
 
-    def scores(self, embedding_dim: int) -> Tensor:
-        """``(A, D)``: a[s, k] + column_sharing * mean over s of a[s, k], a = alpha * scale."""
-        alpha, costs = self._alpha.of(embedding_dim) * self._scales[embedding_dim], self._costs[embedding_dim]
-        return alpha + self._column_sharing * ((costs / costs.sum()).to(alpha) @ alpha)
+    def _own_scores(self, embedding_dim: int) -> Tensor:
+        """``(A, D)``: alpha times its scale."""
+        return self._alpha.of(embedding_dim) * self._scales[embedding_dim]
 
     def next_pressure(self, pressure_now: float, *, excess: float, mean_gradient: float, learning_rate: float) -> float:
         """A little more while the mean of alpha is above its line, a little less below; never under 0."""
@@ -132,15 +151,18 @@ class ImportanceOrder(ColumnOrder):
     """Columns die in the order of what validation loss would miss for their cost; see the head of this module.
 
     Args:
-        alpha: what is judged.
-        costs: embedding_dim -> ``(A,)``, what a column of each row of alpha costs.
+        alpha: see `ColumnOrder`.
+        costs: see `ColumnOrder`.
+        column_sharing: see `ColumnOrder`.
         ramp_steps: upper steps of the ramp.
     """
 
     restarted_at = RESTARTED_AT
 
-    def __init__(self, alpha: Alpha, costs: Mapping[int, Tensor], *, ramp_steps: int) -> None:
-        self._alpha, self._costs = alpha, costs
+    def __init__(
+        self, alpha: Alpha, costs: Mapping[int, Tensor], *, ramp_steps: int, column_sharing: float = 0.0
+    ) -> None:
+        super().__init__(alpha, costs, column_sharing=column_sharing)
         self._importance = ColumnImportance(alpha, window=IMPORTANCE_WINDOW * ramp_steps)
 
     def scale_columns(self, scales: Mapping[int, Tensor]) -> None:
@@ -150,7 +172,7 @@ class ImportanceOrder(ColumnOrder):
         """Takes them into the running variance."""
         self._importance.update(gradients)
 
-    def scores(self, embedding_dim: int) -> Tensor:
+    def _own_scores(self, embedding_dim: int) -> Tensor:
         """``(A, D)``: what validation loss would lose with a column, over what it costs."""
         losses = self._importance.losses(embedding_dim)
         return losses / self._costs[embedding_dim].to(losses).unsqueeze(1).clamp(min=1e-9)

@@ -1,11 +1,11 @@
-"""AlphaOrder: scores against a value-by-value oracle; lambda grows, shrinks, and leaves zero again."""
+"""Both orders: scores against a value-by-value oracle; of alpha: lambda grows, shrinks, and leaves zero again."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dnis_torchrec.column_order import ADAPTATION, FIRST_PRESSURE, AlphaOrder
+from dnis_torchrec.column_order import ADAPTATION, FIRST_PRESSURE, AlphaOrder, ImportanceOrder
 from dnis_torchrec.soft_selection import Alpha
 
 COSTS = {2: torch.tensor([3.0, 1.0]), 3: torch.tensor([10.0])}
@@ -33,11 +33,33 @@ def test_scores_are_scaled_alphas_with_their_blocks_mean_beside(column_sharing: 
             [float(a) * float(s / scale.mean()) for a, s in zip(*rows, strict=True)]
             for rows in zip(alpha.of(dim), scale, strict=True)
         ]
+        expect_shared(order.scores(dim), scaled, COSTS[dim].tolist(), column_sharing)
+
+
+@pytest.mark.parametrize("column_sharing", [0.0, 3.0])
+def test_scores_are_losses_over_costs_with_their_blocks_mean_beside(column_sharing: float) -> None:
+    """In the order of importance: alpha squared times the variance of its gradients +g and -g: g squared."""
+    alpha, _ = make_order()
+    order = ImportanceOrder(alpha, COSTS, ramp_steps=100, column_sharing=column_sharing)
+    gradients = {2: torch.tensor([[1.0, 2.0], [3.0, 0.0]]), 3: torch.tensor([[1.0, 5.0, 2.0]])}
+    for step in range(2000):
+        order.observe({dim: gradient * (-1) ** step for dim, gradient in gradients.items()})
+    for dim, gradient in gradients.items():
         costs = COSTS[dim].tolist()
-        for row, own in enumerate(scaled):
-            for column, value in enumerate(own):
-                of_all = sum(cost * other[column] for cost, other in zip(costs, scaled, strict=True)) / sum(costs)
-                assert float(order.scores(dim)[row, column]) == pytest.approx(value + column_sharing * of_all)
+        lost = [
+            [float(a * g) ** 2 / cost for a, g in zip(*rows, strict=True)]
+            for *rows, cost in zip(alpha.of(dim), gradient, costs, strict=True)
+        ]
+        expect_shared(order.scores(dim), lost, costs, column_sharing, rel=0.01)
+
+
+def expect_shared(
+    scores: torch.Tensor, own: list[list[float]], costs: list[float], column_sharing: float, rel: float = 1e-6
+) -> None:
+    for row, values in enumerate(own):
+        for column, value in enumerate(values):
+            of_all = sum(cost * other[column] for cost, other in zip(costs, own, strict=True)) / sum(costs)
+            assert float(scores[row, column]) == pytest.approx(value + column_sharing * of_all, rel=rel)
 
 
 def test_tables_of_one_dim_are_not_judged_by_larger_scales_than_those_of_another() -> None:

@@ -61,7 +61,7 @@ def test_torchrecs_models_go_all_the_way_unmodified(gloo, tmp_path: Path, kind: 
     torch.testing.assert_close(loaded(features).values(), collection(features).values(), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("column_order", "column_sharing"), [("alpha", 0.5), ("importance", 0.0)])
+@pytest.mark.parametrize(("column_order", "column_sharing"), [("alpha", 0.5), ("importance", 0.25)])
 def test_a_configuration_takes_from_the_recipe_whatever_both_know(column_order: str, column_sharing: float) -> None:
     values = {"num_blocks": 3, "warm_up_epochs": 4, "ramp_epochs": 5, "release_epochs": 6, "upper_every": 7}
     values |= {"column_sharing": column_sharing, "alpha_learning_rate": 0.25, "release_table_learning_rate": 0.125}
