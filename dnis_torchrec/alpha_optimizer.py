@@ -7,7 +7,7 @@ number lambda is added to the normalised gradient and adapts so that the mean of
 adapt to every loss and the ramp does not end in a cliff. Then exactly as many columns as the budget allows are kept,
 lambda fades, and both levels train on (the release).
 
-Which columns die first is one of two orders (`Pressure.order`), and lambda follows from it: `column_order`.
+Which columns die first is one of three orders (`Pressure.order`), and lambda follows from it: `column_order`.
 
 Both lines fall geometrically: at share p of the ramp, the mean to :math:`(0.6 t)^p` and the living columns to
 :math:`t^p` of the whole, where t is the requested density. Each step takes the same share of what is left.
@@ -24,7 +24,16 @@ from torch import Tensor
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.column_order import ADAPTATION, FIRST_PRESSURE, ORDERS, AlphaOrder, ColumnOrder, ImportanceOrder
+from dnis_torchrec.column_order import (
+    ADAPTATION,
+    FIRST_PRESSURE,
+    ORDERS,
+    AlphaOrder,
+    ColumnOrder,
+    FreeImportanceOrder,
+    ImportanceOrder,
+    RampState,
+)
 from dnis_torchrec.soft_selection import Alpha, normalise_gradient, step_and_clip_
 
 MEAN_SHARE = 0.6
@@ -62,7 +71,8 @@ class Pressure:
         column_sharing: weight of what a column is worth to all blocks beside what it is worth to its own, in the order
             in which columns die. 0: every block loses the columns it needs least. The more, the more the blocks keep
             the same ones, which models want that take dot products between features and whose tables cannot be turned.
-        order: the order in which columns die: ``"alpha"`` or ``"importance"``, see `column_order`.
+        order: the order in which columns die: ``"alpha"``, ``"importance"`` or ``"free_importance"``, see
+            `column_order`.
 
     Example:
         >>> Pressure(size=Size(compression_ratio=4), ramp_steps=2000).ramp_steps
@@ -178,13 +188,14 @@ class AlphaOptimizer:
             self.learning_rate *= 1 - min(RELEASE_DECAY / pressure.ramp_steps, MAX_DECAY)
             return
         progress = self.num_steps / pressure.ramp_steps
-        wanted = (MEAN_SHARE * self._target) ** progress
-        self.pressure_now = self._order.next_pressure(
-            self.pressure_now,
-            excess=self.mean() - wanted,
+        ramp = RampState(
+            progress=progress,
+            mean=self.mean(),
+            line=(MEAN_SHARE * self._target) ** progress,
             mean_gradient=self._mean_gradient(),
             learning_rate=self.learning_rate,
         )
+        self.pressure_now = self._order.next_pressure(self.pressure_now, ramp)
         self._is_released = progress >= 1
         if self._is_released:
             self._let_die(~self._affordable())
@@ -284,6 +295,7 @@ def _order_of(pressure: Pressure | None, alpha: Alpha, costs: Mapping[int, Tenso
     """Without pressure no column dies, and the order is never asked."""
     if pressure is None:
         return AlphaOrder(alpha, costs)
-    if pressure.order == "importance":
-        return ImportanceOrder(alpha, costs, ramp_steps=pressure.ramp_steps, column_sharing=pressure.column_sharing)
-    return AlphaOrder(alpha, costs, column_sharing=pressure.column_sharing)
+    if pressure.order == "alpha":
+        return AlphaOrder(alpha, costs, column_sharing=pressure.column_sharing)
+    by_importance = ImportanceOrder if pressure.order == "importance" else FreeImportanceOrder
+    return by_importance(alpha, costs, ramp_steps=pressure.ramp_steps, column_sharing=pressure.column_sharing)

@@ -1,21 +1,25 @@
-r"""Which columns die first under pressure, and how hard lambda has to press for it: the two orders of the ramp.
+r"""Which columns die first under pressure, and how hard lambda has to press for it: the orders of the ramp.
 
-"alpha"         those of smallest alpha, or of smallest alpha times what they carry. lambda is zero where validation
-                loss alone takes alpha down faster than its line.
-"importance"    those that validation loss would miss least for their cost (`column_importance`). lambda may be negative
-                and keeps the mean of alpha on its line, so that a model that overfits does not take all alphas down to
-                the floor, where they say nothing. The release begins with all living alphas near zero: embeddings grow
-                anew, led by alpha, which learns on data that the tables do not see.
+"alpha"             those of smallest alpha, or of smallest alpha times what they carry. lambda is zero where validation
+                    loss alone takes alpha down faster than its line.
+"importance"        those that validation loss would miss least for their cost (`column_importance`). lambda may be
+                    negative and keeps the mean of alpha on its line, so that a model that overfits does not take all
+                    alphas down to the floor, where they say nothing. The release begins with all living alphas near
+                    zero: embeddings grow anew, led by alpha, which learns on data that the tables do not see.
+"free_importance"   the same columns; lambda and the release as in the order of alpha, so that validation is free to
+                    take embeddings down, where that is what keeps a model from overfitting, as long as the mean of
+                    alpha stays above a lowest line, which is the same for all sizes.
 
-In both a block may go by what its column is worth to all blocks, too (`column_sharing`): models that take dot products
-between features see only what both retain, and where their tables cannot be turned no column means the same to all by
-itself.
+In all of them a block may go by what its column is worth to all blocks, too (`column_sharing`): models that take dot
+products between features see only what both retain, and where their tables cannot be turned no column means the same to
+all by itself.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,11 +27,11 @@ from torch import Tensor
 from dnis_torchrec.column_importance import ColumnImportance
 from dnis_torchrec.soft_selection import Alpha
 
-ORDERS = ("alpha", "importance")
+ORDERS = ("alpha", "importance", "free_importance")
 """What columns die in the order of; see the head of this module."""
 
 ADAPTATION = 0.02
-"""Share of itself by which lambda grows or shrinks in one upper step, in the order of alpha and in any release."""
+"""Share of itself by which lambda grows or shrinks in one upper step, where it is never negative and in any release."""
 
 FIRST_PRESSURE = 0.1
 """lambda at the first upper step, and what its change is at least a share of, so that it can leave zero again."""
@@ -35,11 +39,38 @@ FIRST_PRESSURE = 0.1
 CORRECTED_AT_ONCE = 0.1
 """Share of the way back to its line that the mean of alpha is sent in one upper step, in the order of importance."""
 
+LOWEST_MEAN = 0.03
+"""Where the lowest line of the mean of alpha ends. It is geometric, as the line to the size; that of a size that ends
+below it is its own lowest."""
+
 RESTARTED_AT = 0.02
 """Where living alphas begin the release in the order of importance."""
 
 IMPORTANCE_WINDOW = 0.2
 """Share of the ramp over which the variance of alpha's gradients is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampState:
+    """How far a ramp has come.
+
+    Attributes:
+        progress: share of its upper steps.
+        mean: of alpha.
+        line: where the mean is led.
+        mean_gradient: of the living columns, normalised and averaged.
+        learning_rate: step length of alpha.
+    """
+
+    progress: float
+    mean: float
+    line: float
+    mean_gradient: float
+    learning_rate: float
+
+    def pressure_towards(self, line: float) -> float:
+        """What takes the mean of alpha back to a line against what validation does to it; may be negative."""
+        return CORRECTED_AT_ONCE * (self.mean - line) / self.learning_rate - self.mean_gradient
 
 
 class ColumnOrder(ABC):
@@ -87,16 +118,15 @@ class ColumnOrder(ABC):
     def _own_scores(self, embedding_dim: int) -> Tensor:
         """``(A, D)``, not negative: what a column is worth to its own block."""
 
-    @abstractmethod
-    def next_pressure(self, pressure_now: float, *, excess: float, mean_gradient: float, learning_rate: float) -> float:
-        """lambda for the next upper step.
+    def next_pressure(self, pressure_now: float, ramp: RampState) -> float:
+        """lambda for the next upper step: a little more above the line, a little less below, never under 0.
 
         Args:
             pressure_now: lambda of this one.
-            excess: how far the mean of alpha is above its line.
-            mean_gradient: of the living columns, normalised and averaged.
-            learning_rate: step length of alpha.
+            ramp: how far the ramp has come.
         """
+        change = ADAPTATION * max(pressure_now, FIRST_PRESSURE)
+        return max(0.0, pressure_now + (change if ramp.mean > ramp.line else -change))
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
@@ -132,11 +162,6 @@ class AlphaOrder(ColumnOrder):
         """``(A, D)``: alpha times its scale."""
         return self._alpha.of(embedding_dim) * self._scales[embedding_dim]
 
-    def next_pressure(self, pressure_now: float, *, excess: float, mean_gradient: float, learning_rate: float) -> float:
-        """A little more while the mean of alpha is above its line, a little less below; never under 0."""
-        change = ADAPTATION * max(pressure_now, FIRST_PRESSURE)
-        return max(0.0, pressure_now + (change if excess > 0 else -change))
-
     def state_dict(self) -> dict[str, Tensor]:
         """The scales."""
         return {f"scale/{dim}": scale for dim, scale in self._scales.items()}
@@ -147,7 +172,7 @@ class AlphaOrder(ColumnOrder):
             scale.copy_(state[f"scale/{dim}"])
 
 
-class ImportanceOrder(ColumnOrder):
+class FreeImportanceOrder(ColumnOrder):
     """Columns die in the order of what validation loss would miss for their cost; see the head of this module.
 
     Args:
@@ -156,8 +181,6 @@ class ImportanceOrder(ColumnOrder):
         column_sharing: see `ColumnOrder`.
         ramp_steps: upper steps of the ramp.
     """
-
-    restarted_at = RESTARTED_AT
 
     def __init__(
         self, alpha: Alpha, costs: Mapping[int, Tensor], *, ramp_steps: int, column_sharing: float = 0.0
@@ -177,9 +200,10 @@ class ImportanceOrder(ColumnOrder):
         losses = self._importance.losses(embedding_dim)
         return losses / self._costs[embedding_dim].to(losses).unsqueeze(1).clamp(min=1e-9)
 
-    def next_pressure(self, pressure_now: float, *, excess: float, mean_gradient: float, learning_rate: float) -> float:
-        """What takes the mean of alpha back to its line against what validation does to it; may be negative."""
-        return CORRECTED_AT_ONCE * excess / learning_rate - mean_gradient
+    def next_pressure(self, pressure_now: float, ramp: RampState) -> float:
+        """As in the order of alpha; below the lowest line what takes the mean of alpha back to it."""
+        adapted, lowest = super().next_pressure(pressure_now, ramp), min(ramp.line, LOWEST_MEAN**ramp.progress)
+        return adapted if ramp.mean >= lowest else min(adapted, ramp.pressure_towards(lowest))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The running moments."""
@@ -188,3 +212,13 @@ class ImportanceOrder(ColumnOrder):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores the running moments; the rest of `state` is not read."""
         self._importance.load_state_dict({name.removeprefix("importance/"): value for name, value in state.items()})
+
+
+class ImportanceOrder(FreeImportanceOrder):
+    """The same columns; the mean of alpha is kept on its line, and the release begins near zero."""
+
+    restarted_at = RESTARTED_AT
+
+    def next_pressure(self, pressure_now: float, ramp: RampState) -> float:
+        """What takes the mean of alpha back to its line."""
+        return ramp.pressure_towards(ramp.line)

@@ -96,7 +96,8 @@ class Recipe:
         row_weights: names of the model's parameters that hold numbers for rows beside the tables, such as first-order
             weights: they learn (by Adam) at the tables' rate.
         column_sharing: how much blocks keep the same columns, see `dnis_torchrec.alpha_optimizer.Pressure`.
-        column_order: which columns die first, see `order` there: ``"alpha"`` or ``"importance"``.
+        column_order: which columns die first, see `order` there: ``"alpha"``, ``"importance"`` or
+            ``"free_importance"``.
         alpha_learning_rate: step of alpha; None takes the one that the ramp suggests. Noisy validation gradients, as
             those of clicks are, want a smaller one.
         upper_every: lower steps per upper step. More cost less, and an epoch has fewer steps of alpha, which want to be

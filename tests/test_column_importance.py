@@ -12,7 +12,7 @@ from dnis_torchrec.alpha_optimizer import FLOOR, MEAN_SHARE, AlphaOptimizer, Pre
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Size
 from dnis_torchrec.column_importance import ColumnImportance
-from dnis_torchrec.column_order import RESTARTED_AT
+from dnis_torchrec.column_order import LOWEST_MEAN, RESTARTED_AT
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.soft_selection import Alpha
 from tests.reference import variance_reference
@@ -110,7 +110,17 @@ def test_in_the_order_of_alpha_validation_alone_may_take_all_alphas_to_the_floor
     assert living == pytest.approx(FLOOR, rel=0.1)
 
 
-@pytest.mark.parametrize(("order", "is_restarted"), [("importance", True), ("alpha", False)])
+def test_free_by_importance_it_may_take_them_below_their_line_and_not_below_the_lowest() -> None:
+    ratios, living = means_of("free_importance", 0.5)
+    lowest = [(LOWEST_MEAN / (MEAN_SHARE / 4)) ** (step / STEPS) for step in range(1, STEPS)]
+    assert ratios[-1] < 0.3
+    assert all(ratio > 0.8 * low for ratio, low in zip(ratios, lowest, strict=True))
+    assert living > 10 * FLOOR
+
+
+@pytest.mark.parametrize(
+    ("order", "is_restarted"), [("importance", True), ("alpha", False), ("free_importance", False)]
+)
 def test_the_release_begins_with_alphas_near_zero_which_grow_from_there(order: str, is_restarted: bool) -> None:
     alpha, optimizer = make_optimizer(two_tables(), order)
     generator = torch.Generator().manual_seed(0)
@@ -132,9 +142,9 @@ def test_what_is_missed_as_much_dies_first_where_it_costs_more() -> None:
     assert 200 * large + 20 * small <= 220 * DIM / 1.5 < 200 * (large + 1) + 20 * small
 
 
-def kept_with_sharing(column_sharing: float) -> torch.Tensor:
+def kept_with_sharing(order: str, column_sharing: float) -> torch.Tensor:
     """Of two tables that miss different columns most, and one both."""
-    alpha, optimizer = make_optimizer(two_tables(), "importance", column_sharing=column_sharing)
+    alpha, optimizer = make_optimizer(two_tables(), order, column_sharing=column_sharing)
     missed = torch.tensor([[5.0, 4.0, 3.0, 1.0, 1.0, 1.0, 0.5, 0.5], [5.0, 0.5, 0.5, 1.0, 1.0, 1.0, 2.5, 3.5]])
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -142,8 +152,9 @@ def kept_with_sharing(column_sharing: float) -> torch.Tensor:
     return alpha.of(DIM) > 0
 
 
-def test_blocks_that_share_keep_what_all_of_them_miss_together() -> None:
-    apart, together = kept_with_sharing(0.0), kept_with_sharing(100.0)
+@pytest.mark.parametrize("order", ["importance", "free_importance"])
+def test_blocks_that_share_keep_what_all_of_them_miss_together(order: str) -> None:
+    apart, together = kept_with_sharing(order, 0.0), kept_with_sharing(order, 100.0)
     assert apart.sum() == together.sum() == 4
     assert together[0].equal(together[1])
     assert not apart[0].equal(apart[1])

@@ -1,11 +1,20 @@
-"""Both orders: scores against a value-by-value oracle; of alpha: lambda grows, shrinks, and leaves zero again."""
+"""Scores of all orders against a value-by-value oracle; lambda that is never negative grows, shrinks, leaves zero."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dnis_torchrec.column_order import ADAPTATION, FIRST_PRESSURE, AlphaOrder, ImportanceOrder
+from dnis_torchrec.column_order import (
+    ADAPTATION,
+    CORRECTED_AT_ONCE,
+    FIRST_PRESSURE,
+    LOWEST_MEAN,
+    AlphaOrder,
+    FreeImportanceOrder,
+    ImportanceOrder,
+    RampState,
+)
 from dnis_torchrec.soft_selection import Alpha
 
 COSTS = {2: torch.tensor([3.0, 1.0]), 3: torch.tensor([10.0])}
@@ -20,7 +29,11 @@ def make_order(column_sharing: float = 0.0) -> tuple[Alpha, AlphaOrder]:
 
 def next_pressure(now: float, excess: float) -> float:
     _, order = make_order()
-    return order.next_pressure(now, excess=excess, mean_gradient=7.0, learning_rate=0.01)
+    return order.next_pressure(now, ramp_at(0.5 + excess))
+
+
+def ramp_at(mean: float, *, line: float = 0.5, progress: float = 0.5) -> RampState:
+    return RampState(progress=progress, mean=mean, line=line, mean_gradient=7.0, learning_rate=0.01)
 
 
 @pytest.mark.parametrize("column_sharing", [0.0, 3.0])
@@ -37,10 +50,13 @@ def test_scores_are_scaled_alphas_with_their_blocks_mean_beside(column_sharing: 
 
 
 @pytest.mark.parametrize("column_sharing", [0.0, 3.0])
-def test_scores_are_losses_over_costs_with_their_blocks_mean_beside(column_sharing: float) -> None:
+@pytest.mark.parametrize("by_importance", [ImportanceOrder, FreeImportanceOrder])
+def test_scores_are_losses_over_costs_with_their_blocks_mean_beside(
+    by_importance: type[FreeImportanceOrder], column_sharing: float
+) -> None:
     """In the order of importance: alpha squared times the variance of its gradients +g and -g: g squared."""
     alpha, _ = make_order()
-    order = ImportanceOrder(alpha, COSTS, ramp_steps=100, column_sharing=column_sharing)
+    order = by_importance(alpha, COSTS, ramp_steps=100, column_sharing=column_sharing)
     gradients = {2: torch.tensor([[1.0, 2.0], [3.0, 0.0]]), 3: torch.tensor([[1.0, 5.0, 2.0]])}
     for step in range(2000):
         order.observe({dim: gradient * (-1) ** step for dim, gradient in gradients.items()})
@@ -81,6 +97,15 @@ def test_lambda_grows_above_the_line_and_shrinks_on_it_by_a_share_of_itself(now:
 def test_lambda_leaves_zero_again_and_is_never_below() -> None:
     assert next_pressure(0.0, 0.1) == pytest.approx(ADAPTATION * FIRST_PRESSURE)
     assert next_pressure(0.001, -0.1) == 0.0
+
+
+@pytest.mark.parametrize("line", [0.5, LOWEST_MEAN**0.6], ids=["the lowest line", "a line below it"])
+def test_validation_is_free_to_take_alpha_down_to_the_lowest_line_and_is_stopped_there(line: float) -> None:
+    order = FreeImportanceOrder(make_order()[0], COSTS, ramp_steps=100)
+    lowest = min(line, LOWEST_MEAN**0.5)
+    assert order.next_pressure(2.0, ramp_at(1.01 * lowest, line=line)) > 1.9
+    below = ramp_at(0.9 * lowest, line=line)
+    assert order.next_pressure(2.0, below) == pytest.approx(-CORRECTED_AT_ONCE * 0.1 * lowest / 0.01 - 7)
 
 
 def test_a_restored_order_has_the_scales() -> None:

@@ -94,6 +94,7 @@ def assert_same(first: SearchOutcome, second: SearchOutcome) -> None:
         ("adam", {"release_table_learning_rate": 0.02, "release_dense_learning_rate": 1e-4}),
         ("rowwise_adagrad", {"release_table_learning_rate": 0.02}),
         ("adam", {"column_order": "importance", "scope": "table"}),
+        ("adam", {"column_order": "free_importance", "scope": "table", "column_sharing": 5.0}),
     ],
     ids=[
         "adam",
@@ -102,6 +103,7 @@ def assert_same(first: SearchOutcome, second: SearchOutcome) -> None:
         "adam, rates of the release",
         "rowwise_adagrad, rate of the release",
         "adam, order of importance",
+        "adam, order of importance, shared, free",
     ],
 )
 def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path, optimizer: str, settings) -> None:
