@@ -88,37 +88,31 @@ _DLRM = (
     | {
         "search_table_learning_rate": 0.002,
         "search_dense_learning_rate": SEARCH_NETWORK_RATE,
-        "column_sharing": 5.0,
+        "column_order": "free_importance",
+        "column_sharing": 20.0,
         "warm_up_epochs": 2,
         "ramp_epochs": 4,
         "release_epochs": 6,
     }
 )
-"""Rates of tables .001, .002 and .003, of the network 1e-4, 3e-4 and 1e-3, `column_sharing` 3, 5 and 10: of those tried
-the best on `selection` of seed 0, added up over compression 2, 6 and 20."""
+"""Rates of tables .001, .002 and .003, of the network 1e-4, 3e-4 and 1e-3: of those tried the best on `selection` of
+seed 0 in the order of alpha, added up over compression 2, 6 and 20. The order, and `column_sharing` of 1, 5, 20 and 50,
+on that of seeds 0, 1 and 2, at 6 and 20: at 20 seeds differ by more than settings (docs/design.md)."""
 _WITH_TOWER = _WITH_NETWORK | {
     "column_order": "importance",
-    "search_table_learning_rate": 1e-3,
+    "search_table_learning_rate": CLICKS_LEARNING_RATE,
+    "search_dense_learning_rate": SEARCH_NETWORK_RATE,
     "alpha_learning_rate": 0.003,
     "warm_up_epochs": 2,
     "ramp_epochs": 8,
-    "release_epochs": 10,
+    "release_epochs": 7,
 }
-"""Where the tables can be rotated, which takes a warm-up that has come nearly to the end of a plain training. Faster
-tables alone do not help where a tower reads them, which overfits first; with a slower tower they do. By importance
-tables may have blocks of their own, each its worth; in the order of alpha DeepFM lost by it."""
-_DEEPFM = (
-    _WITH_TOWER
-    | _FEWER_UPPER_STEPS
-    | {
-        "search_table_learning_rate": CLICKS_LEARNING_RATE,
-        "search_dense_learning_rate": SEARCH_NETWORK_RATE,
-        "ramp_epochs": 4,
-        "release_epochs": 7,
-    }
-)
-"""So that a search takes at most three plain trainings, which are shorter at that rate. On `selection` of seed 0 better
-than 2 + 8 + 10 epochs with tables and network at .001, at compression 6 and 20."""
+"""Where the tables can be rotated. Faster tables alone do not help where a tower reads them, which overfits first; with
+a slower tower they do: on `selection` of seed 0, at compression 6 and 20, better than tables and tower at .001. By
+importance tables may have blocks of their own, each its worth; in the order of alpha DeepFM lost by it. Wide & Deep
+wants a ramp that long, and an upper step every lower one (docs/design.md)."""
+_DEEPFM = _WITH_TOWER | _FEWER_UPPER_STEPS | {"ramp_epochs": 4}
+"""So that a search takes at most three plain trainings, which are shorter at that rate."""
 CONSTANT_DENSE = "MovieLens has no dense features; DLRM's dense arch sees the constant 1."
 
 
