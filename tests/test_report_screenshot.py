@@ -24,7 +24,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dnis_torchrec.report import RowDistribution, pareto_chart, write_report
+from dnis_torchrec.report import ParetoPoint, RowDistribution, pareto_chart, write_report
 from dnis_torchrec.report.compare_page import write_comparison
 from tests.test_comparison import make_content as make_comparison_content
 from tests.test_comparison import make_rows as make_comparison_rows
@@ -162,8 +162,19 @@ def far_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chart with points close together far below its axis."""
     points = [point(2.0 ** (step / 3), 0.7 + step / 100) for step in range(34)]
     points += [point(size, -3.0) for size in (1.0, 1.1, 1.5, 64.0, 64.5, 1900.0, 2048.0)]
+    return write_chart(points, tmp_path_factory.mktemp("far"))
+
+
+@pytest.fixture(scope="module")
+def fine_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chart whose axis has numbers of four decimals."""
+    points = [point(2.0**step, 0.8115 + step / 1000) for step in range(6)]
+    return write_chart(points, tmp_path_factory.mktemp("fine"))
+
+
+def write_chart(points: list[ParetoPoint], folder: Path) -> Path:
     chart = pareto_chart(points, "auc", higher_is_better=True)
-    path = tmp_path_factory.mktemp("far") / "chart.html"
+    path = folder / "chart.html"
     path.write_text(f'<!doctype html><meta charset="utf-8"><section id="figure-pareto">{chart}</section>')
     return path
 
@@ -276,7 +287,7 @@ def test_marks_are_reached_with_the_tab_key(browser: Browser, page: Path) -> Non
         assert shown_tips(browser) == tips(browser)[place : place + 1]
 
 
-@pytest.mark.parametrize("which", ["page", "far_page"])
+@pytest.mark.parametrize("which", ["page", "far_page", "fine_page"])
 def test_labels_of_the_chart_are_whole_and_apart(request: pytest.FixtureRequest, browser: Browser, which: str) -> None:
     browser.show(request.getfixturevalue(which))
     assert len(boxes(browser, "#figure-pareto .beyond")) == (7 if which == "far_page" else 0)

@@ -42,7 +42,7 @@ from dnis_torchrec.report.tables import (
 )
 
 PLOT_WIDTH, PLOT_HEIGHT = 900.0, 400.0
-LEFT, RIGHT, TOP, BOTTOM = 72.0, 880.0, 14.0, 346.0
+LEFT, RIGHT, TOP, BOTTOM = 84.0, 880.0, 14.0, 346.0
 """Edges of the plotting area, in units of the SVG."""
 MARK_RADIUS, LABEL_LINE, LABEL_CHARACTER = 9.0, 15.0, 7.5
 """Room for a mark, for a line of a number beside it and for a character of that, at most."""
