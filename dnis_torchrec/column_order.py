@@ -37,7 +37,7 @@ FIRST_PRESSURE = 0.1
 """lambda at the first upper step, and what its change is at least a share of, so that it can leave zero again."""
 
 CORRECTED_AT_ONCE = 0.1
-"""Share of the way back to its line that the mean of alpha is sent in one upper step, in the order of importance."""
+"""Share of the way back to its line that the mean of alpha is sent in one upper step, where a line is held."""
 
 LOWEST_MEAN = 0.03
 """Where the lowest line of the mean of alpha ends. It is geometric, as the line to the size; that of a size that ends
