@@ -53,6 +53,8 @@ $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 	@$(BIN)/python -c 'from dnis_torchrec.serving import load_operator; load_operator()'
 	@touch $@
 
+# Waiting threads that spin would starve those that work where another process has the cores: minutes, not seconds.
+demo: export OMP_WAIT_POLICY ?= passive
 demo: $(STAMP)
 	@rm -rf $(DEMO_OUT)
 	@$(BIN)/dnis search examples.synthetic:demo --compression 5 --out $(DEMO_OUT)/searched \
