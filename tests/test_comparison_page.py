@@ -46,6 +46,19 @@ def test_table_and_csv_and_json_say_the_same(tmp_path: Path) -> None:
     assert [row.method for row in read_rows(tmp_path / "b.json")] == ["dense", "uniform", "uniform", "dnis"]
 
 
+def test_a_narrow_table_shows_the_metrics_asked_for() -> None:
+    cell = Cell(method="dense", size=None, seed=0)
+    result = make_result(cell, 0.7, 4096)
+    row = replace(result.trained.row, metrics={"mse": 0.7, "mae": 0.61, "ne": 0.52})
+    result = replace(result, trained=replace(result.trained, row=row))
+    rows = comparison_rows([cell], {cell: result}, {}, primary_metric="mse", higher_is_better=False)
+    out = io.StringIO()
+    Console(file=out, width=150).print(comparison_table(make_content(rows), ["mse", "ne"]))
+    header, line = out.getvalue().splitlines()
+    assert header.split()[4:6] == ["mse", "ne"]
+    assert line.split()[5:7] == ["0.7000", "0.5200"]
+
+
 def test_a_size_is_told_best_first_and_its_best_heads_the_page() -> None:
     content = make_content(make_rows())
     assert [(line.size, line.row.method) for line in compared_lines(content)] == [

@@ -412,3 +412,9 @@ def test_terminal_table() -> None:
     assert "0.8105" in text
     bold = re.findall(r"<span[^>]*font-weight: bold[^>]*>\s*(0\.\d+)", console.export_html(inline_styles=True))
     assert bold == ["0.8105", "0.4900"]
+    some = Console(width=140, record=True, file=io.StringIO())
+    some.print(tables.rows_table(make_rows(), ["logloss"]))
+    shown = some.export_text()
+    assert "0.4900" in shown
+    assert "auc" not in shown
+    assert "0.8105" not in shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -116,3 +116,29 @@ def check_json(file: Path | None) -> None:
 def print_table(table: Table, at_least: int) -> None:
     """Prints a table as wide as the terminal, or as `at_least` where that is less or there is none."""
     Console(width=max(at_least, Console().width), file=sys.stdout).print(table)
+
+
+def print_metrics(
+    build: Callable[[Sequence[str]], Table], metrics: Sequence[str], *, more: str, console: Console | None = None
+) -> None:
+    """Prints a table with as many metrics as the terminal is wide for; with all of them where there is no terminal.
+
+    No cell is cut: a method's name is worth more than its seventh metric.
+
+    Args:
+        build: makes the table from the metrics that it is to show.
+        metrics: the one that counts first; that one is always shown.
+        more: where the others are.
+        console: where to print; standard output if not given.
+    """
+    console = console or Console(file=sys.stdout)
+    for count in range(len(metrics), -1, -1):
+        table = build(metrics[:count])
+        width = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
+        if count <= 1 or width <= console.width or not console.is_terminal:
+            break
+    console.width = max(console.width, width)
+    console.print(table)
+    if metrics[count:]:
+        left_out = f"Too narrow here for {', '.join(metrics[count:])}: {more}"
+        console.print(left_out, markup=False, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from dnis_torchrec.cli.app import (
     arguments,
     check_data,
     check_json,
-    print_table,
+    print_metrics,
 )
 from dnis_torchrec.comparison import (
     Compared,
@@ -31,8 +32,6 @@ from dnis_torchrec.comparison import (
     write_json,
 )
 from dnis_torchrec.recipe import load_recipe
-
-COMPARISON_WIDTH = 150
 
 
 @app.command()
@@ -99,10 +98,11 @@ def compare(
 
 
 def _print_compared(compared: Compared, out: Path) -> None:
-    print_table(comparison_table(compared.content), COMPARISON_WIDTH)
-    for line in missing_lines(compared.content.rows):
+    content, page = compared.content, f"{shown(out)}/comparison.html"
+    print_metrics(partial(comparison_table, content), content.metrics, more=page)
+    for line in missing_lines(content.rows):
         typer.echo(line, err=True)
-    typer.echo(f"comparison: {shown(out)}/comparison.html")
+    typer.echo(f"comparison: {page}")
     if compared.crashes:
         files = "\n".join(f"  {shown(out)}/{file.relative_to(out)}" for file in compared.crashes.values())
         typer.echo(

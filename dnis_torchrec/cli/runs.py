@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +26,7 @@ from dnis_torchrec.cli.app import (
     check_data,
     check_json,
     is_first_rank,
+    print_metrics,
     print_table,
 )
 from dnis_torchrec.export import read_scheme
@@ -32,11 +35,12 @@ from dnis_torchrec.export.forms import forms_table
 from dnis_torchrec.jobs import SearchJob, check_prune_out, run_evaluate, run_export, run_prune, run_report, run_search
 from dnis_torchrec.recipe import load_recipe
 from dnis_torchrec.report import ReportRow, rows_table
+from dnis_torchrec.report.tables import metric_names
 from dnis_torchrec.run_folder import RunFolder
 from dnis_torchrec.search import Saving
 from dnis_torchrec.whole_files import write_json
 
-ROWS_WIDTH = 100
+FORMS_WIDTH = 100
 CUTS = tuple(name for name in STRATEGIES if name != "explicit")
 """Strategies that a command can name: they need no boundaries."""
 
@@ -134,7 +138,7 @@ def search(
         check_data(data)
     rows = run_search(job)
     if is_first_rank():
-        _print_rows(rows)
+        _print_rows(rows, out)
         typer.echo(f"run: {shown(out)}")
 
 
@@ -178,7 +182,7 @@ def prune(
         max_epochs=fine_tune_epochs,
         overwrite=overwrite,
     )
-    _print_rows([row])
+    _print_rows([row], out)
     typer.echo(f"run: {shown(out)}")
 
 
@@ -251,7 +255,7 @@ def report(
     with arguments():
         rows = [row for run in runs for row in RunFolder.open(run).rows()]
         run_report(runs[0], runs[1:])
-    _print_rows(rows)
+    _print_rows(rows, runs[0])
     typer.echo(f"report: {shown(runs[0])}/report.html")
 
 
@@ -270,8 +274,9 @@ def _print_forms(artifact: Path) -> None:
         table.add_column(heading, justify="left" if heading in ("form", "") else "right")
     for row in rows:
         table.add_row(*row)
-    print_table(table, ROWS_WIDTH)
+    print_table(table, FORMS_WIDTH)
 
 
-def _print_rows(rows: list[ReportRow] | tuple[ReportRow, ...]) -> None:
-    print_table(rows_table(rows), ROWS_WIDTH)
+def _print_rows(rows: Sequence[ReportRow], run: Path) -> None:
+    names = sorted(metric_names(rows), key=lambda name: name == "loss")  # one of the others, too
+    print_metrics(partial(rows_table, rows), names, more=f"{shown(run)}/report.json")

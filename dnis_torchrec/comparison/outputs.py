@@ -16,14 +16,19 @@ from dnis_torchrec.report.compare_lines import compared_lines
 from dnis_torchrec.report.content import json_text, write_text
 
 
-def comparison_table(content: ComparisonContent) -> Table:
-    """A terminal table, size by size; the best mean of every metric at a size is bold."""
+def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None = None) -> Table:
+    """A terminal table, size by size; the best mean of every metric at a size is bold.
+
+    Args:
+        content: the comparison.
+        metrics: those to show; all of them if not given.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method")
-    metrics = content.metrics
+    metrics = content.metrics if metrics is None else metrics
     headings = ("size", "bytes", "compression", *metrics, f"{content.primary_metric} - dense", "seeds")
     for heading in (*headings, "one run", "runs", "all runs", "Pareto"):
-        table.add_column(Text(heading), justify="right", no_wrap=heading in metrics)
+        table.add_column(Text(heading), justify="right")
     size = content.rows[0].size
     for line in compared_lines(content):
         if line.row.size != size:
@@ -32,12 +37,13 @@ def comparison_table(content: ComparisonContent) -> Table:
         if line.row.is_empty:
             table.add_row(Text(line.row.method, "dim"), line.size, *[""] * (len(headings) + 2))
             continue
+        told = dict(zip(content.metrics, line.metrics, strict=True))
         table.add_row(
             Text(line.row.method),
             line.size,
             line.megabytes,
             line.ratio,
-            *(Text(text, "bold" if is_best else "") for text, is_best in line.metrics),
+            *(Text(text, "bold" if is_best else "") for text, is_best in map(told.__getitem__, metrics)),
             line.difference,
             line.seeds,
             line.seconds,

@@ -44,14 +44,18 @@ def rows_frame(rows: Iterable[ReportRow]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def rows_table(rows: Iterable[ReportRow]) -> Table:
+def rows_table(rows: Iterable[ReportRow], metrics: Sequence[str] | None = None) -> Table:
     """A terminal table, smallest compression first, the seeds of one experiment in one line as mean and deviation.
 
     The best value of every metric whose direction is known by name is bold.
+
+    Args:
+        rows: what is reported.
+        metrics: those to show; all of them if not given.
     """
     rows = list(rows)
     groups = seed_groups(rows)
-    metrics = metric_names(rows)
+    metrics = metric_names(rows) if metrics is None else metrics
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method")
     for heading in ("compression", "parameters", "smallest form", *metrics, "seeds", "time"):
