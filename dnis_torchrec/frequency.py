@@ -1,7 +1,7 @@
 """Frequency: how often each row of each table occurs in the TRAINING data.
 
 The first stage of the search: counts decide which rows share a row of alpha (blocking.py) and which rows were never
-seen and can be dropped (pruning.py). Ids are counted after hashing, that is, as the tables see them.
+seen and can be dropped (pruning/). Ids are counted after hashing, that is, as the tables see them.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ class SearchConfig:
         """The configuration that suits a recipe.
 
         Args:
-            recipe: gives the number and the scope of blocks, the number of epochs, alpha's rate, how often it steps,
-                and the release's rates.
+            recipe: gives the number and the scope of blocks, the number of epochs, the order and the sharing of
+                columns, alpha's rate, how often it steps, and the rates of the search and of its release.
             size: see `size`.
             settings: any field by name, instead of the recipe's or the default.
         """

@@ -136,7 +136,8 @@ def mf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) ->
         return MatrixFactorization(tables, global_mean=mean)
 
     # So that a search takes at most three plain trainings; with ramp and release of 8 epochs and an upper step every
-    # lower one it takes 3.6 and is .001 better (benchmarks.search_time).
+    # lower one it takes 3.6, is .0014 to .0017 better
+    # at compression 3 to 5 and .0008 worse at 10 (benchmarks/).
     return replace(_ratings(data, "mf", build, seed), warm_up_epochs=10, ramp_epochs=7, release_epochs=7, upper_every=4)
 
 
@@ -182,8 +183,8 @@ def neumf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None)
         tables = build_neumf_tables(samples.num_embeddings, dim, init_std=MLP_INIT_STD)
         return NeuMF(tables, tower=NEUMF_TOWER, initial_bias=mean)
 
-    # So that a search takes at most three plain trainings: by importance and with fast tables 5 + 7 epochs do at
-    # compression 10 what 8 + 8 in the order of alpha did, and more at 4 (benchmarks/, docs/design.md).
+    # So that a search takes at most three plain trainings: by importance and with fast tables 5 + 7 epochs are better
+    # at compression 2 to 5 than 8 + 8 in the order of alpha, and worse by .004 at 10 (benchmarks/, docs/design.md).
     return replace(
         _ratings(data, "neumf", build, seed),
         **_RATINGS_WITH_TOWER | {"warm_up_epochs": 3, "ramp_epochs": 5, "release_epochs": 7},

@@ -30,7 +30,7 @@ class MethodTask:
             every time.
         compression_ratio: bytes of the uncompressed float32 tables over bytes wanted, above 1; 1 for no compression.
             A result's bytes, in its own form and with index bytes, come to at most the budget of `embedding_bytes`;
-            only `uniform` is rounded up to the next embedding_dim.
+            only `uniform` and `low-rank` are rounded up to the next embedding_dim.
         seed: of everything random.
         device: where to train.
         folder: existing, empty folder for checkpoints.

@@ -46,8 +46,9 @@ def no_embeddings(task: MethodTask) -> MethodResult:
 def uniform(task: MethodTask) -> MethodResult:
     """Uniform tables of the requested size.
 
-    The embedding_dim is the smallest whose float32 tables take AT LEAST the budget: rounded up, unlike every other
-    method's size, so that this competitor never has fewer bytes than the search it is held against.
+    The embedding_dim is the smallest whose float32 tables take AT LEAST the budget: rounded up, unlike every
+    other method's size but `low-rank`'s, so that this competitor never has fewer bytes than the search that it is held
+    against.
 
     Args:
         task: what to train, how large.
