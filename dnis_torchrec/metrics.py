@@ -47,8 +47,33 @@ def metrics_of(loss: nn.Module, *, is_ranking: bool = False) -> MetricCollection
     if is_ranking:
         return MetricCollection({"ranking": RankingMetrics()})
     if isinstance(loss, nn.BCEWithLogitsLoss):
-        return MetricCollection({"auc": BinaryAUROC(), "ne": NormalizedEntropy(), "calibration": Calibration()})
+        return MetricCollection({"auc": AreaUnderCurve(), "ne": NormalizedEntropy(), "calibration": Calibration()})
     return MetricCollection({"mse": MeanSquaredError()})
+
+
+class AreaUnderCurve(BinaryAUROC):
+    """Exact area under the ROC curve, no bins, computed by torchmetrics; higher is better.
+
+    Shape:
+        - preds: ``(B,)`` probabilities.
+        - target: ``(B,)`` 0 or 1.
+
+    Raises:
+        ValueError: from compute(), on all ranks, if all samples are of one class, where torchmetrics returns 0.
+
+    Example:
+        >>> metric = AreaUnderCurve()
+        >>> metric.update(torch.tensor([0.1, 0.6, 0.4]), torch.tensor([0, 1, 1]))
+        >>> float(metric.compute())
+        1.0
+    """
+
+    def compute(self) -> Tensor:  # type: ignore[override]  # torchmetrics' own has the base class's type
+        """Area of all samples so far."""
+        classes = dim_zero_cat(self.target).unique().tolist()
+        remedy = "check its labels, or hold out more samples"
+        check(len(classes) == 2, "evaluation split", "expected samples of both classes", f"only {classes}", remedy)
+        return super().compute()
 
 
 class _TorchRecMetric(Metric):

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -60,12 +60,20 @@ class DataSplits:
         validation: upper level: alpha learns on it, and on nothing else.
         selection: early stopping and every other choice is made on it.
         test: reported, never chosen on. Batches of type `RankingBatch` are judged by ranking metrics.
+
+    Raises:
+        ValueError: if a part is None.
     """
 
     train: Iterable[Batch]
     validation: Iterable[Batch]
     selection: Iterable[Batch]
     test: Iterable[Batch]
+
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            batches, remedy = getattr(self, part.name), f"give the recipe a {part.name} part of its own"
+            check(batches is not None, f"DataSplits.{part.name}", "expected batches", batches, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dnis_torchrec.block_operators import are_compiled
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.finite import FiniteGuard
+from dnis_torchrec.finite import REMEDY, FiniteGuard, NonFiniteError
 from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.ranks import world_size_of
@@ -217,13 +217,14 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
         metric -> value; ``"loss"`` is always among them.
 
     Raises:
-        ValueError: if the split is empty, a label of a binary loss is neither 0 nor 1, or a query has fewer candidates
+        ValueError: if the split is empty, labels of a binary loss are not both 0 and 1, or a query has fewer candidates
             than k.
+        NonFiniteError: on all ranks, if a prediction or its loss is NaN or infinite.
     """
     was_training = model.training
     model.eval()
     is_binary = isinstance(loss, nn.BCEWithLogitsLoss)
-    mean_loss = MeanMetric().to(device)
+    mean_loss = MeanMetric(nan_strategy=math.inf).to(device)  # by itself it would leave NaN out
     metrics: MetricCollection | None = None
     seen, is_ranking = 0, False
     for batch in batches:
@@ -235,7 +236,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
         batch = batch.to(device)
         seen += batch.labels.numel()
         _, (value, predictions, labels) = model(batch)
-        mean_loss.update(value, weight=labels.numel())
+        if labels.numel():  # the mean of none is NaN
+            mean_loss.update(value, weight=labels.numel())
         if is_ranking:
             metrics.update(predictions, labels, batch.queries)
         elif is_binary:
@@ -246,6 +248,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
     if metrics is None or not seen:
         raise ValueError(describe("evaluation split", "expected at least one sample", "none", "check the data splits"))
     total = {"loss": float(mean_loss.compute())}
+    if not math.isfinite(total["loss"]):
+        raise NonFiniteError(describe("evaluation split", "expected finite predictions", "nan or inf", REMEDY))
     if is_binary and not is_ranking:
         total["logloss"] = total["loss"]
     return total | {name: float(value) for name, value in metrics.compute().items()}

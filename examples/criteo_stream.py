@@ -11,6 +11,7 @@ The data is never held in memory and has no dictionaries: categories are hashed.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from torch import nn
@@ -38,7 +39,7 @@ CATEGORIES = (
 """Distinct categories of each field in Kaggle's whole ``train.txt``."""
 ROWS_PER_CATEGORY = 16
 """Rows of a small field's table per category: about 3 % of the categories then share a row with another."""
-PATTERNS = (("*.parquet",), ("train.txt", "day_[0-9]*"), ("train.txt.gz", "day_[0-9]*.gz"))
+_TEXT_FILE = re.compile(r"(train\.txt|day_\d+)(\.gz)?")
 
 
 def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -111,21 +112,26 @@ def make_schema() -> StreamSchema:
 def find_files(folder: Path) -> list[str]:
     """Addresses of the files of a folder, or of those that its ``urls.txt`` names.
 
+    A file that is there both plain and packed is the same lines twice, so the plain one is taken.
+
     Raises:
         ValueError: if there are none.
     """
     listed = folder / "urls.txt"
     if listed.is_file():
-        lines = (line.strip() for line in listed.read_text(encoding="utf-8").splitlines())
-        return [line for line in lines if line]
-    for patterns in PATTERNS:
-        found = [path for pattern in patterns for path in sorted(folder.glob(pattern), key=_in_order)]
-        if found:
-            return [str(path) for path in found]
+        addresses = [line.strip() for line in listed.read_text(encoding="utf-8").splitlines() if line.strip()]
+        check(bool(addresses), str(listed), "expected at least one address", "none", "write one per line")
+        return addresses
+    if found := sorted(folder.glob("*.parquet"), key=_in_order):
+        return [str(path) for path in found]
+    texts = [path for path in sorted(folder.iterdir(), key=_in_order) if _TEXT_FILE.fullmatch(path.name)]
+    if texts:
+        return [str(path) for path in texts if path.suffix != ".gz" or path.with_suffix("") not in texts]
     wanted = "expected urls.txt, *.parquet, train.txt[.gz] or day_*[.gz]"
     raise ValueError(describe(str(folder), wanted, "none of them", f"get it from {PUBLISHER}"))
 
 
 def _in_order(path: Path) -> tuple[int, str]:
-    """day_2 before day_10."""
-    return len(path.name), path.name
+    """day_2 before day_10, packed or not."""
+    name = path.name.removesuffix(".gz")
+    return len(name), name

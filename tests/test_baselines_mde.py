@@ -156,22 +156,35 @@ def test_every_setting_meets_the_bytes_with_projections_counted(setting: MdeSett
 
 @pytest.mark.parametrize("setting", SETTINGS[::3], ids=str)
 @pytest.mark.parametrize("share", [0.07, 0.15, 0.3, 0.55])
-def test_no_larger_lambda_is_within_the_bytes(setting: MdeSetting, share: float) -> None:
+@pytest.mark.parametrize("ratio", [1, 4])  # of the second table's D; NeuMF's are 1 and 4
+def test_no_larger_lambda_is_within_the_bytes(setting: MdeSetting, share: float, ratio: int) -> None:
     """The solution against 8,000 values of lambda, with tables and projections counted block by block."""
     counts = {"t": [900 // (i + 1) for i in range(90)], "u": [500 // (i + 1) for i in range(60)]}
-    blocks = make_blocks(counts, {"t": 32, "u": 32}, 4)
+    ratios = {"t": 1, "u": ratio}
+    full = {table: 32 * ratios[table] for table in counts}
+    blocks = make_blocks(counts, full, 4)
     costs = Budget.of(Size(embedding_bytes=10**7), blocks).column_costs
-    budget = Budget(share * 32 * sum(float(cost.sum()) for cost in costs.values()), costs, "bytes")
-    plan = solve(setting, blocks, budget, 32, lambda dim: {"t": dim, "u": dim})
+    budget = Budget(share * sum(float(costs[t].sum()) * full[t] for t in counts), costs, "bytes")
+    plan = solve(setting, blocks, budget, 32, lambda dim: {table: dim * ratios[table] for table in counts})
     scales = torch.linspace(1, 40, 8000, dtype=torch.float64)
     base = ((setting.round(scales) + 3) // 4 * 4).clamp(max=32)
-    tables, projections = torch.zeros_like(scales), torch.zeros_like(scales)
-    for block, of_block in enumerate(popularity(blocks)["t"]):  # the same of both tables, which share a projection
-        dims = setting.round(scales * of_block**setting.temperature).clamp(max=32)
-        tables += dims * float(costs["t"][block] + costs["u"][block])
-        projections += torch.where(dims < base, 4 * dims * base, 0)
-    most = float(tables[tables + projections <= budget.amount].max())
-    assert plan.table_bytes(budget) == pytest.approx(most)
+    tables, projections = torch.zeros_like(scales), {}
+    for table, shares in popularity(blocks).items():
+        for block, of_block in enumerate(shares):
+            dims = setting.round(ratios[table] * scales * of_block**setting.temperature)
+            dims = dims.minimum(ratios[table] * base)
+            tables += dims * float(costs[table][block])
+            needed = torch.where(dims < ratios[table] * base, 4 * dims * ratios[table] * base, 0)
+            projections[ratios[table], block] = needed  # tables of one D share it
+    most = float(tables[tables + sum(projections.values()) <= budget.amount].max())
+    assert plan.table_bytes(budget) >= most * (1 - 1e-9)  # a lambda between those of the oracle may buy more
+    assert plan.table_bytes(budget) + plan.projection_bytes() <= budget.amount
+
+
+def test_few_trials_are_spread_over_temperatures_and_roundings() -> None:
+    for number in range(2, 9):
+        assert len({setting.temperature for setting in SETTINGS[:number]}) == number
+        assert {setting.rounding for setting in SETTINGS[:number]} == set(ROUNDINGS)
 
 
 def test_a_budget_for_everything_is_the_uniform_model_without_projections() -> None:

@@ -57,7 +57,8 @@ class TestTextTable:
             ("7::1.5::", "a non-empty kind"),
             ("x::1.5::a", "an integer id >= 0"),
             ("-1::1.5::a", "an integer id >= 0"),
-            ("99999999999999999999::1.5::", "a non-empty kind"),
+            ("99999999999999999999::1.5::a", "an integer id >= 0"),
+            ("99999999999999999999::1.5::", "an integer id >= 0"),
             ("7::nan::a", "a finite number score >= 0 and <= 5"),
             ("7::5.5::a", "a finite number score >= 0 and <= 5"),
             ("7:1.5:a", "3 fields id::score::kind (found 1)"),
@@ -106,6 +107,35 @@ class TestTextTable:
     def test_empty_file(self, tmp_path):
         with pytest.raises(ValueError, match="at least one line, got an empty file"):
             self.read(tmp_path, [])
+
+    @pytest.mark.parametrize("place", [11, 300, -1])
+    def test_damaged_gzip(self, tmp_path, place):
+        path = write(tmp_path / "table.dat.gz", [f"{i}::1::k" for i in range(1000)])
+        damaged = bytearray(path.read_bytes())
+        damaged[place] ^= 0xFF
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{path}: expected a whole gzip file, got .*; download it again"):
+            self.table.read(path)
+
+    @pytest.mark.parametrize("fields", ["1.5", "1e3", "-7", "9e99", "inf", "nan", "1_000", ""])
+    def test_a_line_is_read_alike_whatever_else_stands_in_its_chunk(self, tmp_path, monkeypatch, fields):
+        table = TextTable(columns=(Column("count", int, optional=True), Column("id", int, 0)), separator=",")
+        lines = [f"{fields},7", *(f"3,{i}" for i in range(300))]
+        clean = write(tmp_path / "clean.txt", lines)
+        beside = write(tmp_path / "beside.txt", [*lines, "garbage"])
+        alone, _ = table.read(clean)
+        assert table.read(beside)[0].equals(alone)
+
+    @pytest.mark.parametrize("title", ["foo\rbar", "x" * 140_000])
+    def test_a_line_that_is_no_csv_is_left_out(self, tmp_path, title):
+        lines = ["movieId,title,genres", *(f"{i},Title {i},Drama" for i in range(300)), f"301,{title},Drama"]
+        path = tmp_path / "movies.csv"
+        path.write_bytes("\n".join(lines).encode())
+        frame, malformed = FORMATS["movies.csv"].read(path)
+        assert len(frame) == 300
+        assert [(line.line_number, line.expected) for line in malformed.lines] == [
+            (302, "fields as in CSV, separated by ','")
+        ]
 
     def test_cut_off_gzip(self, tmp_path):
         path = write(tmp_path / "table.dat.gz", [f"{i}::1::k" for i in range(1000)])
@@ -295,6 +325,30 @@ class TestNcf:
     def test_malformed_negatives(self, tmp_path):
         self.write_files(tmp_path, ["(0,10)\t1", "1,11\t4", "(2,12)\t7"])
         with pytest.raises(ValueError, match=r"ml-1m\.test\.negative\.gz, line 2: expected \(user,item\)"):
+            load_leave_one_out(tmp_path)
+
+    def test_negatives_that_are_the_positive_alone(self, tmp_path):
+        self.write_files(tmp_path, ["(0,10)\t1", "(1,11)\t11", "(2,12)\t7"])
+        with pytest.raises(ValueError, match=r"pair \(1, 11\): expected negatives beside the positive, got none"):
+            load_leave_one_out(tmp_path)
+
+    def test_an_id_beyond_any_table(self, tmp_path):
+        self.write_files(tmp_path, ["(0,10)\t1", "(1,11)\t99999999999999999999", "(2,12)\t7"])
+        with pytest.raises(ValueError, match=r"ml-1m\.test\.negative\.gz, line 2: expected \(user,item\)"):
+            load_leave_one_out(tmp_path)
+
+    def test_one_malformed_line_of_many_is_too_much(self, tmp_path):
+        self.write_files(
+            tmp_path, ["(0,10)\t1", "(1,11)\t4", "(2,12)\t7", *(f"(0,{i})\t1" for i in range(20, 400)), "x"]
+        )
+        with pytest.raises(ValueError, match=r"ml-1m\.test\.negative\.gz, line 384: expected .*; download it again"):
+            load_leave_one_out(tmp_path)
+
+    def test_cut_off_negatives(self, tmp_path):
+        self.write_files(tmp_path, [f"({i % 3},{10 + i % 3})\t{i}" for i in range(1000)])
+        path = tmp_path / "ml-1m.test.negative.gz"
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(ValueError, match=rf"{path}: expected a whole gzip file"):
             load_leave_one_out(tmp_path)
 
     def test_case_without_negatives(self, tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.metrics import RANKING_KS
 from dnis_torchrec.recipe import RankingBatch, TrainTask
 from dnis_torchrec.training import evaluate
@@ -155,6 +156,16 @@ class TestNeuMFTopK:
         drawn = {pair for _ in range(20) for pair in epoch(data.train, 0.0)}
         assert not drawn & parts[0]
         assert drawn & (parts[1] | parts[2])
+
+    def test_training_on_validation_too_contradicts_no_label(self, folder):
+        recipe = ncf.neumf_topk(folder, seed=3)
+        held_out, trained = (set(epoch(split, 1.0)) for split in (recipe.data.validation, recipe.data.train))
+        joined = train_on_validation(recipe).data.train
+        assert sorted(epoch(joined, 1.0)) == sorted(trained | held_out)
+        drawn = {pair for _ in range(20) for pair in epoch(joined, 0.0)}
+        assert not drawn & (trained | held_out)
+        assert drawn & set(epoch(recipe.data.selection, 1.0))  # still unknown
+        assert len(list(joined)) == len(joined)
 
     def test_every_query_has_its_candidates(self, folder, caplog):
         with caplog.at_level(logging.WARNING):

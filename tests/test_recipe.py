@@ -40,6 +40,14 @@ def test_unfit_fields_are_refused(fields: dict, message: str) -> None:
         Recipe(**({"model": nn.Identity(), "data": NO_DATA, "loss": nn.MSELoss()} | fields))
 
 
+@pytest.mark.parametrize("part", ["train", "validation", "selection", "test"])
+def test_a_part_of_the_data_that_is_missing_is_refused(part: str) -> None:
+    parts = {name: [] for name in ("train", "validation", "selection", "test")} | {part: None}
+    message = f"DataSplits.{part}: expected batches, got None; give the recipe a {part} part of its own"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DataSplits(**parts)
+
+
 class Column(nn.Module):
     """Predicts the first dense feature, as ``(B,)`` or ``(B, 1)``."""
 

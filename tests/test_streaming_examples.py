@@ -74,6 +74,18 @@ def test_files_are_found_packed_by_day_and_by_address(data: Path) -> None:
         criteo_stream.open_stream(data.parent)
 
 
+def test_a_file_both_plain_and_packed_is_read_once_and_others_not_at_all(tmp_path: Path) -> None:
+    for name in ("day_10.gz", "day_2", "day_2.gz", "day_1.gz", "day_2.md5", "day_2_labels.npy", "day_1.gz.part"):
+        (tmp_path / name).touch()
+    assert [Path(file).name for file in criteo_stream.find_files(tmp_path)] == ["day_1.gz", "day_2", "day_10.gz"]
+
+
+def test_a_list_of_no_addresses_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "urls.txt").write_text("\n  \n")
+    with pytest.raises(ValueError, match=r"urls\.txt: expected at least one address, got none; write one per line"):
+        criteo_stream.find_files(tmp_path)
+
+
 def test_a_wrong_number_of_rows_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(criteo_stream.HASH_ROWS_VARIABLE, "many")
     with pytest.raises(ValueError, match="DNIS_HASH_ROWS: expected an integer >= 2, got 'many'"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -213,6 +213,60 @@ def test_an_empty_split_is_refused(gloo) -> None:
     recipe = make_recipe()
     with pytest.raises(ValueError, match="evaluation split: expected at least one sample, got none"):
         evaluate(TrainTask(recipe.model, recipe.loss), [], recipe.loss, CPU)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.MSELoss()])
+def test_a_prediction_that_is_not_finite_is_refused(gloo, loss: nn.Module, bad: float) -> None:
+    recipe = make_recipe()
+    batches = [make_batch(8, seed) for seed in range(2)]
+    batches[1].dense_features[3] = bad
+    with pytest.raises(NonFiniteError, match="evaluation split: expected finite predictions, got nan or inf"):
+        evaluate(TrainTask(recipe.model, loss), batches, loss, CPU)
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_clicks_of_one_class_have_no_auc(gloo, label: float) -> None:
+    recipe = make_recipe()
+    batches = [dataclasses.replace(batch, labels=torch.full_like(batch.labels, label)) for batch in recipe.data.test]
+    with pytest.raises(
+        ValueError, match=rf"evaluation split: expected samples of both classes, got only \[{label:.0f}\]"
+    ):
+        evaluate(TrainTask(recipe.model, recipe.loss), batches, recipe.loss, CPU)
+
+
+class Flippant(nn.Module):
+    """Says something else each time, but in evaluation mode, and keeps statistics of what it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding_bag_collection = make_collection()
+        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        pooled = self.embedding_bag_collection(sparse_features).values()
+        return self.dropout(torch.cat([pooled, self.norm(dense_features)], dim=1)).sum(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("was_training", [True, False])
+def test_models_are_evaluated_in_evaluation_mode_and_left_as_they_were(gloo, was_training: bool) -> None:
+    recipe, model = make_recipe(), Flippant().train(was_training)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    task = TrainTask(model, recipe.loss).train(was_training)
+    first, second = (evaluate(task, recipe.data.test, recipe.loss, CPU) for _ in range(2))
+    assert first == second
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (task.training, model.training) == (was_training, was_training)
+
+
+def test_models_are_trained_in_training_mode_however_they_come(gloo, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(make_recipe(), model=Flippant())
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    train_plainly(model.eval(), optimizer, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path)
+    statistics = dict(model.named_buffers())
+    (counted,) = (value for name, value in statistics.items() if name.endswith("num_batches_tracked"))
+    best_epoch_batches = len(list(recipe.data.train))
+    assert int(counted) in (best_epoch_batches, 2 * best_epoch_batches)
 
 
 def test_early_stopping_saves_the_best_and_stops_after_patience(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from dnis_torchrec.checks import describe
 from dnis_torchrec.frequency import FrequencyCounts
 
 ROUNDINGS = ("integer", "power of two")
-TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+TEMPERATURES = (0.3, 0.6, 0.1, 0.8, 0.4, 0.2, 0.7, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,12 @@ class MdeSetting:
         return 2 ** (torch.arange(math.ceil(math.log2(largest)) + 1, dtype=torch.float64) + 0.5)
 
 
-SETTINGS = tuple(MdeSetting(temperature=t, rounding=rounding) for rounding in ROUNDINGS for t in TEMPERATURES)
-"""The 16 settings of a full run."""
+SETTINGS = tuple(
+    MdeSetting(temperature=t, rounding=ROUNDINGS[(index + first) % 2])
+    for first in range(2)
+    for index, t in enumerate(TEMPERATURES)
+)
+"""The 16 settings of a full run, in an order whose beginnings are spread over temperatures and roundings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +103,7 @@ def mde(task: MethodTask) -> MethodResult:
     Blocks are those of a search of the same recipe, of scope ``"global"``: dims follow popularity, whichever table a
     row is of. For every setting, lambda, and with it the base dimension, is the largest whose bytes, projections
     included, are within the budget (`solve`). A setting that comes to the same dims as one before is not trained again
-    and is no trial; a smaller `MethodTask.num_trials` spreads over the settings, a larger one has no more than those.
+    and is no trial; a smaller `MethodTask.num_trials` takes as many from the front of `SETTINGS`.
 
     NOTE[DIFF]: the tables keep the recipe's own initial weights (the paper's are Xavier; projections are), so that all
     methods start alike; a block spans tables, and its tables share one projection, which costs fewer bytes.
@@ -110,8 +114,6 @@ def mde(task: MethodTask) -> MethodResult:
     Raises:
         SizeNotMetError: if one dimension for every block is more than the budget; before training.
     """
-    most = len(SETTINGS)
-    num_trials = task.num_trials or most
     counts, blocks = row_blocks(task, scope="global")
     budget = byte_budget(task, blocks)
     largest = smallest_dim(task, task.dense_bytes())
@@ -120,9 +122,8 @@ def mde(task: MethodTask) -> MethodResult:
     def widths(embedding_dim: int) -> dict[str, int]:
         return table_widths(task.build(embedding_dim).model)
 
-    settings = [SETTINGS[index * most // num_trials] for index in range(num_trials)]
     distinct: dict[str, MdeDims] = {}
-    for setting in settings:
+    for setting in SETTINGS[: task.num_trials]:
         plan = solve(setting, blocks, budget, largest, widths)
         distinct.setdefault(str([plan.base_dim, *(dims.tolist() for dims in plan.dims.values())]), plan)
     return best_of((_train(task, plan, counts) for plan in distinct.values()), task.embedding_bytes())
@@ -156,9 +157,11 @@ def solve(
         }
         return MdeDims(setting=setting, base_dim=base, blocks=replace(blocks, embedding_dims=widths(base)), dims=dims)
 
-    edges, distinct = setting.edges(largest_dim), torch.cat(list(shares.values())).unique()
-    jumps = (edges.unsqueeze(1) / distinct[distinct > 0]).flatten().unique()
-    scales = [1.0, *(jumps * (1 + 1e-12)).tolist()]  # just past each jump, so that it has happened
+    jumps = [setting.edges(largest_dim)]  # of the base dimension, then of every table's dims
+    for table, dim in widths(largest_dim).items():
+        positive = shares[table][shares[table] > 0] * (dim / largest_dim)
+        jumps.append((setting.edges(dim).unsqueeze(1) / positive).flatten())
+    scales = [1.0, *(torch.cat(jumps).unique() * (1 + 1e-12)).tolist()]  # just past each jump, so that it has happened
     affordable = bisect.bisect_right(scales, budget.amount, key=lambda scale: dims_at(scale).table_bytes(budget))
     for scale in reversed(scales[:affordable]):  # projections come and go as blocks reach the base: no order in them
         plan = dims_at(scale)

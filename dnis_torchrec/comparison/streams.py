@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
+from typing import Protocol
 
 from torchrec.datasets.utils import Batch
 
@@ -47,7 +48,20 @@ def _placed(stream: Iterable[Batch], length: int) -> Iterator[tuple[float, Batch
     return (((index + 0.5) / length, batch) for index, batch in enumerate(stream))
 
 
+class JoinsItself(Protocol):
+    """A training stream whose samples depend on what else is trained on, such as one that draws negatives."""
+
+    def joined_with(self, validation: Iterable[Batch]) -> Iterable[Batch]:
+        """The training stream of both splits together."""
+
+
 def train_on_validation(recipe: Recipe) -> Recipe:
-    """The recipe with its validation batches among the training batches; selection and test stay as they are."""
+    """The recipe with its validation samples among the training samples; selection and test stay as they are.
+
+    A training stream that can (see `JoinsItself`) takes the validation stream in; batches of others stand between its
+    own.
+    """
     data = recipe.data
-    return replace(recipe, data=replace(data, train=InterleavedBatches(data.train, data.validation)))
+    join = getattr(data.train, "joined_with", None)
+    train = InterleavedBatches(data.train, data.validation) if join is None else join(data.validation)
+    return replace(recipe, data=replace(data, train=train))

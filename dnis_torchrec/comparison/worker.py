@@ -92,10 +92,11 @@ def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.d
     """Evaluates on the test split and gathers what the method cost."""
     # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
     dense_parameters = sum(table.num_embeddings * table.embedding_dim for table in table_configs(recipe.model))
+    parameters = made.scheme.parameters + made.extra_bytes // 4  # learned projections are float32
     row = ReportRow(
         method=task.cell.row_name,
-        compression_ratio=dense_parameters / max(1, made.scheme.parameters),
-        parameters=made.scheme.parameters,
+        compression_ratio=dense_parameters / max(1, parameters),
+        parameters=parameters,
         bytes=made.scheme.form_bytes(),
         metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), recipe.data.test, recipe.loss, device),
         seed=task.cell.seed,

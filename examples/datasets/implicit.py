@@ -31,12 +31,15 @@ class KnownPositives:
         items: ``(n,)`` int64.
         num_items: size of the catalogue.
 
+    Attributes:
+        num_items: as given.
+
     Raises:
         ValueError: if a user knows every item, so that no negative is left.
     """
 
     def __init__(self, users: Tensor, items: Tensor, num_items: int) -> None:
-        self._num_items = num_items
+        self.num_items = num_items
         self._pairs = (users * num_items + items).unique()
         num_known = torch.bincount(self._pairs.div(num_items, rounding_mode="floor"))
         most = int(num_known.argmax()) if num_known.numel() else 0
@@ -47,9 +50,15 @@ class KnownPositives:
         """Whether each pair is known, bool."""
         if not self._pairs.numel():
             return torch.zeros_like(users, dtype=torch.bool)
-        pairs = users * self._num_items + items
+        pairs = users * self.num_items + items
         place = torch.searchsorted(self._pairs, pairs).clamp(max=self._pairs.numel() - 1)
         return self._pairs[place] == pairs
+
+    def joined_with(self, other: KnownPositives) -> KnownPositives:
+        """The pairs that either of them knows, of the same catalogue."""
+        pairs = torch.cat([self._pairs, other._pairs])
+        users, items = pairs.div(self.num_items, rounding_mode="floor"), pairs % self.num_items
+        return KnownPositives(users, items, self.num_items)
 
     def draw_negatives(self, users: Tensor, generator: torch.Generator) -> Tensor:
         """One item per user, uniform over those that are not known.
@@ -63,10 +72,10 @@ class KnownPositives:
             >>> known.draw_negatives(torch.tensor([0, 0, 0]), torch.Generator()).tolist()
             [1, 1, 1]
         """
-        items = torch.randint(self._num_items, users.shape, generator=generator)
+        items = torch.randint(self.num_items, users.shape, generator=generator)
         redrawn = self.contains(users, items).nonzero().squeeze(1)
         while redrawn.numel():
-            items[redrawn] = torch.randint(self._num_items, redrawn.shape, generator=generator)
+            items[redrawn] = torch.randint(self.num_items, redrawn.shape, generator=generator)
             redrawn = redrawn[self.contains(users[redrawn], items[redrawn])]
         return items
 
@@ -119,8 +128,29 @@ class ImplicitBatches:
         )
         check(users.numel() > 0, place, "expected at least one interaction", 0)
         self._users, self._items, self._known = users, items, known
-        self._num_negatives, self._seed, self._is_fixed = num_negatives, seed, is_fixed
+        self._num_negatives, self._batch_size, self._seed = num_negatives, batch_size, seed
+        self._is_fixed = is_fixed
         self.epoch = 0
+
+    def joined_with(self, other: ImplicitBatches) -> ImplicitBatches:
+        """Both splits as one: a positive of either is a negative of neither, whose labels would contradict each other.
+
+        Args:
+            other: of the same users and items.
+
+        Returns:
+            Batches of the positives of both, with this split's seed, batch size and number of negatives.
+        """
+        both = KnownPositives(other._users, other._items, self._known.num_items)
+        return ImplicitBatches(
+            torch.cat([self._users, other._users]),
+            torch.cat([self._items, other._items]),
+            self._known.joined_with(both),
+            num_negatives=self._num_negatives,
+            batch_size=self._batch_size,
+            seed=self._seed,
+            is_fixed=self._is_fixed,
+        )
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""

@@ -16,16 +16,17 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from dnis_torchrec.checks import check
+from dnis_torchrec.checks import check, describe
 from examples.datasets.in_memory import Bags
-from examples.datasets.text_files import Column, MalformedLine, MalformedLines, TextTable, find_file, open_binary
+from examples.datasets.text_files import Column, TextTable, find_file, line_chunks
 
 PUBLISHER = "the authors' repository hexiangnan/neural_collaborative_filtering, folder Data"
 RATING = TextTable(
     columns=(Column("user", int, 0), Column("item", int, 0), Column("rating", float, 0.5, 5), Column("timestamp", int)),
     separator="\t",
 )
-_PAIR = re.compile(r"\((\d+),(\d+)\)")
+_PAIR = re.compile(r"\((\d{1,18}),(\d{1,18})\)", re.ASCII)
+_ITEM = re.compile(r"\d{1,18}", re.ASCII)
 _EXPECTED = "(user,item) and negative items, tab separated"
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ def load_leave_one_out(folder: Path, *, name: str = "ml-1m") -> LeaveOneOut:
         The protocol; in the published ml-1m 156 lines list the positive among its negatives.
 
     Raises:
-        ValueError: if a file is missing, more than 1 % of it is malformed, or a test case has no negatives.
+        ValueError: if a file is missing or damaged, more than 1 % of the ratings or any line of negatives is malformed,
+            or a test case has no negatives.
     """
     train, _ = RATING.read(find_file(folder, [f"{name}.train.rating"], PUBLISHER))
     test, _ = RATING.read(find_file(folder, [f"{name}.test.rating"], PUBLISHER))
@@ -79,8 +81,10 @@ def load_leave_one_out(folder: Path, *, name: str = "ml-1m") -> LeaveOneOut:
     lengths, values, num_dropped = [], [], 0
     for user, item in zip(test["user"], test["item"], strict=True):
         pair = (int(user), int(item))
-        check(pair in listed, f"{path.name}, pair {pair}", "expected a line of negatives", "none", "download it again")
+        place, remedy = f"{path.name}, pair {pair}", "download it again"
+        check(pair in listed, place, "expected a line of negatives", "none", remedy)
         negatives = listed[pair][listed[pair] != item]
+        check(negatives.size > 0, place, "expected negatives beside the positive", "none", remedy)
         num_dropped += int(negatives.size < listed[pair].size)
         lengths.append(negatives.size)
         values.append(negatives)
@@ -102,21 +106,23 @@ def load_leave_one_out(folder: Path, *, name: str = "ml-1m") -> LeaveOneOut:
 
 
 def _read_negatives(path: Path) -> dict[tuple[int, int], np.ndarray]:
-    """(user, positive) -> the items listed beside it."""
-    listed, malformed, num_lines = {}, [], 0
-    with open_binary(path) as file:
-        for number, raw in enumerate(file, start=1):
-            line = raw.decode("utf-8", "replace").strip()
-            if not line:
-                continue
-            num_lines += 1
-            head, *fields = line.split("\t")
-            pair = _PAIR.fullmatch(head)
-            if pair is None or not fields or not all(field.isdecimal() for field in fields):
-                malformed.append(MalformedLine(path.name, number, _EXPECTED, line[:80]))
-                continue
-            listed[int(pair[1]), int(pair[2])] = np.array(fields, dtype=np.int64)
-    MalformedLines(path.name, num_lines, tuple(malformed)).report()
+    """(user, positive) -> the items listed beside it.
+
+    Raises:
+        ValueError: for the first malformed line: a case left out would change what all others are compared by.
+    """
+    listed = {}
+    lines = (line for chunk in line_chunks(path) for line in chunk.splitlines())
+    for number, raw in enumerate(lines, start=1):
+        line = raw.decode("utf-8", "replace").strip()
+        if not line:
+            continue
+        head, *fields = line.split("\t")
+        pair = _PAIR.fullmatch(head)
+        if pair is None or not fields or not all(map(_ITEM.fullmatch, fields)):
+            place = f"{path.name}, line {number}"
+            raise ValueError(describe(place, f"expected {_EXPECTED}", repr(line[:80]), "download it again"))
+        listed[int(pair[1]), int(pair[2])] = np.array(fields, dtype=np.int64)
     return listed
 
 

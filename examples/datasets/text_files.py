@@ -12,10 +12,10 @@ import io
 import logging
 import math
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import pandas as pd
@@ -121,14 +121,15 @@ class Column:
         if self.optional and not field:
             return "" if self.kind is str else math.nan
         try:
-            value = self.kind(field)
+            # Empty fields make the column float64, whose "1e3" pandas reads; so does this.
+            value = float(field) if self.kind is int and self.optional else self.kind(field)
         except ValueError:
             raise ValueError(self.expected) from None
         if isinstance(value, str):
             meets = bool(re.fullmatch(self.pattern, value)) if self.pattern else bool(value)
         else:
             low, high = self._limits
-            meets = low <= value <= high
+            meets = low <= value <= high and (self.kind is float or value == int(value))
         if not meets:
             raise ValueError(self.expected)
         return value
@@ -142,6 +143,8 @@ class Column:
         low, high = self._limits
         array = values.to_numpy()
         meets = (array >= low) & (array <= high)
+        if self.kind is int:
+            meets &= array == np.floor(array)
         return bool((meets | np.isnan(array)).all() if self.optional else meets.all())
 
     @property
@@ -151,8 +154,9 @@ class Column:
 
     @property
     def _limits(self) -> tuple[float, float]:
-        low = -np.finfo(np.float64).max if self.minimum is None else self.minimum
-        return low, np.finfo(np.float64).max if self.maximum is None else self.maximum
+        widest = np.iinfo(np.int64) if self.kind is int else np.finfo(np.float64)
+        low = widest.min if self.minimum is None else self.minimum
+        return low, widest.max if self.maximum is None else self.maximum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +201,7 @@ class TextTable:
     def chunks(self, path: Path) -> Iterator[tuple[pd.DataFrame, list[MalformedLine]]]:
         """Reads a file in chunks of about 64 MiB, for whoever must not hold all of its text at once."""
         first_line = 1
-        for chunk in _line_chunks(path):
+        for chunk in line_chunks(path):
             if first_line == 1 and self.header is not None:
                 head, _, rest = chunk.partition(b"\n")
                 if head.strip().removeprefix(b"\xef\xbb\xbf").decode(self.encoding, "replace") == self.header:
@@ -247,7 +251,10 @@ class TextTable:
         return frame.astype({column.name: column.dtype for column in self.columns}), malformed
 
     def _parse_line(self, line: str) -> list[int | float | str]:
-        fields = next(csv.reader([line], delimiter=self.separator)) if self.quoted else line.split(self.separator)
+        try:
+            fields = next(csv.reader([line], delimiter=self.separator)) if self.quoted else line.split(self.separator)
+        except csv.Error:
+            raise ValueError(f"fields as in CSV, separated by {self.separator!r}") from None
         if len(fields) != len(self.columns):
             names = self.separator.join(column.name for column in self.columns[:4])
             dots = "..." if len(self.columns) > 4 else ""
@@ -255,19 +262,18 @@ class TextTable:
         return [column.parse(field) for column, field in zip(self.columns, fields, strict=True)]
 
 
-def _line_chunks(path: Path) -> Iterator[bytes]:
-    """Pieces of a plain or gzip file, each ending with a line."""
-    with open_binary(path) as file:
+def line_chunks(path: Path) -> Iterator[bytes]:
+    """Pieces of a plain or ``.gz`` file, each ending with a line.
+
+    Raises:
+        ValueError: if the file is packed and damaged or cut off.
+    """
+    with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
         try:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk + file.readline()
-        except (EOFError, gzip.BadGzipFile) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(describe(str(path), "expected a whole gzip file", error, "download it again")) from error
-
-
-def open_binary(path: Path) -> IO[bytes] | gzip.GzipFile:
-    """Opens a plain or ``.gz`` file for reading."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
 
 
 def find_file(folder: Path, names: Sequence[str], publisher: str) -> Path:
