@@ -156,8 +156,9 @@ class UnrolledHypergradient:
         model: the sharded, prepared model; has made a whole training step before the first call.
         alpha: of its wrappers.
         step: xi, above 0: the lower level's learning rate.
-        optimizer: of the lower level; says which weights Adam trains, and how large their gradients are. None: plain
-            gradient descent.
+        optimizer: of the lower level; says which weights Adam trains, and how large their gradients are, and where
+            weights learn at several rates, which share of xi each goes: its own rate over the highest. None: plain
+            gradient descent, xi for all.
 
     Raises:
         ValueError: if xi is not above 0.
@@ -192,7 +193,13 @@ class UnrolledHypergradient:
         )
 
     def _steps(self) -> list[float]:
-        return [self._step / _size_of_gradients(weight, self._optimizer) for weight in self._weights]
+        groups = [_group_of(weight, self._optimizer) for weight in self._weights]
+        highest = max((group["lr"] for group in groups if group), default=0.0)
+        steps = []
+        for weight, group in zip(self._weights, groups, strict=True):
+            share = group["lr"] / highest if group and highest else 1.0
+            steps.append(self._step * share / _size_of_gradients(weight, group, self._optimizer))
+        return steps
 
     def _weight_gradient(self, run: Callable[[], Tensor]) -> list[Tensor]:
         with self._pass():
@@ -223,12 +230,17 @@ class UnrolledHypergradient:
             yield
 
 
-def _size_of_gradients(weight: Tensor, optimizer: Any) -> float:
+def _group_of(weight: Tensor, optimizer: Any) -> dict[str, Any]:
+    """What the optimizer says of a weight, nothing if it does not train it."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return next((group for group in groups if any(weight is own for own in group["params"])), {})
+
+
+def _size_of_gradients(weight: Tensor, group: dict[str, Any], optimizer: Any) -> float:
     """Root mean square of a weight's gradients, as Adam keeps it; 1 where the optimizer divides by no such thing."""
-    state = {} if optimizer is None else optimizer.state.get(weight, {})
+    state = optimizer.state.get(weight, {}) if group else {}
     if "exp_avg_sq" not in state:
         return 1.0
-    group = next(group for group in optimizer.param_groups if any(weight is own for own in group["params"]))
     bias = 1 - group["betas"][1] ** float(state["step"])
     return math.sqrt(float(state["exp_avg_sq"].mean()) / bias) or 1.0
 

@@ -415,6 +415,7 @@ def _pipeline(
     """Both levels of a search as it is configured, and what they read."""
     schedule = LevelSchedule(warm_up_steps=config.warm_up_epochs * steps_per_epoch, upper_every=config.upper_every)
     pressure = config.pressure_over(max(1, config.ramp_epochs * steps_per_epoch // config.upper_every))
+    rate = max(_table_rate(recipe, config), recipe.dense_learning_rate)
     pipeline_type = PrefetchBilevelTrainPipeline if PrefetchedTables(model) else BilevelTrainPipeline
     pipeline = pipeline_type(
         model,
@@ -423,6 +424,6 @@ def _pipeline(
         pressure=pressure if config.pressure else None,
         alpha_learning_rate=config.alpha_learning_rate,
         alpha_averaging=config.alpha_averaging,
-        unrolled_step=_table_rate(recipe, config) if config.unrolled else None,
+        unrolled_step=rate if config.unrolled else None,
     )
     return pipeline, BilevelStream(recipe.data.train, recipe.data.validation, schedule)

@@ -111,9 +111,10 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         pressure: the requested size and how to get there; None searches without pressure, as the paper does.
         alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
-        unrolled_step: xi of the one-step unrolled gradient, best the lower level's learning rate; None for the first
-            order. The unrolled step is plain gradient descent, about as far as Adam goes where Adam trains the weights
-            (see `hypergradient`). An unrolled upper step returns validation loss and output at the unrolled weights.
+        unrolled_step: xi of the one-step unrolled gradient, best the lower level's learning rate, the highest if it has
+            several; None for the first order. The unrolled step is plain gradient descent, about as far as Adam goes
+            where Adam trains the weights (see `hypergradient`). An unrolled upper step returns validation loss and
+            output at the unrolled weights.
 
     Attributes:
         alpha_optimizer: the upper level's state.

@@ -12,8 +12,10 @@ import torch
 from dnis_torchrec.baselines import METHODS, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult
 from dnis_torchrec.blocking import blocks_from_counts
+from dnis_torchrec.budget import SizeOutOfReachError
 from dnis_torchrec.frequency import count_frequencies
-from dnis_torchrec.search import table_configs
+from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.search import SearchConfig, table_configs
 from dnis_torchrec.training import process_group
 from tests import tiny
 
@@ -54,6 +56,23 @@ def test_the_paper_prunes_single_values_and_never_releases(tmp_path: Path) -> No
     result = run("dnis-paper", tmp_path)
     assert result.form == "csr_fp32"
     assert not all(table.is_block_structured for table in result.scheme.tables.values())
+
+
+@pytest.mark.parametrize(("name", "warm_up"), [("dnis", 5), ("dnis-paper", 1), ("dnis-unrolled", 1)])
+def test_without_pressure_both_levels_learn_from_the_second_epoch_on(
+    name: str, warm_up: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[SearchConfig] = []
+
+    def stop(recipe: Recipe, config: SearchConfig, *_: object) -> None:
+        configs.append(config)
+        raise SizeOutOfReachError("seen enough")
+
+    monkeypatch.setattr("dnis_torchrec.baselines.dnis.search", stop)
+    with pytest.raises(SizeNotMetError):
+        run(name, tmp_path, warm_up_epochs=5, ramp_epochs=2, release_epochs=4)
+    (config,) = configs
+    assert (config.warm_up_epochs, config.epochs) == (warm_up, 11)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ def dnis_paper(task: MethodTask) -> MethodResult:
     Source: Cheng, Shen, Huang, Differentiable Neural Input Search for Recommender Systems, 2020, algorithm 1; alpha
     learns at 0.01 without a running mean.
 
+    NOTE[DIFF]: the first epoch, of all that the recipe's search has, is one of lower steps alone; the paper alternates
+    from the first step.
+
     Raises:
         SizeNotMetError: if the size is out of reach.
     """
@@ -91,6 +94,9 @@ def _searched(task: MethodTask, form: str, settings: dict[str, Any]) -> MethodRe
     recipe = task.build(None)
     size = Size(embedding_bytes=task.embedding_bytes(), form=form)
     config = SearchConfig.of(recipe, size, {"patience": task.patience, **settings}).within(task.max_epochs)
+    if not config.pressure:  # a warm-up is for what comes after it: rotation and the ramp
+        both_levels = config.release_epochs + config.warm_up_epochs - 1
+        config = replace(config, warm_up_epochs=1, release_epochs=both_levels)
     torch.manual_seed(task.seed)
     started = time.monotonic()
     try:
