@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,10 @@ class RankingBatch(Batch):
         return RankingBatch(batch.dense_features, batch.sparse_features, batch.labels, queries)
 
 
+_MISSING: Any = None
+"""What a part of the data is that was not given, so that the error says more than that an argument is missing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSplits:
     """The four disjoint parts of a data set, each an iterable of TorchRec Batches that can be iterated again and again.
@@ -62,18 +67,18 @@ class DataSplits:
         test: reported, never chosen on. Batches of type `RankingBatch` are judged by ranking metrics.
 
     Raises:
-        ValueError: if a part is None.
+        ValueError: if a part is missing.
     """
 
-    train: Iterable[Batch]
-    validation: Iterable[Batch]
-    selection: Iterable[Batch]
-    test: Iterable[Batch]
+    train: Iterable[Batch] = _MISSING
+    validation: Iterable[Batch] = _MISSING
+    selection: Iterable[Batch] = _MISSING
+    test: Iterable[Batch] = _MISSING
 
     def __post_init__(self) -> None:
         for part in fields(self):
             batches, remedy = getattr(self, part.name), f"give the recipe a {part.name} part of its own"
-            check(batches is not None, f"DataSplits.{part.name}", "expected batches", batches, remedy)
+            check(batches is not None, f"DataSplits.{part.name}", "expected batches", "none", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +234,24 @@ def check_classes(labels: Tensor, place: str) -> None:
     if bool(other.any()):
         remedy = "smooth labels in the train split alone"
         raise ValueError(describe(place, "expected labels 0 or 1", float(labels[other][0]), remedy))
+
+
+def with_checked_labels(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterator[Batch]:
+    """The batches of a split, each after a check of its labels.
+
+    Args:
+        batches: of the split.
+        loss: decides which labels are allowed; those of selection and test have to be classes for a binary one.
+        name: of the split.
+
+    Raises:
+        ValueError: naming split, batch and the offending value.
+    """
+    for index, batch in enumerate(batches):
+        check_labels(batch.labels, loss, f"{name} batch {index}")
+        if name in ("selection", "test") and isinstance(loss, nn.BCEWithLogitsLoss):
+            check_classes(batch.labels, f"{name} batch {index}")
+        yield batch
 
 
 EXAMPLE = "name one such as 'examples.synthetic:demo'"

@@ -37,7 +37,7 @@ from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.pruning import STRUCTURES, prune
 from dnis_torchrec.ranks import together
-from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask, check_classes, check_labels
+from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask, with_checked_labels
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -254,24 +254,16 @@ def count_training_data(
     with together(process_group):
         for name in ("validation", "selection", "test"):
             num_batches, batches = 0, getattr(data, name)
-            for batch in _checked(for_counting(batches) if name == "validation" else batches, loss, name):
+            for batch in with_checked_labels(for_counting(batches) if name == "validation" else batches, loss, name):
                 longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {num_batches}"))
                 num_batches += 1
             check(num_batches > 0, f"{name} stream", "expected at least one batch", 0, "check the data splits")
-    train = _checked(for_counting(data.train), loss, "train")
+    train = with_checked_labels(for_counting(data.train), loss, "train")
     features = (batch.sparse_features for batch in train)
     counts = count_stream(features, tables, limits=limits, process_group=process_group)
     of_all = torch.tensor([max(length, longest[name]) for name, length in counts.max_bag_lengths.items()])
     lengths = Ranks(process_group).max_(of_all).tolist()
     return replace(counts, max_bag_lengths=dict(zip(counts.max_bag_lengths, lengths, strict=True)))
-
-
-def _checked(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterable[Batch]:
-    for index, batch in enumerate(batches):
-        check_labels(batch.labels, loss, f"{name} batch {index}")
-        if name in ("selection", "test") and isinstance(loss, nn.BCEWithLogitsLoss):
-            check_classes(batch.labels, f"{name} batch {index}")
-        yield batch
 
 
 def search(

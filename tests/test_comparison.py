@@ -133,6 +133,8 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         make_comparison(tmp_path)
     (tmp_path / "cells").mkdir()
     make_comparison(tmp_path)
+    with pytest.raises(ValueError, match=r"mine: expected a folder, got a file; choose another name"):
+        make_comparison(tmp_path / "mine")
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from torchrec.datasets.utils import Batch
 
 import dnis_torchrec.comparison.run as run_module
 from dnis_torchrec import cli
 from dnis_torchrec.comparison import Comparison, run_comparison
 from dnis_torchrec.comparison.cells import Cell, CellTask, read_crash, read_result
 from dnis_torchrec.comparison.processes import COMMAND, SECONDS_TO_END, run_cells
-from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.recipe import RankingBatch, Recipe
 from tests import tiny
 from tests.test_cli import ROOT, Done, dnis, environment
 from tests.test_comparison import REGISTRY, make_comparison, make_result
@@ -226,7 +229,7 @@ def test_recipes_that_change_or_lack_a_split_are_refused_before_anything_runs(
     def lacking(name: str) -> Callable[..., Recipe]:
         def build(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
             recipe = tiny.make_recipe(seed=seed)
-            object.__setattr__(recipe.data, name, None if name == "validation" else tiny.Repeatable([]))
+            object.__setattr__(recipe.data, name, tiny.Repeatable([]))
             return recipe
 
         return build
@@ -240,6 +243,31 @@ def test_recipes_that_change_or_lack_a_split_are_refused_before_anything_runs(
         with pytest.raises(ValueError, match=f"'tests.tiny:demo': expected at least one {name} batch, got none; give"):
             run_comparison(more)
     assert calls(out) == before
+
+
+def test_data_that_only_some_methods_would_refuse_is_refused_before_anything_runs(
+    out: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_part(**changed: list[Batch]) -> None:
+        recipe = tiny.make_recipe()
+        changed_recipe = replace(recipe, data=replace(recipe.data, **changed))
+        monkeypatch.setattr(tiny, "demo", lambda data, *, seed, embedding_dim: changed_recipe)
+
+    comparison = make_comparison(out, methods=("uniform",), sizes=(2.0,), seeds=(0,))
+    batch = tiny.make_batch(12, seed=0)
+    stars = replace(batch, labels=torch.full((12,), 5.0))
+    shares = replace(batch, labels=torch.full((12,), 0.5))
+    few = RankingBatch(batch.dense_features, batch.sparse_features, batch.labels, queries=torch.arange(12) // 4)
+    with_part(train=[batch, stars])
+    with pytest.raises(ValueError, match=r"train batch 1: expected labels in \[0, 1\]"):
+        run_comparison(comparison)
+    with_part(test=[shares])
+    with pytest.raises(ValueError, match=r"test batch 0: expected labels 0 or 1"):
+        run_comparison(comparison)
+    with_part(test=[few])
+    with pytest.raises(ValueError, match=r"ranking, query 0: expected at least k=10 candidates, got 4"):
+        run_comparison(comparison)
+    assert not (out / "calls").exists()
 
 
 def test_tables_of_another_environment_are_refused_before_anything_runs(out: Path, stand_ins: None) -> None:

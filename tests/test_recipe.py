@@ -42,10 +42,12 @@ def test_unfit_fields_are_refused(fields: dict, message: str) -> None:
 
 @pytest.mark.parametrize("part", ["train", "validation", "selection", "test"])
 def test_a_part_of_the_data_that_is_missing_is_refused(part: str) -> None:
-    parts = {name: [] for name in ("train", "validation", "selection", "test")} | {part: None}
-    message = f"DataSplits.{part}: expected batches, got None; give the recipe a {part} part of its own"
+    parts = {name: [] for name in ("train", "validation", "selection", "test") if name != part}
+    message = f"DataSplits.{part}: expected batches, got none; give the recipe a {part} part of its own"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         DataSplits(**parts)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DataSplits(**parts | {part: None})
 
 
 class Column(nn.Module):

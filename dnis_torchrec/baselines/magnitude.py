@@ -123,7 +123,10 @@ class MagnitudePruning:
 def magnitude(task: MethodTask) -> MethodResult:
     """One-shot: train densely, keep the largest values that the budget pays for in CSR form, train these on.
 
-    Rows never seen in training are zero from the start, as in every other method.
+    Rows never seen in training are zero from the start, as in every method with blocks.
+
+    NOTE[DIFF]: Han et al. retrain at a tenth of the learning rate or less and set a threshold per layer; here
+    fine-tuning has the recipe's rate and its early stopping, and one threshold is for all tables, as bytes are.
 
     Args:
         task: what to train, how large.

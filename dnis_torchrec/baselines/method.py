@@ -1,7 +1,8 @@
 """What every method of a comparison is given, and what it gives back: one interface, one scheme, one export.
 
 A method is a function ``f(task: MethodTask) -> MethodResult``. It may train as often as it likes, on ``train`` and
-(alpha or a controller only) ``validation``, and chooses on ``selection``; it never reads ``test``.
+(alpha or a controller only) ``validation``, and chooses on ``selection``; of ``test`` it may read how long bags are,
+and nothing else.
 """
 
 from __future__ import annotations

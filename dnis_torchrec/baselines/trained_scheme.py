@@ -3,6 +3,9 @@
 A method says which columns of which blocks a table keeps; the dropped values of a fresh recipe are zero from the first
 step to the last, so that what is trained is the mixed-dimension table itself, in the dense model's own code.
 
+NOTE[DIFF]: not quite with row-wise optimizers, which divide by the mean square of a whole row's gradient, dropped
+columns counted.
+
 Shapes: N rows of a table, D embedding_dim, S blocks.
 """
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dnis_torchrec.baselines.method import MAX_EPOCHS, needs_validation
 from dnis_torchrec.baselines.uniform import dense_table_bytes
@@ -15,6 +17,8 @@ from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, read_resu
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
 from dnis_torchrec.jobs import build_recipe
+from dnis_torchrec.metrics import check_candidates
+from dnis_torchrec.recipe import RankingBatch, with_checked_labels
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.training import primary_metric
@@ -73,6 +77,8 @@ class Comparison:
         for place in ("patience", "max_epochs", "trials", "jobs"):
             value = getattr(self, place)
             check(value is None or value >= 1, place, "expected at least 1", value)
+        is_file = self.out.exists() and not self.out.is_dir()
+        check(not is_file, f"folder {self.out}", "expected a folder", "a file", "choose another name")
         is_ours = not self.out.exists() or (self.out / "cells").is_dir() or not any(self.out.iterdir())
         remedy = "choose another folder"
         check(is_ours, f"folder {self.out}", "expected a new folder or one of a comparison", "another one", remedy)
@@ -177,17 +183,24 @@ class RecipeFacts:
 
 
 def recipe_facts(comparison: Comparison) -> RecipeFacts:
-    """Builds the recipe once and checks that none of its splits is empty.
+    """Builds the recipe once and reads all of its splits, so that no method is trained on data that another refuses.
 
     Raises:
-        ValueError: if the recipe refuses the data, or a split is empty.
+        ValueError: if the recipe refuses the data, a split is empty, a label is outside the loss's domain, or a query
+            of a ranking has fewer candidates than the largest k.
     """
     place = f"recipe {comparison.recipe!r}"
     recipe = build_recipe(comparison.recipe, comparison.data, seed=comparison.seeds[0])
     for name in ("train", "validation", "selection", "test"):
-        stream = getattr(recipe.data, name)
+        num_batches, queries = 0, []
+        for batch in with_checked_labels(getattr(recipe.data, name), recipe.loss, name):
+            num_batches += 1
+            if isinstance(batch, RankingBatch):
+                queries.append(batch.queries)
         remedy = f"give its DataSplits a {name} part of its own"
-        check(not _is_empty(stream), place, f"expected at least one {name} batch", "none", remedy)
+        check(num_batches > 0, place, f"expected at least one {name} batch", "none", remedy)
+        if queries:
+            check_candidates(torch.cat(queries))
     metric, higher = primary_metric(recipe.loss, recipe.data.test)
     return RecipeFacts(
         embedding_dims={table.name: table.embedding_dim for table in table_configs(recipe.model)},
@@ -196,10 +209,6 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
         higher_is_better=higher,
         notes=tuple(recipe.notes),
     )
-
-
-def _is_empty(stream: Iterable[object]) -> bool:
-    return next(iter(stream), None) is None
 
 
 def parse_names(text: str, place: str, requirement: str = "expected names with commas between them") -> tuple[str, ...]:

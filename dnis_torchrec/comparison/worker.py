@@ -33,7 +33,7 @@ SECONDS_TO_END = 10
 def run_cell(folder: Path) -> CellResult:
     """Runs one cell in this process and writes its result.json.
 
-    The test split is read once, after the method has returned.
+    The test split is evaluated once, after the method has returned.
 
     Args:
         folder: of the cell, with its task.json.
@@ -92,11 +92,10 @@ def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.d
     """Evaluates on the test split and gathers what the method cost."""
     # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
     dense_parameters = sum(table.num_embeddings * table.embedding_dim for table in table_configs(recipe.model))
-    parameters = made.scheme.parameters + made.extra_bytes // 4  # learned projections are float32
     row = ReportRow(
         method=task.cell.row_name,
-        compression_ratio=dense_parameters / max(1, parameters),
-        parameters=parameters,
+        compression_ratio=dense_parameters / max(1, made.scheme.parameters),
+        parameters=made.scheme.parameters,
         bytes=made.scheme.form_bytes(),
         metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), recipe.data.test, recipe.loss, device),
         seed=task.cell.seed,

@@ -68,7 +68,7 @@ class ReportRow:
         method: ``"dnis"``, ``"uniform"``, ``"magnitude"``, ``"dense"`` (the uncompressed model), or any other name.
         compression_ratio: parameters of the uncompressed tables over `parameters`; for a model whose tables retain
             nothing, the uncompressed parameters themselves (JSON knows no infinity).
-        parameters: retained values of all tables, and what a method learns beside them, such as MDE's projections.
+        parameters: retained values of all tables; not what a method learns beside them, such as MDE's projections.
         bytes: export form -> bytes of all tables, index bytes counted.
         metrics: metric name -> value; a metric that could not be computed is left out.
         seed: the seed of the data split and the initial weights.
