@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,24 @@ class Size:
         """Which of the three is given, and its value."""
         ((name, value),) = self._all_given().items()
         return name, value
+
+    def pressed_to(self, compression: float, dense_parameters: int) -> Size:
+        """This size, or that of a compression where this one is larger.
+
+        Args:
+            compression: of parameters, or of float32 bytes, as this size is given.
+            dense_parameters: parameters of the uncompressed tables.
+
+        Example:
+            >>> Size(compression_ratio=2).pressed_to(6, 1200), Size(parameters=100).pressed_to(6, 1200).parameters
+            (Size(compression_ratio=6, parameters=None, embedding_bytes=None, form='mixed_dimension_fp32'), 100)
+        """
+        if self.compression_ratio is not None:
+            return replace(self, compression_ratio=max(self.compression_ratio, compression))
+        if self.parameters is not None:
+            return replace(self, parameters=min(self.parameters, int(dense_parameters / compression)))
+        _, num_bytes = self.given
+        return replace(self, embedding_bytes=min(int(num_bytes), int(4 * dense_parameters / compression)))
 
     def _all_given(self) -> dict[str, float]:
         three = {

@@ -115,6 +115,8 @@ class Recipe:
             those of clicks are, want a smaller one.
         upper_every: lower steps per upper step. More cost less, and an epoch has fewer steps of alpha, which want to be
             larger.
+        least_compression: a search with pressure presses at least so far, whatever larger size it may have; for a model
+            that overfits with larger tables. 1 presses to the size asked for.
         notes: limits of the data, shown beside every figure that comes from it.
     """
 
@@ -138,6 +140,7 @@ class Recipe:
     column_order: str = "alpha"
     alpha_learning_rate: float | None = None
     upper_every: int = 1
+    least_compression: float = 1.0
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -155,6 +158,8 @@ class Recipe:
             "expected 'adam' or 'rowwise_adagrad'",
             repr(self.table_optimizer),
         )
+        least = self.least_compression
+        check(least >= 1, "Recipe.least_compression", "expected a number >= 1", least)
         scopes = ("global", "table")
         check(self.scope in scopes, "Recipe.scope", f"expected one of {scopes}", repr(self.scope))
 

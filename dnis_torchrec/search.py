@@ -164,7 +164,7 @@ class SearchConfig:
         Args:
             recipe: gives the number and the scope of blocks, the number of epochs, the order and the sharing of
                 columns, alpha's rate, how often it steps, and the rates of the search and of its release.
-            size: see `size`.
+            size: see `size`; with pressure not above that of the recipe's `least_compression`.
             settings: any field by name, instead of the recipe's or the default.
         """
         names = (
@@ -182,7 +182,11 @@ class SearchConfig:
             "release_dense_learning_rate",
             "upper_every",
         )
-        return SearchConfig(size=size, **{name: getattr(recipe, name) for name in names} | dict(settings or {}))
+        config = SearchConfig(size=size, **{name: getattr(recipe, name) for name in names} | dict(settings or {}))
+        if not config.pressure or recipe.least_compression == 1:
+            return config
+        dense_parameters = sum(table.num_embeddings * table.embedding_dim for table in table_configs(recipe.model))
+        return replace(config, size=size.pressed_to(recipe.least_compression, dense_parameters))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,9 @@ _DLRM = (
 """Rates of tables .001, .002 and .003, of the network 1e-4, 3e-4 and 1e-3: of those tried the best on `selection` of
 seed 0 in the order of alpha, added up over compression 2, 6 and 20. The order, and `column_sharing` of 1, 5, 20 and 50,
 on that of seeds 0, 1 and 2, at 6 and 20: at 20 seeds differ by more than settings (docs/design.md)."""
+DLRM_LEAST_COMPRESSION = 6
+"""DLRM overfits with larger tables: a search asked for compression 2 or 4 is better at 6, on `selection` of seeds 0, 1
+and 2."""
 _WITH_TOWER = _WITH_NETWORK | {
     "column_order": "importance",
     "search_table_learning_rate": CLICKS_LEARNING_RATE,
@@ -286,7 +289,8 @@ def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = No
         tables, num_dense = _clicks_tables(samples, embedding_dim), samples.dense.shape[1]
         return build_dlrm(tables, dense_in_features=num_dense, dense_layers=[64], over_layers=[*CLICKS_TOWER])
 
-    return replace(_clicks(data, "ctr_dlrm", build, seed, CONSTANT_DENSE), **_DLRM)
+    recipe = _clicks(data, "ctr_dlrm", build, seed, CONSTANT_DENSE)
+    return replace(recipe, **_DLRM, least_compression=DLRM_LEAST_COMPRESSION)
 
 
 def ctr_dlrm_dcn(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:

@@ -75,6 +75,14 @@ def test_without_pressure_both_levels_learn_from_the_second_epoch_on(
     assert (config.warm_up_epochs, config.epochs) == (warm_up, 11)
 
 
+def test_a_recipe_may_press_farther_than_it_is_asked_to(tmp_path: Path) -> None:
+    result = run("dnis", tmp_path / "pressed", 2.0, least_compression=4.0)
+    dense = result.scheme.form_bytes()["dense_fp32"]
+    assert 0.85 * dense / 4 < result.embedding_bytes() <= dense / 4
+    paper = run("dnis-paper", tmp_path / "paper", 2.0, least_compression=4.0)  # pruned only: to the size itself
+    assert paper.embedding_bytes() > dense / 4
+
+
 @pytest.mark.parametrize(
     ("name", "scope"),
     [("dnis", "table"), ("random", "table"), ("nis-me", "table"), ("dnis-paper", "global"), ("mde", "global")],

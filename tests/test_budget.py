@@ -181,6 +181,23 @@ def test_malformed_sizes_are_refused(fields: dict, message: str) -> None:
         Size(**fields)
 
 
+@pytest.mark.parametrize(
+    ("size", "pressed"),
+    [
+        (Size(compression_ratio=2), Size(compression_ratio=6)),
+        (Size(compression_ratio=8), Size(compression_ratio=8)),
+        (Size(parameters=300), Size(parameters=200)),
+        (Size(parameters=199), Size(parameters=199)),
+        (Size(embedding_bytes=801, form="csr_fp32"), Size(embedding_bytes=800, form="csr_fp32")),
+        (Size(embedding_bytes=799), Size(embedding_bytes=799)),
+    ],
+    ids=str,
+)
+def test_a_size_is_pressed_to_that_of_a_compression_and_never_raised(size: Size, pressed: Size) -> None:
+    assert size.pressed_to(6, 1200) == pressed
+    assert pressed.pressed_to(6, 1200) == pressed
+
+
 def test_a_dearer_column_takes_the_place_of_a_cheap_one_where_much_would_be_left() -> None:
     scores, costs = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([10.0, 6.0, 6.0, 10.0])
     kept = keep_within(scores, costs, 27.0)  # greedily 10 + 6 + 6, and 5 of 27 are left

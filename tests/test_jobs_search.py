@@ -19,9 +19,11 @@ from dnis_torchrec.frequency import count_frequencies
 from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search, search_job
 from dnis_torchrec.jobs.common import build_recipe
 from dnis_torchrec.progress import _StopRequest
+from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.search import Saving, SearchInterrupted, table_configs
 from dnis_torchrec.streaming import CountLimits
+from tests import tiny
 
 SETTINGS = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
 
@@ -86,6 +88,23 @@ def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(
     assert note.replace("'", "&#39;") in run_report(out).read_text()
     again = run_prune(out, None, tmp_path / "pruned", size=Size(compression_ratio=8), max_epochs=1)
     assert again.compression_ratio >= 8
+
+
+def test_a_search_that_is_pressed_farther_than_asked_says_so(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
+        return dataclasses.replace(tiny.make_recipe(seed=seed), least_compression=8.0)
+
+    monkeypatch.setattr(tiny, "demo", pressed)
+    (row,) = run_search(job(tmp_path / "run"))
+    assert row.compression_ratio >= 8
+    note = (
+        "compression_ratio 4 was asked for, and compression 8 searched: the recipe's model overfits with larger tables."
+    )
+    assert note in RunFolder(tmp_path / "run").read_head()["notes"]
+    run_search(job(tmp_path / "small", size=Size(compression_ratio=9)))
+    assert not any("asked for" in note for note in RunFolder(tmp_path / "small").read_head()["notes"])
 
 
 def test_resume_begins_a_run_and_leaves_a_finished_one(whole: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_defaults() -> None:
     [
         ({"loss": nn.L1Loss()}, r"Recipe\.loss: expected nn\.MSELoss or nn\.BCEWithLogitsLoss, got L1Loss"),
         ({"table_optimizer": "sgd"}, r"Recipe\.table_optimizer: expected 'adam' or 'rowwise_adagrad', got 'sgd'"),
+        ({"least_compression": 0.5}, r"Recipe\.least_compression: expected a number >= 1, got 0\.5"),
         ({"scope": "row"}, re.escape(f"Recipe.scope: expected one of {SCOPES}, got 'row'")),
     ],
 )

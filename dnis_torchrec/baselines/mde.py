@@ -35,7 +35,7 @@ from dnis_torchrec.checks import describe
 from dnis_torchrec.frequency import FrequencyCounts
 
 ROUNDINGS = ("integer", "power of two")
-TEMPERATURES = (0.3, 0.6, 0.1, 0.8, 0.4, 0.2, 0.7, 0.5)
+TEMPERATURES = (0.1, 0.4, 0.7, 0.2, 0.5, 0.8, 0.3, 0.6)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,7 +162,7 @@ def _search(
         with together():
             if rank_of() == 0:
                 run.write_rows(rows)
-                run.write_head("finished", head | _results(recipe, outcome, metrics))
+                run.write_head("finished", head | _results(head["notes"], outcome, metrics))
     except (OSError, SafetensorError, StorageError) as error:
         requirement, remedy = "expected to write what the search found", "make room for it, then --resume"
         raise RunWriteError(describe(f"run folder {run.path}", requirement, str(error), remedy)) from error
@@ -218,14 +218,23 @@ def _head(job: SearchJob, recipe: Recipe, config: SearchConfig) -> dict[str, Any
         "configuration": asdict(config),
         "primary_metric": metric,
         "higher_is_better": higher,
-        "notes": list(recipe.notes),
+        "notes": [*recipe.notes, *_note_of_size(job, recipe, config)],
         "versions": versions(),
     }
 
 
-def _results(recipe: Recipe, outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
+def _note_of_size(job: SearchJob, recipe: Recipe, config: SearchConfig) -> list[str]:
+    """Says of a search that is pressed farther than was asked why that is."""
+    if config.size == job.size:
+        return []
+    asked, value = job.size.given
+    least = f"compression {recipe.least_compression:g}"
+    return [f"{asked} {value:,g} was asked for, and {least} searched: the recipe's model overfits with larger tables."]
+
+
+def _results(notes: list[str], outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
     return {
-        "notes": [*recipe.notes, *outcome.counts.notes()],
+        "notes": [*notes, *outcome.counts.notes()],
         "scheme": outcome.scheme.to_json(),
         "history": [asdict(record) for record in outcome.history],
         "best_epoch": outcome.best_epoch,
