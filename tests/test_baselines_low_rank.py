@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dnis_torchrec import TrainTask
-from dnis_torchrec.baselines import METHODS, SizeNotMetError, low_rank
+from dnis_torchrec.baselines import METHODS, NotApplicableError, SizeNotMetError, low_rank
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.training import PlainTraining, evaluate, set_learning_rates_, train_plainly
-from examples.models import FactorizationMachine
+from examples.models import FactorizationMachine, NeuMF, build_neumf_tables
 from tests.test_baselines_methods import CPU, build, make_task, served
-from tests.tiny import make_batch, make_collection, make_recipe
+from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 
 
 def factorization_machine(embedding_dim: int | None) -> Recipe:
@@ -61,6 +61,22 @@ def test_a_model_that_may_not_be_rotated_is_refused_before_training(
     monkeypatch.setattr(low_rank, "train_plainly", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(NotImplementedError, match="supported are models that may be rotated"):
         METHODS["low-rank"](make_task(tmp_path, 4))
+
+
+def test_a_model_of_which_some_tables_may_not_be_rotated_is_refused_before_training(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their first columns would be any columns."""
+
+    def turning_its_mlp_alone(embedding_dim: int | None) -> Recipe:
+        tables = build_neumf_tables(ROWS, embedding_dim or 16)
+        return replace(build(embedding_dim), model=NeuMF(tables, tower=(8, 4), turns_gmf=False))
+
+    monkeypatch.setattr(low_rank, "train_plainly", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(
+        NotApplicableError, match=r"every table of them, got \['gmf_user', 'gmf_genre'\] that may not be"
+    ):
+        METHODS["low-rank"](make_task(tmp_path, 4, make=turning_its_mlp_alone))
 
 
 def test_one_dimension_is_above_a_size(tmp_path: Path) -> None:

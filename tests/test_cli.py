@@ -116,6 +116,18 @@ def test_report_is_one_self_contained_page(run: Path) -> None:
     assert "src=" not in page
 
 
+def test_report_prints_the_rows_of_its_page_and_names_runs_that_are_in_figures_only(run: Path, tmp_path: Path) -> None:
+    alone = dnis("report", run).stdout
+    assert dnis("report", run, run).stdout == alone
+    done = dnis(
+        "search", "tests.tiny:demo", "--compression", 4, "--out", tmp_path / "coarse", "--num-blocks", 2, *SHORT
+    )
+    assert done.returncode == 0, done.stderr
+    told = f"of another D or S, in the figures only: {tmp_path / 'coarse'}\n"
+    *rows, last = alone.splitlines(keepends=True)
+    assert dnis("report", run, tmp_path / "coarse").stdout == "".join([*rows, told, last])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -295,6 +295,29 @@ def test_a_new_try_takes_the_crash_away(tmp_path: Path) -> None:
     assert CellTask.read(tmp_path) == task
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n'
+            "RuntimeError: CUDA error: out of range\nCUDA kernel errors might come later.\n\nCompile with `X`.\n",
+            "RuntimeError: CUDA error: out of range",
+        ),
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nKeyError: 1\nwith more\n\n'
+            "During handling of the above exception, another exception occurred:\n\n"
+            'Traceback (most recent call last):\n  File "a.py", line 2, in f\n    g()\n    ~^\nValueError: no\n  why\n',
+            "ValueError: no",
+        ),
+        ('  File "a.py", line 1\nUserWarning: slow\nthe process was killed', "the process was killed"),
+        ("", "no message"),
+    ],
+)
+def test_a_crash_is_told_by_the_line_that_names_the_error(tmp_path: Path, text: str, told: str) -> None:
+    write_crash(tmp_path, text)
+    assert read_crash(tmp_path) == told
+
+
 def test_other_rules_are_refused_by_name(tmp_path: Path) -> None:
     comparison = make_comparison(tmp_path / "out")
     cell = comparison.cells()[0]

@@ -228,6 +228,25 @@ def test_scalars_of_criteo_reach_fm_both_ways(data):
         assert torch.equal(batch.sparse_features[name].weights(), batch.dense_features[:, column])
 
 
+def test_scalars_of_held_out_lines_move_no_bucket_of_the_training_lines(tmp_path):
+    """Buckets and their order by frequency: so many equal values would be a bucket near the top."""
+    lines = [criteo_line(i) for i in range(200)]
+    folders = [tmp_path / "published", tmp_path / "changed"]
+    for folder in folders:
+        folder.mkdir()
+    write(folders[0] / "train.txt", lines)
+    recipe = criteo.fm(folders[0], embedding_dim=2)
+    for row in torch.cat([split.rows for split in splits_of(recipe)[1:]]).tolist():
+        label, *rest = lines[row].split("\t")
+        lines[row] = "\t".join([label, *["8"] * len(DEFAULT_INT_NAMES), *rest[len(DEFAULT_INT_NAMES) :]])
+    write(folders[1] / "train.txt", lines)
+    changed = criteo.fm(folders[1], embedding_dim=2)
+    for batch, other in zip(recipe.data.train, changed.data.train, strict=True):
+        assert torch.equal(batch.sparse_features.values(), other.sparse_features.values())
+    held_out = [next(iter(built.data.test)).sparse_features.values() for built in (recipe, changed)]
+    assert not torch.equal(*held_out)
+
+
 @pytest.mark.real_data
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "synthetic:demo"])
 def test_the_publishers_files(real_data, name):

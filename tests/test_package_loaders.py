@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -118,3 +119,23 @@ def test_the_cpp_loader_says_what_is_wrong(package: Path, loader: Path, tmp_path
     done = subprocess.run([str(loader), str(tmp_path)], input="", capture_output=True, text=True)
     assert done.returncode == 1
     assert "constants.safetensors: expected a file that can be read" in done.stderr
+
+
+def test_the_cpp_loader_takes_the_numbers_that_the_package_takes(package: Path, loader: Path, tmp_path: Path) -> None:
+    """As tests/test_packaging.py has it of the loader in Python."""
+    weighted = tmp_path / "weighted"
+    weighted.mkdir()
+    for entry in package.iterdir():
+        (weighted / entry.name).symlink_to(entry)
+    manifest = json.loads((package / "package.json").read_text()) | {"is_weighted": True}
+    (weighted / "package.json").unlink()
+    (weighted / "package.json").write_text(json.dumps(manifest, indent=2))
+    request = request_of(SIGNATURE.flatten(tiny.make_batch(3, 2)))
+    for folder, text, message in (
+        (package, "3 4 2", "request: too short"),
+        (package, request.rsplit(" ", 1)[0], "request: too short"),
+        (package, f"{request} 1", "request: too long"),
+        (weighted, request, "request: too short"),
+    ):
+        done = subprocess.run([str(loader), str(folder)], input=text, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (1, f"error: {message}\n")

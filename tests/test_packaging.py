@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
+from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.jobs import drop_in_
@@ -272,8 +274,47 @@ def test_the_first_sample_of_a_batch_is_the_batch_of_the_first_sample() -> None:
 
 
 def test_the_minimal_loader_reads_requests() -> None:
-    dense, values, lengths, weights = minimal_loader.read_request("2 1 1 3  0.5 -1  1 2  7 8 9  1 1 0.5")
+    request = "2 1 1 3  0.5 -1  1 2  7 8 9  1 1 0.5"
+    dense, values, lengths, weights = minimal_loader.read_request(request, is_weighted=True)
     assert dense.tolist() == [[0.5], [-1.0]]
     assert lengths.tolist() == [[1, 2]]
     assert values.tolist() == [7, 8, 9]
     assert weights.tolist() == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("request_text", "is_weighted", "message"),
+    [
+        ("1 0 1 3  3  7 8", False, "request: too short"),
+        ("1 0 1 3  3  7 8 9", True, "request: too short"),
+        ("1 0 1 3  3  7 8 9  1 1 0.5", False, "request: too long"),
+        ("1 0 1", False, "request: too short"),
+    ],
+)
+def test_the_minimal_loader_refuses_requests_of_another_length(
+    request_text: str, is_weighted: bool, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        minimal_loader.read_request(request_text, is_weighted=is_weighted)
+
+
+class AddsWeights(nn.Module):
+    """The least model that takes weighted bags."""
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        return dense_features.sum(dim=1) + sparse_features.weights().sum()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated:DeprecationWarning")
+def test_the_minimal_loader_gives_empty_bags_their_weights_where_the_package_is_weighted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    features = KeyedJaggedTensor(
+        keys=["f"], values=torch.tensor([1, 2, 0]), lengths=torch.tensor([2, 1]), weights=torch.tensor([1.0, 0.5, 2.0])
+    )
+    batch = Batch(dense_features=torch.rand(2, 1), sparse_features=features, labels=torch.zeros(2))
+    package = write_package(AddsWeights(), batch, tmp_path / "package", kind="torchscript")
+    monkeypatch.setattr("sys.argv", ["load_package.py", str(package)])
+    monkeypatch.setattr("sys.stdin", io.StringIO("2 1 1 0  0.5 -1  0 0"))
+    minimal_loader.main()
+    assert capsys.readouterr().out.split() == ["0.5", "-1"]

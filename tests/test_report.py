@@ -389,7 +389,39 @@ def test_rivals_of_another_size_or_seed_are_not_compared() -> None:
     assert "same size" not in render_report(other_seed).split('id="quality"')[0]
 
 
+@pytest.mark.usefixtures("quick_figures")
+@pytest.mark.parametrize(("num_blocks", "is_told"), [(16, True), (17, False)])
+def test_numbers_beside_the_heat_map_are_told_where_there_are_some(num_blocks: int, is_told: bool) -> None:
+    page = render_report(make_content(alpha={"tables of D = 8": torch.zeros(num_blocks, 8)}))
+    assert ("the number at the right counts" in page) == is_told
+    assert "blank dimensions are gone from a block" in page
+
+
 # Tables
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (0.00001234, "0.0000123"),
+        (0.5, "0.5"),
+        (99.96, "100"),
+        (999.4, "999"),
+        (999.6, "1k"),
+        (99_960, "100k"),
+        (999_600, "1M"),
+        (999.6e6, "1G"),
+        (1.2e13, "12,000G"),
+    ],
+)
+def test_counts_and_ratios_have_no_exponent(value: float, told: str) -> None:
+    assert tables.format_count(value) == told
+    assert tables.format_ratio(value) == told + tables.TIMES
+
+
+def test_sizes_have_no_exponent() -> None:
+    sizes = [tables.format_megabytes(size) for size in (1, 32, 99_960_000, 12_345_678_901)]
+    assert sizes == ["0.000001 MB", "0.000032 MB", "100 MB", "12,346 MB"]
 
 
 def test_frame_has_a_column_per_form_and_metric() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 
 import pytest
 import torch
-from matplotlib.colors import to_hex
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.transforms import Bbox
 
 from dnis_torchrec.report import BlockSummary, ParetoPoint, RowDistribution, figures, tables
 from dnis_torchrec.report.pareto_points import Difference
@@ -16,11 +19,11 @@ from tests.test_report import make_alpha, make_blocks, make_content, make_row, m
 
 def test_alpha_heatmap_sorts_columns_and_shares_one_scale() -> None:
     shuffled = make_alpha()[:, torch.randperm(8, generator=torch.Generator().manual_seed(0))]
-    figure = figures.alpha_per_block({"8": shuffled, "user": make_alpha(2, 4)})
+    figure = figures.alpha_per_block({"tables of D = 8": shuffled, "0": make_alpha(2, 4)})
     panels = [axis for axis in figure.axes if axis.images]
     assert len(panels) == 2
     assert len(figure.axes) == 3
-    assert [axis.get_title(loc="left") for axis in panels] == ["tables of D = 8", "user"]
+    assert [axis.get_title(loc="left") for axis in panels] == ["tables of D = 8", "0"]
     assert all(axis.images[0].get_clim() == (0, 1) for axis in panels)
     shown = panels[0].images[0].get_array()
     assert (~shown.mask).sum(axis=0).tolist() == [4, 4, 3, 3, 2, 2, 1, 1]
@@ -40,6 +43,19 @@ def test_frequency_figure_has_one_collection_per_table(num_tables: int) -> None:
     assert points[:, 1].tolist() == [0, 1, 4, 8]
     assert points[1:, 0].tolist() == pytest.approx([1000 / 30, 10_000 / 20, 100_000 / 10])
     assert axis.xaxis.get_major_formatter()(points[0, 0]) == "never"
+
+
+def test_frequency_figure_of_more_tables_than_can_be_told_apart_is_of_one_colour_and_no_higher() -> None:
+    few, many = (
+        figures.retained_dims_against_frequency(make_blocks(*(f"table_{index}" for index in range(num_tables))))
+        for num_tables in (49, 50)
+    )
+    assert len(few.legends) == 1
+    assert not many.legends
+    assert many.get_size_inches()[1] < few.get_size_inches()[1] < 11
+    (axis,) = many.axes
+    looks = {(to_hex(dots.get_facecolor()[0]), str(dots.get_paths()[0].vertices)) for dots in axis.collections}
+    assert (len(axis.collections), len(looks)) == (50, 1)
 
 
 def test_frequency_figure_where_no_row_was_ever_seen() -> None:
@@ -106,6 +122,23 @@ def test_names_of_points_beyond_the_axis_do_not_overlap() -> None:
         assert axis.bbox.x0 <= box.x0 < box.x1 <= axis.bbox.x1
 
 
+def test_names_beyond_the_axis_from_both_halves_do_not_meet() -> None:
+    points = [make_point("dnis", 2.0 ** (1 + step / 3), 0.7 + step / 100) for step in range(10)]
+    points += [make_point(f"{side}{'-name' * 4}", ratio, 9.0) for side, ratio in (("left", 5.6), ("right", 5.7))]
+    points += [make_point("nis-me", 2.0, 3.0), make_point("nis-se", 16.0, 3.0)]
+    figure = figures.quality_at_the_same_bytes(points, "mse", higher_is_better=False)
+    (axis,) = figure.axes
+    figure.canvas.draw()
+    assert [text.get_ha() for text in axis.texts] == ["left", "right", "left", "right"]
+    assert not any(a.get_window_extent().overlaps(b.get_window_extent()) for a, b in combinations(axis.texts, 2))
+    lines = {round(text.get_window_extent().y0) for text in axis.texts}
+    assert len(lines) == 2, "short names share lines with long ones"
+    for text in axis.texts:
+        channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(text.get_color())]
+        luminance = sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
+        assert 1.05 / (luminance + 0.05) >= 4.5, text.get_text()
+
+
 def test_comparison_figure_draws_rows_of_one_method_alike_and_what_is_beyond_as_a_number() -> None:
     points = [make_point("dense", 1, 0.7, 0.0), make_point("dense+validation", 1, 0.69)]
     for ratio in (2.0, 4.0):
@@ -137,6 +170,10 @@ def test_bytes_figure_labels_bars_in_megabytes() -> None:
     assert axis.get_xscale() == "log"
     labels = [text.get_text().replace(tables.TIMES, "x") for text in axis.texts]
     assert labels == ["5.12 MB (2x larger)", "2.56 MB", "0.64 MB (4x smaller)"]
+    (axis,) = figures.bytes_per_form({"csr_fp32": 30, "dense_fp32": 40_000}).axes
+    labels = [text.get_text().replace(tables.TIMES, "x") for text in axis.texts]
+    assert labels == ["0.04 MB", "0.00003 MB (1.33kx smaller)"]
+    assert axis.xaxis.get_major_formatter()(0.00001) == "0.00001"
     with pytest.raises(ValueError, match="expected at least one form above 0 bytes"):
         figures.bytes_per_form({"none": 0})
 
@@ -251,9 +288,36 @@ def test_alpha_distribution_draws_the_dimensions_that_are_left_and_counts_the_ot
     assert all((abs(dot.get_xdata() - block) < 0.4).all() for block, dot in enumerate(dots))
     assert [float(ring.get_ydata()[0]) for ring in rings] == pytest.approx(make_alpha().quantile(0.5, dim=1).tolist())
     assert [label.get_text() for label in axis.get_xticklabels()] == ["0\n0%", "1\n25%", "2\n50%", "3\n75%"]
-    panels = figures.alpha_distribution({"user": make_alpha(), "8": make_alpha(30, 4)}).axes
-    assert [panel.get_title(loc="left") for panel in panels] == ["user", "tables of D = 8"]
-    assert len(panels[1].get_xticks()) == 10
+    panels = figures.alpha_distribution({"0": make_alpha(), "tables of D = 8": make_alpha(30, 4)}).axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["0", "tables of D = 8"]
+    assert len(panels[1].get_xticks()) == 8
+
+
+def tick_boxes(axis: Axes) -> list[Bbox]:
+    """Where the texts of the x ticks that can be seen stand, from left to right."""
+    axis.figure.canvas.draw()
+    low, high = axis.get_xlim()
+    labels = zip(axis.get_xticks(), axis.get_xticklabels(), strict=True)
+    return [label.get_window_extent() for at, label in labels if low <= at <= high]
+
+
+@pytest.mark.parametrize("num_tables", [1, 4, 9])
+@pytest.mark.parametrize("num_blocks", [5, 8, 12, 30])
+def test_ticks_of_the_alpha_distribution_do_not_run_into_each_other(num_tables: int, num_blocks: int) -> None:
+    alpha = {f"table {index}": torch.zeros(num_blocks, 8) for index in range(num_tables)}
+    boxes = tick_boxes(figures.alpha_distribution(alpha).axes[0])
+    assert len(boxes) >= 4
+    assert all(one.x1 < other.x0 for one, other in pairwise(boxes))
+
+
+@pytest.mark.parametrize("settings", [range(4, 68, 4), range(960, 1025), (60, 62, 64), (8, 16, 32, 64)])
+def test_ticks_of_a_setting_do_not_run_into_each_other_and_end_with_the_largest(settings: Sequence[int]) -> None:
+    series = {"dnis at 4": [(d, make_row()) for d in settings]}
+    (axis,) = figures.quality_against_setting(series, "D", "auc", higher_is_better=True).axes
+    boxes = tick_boxes(axis)
+    assert all(one.x1 < other.x0 for one, other in pairwise(boxes))
+    assert len(boxes) >= 3
+    assert axis.get_xticks()[-1] == settings[-1]
 
 
 def test_pruning_rate_figure_compares_pruning_methods_only() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import example, given
@@ -20,6 +20,7 @@ from dnis_torchrec.report.pareto import (
     LABEL_LINE,
     LEFT,
     MARK_PATHS,
+    MARK_RADIUS,
     PLOT_WIDTH,
     RIGHT,
     TOP,
@@ -104,7 +105,7 @@ def test_a_far_worse_point_stands_at_the_edge_and_says_its_number() -> None:
         assert far == BOTTOM
         assert max(y for _, y in near) - min(y for _, y in near) > 0.8 * (BOTTOM - TOP)
         ((y, *label),) = re.findall(r'<text class="beyond" x="[\d.]+" y="([\d.]+)" text-anchor="(\w+)">([^<]*)<', chart)
-        assert (float(y), *label) == (BOTTOM + 5, anchor, "\N{DOWNWARDS ARROW} -3.0000")
+        assert (float(y), *label) == (BOTTOM + 5, anchor, "\N{DOWNWARDS ARROW} m -3.0000")
 
 
 @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=8), st.sampled_from([-3.0, -1e5]))
@@ -123,9 +124,32 @@ def test_numbers_of_points_beyond_the_axis_have_room(sizes: list[float], far: fl
         boxes.append((low, low + width, float(y)))
     for one, other in combinations(boxes, 2):
         assert one[1] <= other[0] + 0.2 or other[1] <= one[0] + 0.2 or abs(one[2] - other[2]) >= LABEL_LINE
-    for x, y in places(chart)[-len(sizes) :]:
+    marks = places(chart)[-len(sizes) :]
+    for x, y in marks:
         for low, high, label_y in boxes:
             assert high <= x - 8 or x + 8 <= low or label_y < y - 5
+    by_size = [x for _, (x, _) in sorted(zip(sizes, marks, strict=True))]
+    assert all(right - left >= 2 * MARK_RADIUS - 0.2 for left, right in pairwise(by_size))
+    assert all(LEFT <= x <= RIGHT for x in by_size)
+
+
+def test_marks_beyond_the_axis_stand_apart_and_every_label_names_its_own() -> None:
+    near = [point(2.0**index, 0.7 + index / 100) for index in range(7)]
+    far = [point(8.0, -mean, f"method-{mean}") for mean in (3, 4, 5)]
+    chart = pareto_chart([*near, *far], "auc", higher_is_better=True)
+    alone = places(pareto_chart([*near, far[0]], "auc", higher_is_better=True))[-1]
+    moved = places(chart)[-3:]
+    assert [x - alone[0] for x, _ in moved] == pytest.approx([-2 * MARK_RADIUS, 0, 2 * MARK_RADIUS], abs=0.11)
+    labels = re.findall(r'class="beyond"[^>]*>([^<]*)<', chart)
+    assert labels == [f"\N{DOWNWARDS ARROW} method-{mean} -{mean}.0000" for mean in (3, 4, 5)]
+
+
+def test_more_marks_than_have_room_beyond_the_axis_share_all_of_it() -> None:
+    near = [point(2.0**index, 0.7 + index / 100) for index in range(121)]
+    chart = pareto_chart([*near, *(point(2.0**60, -3.0) for _ in range(60))], "auc", higher_is_better=True)
+    xs = [x for x, _ in places(chart)[-60:]]
+    assert LEFT <= min(xs) <= max(xs) <= RIGHT
+    assert all(right - left > 13 for left, right in pairwise(xs))
 
 
 def test_the_row_with_validation_is_hollow_and_shares_its_entry_of_the_key() -> None:

@@ -83,8 +83,8 @@ def make_runs() -> dict[str, RunResults]:
 def test_alpha_is_named_by_dim_or_by_table() -> None:
     by_dim = make_row_blocks("global")
     alpha = {4: torch.rand(by_dim.alpha_shapes[4])}
-    assert list(named_alpha(alpha, by_dim)) == ["4"]
-    assert torch.equal(named_alpha(alpha, by_dim)["4"], alpha[4])
+    assert list(named_alpha(alpha, by_dim)) == ["tables of D = 4"]
+    assert torch.equal(named_alpha(alpha, by_dim)["tables of D = 4"], alpha[4])
     by_table = make_row_blocks("table")
     alpha = {4: torch.rand(by_table.alpha_shapes[4])}
     named = named_alpha(alpha, by_table)
@@ -97,7 +97,7 @@ def test_blocks_are_told_alike_while_searching_and_after(scope: str) -> None:
     kept = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
     alpha = {4: kept[: blocks.alpha_shapes[4][0]] * 0.5}
     retained = {name: values > 0 for name, values in named_alpha(alpha, blocks).items()}
-    retained = retained if scope == "table" else dict.fromkeys(COUNTS.counts, retained["4"])
+    retained = retained if scope == "table" else dict.fromkeys(COUNTS.counts, retained["tables of D = 4"])
     area = {
         name: int((routing.without_rows(COUNTS.never_seen(name)).row_counts() * retained[name].sum(1)).sum())
         for name, routing in blocks.routings.items()
@@ -155,8 +155,10 @@ def test_runs_are_sorted_by_what_they_differ_in() -> None:
     }
     by_blocks = {name: sorted(s for s, _ in points) for name, points in together.by_num_blocks.items()}
     assert by_blocks == {f"dnis at 4{times}": [2, 4], f"dnis at 8{times}": [4]}
+    assert together.drawn_only == ("narrow", "coarse")
     alone = combine([runs["first"]])
     assert (alone.rows, alone.by_embedding_dim, alone.by_num_blocks) == (runs["first"].rows, {}, {})
+    assert alone.drawn_only == ()
 
 
 def test_runs_that_cannot_be_compared_are_refused() -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +222,58 @@ def comparison_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_comparison(tmp_path_factory.mktemp("page") / "comparison.html", content)
 
 
+@pytest.fixture(scope="module")
+def awkward_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a comparison with ten metrics and words that are longer than a narrow page is wide."""
+    names = [f"{name}@{k}" for name in ("recall", "mrr", "ndcg") for k in (1, 5, 10)]
+    rows = []
+    for row in make_comparison_rows(dnis_1=f"{'company.recommendation.' * 4}errors.FeatureStoreUnavailableError: no"):
+        lines = (replace(line, metrics=line.metrics | dict.fromkeys(names, 0.5)) for line in row.group.rows)
+        rows.append(replace(row, group=replace(row.group, rows=tuple(lines))))
+    content = replace(make_comparison_content(tuple(rows)), recipe=f"{'company.recommendation.' * 4}recipes:two_tower")
+    return write_comparison(tmp_path_factory.mktemp("page") / "comparison.html", content)
+
+
+def overflows(browser: Browser) -> list[float]:
+    """By how much every table is wider than its frame."""
+    return browser.evaluate("[...document.querySelectorAll('.scroll')].map(s => s.scrollWidth - s.clientWidth)")
+
+
+def test_a_table_scrolled_sideways_keeps_its_first_column_and_the_headings_of_its_parts(
+    browser: Browser, awkward_page: Path
+) -> None:
+    browser.show(awkward_page, width=NARROW)
+    assert overflows(browser)[0] > 300
+    browser.evaluate("document.querySelector('#quality .scroll').scrollLeft = 300")
+    (frame,) = boxes(browser, "#quality .scroll")
+    for selector, num_cells in (("thead th:first-child", 1), ("tbody td:first-child", 4), ("tr.part span", 3)):
+        cells = boxes(browser, f"#quality {selector}")
+        assert len(cells) == num_cells
+        for cell in cells:
+            assert frame["x"] <= cell["x"] <= cell["x"] + cell["width"] <= frame["x"] + frame["width"]
+    backs = browser.evaluate(
+        "[...document.querySelectorAll('#quality th:first-child, #quality td:first-child')]"
+        ".filter(e => getComputedStyle(e).position === 'sticky').map(e => getComputedStyle(e).backgroundColor)"
+    )
+    assert len(backs) == 5
+    assert not [back for back in backs if "rgba" in back], "what lies under it would be seen through it"
+
+
+def test_a_printed_table_loses_no_column(browser: Browser, awkward_page: Path) -> None:
+    browser.show(awkward_page, width=700)  # of A4 between its margins
+    assert max(overflows(browser)) > 200
+    browser.command("Emulation.setEmulatedMedia", media="print")
+    try:
+        assert max(overflows(browser)) <= 0
+        assert browser.evaluate("document.scrollingElement.scrollWidth") <= 700
+        assert browser.evaluate("getComputedStyle(document.querySelector('.scroll')).overflowX") == "visible"
+        assert browser.evaluate("getComputedStyle(document.querySelector('h2')).breakAfter") == "avoid"
+    finally:
+        browser.command("Emulation.setEmulatedMedia", media="")
+
+
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-@pytest.mark.parametrize("which", ["page", "comparison_page"])
+@pytest.mark.parametrize("which", ["page", "comparison_page", "awkward_page"])
 def test_the_page_does_not_scroll_sideways(
     browser: Browser, which: str, width: int, request: pytest.FixtureRequest
 ) -> None:
@@ -245,22 +296,26 @@ def test_text_stands_out_from_what_is_behind_it(
     assert [(text, round(contrast, 2)) for text, contrast in contrasts if contrast < 4.5] == []
 
 
-def test_pointing_at_a_mark_shows_its_numbers(browser: Browser, page: Path) -> None:
-    browser.show(page)
+@pytest.mark.parametrize("width", [WIDE, 760, NARROW])
+def test_pointing_at_a_mark_shows_its_numbers(browser: Browser, page: Path, width: int) -> None:
+    browser.show(page, width=width)
     (chart,) = boxes(browser, "#figure-pareto .plot")
     marks = boxes(browser, "#figure-pareto .points li")
     assert len(marks) == 5
     assert shown_tips(browser) == []
     browser.evaluate(f"scrollTo(0, {chart['y'] - 20})")
     seen = []
-    for mark in marks:
-        offset = browser.evaluate("scrollY")
-        browser.point_at(mark["x"] + mark["width"] / 2, mark["y"] + mark["height"] / 2 - offset)
+    for index in range(len(marks)):
+        show = "scrollIntoView({block: 'nearest', inline: 'center'})"
+        browser.evaluate(f"document.querySelectorAll('#figure-pareto .points li')[{index}].{show}")
+        top, mark = browser.evaluate("scrollY"), boxes(browser, "#figure-pareto .points li")[index]
+        browser.point_at(mark["x"] + mark["width"] / 2, mark["y"] + mark["height"] / 2 - top)
         (text,) = shown_tips(browser)
         seen.append(text.split("\n"))
         tip = next(box for box, text_ in zip(boxes(browser, ".tip"), tips(browser), strict=True) if text_ == text)
-        assert chart["x"] <= tip["x"] <= tip["x"] + tip["width"] <= chart["x"] + chart["width"]
-        assert chart["y"] <= tip["y"] <= tip["y"] + tip["height"] <= chart["y"] + chart["height"]
+        around = chart if width == WIDE else {"x": 0, "y": top, "width": width, "height": 900}
+        assert around["x"] <= tip["x"] <= tip["x"] + tip["width"] <= around["x"] + around["width"]
+        assert around["y"] <= tip["y"] <= tip["y"] + tip["height"] <= around["y"] + around["height"]
     assert [lines[0] for lines in seen] == [
         *("dense", "uniform", "magnitude", "uniform", "dnis, on the Pareto front"),
     ]
@@ -273,6 +328,15 @@ def test_pointing_at_a_mark_shows_its_numbers(browser: Browser, page: Path) -> N
     ]
     browser.point_at(2, 2)
     assert shown_tips(browser) == []
+
+
+def test_every_mark_beyond_the_axis_can_be_pointed_at(browser: Browser, far_page: Path) -> None:
+    browser.show(far_page)
+    reached = browser.evaluate(
+        """[...document.querySelectorAll('.points li')].slice(-7).map(e => { const b = e.getBoundingClientRect();
+        return document.elementFromPoint(b.x + b.width / 2, b.y + b.height / 2) === e; })"""
+    )
+    assert reached == [True] * 7
 
 
 def tips(browser: Browser) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -102,16 +103,42 @@ def test_lands_on_the_requested_size(gloo, tmp_path: Path, size: Size) -> None:
     assert asked - max(0.03 * asked, column) <= got <= asked
 
 
-def test_the_history_tells_the_phases(gloo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("upper_every", [1, 3])
+def test_the_history_tells_the_phases(gloo, tmp_path: Path, upper_every: int) -> None:
     seen = []
-    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    config = SearchConfig(size=Size(compression_ratio=4), upper_every=upper_every, **SHORT)
     outcome = search(make_recipe(), config, tmp_path, CPU, SearchEvents(on_epoch=seen.append))
     assert tuple(seen) == outcome.history
     density = [record.alpha_density for record in seen]
     assert density[0] == 1.0
-    assert density[6] == density[-1] < 0.5  # settled after the ramp, and kept
+    settled = SHORT["warm_up_epochs"] + SHORT["ramp_epochs"] - 1
+    assert all(later < earlier for earlier, later in pairwise(density[: settled + 1]))
+    assert len(set(density[settled:])) == 1  # and kept
+    assert density[-1] < 0.5
     assert [record.pressure > 0 for record in seen[:2]] == [True, True]
-    assert outcome.best_epoch >= 5
+    assert outcome.best_epoch >= settled
+
+
+@pytest.mark.parametrize("pressure", [True, False])
+def test_no_epoch_before_the_columns_are_settled_is_the_best_one(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pressure: bool
+) -> None:
+    """Nor does patience run before; without pressure from the warm-up's end on, where nothing settles."""
+    config = SearchConfig(
+        size=Size(compression_ratio=4),
+        pressure=pressure,
+        structure="block" if pressure else "element",
+        warm_up_epochs=2,
+        ramp_epochs=2,
+        release_epochs=3,
+        patience=2,
+    )
+    losses = [0.1, 0.2, 0.3, 0.6, 0.5, 0.4, 0.7] if pressure else [0.1, 0.2, 0.5, 0.4, 0.3, 0.6, 0.7]
+    records = []
+    monkeypatch.setattr(search_loop, "evaluate", lambda *_: {"loss": losses[len(records)]})
+    outcome = search(make_recipe(), config, tmp_path, CPU, SearchEvents(on_epoch=records.append))
+    assert [record.selection_loss for record in outcome.history] == losses
+    assert outcome.best_epoch == losses.index(0.4 if pressure else 0.3)
 
 
 RELEASE_RATES = ["release_table_learning_rate", "release_dense_learning_rate"]

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from dnis_torchrec import Size, training
 from dnis_torchrec import search as search_module
+from dnis_torchrec.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, SearchOutcome, search
 from dnis_torchrec.search_loop import SearchInterrupted
@@ -53,12 +55,29 @@ def rotations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_tables_turn_once_at_the_end_of_the_warm_up(gloo, tmp_path: Path, rotations: list[int]) -> None:
+def test_tables_turn_once_at_the_end_of_the_warm_up(
+    gloo, tmp_path: Path, rotations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And alpha learns what their columns carry then, the first ones most."""
+    scaled = []
+
+    def watched(alpha_optimizer: AlphaOptimizer, scales: dict[int, Tensor]) -> None:
+        scaled.append((len(rotations), scales))
+        scale_columns(alpha_optimizer, scales)
+
+    scale_columns = AlphaOptimizer.scale_columns
+    monkeypatch.setattr(AlphaOptimizer, "scale_columns", watched)
     records = []
-    run(tmp_path / "rotated", SearchEvents(on_epoch=records.append))
+    outcome = run(tmp_path / "rotated", SearchEvents(on_epoch=records.append))
     assert rotations == [records[SHORT["warm_up_epochs"] - 1].step]
+    ((rotations_before, scales),) = scaled
+    assert rotations_before == 1
+    for dim, scale in scales.items():
+        occurrences = outcome.blocks.per_alpha_row(dim, outcome.blocks.occurrences)
+        carried = occurrences @ scale.to(occurrences).square()
+        assert bool((carried.diff() < 0).all())
     run(tmp_path / "not_rotated", rotate=False)
-    assert len(rotations) == 1
+    assert len(rotations) == len(scaled) == 1
 
 
 def test_a_resumed_search_equals_an_uninterrupted_one(gloo, tmp_path: Path, rotations: list[int]) -> None:

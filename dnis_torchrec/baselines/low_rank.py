@@ -11,6 +11,7 @@ import time
 from typing import cast
 
 import torch
+from torch import nn
 
 from dnis_torchrec.baselines.method import MethodResult, MethodTask, NotApplicableError
 from dnis_torchrec.baselines.trained_scheme import row_blocks, uniform_scheme_
@@ -33,13 +34,12 @@ def low_rank(task: MethodTask) -> MethodResult:
         task: what to train, how large.
 
     Raises:
-        NotApplicableError: if the model has no table that may be rotated; before training.
+        NotApplicableError: if the model has tables that may not be rotated, whose first columns are not the ones that
+            carry most; before training.
         SizeNotMetError: if even tables of embedding_dim 1 take more than the budget; before training.
     """
     recipe = task.build(None)
-    if not rotation_groups(recipe.model):
-        remedy = "give the model a method rotation_groups"
-        raise NotApplicableError(describe("low-rank", "supported are models that may be rotated", "another", remedy))
+    _check_all_rotate(recipe.model)
     widths = table_widths(task.build(rounded_up_dim(task, "low-rank")).model)
     counts, _ = row_blocks(task)
     torch.manual_seed(task.seed)
@@ -70,3 +70,12 @@ def low_rank(task: MethodTask) -> MethodResult:
         seconds_of_trials=seconds,
         settings={"embedding_dim": max(widths.values()), "trained_on": str(trained.best_epoch >= 0)},
     )
+
+
+def _check_all_rotate(model: nn.Module) -> None:
+    rotated = {table for group in rotation_groups(model) for table in group.tables}
+    others = [table for table in table_widths(model) if table not in rotated]
+    if others:
+        requirement = "supported are models that may be rotated, every table of them"
+        remedy = "have the model's method rotation_groups name them"
+        raise NotApplicableError(describe("low-rank", requirement, f"{others} that may not be", remedy))

@@ -32,7 +32,16 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.export import read_scheme
 from dnis_torchrec.export.exporting import ARTIFACT_FORMS
 from dnis_torchrec.export.forms import forms_table
-from dnis_torchrec.jobs import SearchJob, check_prune_out, run_evaluate, run_export, run_prune, run_report, run_search
+from dnis_torchrec.jobs import (
+    SearchJob,
+    check_prune_out,
+    read_runs,
+    run_evaluate,
+    run_export,
+    run_prune,
+    run_report,
+    run_search,
+)
 from dnis_torchrec.recipe import load_recipe
 from dnis_torchrec.report import ReportRow, rows_table
 from dnis_torchrec.report.tables import metric_names
@@ -253,9 +262,12 @@ def report(
     Further runs may differ from the first in size, seed, D and S: they add rows, and metric against D and against S.
     """
     with arguments():
-        rows = [row for run in runs for row in RunFolder.open(run).rows()]
+        together = read_runs(runs)
         run_report(runs[0], runs[1:])
-    _print_rows(rows, runs[0])
+    _print_rows(together.rows, runs[0])
+    if together.drawn_only:
+        names = ", ".join(shown(Path(name)) for name in together.drawn_only)
+        typer.echo(f"of another D or S, in the figures only: {names}")
     typer.echo(f"report: {shown(runs[0])}/report.html")
 
 

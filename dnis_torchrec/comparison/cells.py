@@ -186,12 +186,20 @@ def read_result(folder: Path) -> CellResult | None:
 
 
 def read_crash(folder: Path) -> str | None:
-    """The last line of a crashed cell's traceback, None if it did not crash."""
+    """The error that a crashed cell's traceback ends with, in one line; None if it did not crash.
+
+    A message may have many lines, as those of CUDA have: the first one says what it is. Of a process that ended without
+    a traceback it is the last line.
+    """
     file = folder / "crash.txt"
     if not file.is_file():
         return None
     lines = file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no message"
+    if not lines:
+        return "no message"
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    behind = lines[frames[-1] + 1 :] if frames and lines[0].startswith("Traceback") else []
+    return next((line for line in behind if line[:1].strip()), lines[-1])
 
 
 def write_crash(folder: Path, text: str) -> None:

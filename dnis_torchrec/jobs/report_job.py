@@ -9,6 +9,7 @@ from pathlib import Path
 from dnis_torchrec.report import (
     ReportContent,
     RunResults,
+    SeveralRuns,
     block_summaries,
     combine,
     count_rows,
@@ -35,7 +36,7 @@ def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
     """
     run = RunFolder.open(run_path)
     head, scheme, blocks = run.read_head(), run.scheme(), run.blocks()
-    runs = combine([_run_results(path) for path in (run_path, *others)])
+    runs = read_runs([run_path, *others])
     needs_tables = not all(table.is_block_structured for table in scheme.tables.values())
     content = ReportContent(
         title=f"{head['recipe']}: embedding dimensions found by search",
@@ -54,6 +55,15 @@ def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
         versions=head["versions"],
     )
     return write_report(run_path / "report.html", content, figure_folder=run_path / "figures")
+
+
+def read_runs(paths: Sequence[Path]) -> SeveralRuns:
+    """What the report of finished runs shows of each, the first one being what it is about.
+
+    Raises:
+        ValueError: as `run_report`.
+    """
+    return combine([_run_results(path) for path in paths])
 
 
 def _run_results(path: Path) -> RunResults:

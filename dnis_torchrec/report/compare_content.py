@@ -63,13 +63,18 @@ class ComparisonRow:
             return next(iter(seeds))
         return "; ".join(f"seed {', '.join(numbers)}: {reason}" for reason, numbers in seeds.items())
 
-    def point(self, metric: str) -> ParetoPoint | None:
-        """The row's place in the Pareto chart.
+    def num_seeds(self, metric: str) -> int:
+        """How many seeds have a metric."""
+        return sum(metric in row.metrics for row in self.group.rows)
 
-        None for a row without all its seeds, whose mean is not that of the others' splits, or without the metric.
-        """
+    def is_whole(self, metric: str) -> bool:
+        """Whether every seed has a metric; a mean over fewer of them is one of other splits, which differ in level."""
+        return not self.is_empty and not self.missing and self.num_seeds(metric) == len(self.group.rows)
+
+    def point(self, metric: str) -> ParetoPoint | None:
+        """The row's place in the Pareto chart, None for a row that is not whole."""
         mean = self.group.mean(metric)
-        if self.missing or mean is None or self.embedding_bytes <= 0:
+        if not self.is_whole(metric) or mean is None or self.embedding_bytes <= 0:
             return None
         return ParetoPoint(
             method=self.method,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.content import DENSE
 from dnis_torchrec.report.tables import (
-    PLUS_MINUS,
-    TIMES,
     best_groups,
     format_difference,
     format_megabytes,
@@ -18,6 +16,7 @@ from dnis_torchrec.report.tables import (
     format_seeds,
     group_metric,
     is_higher_better,
+    of_fewer_seeds,
 )
 
 NOTHING = "-"
@@ -67,7 +66,7 @@ def sizes_of(content: ComparisonContent) -> list[float | None]:
 
 
 def ranked_rows(content: ComparisonContent, size: float | None) -> list[ComparisonRow]:
-    """The rows of a size, the best primary metric first; then those without all their seeds, then empty ones.
+    """The rows of a size, the best primary metric first; then those that lack it in some seed, then empty ones.
 
     A mean over fewer seeds is one of other splits, which differ in level: it has no place among the others.
     """
@@ -75,7 +74,7 @@ def ranked_rows(content: ComparisonContent, size: float | None) -> list[Comparis
 
     def place(row: ComparisonRow) -> tuple[bool, bool, bool, float]:
         mean = row.group.mean(content.primary_metric) if row.group.rows else None
-        return row.is_empty, bool(row.missing), mean is None, sign * (mean or 0.0)
+        return row.is_empty, not row.is_whole(content.primary_metric), mean is None, sign * (mean or 0.0)
 
     return sorted((row for row in content.rows if row.size == size), key=place)
 
@@ -91,7 +90,7 @@ def lines_of_size(content: ComparisonContent, size: float | None) -> list[Compar
     best = {}
     for name in metrics:
         higher = content.higher_is_better if name == content.primary_metric else is_higher_better(name)
-        whole = [row for row in rows if not row.missing]
+        whole = [row for row in rows if row.is_whole(name)]
         positions = best_groups([row.group for row in whole], name, higher) if higher is not None else ()
         best[name] = [whole[position] for position in positions]
     lines = []
@@ -108,7 +107,7 @@ def lines_of_size(content: ComparisonContent, size: float | None) -> list[Compar
                 megabytes=format_megabytes(row.embedding_bytes),
                 form=", ".join(row.forms),
                 ratio=format_ratio(row.bytes_ratio),
-                metrics=tuple((group_metric(row.group, name), row in best[name]) for name in metrics),
+                metrics=tuple((_metric(row, name), row in best[name]) for name in metrics),
                 difference=difference,
                 tone=tone,
                 seeds=format_seeds(row.group.seeds),
@@ -120,14 +119,19 @@ def lines_of_size(content: ComparisonContent, size: float | None) -> list[Compar
     return lines
 
 
+def _metric(row: ComparisonRow, name: str) -> str:
+    """Text of a metric."""
+    num_seeds = row.num_seeds(name)
+    return group_metric(row.group, name) + (of_fewer_seeds(num_seeds, len(row.group.rows)) if num_seeds else "")
+
+
 def _difference(content: ComparisonContent, row: ComparisonRow) -> tuple[str, str]:
     """Text and tone of the difference to the uncompressed model."""
     difference = row.difference.get(content.primary_metric)
     if difference is None or row.method == DENSE:
         return NOTHING, ""
-    size = format_difference(difference.mean)
-    text = size if difference.deviation is None else f"{size} {PLUS_MINUS} {format_metric(difference.deviation)}"
-    if size == format_metric(0):
+    text = difference.told(len(row.group.rows))
+    if format_difference(difference.mean) == format_metric(0):
         return text, ""
     return text, "better" if (difference.mean > 0) == content.higher_is_better else "worse"
 
@@ -161,7 +165,7 @@ def cost_lines(content: ComparisonContent) -> list[CostLine]:
 def _cost(row: ComparisonRow, plain_seconds: float | None) -> tuple[str, str]:
     told = [f"{row.trials:.0f} runs"] if row.trials > 1 else []
     if plain_seconds:
-        told.append(f"{row.seconds_of_trials / plain_seconds:.2g}{TIMES} dense")
+        told.append(f"{format_ratio(float(f'{row.seconds_of_trials / plain_seconds:.2g}'))} dense")
     return format_seconds(row.seconds_of_trials), ", ".join(told)
 
 

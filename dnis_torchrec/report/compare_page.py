@@ -83,6 +83,7 @@ def render_comparison(content: ComparisonContent) -> str:
         forms=list(dict.fromkeys(form for row in content.rows for form in row.form_names())),
         pareto=Markup(pareto_chart(points, metric, higher_is_better=higher)) if points else "",
         has_differences=any(point.difference for point in points),
+        has_left_out=len(points) < len(sized),
         has_beyond=_some_beyond(points, higher_is_better=higher),
         figures={name: Markup(figures.inline_svg(figure, name)) for name, figure in drawn.items()},
         costs=cost_lines(content),
@@ -140,10 +141,8 @@ def _winners(content: ComparisonContent) -> list[Winner]:
 def _winner(content: ComparisonContent, size: str, ranked: list[ComparisonRow]) -> Winner:
     best, metric, details, tone = ranked[0], content.primary_metric, [], ""
     if (difference := best.difference.get(metric)) is not None:
-        text = format_difference(difference.mean)
-        deviation = "" if difference.deviation is None else f" {PLUS_MINUS} {format_metric(difference.deviation)}"
-        details.append(f"{text}{deviation} against dense")
-        if text != format_metric(0):
+        details.append(f"{difference.told(len(best.group.rows))} against dense")
+        if format_difference(difference.mean) != format_metric(0):
             tone = "better" if (difference.mean > 0) == content.higher_is_better else "worse"
     others = [row for row in ranked if base_method(row.method) != base_method(best.method)]
     if others:

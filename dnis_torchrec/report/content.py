@@ -343,7 +343,7 @@ class ReportContent:
         rows: results; the first one of method ``"dnis"`` (else the first one) is what the report is about.
         primary_metric: the metric that the figures show.
         higher_is_better: direction of `primary_metric`.
-        alpha: embedding_dim or table name -> ``(S, D)`` alpha at the end of the search, values in [0, 1].
+        alpha: which tables share it, or a table name -> ``(S, D)`` alpha at the end of the search, values in [0, 1].
         blocks: what became of every block.
         history: one mapping per epoch with the keys step, epoch, train_loss, selection_loss, alpha_density, alpha_mean
             and pressure; a key may be missing.

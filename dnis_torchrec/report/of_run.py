@@ -57,17 +57,17 @@ def _summary(table: str, block: int, num_rows: int, blocks: RowBlocks, retained_
 
 
 def named_alpha(alpha: Mapping[int, Tensor], blocks: RowBlocks) -> dict[str, Tensor]:
-    """alpha as `ReportContent.alpha` wants it: by embedding_dim, or by table where every table has its own.
+    """alpha as `ReportContent.alpha` wants it: by the D of tables that share it, or by table where each has its own.
 
     Args:
         alpha: embedding_dim -> ``(A, D)``.
         blocks: the row blocks.
 
     Returns:
-        embedding_dim or table name -> ``(S, D)``.
+        ``"tables of D = 8"``, say, or table name -> ``(S, D)``.
     """
     if blocks.scope == "global":
-        return {str(dim): values for dim, values in alpha.items()}
+        return {f"tables of D = {dim}": values for dim, values in alpha.items()}
     named = {}
     for table, routing in blocks.routings.items():
         first = blocks.first_alpha_row(table)

@@ -110,6 +110,7 @@ def _page(content: ReportContent, drawn: Mapping[str, Figure]) -> str:
         pareto=Markup(pareto),
         figures={name: Markup(figures.inline_svg(figure, name)) for name, figure in drawn.items()},
         configuration=json_text(content.configuration, "ReportContent.configuration"),
+        counts_dims=all(values.shape[0] <= figures.COUNTED_BLOCKS for values in content.alpha.values()),
         format_count=format_count,
         num_seeds=max(len(group.rows) for group in content.groups),
     )

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from matplotlib.ticker import MaxNLocator
 
@@ -34,7 +35,6 @@ from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range, pareto
 from dnis_torchrec.report.rendering import render
 from dnis_torchrec.report.tables import (
     PLUS_MINUS,
-    format_difference,
     format_megabytes,
     format_metric,
     format_ratio,
@@ -45,7 +45,7 @@ PLOT_WIDTH, PLOT_HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 84.0, 880.0, 14.0, 346.0
 """Edges of the plotting area, in units of the SVG."""
 MARK_RADIUS, LABEL_LINE, LABEL_CHARACTER = 9.0, 15.0, 7.5
-"""Room for a mark, for a line of a number beside it and for a character of that, at most."""
+"""Room for a mark, for a line of a label beside it and for a character of that, at most."""
 SUBJECT = " subject"
 """Class of what is drawn for the method that the chart is about."""
 ARROWS = {1: "\N{UPWARDS ARROW}", -1: "\N{DOWNWARDS ARROW}"}
@@ -103,9 +103,10 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
     styles = method_styles(point.method for point in points)
     solid = {base_method(method): style for method, style in styles.items()}
     front = pareto_front(points, higher_is_better=higher_is_better)
-    labels = _labels_beyond(points, scale)
+    places = _places(points, scale)
+    labels = _labels_beyond(points, scale, places)
     marks = [
-        _mark(point, scale, styles[point.method], index in front) | {"label": labels.get(index)}
+        _mark(point, places[index], scale, styles[point.method], index in front) | {"label": labels.get(index)}
         for index, point in enumerate(points)
     ]
     return render(
@@ -194,10 +195,34 @@ def _row_class(method: str) -> str:
     return " second" if method.endswith(WITH_VALIDATION) else SUBJECT if method == "dnis" else ""
 
 
-def _mark(point: ParetoPoint, scale: _Scale, style: tuple[str, str], is_front: bool) -> dict[str, object]:
+def _places(points: Sequence[ParetoPoint], scale: _Scale) -> list[tuple[float, float]]:
+    """Where every mark stands: at its bytes and metric, beyond the axis at its edge and beside the others there."""
+    places = [(scale.x(point.bytes), scale.y(point.mean)) for point in points]
+    for beyond, edge in ((1, TOP), (-1, BOTTOM)):
+        outside = [index for index, point in enumerate(points) if scale.beyond(point.mean) == beyond]
+        outside.sort(key=lambda index: places[index][0])
+        moved = _apart([places[index][0] for index in outside])
+        places = [(moved[outside.index(i)], edge) if i in outside else place for i, place in enumerate(places)]
+    return places
+
+
+def _apart(places: Sequence[float]) -> list[float]:
+    """Rising places along an edge, moved as little as leaves room for a mark at each; less room if they are many."""
+    room = min(2 * MARK_RADIUS, (RIGHT - LEFT) / max(1, len(places)))
+    pushed_right = [*accumulate(places, lambda last, x: max(x, last + room))]
+    pushed_left = [*accumulate(reversed(places), lambda last, x: min(x, last - room))][::-1]
+    last = len(places) - 1
+    return [
+        max(LEFT + room * index, min(RIGHT - room * (last - index), (right + left) / 2))
+        for index, (right, left) in enumerate(zip(pushed_right, pushed_left, strict=True))
+    ]
+
+
+def _mark(
+    point: ParetoPoint, place: tuple[float, float], scale: _Scale, style: tuple[str, str], is_front: bool
+) -> dict[str, object]:
     """All that the template says about one point: where it is, how it looks, what it tells."""
-    (colour, marker), x, beyond, bar = style, scale.x(point.bytes), scale.beyond(point.mean), point.bar
-    y = {0: scale.y(point.mean), 1: TOP, -1: BOTTOM}[beyond]
+    (colour, marker), (x, y), bar = style, place, point.bar
     size = format_megabytes(point.bytes) + (f" as {short(point.form)}" if point.form else "")
     return {
         "x": _at(x),
@@ -221,16 +246,19 @@ def _mark(point: ParetoPoint, scale: _Scale, style: tuple[str, str], is_front: b
     }
 
 
-def _labels_beyond(points: Sequence[ParetoPoint], scale: _Scale) -> dict[int, dict[str, str]]:
-    """Index of a point beyond the axis -> its number, beside its mark and in the outermost line with room for it."""
+def _labels_beyond(
+    points: Sequence[ParetoPoint], scale: _Scale, places: Sequence[tuple[float, float]]
+) -> dict[int, dict[str, str]]:
+    """Index of a point beyond the axis -> its method and number, beside its mark, in the outermost line with room."""
     outside = {index: beyond for index, point in enumerate(points) if (beyond := scale.beyond(point.mean))}
     taken = defaultdict[tuple[int, int], list[tuple[float, float]]](list)
     for index, beyond in outside.items():
-        x = scale.x(points[index].bytes)
+        x, _ = places[index]
         taken[beyond, 0].append((x - MARK_RADIUS, x + MARK_RADIUS))
     labels = {}
     for index, beyond in outside.items():
-        x, text = scale.x(points[index].bytes), f"{ARROWS[beyond]} {format_metric(points[index].mean)}"
+        (x, edge), point = places[index], points[index]
+        text = f"{ARROWS[beyond]} {short(point.method)} {format_metric(point.mean)}"
         anchor, away = ("start", 1) if x < (LEFT + RIGHT) / 2 else ("end", -1)
         near = x + away * MARK_RADIUS
         low, high = sorted((near, near + away * LABEL_CHARACTER * len(text)))
@@ -238,7 +266,7 @@ def _labels_beyond(points: Sequence[ParetoPoint], scale: _Scale) -> dict[int, di
         while any(low < right and left < high for left, right in taken[beyond, line]):
             line += 1
         taken[beyond, line].append((low, high))
-        y = (TOP if beyond > 0 else BOTTOM) + beyond * line * LABEL_LINE + 5
+        y = edge + beyond * line * LABEL_LINE + 5
         labels[index] = {"text": text, "anchor": anchor, "x": _at(near), "y": _at(y)}
     return labels
 
@@ -251,4 +279,4 @@ def _difference(point: ParetoPoint) -> list[tuple[str, str]]:
     """The fact that says what a point has lost or gained, nothing where that is not known or it is the model itself."""
     if point.difference is None or point.method == DENSE:
         return []
-    return [("against dense", _with_deviation(format_difference(point.difference.mean), point.difference.deviation))]
+    return [("against dense", point.difference.told(point.num_seeds))]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import RowGroup
+from dnis_torchrec.report.tables import PLUS_MINUS, format_difference, format_metric, of_fewer_seeds
 
 FAR, FEW = 5, 6
 
@@ -26,6 +27,21 @@ class Difference:
     mean: float
     deviation: float | None
     num_seeds: int
+
+    def told(self, num_seeds: int) -> str:
+        """As it is printed; of a row with more seeds it says of how many it is.
+
+        Args:
+            num_seeds: those of the row.
+
+        Example:
+            >>> Difference(mean=0.5, deviation=None, num_seeds=1).told(3)
+            '+0.5000 (1 seed)'
+        """
+        text = format_difference(self.mean)
+        if self.deviation is not None:
+            text += f" {PLUS_MINUS} {format_metric(self.deviation)}"
+        return text + of_fewer_seeds(self.num_seeds, num_seeds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,11 +48,13 @@ class SeveralRuns:
         rows: results of the runs that differ from the first one in size or seed only, the first one's in front.
         by_embedding_dim: name of a line -> ``(D, row)`` of the runs with the first one's S; empty for a single D.
         by_num_blocks: name of a line -> ``(S, row)`` of the runs with the first one's D; empty for a single S.
+        drawn_only: names of the runs of another D or S, whose rows are in the figures only.
     """
 
     rows: tuple[ReportRow, ...]
     by_embedding_dim: Series
     by_num_blocks: Series
+    drawn_only: tuple[str, ...]
 
 
 def combine(runs: Sequence[RunResults]) -> SeveralRuns:
@@ -74,6 +76,7 @@ def combine(runs: Sequence[RunResults]) -> SeveralRuns:
         rows=_distinct(row for run in alike for row in run.rows),
         by_embedding_dim=_series(same_blocks, lambda run: run.embedding_dim, ("dnis", "dense")),
         by_num_blocks=_series(same_dim, lambda run: run.num_blocks, ("dnis",)),
+        drawn_only=tuple(run.name for run in runs if run not in alike),
     )
 
 

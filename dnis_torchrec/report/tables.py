@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 
 import pandas as pd
 from rich.table import Table
@@ -103,6 +104,16 @@ def smallest_form(group: RowGroup) -> str:
     return f"{format_megabytes(sizes[form])} {form}"
 
 
+def of_fewer_seeds(num_seeds: int, num_rows: int) -> str:
+    """What stands behind a mean over fewer seeds than its row has, nothing behind the others.
+
+    Example:
+        >>> of_fewer_seeds(2, 3), of_fewer_seeds(3, 3)
+        (' (2 seeds)', '')
+    """
+    return f" ({num_seeds} seed{'s' * (num_seeds > 1)})" if num_seeds < num_rows else ""
+
+
 def format_seeds(seeds: Sequence[int]) -> str:
     """The seeds, or how many when there are more than four.
 
@@ -163,34 +174,44 @@ def format_ratio(value: float) -> str:
     """A compression ratio.
 
     Example:
-        >>> [format_ratio(value).replace(TIMES, " times") for value in (5.3333, 1, 123.4)]
-        ['5.33 times', '1 times', '123 times']
+        >>> [format_ratio(value).replace(TIMES, " times") for value in (5.3333, 1, 123.4, 1333)]
+        ['5.33 times', '1 times', '123 times', '1.33k times']
     """
-    return f"{value:.3g}{TIMES}" if value < 1000 else f"{format_count(value)}{TIMES}"
+    return f"{format_count(value)}{TIMES}"
 
 
 def format_count(value: float) -> str:
     """A count with three digits and k, M or G.
 
     Example:
-        >>> format_count(0.5), format_count(999), format_count(1234), format_count(6_600_000)
-        ('0.5', '999', '1.23k', '6.6M')
+        >>> format_count(0.5), format_count(999), format_count(999.6), format_count(6_600_000)
+        ('0.5', '999', '1k', '6.6M')
     """
+    rounded = float(f"{value:.3g}")  # first, so that 999,600 is 1M and not 1000k
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g}{unit}" if abs(value) < 1e3 * factor else f"{value / factor:,.0f}{unit}"
-    return f"{value:.3g}"
+        if abs(rounded) >= factor:
+            return f"{format_number(value / factor)}{unit}"
+    return format_number(value)
+
+
+def format_number(value: float) -> str:
+    """A number with three digits, or all of them before the point; never with an exponent.
+
+    Example:
+        >>> format_number(3.14159), format_number(0.000032), format_number(12_345.6)
+        ('3.14', '0.000032', '12,346')
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{Decimal(f'{value:.3g}'):f}"
 
 
 def format_megabytes(num_bytes: float) -> str:
     """Bytes in megabytes (10^6 bytes), always, so that sizes can be compared at a glance.
 
     Example:
-        >>> format_megabytes(26_412_000), format_megabytes(3_210), format_megabytes(12_345_678_901)
-        ('26.4 MB', '0.00321 MB', '12,346 MB')
+        >>> format_megabytes(26_412_000), format_megabytes(32), format_megabytes(12_345_678_901)
+        ('26.4 MB', '0.000032 MB', '12,346 MB')
     """
-    megabytes = num_bytes / 1e6
-    return f"{megabytes:,.0f} MB" if megabytes >= 100 else f"{megabytes:.3g} MB"
+    return f"{format_number(num_bytes / 1e6)} MB"
 
 
 def format_seconds(seconds: float) -> str:

@@ -11,12 +11,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+
+def read_manifest(package: Path) -> dict[str, Any]:
+    """What a package says of itself.
+
+    Args:
+        package: the folder.
+    """
+    return json.loads((package / "package.json").read_text(encoding="utf-8"))
 
 
 def load(package: Path) -> Callable[..., Tensor]:
@@ -25,7 +36,7 @@ def load(package: Path) -> Callable[..., Tensor]:
     Args:
         package: the folder.
     """
-    manifest = json.loads((package / "package.json").read_text(encoding="utf-8"))
+    manifest = read_manifest(package)
     for library in manifest["libraries"]:
         torch.ops.load_library(package / library)
     if manifest["kind"] == "torchscript":
@@ -40,30 +51,44 @@ def load(package: Path) -> Callable[..., Tensor]:
     return predict
 
 
-def read_request(text: str) -> tuple[Tensor, ...]:
+def read_request(text: str, *, is_weighted: bool) -> tuple[Tensor, ...]:
     """The inputs of a package, from a request as the top of this file describes it.
 
+    Args:
+        text: the request.
+        is_weighted: whether bags are weighted, as package.json says.
+
+    Raises:
+        ValueError: if these are fewer or more numbers than the first four ask for.
+
     Example:
-        >>> [tensor.tolist() for tensor in read_request("1 2 1 3  0.5 0.25  3  7 8 9")]
+        >>> [tensor.tolist() for tensor in read_request("1 2 1 3  0.5 0.25  3  7 8 9", is_weighted=False)]
         [[[0.5, 0.25]], [7, 8, 9], [[3]]]
     """
-    words = text.split()
-    batch_size, num_dense, num_features, num_ids = (int(word) for word in words[:4])
-    ends = [4, 4 + batch_size * num_dense]
-    ends += [ends[-1] + num_features * batch_size]
-    ends += [ends[-1] + num_ids]
-    dense = torch.tensor([float(word) for word in words[ends[0] : ends[1]]]).view(batch_size, num_dense)
-    lengths = torch.tensor([int(word) for word in words[ends[1] : ends[2]]], dtype=torch.int32)
-    values = torch.tensor([int(word) for word in words[ends[2] : ends[3]]], dtype=torch.int64)
-    weights = torch.tensor([float(word) for word in words[ends[3] :]])
-    inputs = (dense, values, lengths.view(num_features, batch_size))
-    return (*inputs, weights) if len(weights) else inputs
+    words = iter(text.split())
+    batch_size, num_dense, num_features, num_ids = (int(word) for word in _take(words, 4))
+    dense = torch.tensor([float(word) for word in _take(words, batch_size * num_dense)]).view(batch_size, num_dense)
+    lengths = torch.tensor([int(word) for word in _take(words, num_features * batch_size)], dtype=torch.int32)
+    values = torch.tensor([int(word) for word in _take(words, num_ids)], dtype=torch.int64)
+    weights = [torch.tensor([float(word) for word in _take(words, num_ids)])] if is_weighted else []
+    if next(words, None) is not None:
+        raise ValueError("request: too long")
+    return (dense, values, lengths.view(num_features, batch_size), *weights)
+
+
+def _take(words: Iterator[str], count: int) -> list[str]:
+    taken = list(islice(words, count))
+    if len(taken) < count:
+        raise ValueError("request: too short")
+    return taken
 
 
 def main() -> None:
     """Reads a request, prints predictions."""
+    package = Path(sys.argv[1])
+    inputs = read_request(sys.stdin.read(), is_weighted=read_manifest(package)["is_weighted"])
     with torch.inference_mode():
-        predictions = load(Path(sys.argv[1]))(*read_request(sys.stdin.read()))
+        predictions = load(package)(*inputs)
     for prediction in predictions.flatten().tolist():
         print(f"{prediction:.8g}")
 

@@ -12,9 +12,10 @@ from dnis_torchrec.report.figures.quality import (
     quality_against_size,
 )
 from dnis_torchrec.report.figures.saving import inline_svg, save_png, save_svg
-from dnis_torchrec.report.figures.search import alpha_distribution, alpha_per_block, search_history
+from dnis_torchrec.report.figures.search import COUNTED_BLOCKS, alpha_distribution, alpha_per_block, search_history
 
 __all__ = [
+    "COUNTED_BLOCKS",
     "alpha_distribution",
     "alpha_per_block",
     "bytes_per_form",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator
 
 from dnis_torchrec.checks import check
@@ -28,8 +29,8 @@ from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range
 from dnis_torchrec.report.tables import format_metric, format_ratio
 
 ENOUGH_TICKS = 3
-LINE = 10
-"""Height of a line of names, in points."""
+LINE, GAP = 10, 8
+"""Height of a line of names in points, and pixels at least between two names in it."""
 
 DASHED, DOTTED = (0, (4, 2.5)), (0, (1, 2))
 
@@ -71,7 +72,6 @@ def quality_at_the_same_bytes(
     ratios = [point.compression_ratio for point in compressed] or [1.0]
     margin = max(1.08, (max(ratios) / min(ratios)) ** 0.06)
     log_axis(axis, min(ratios) / margin, max(ratios) * margin, format_ratio)
-    _name_points_beyond(axis, compressed, styles)
     if len(sizes) >= ENOUGH_TICKS:
         axis.xaxis.set_major_locator(FixedLocator(list(sizes)))
     metric_axis(axis, metric, higher_is_better)
@@ -79,6 +79,7 @@ def quality_at_the_same_bytes(
     axis.set_title(_told_about_bars(points), fontsize=8, color="#666666")
     handles, labels = _legend(compressed, levels, styles)
     legend_beside(figure, handles, labels, "method")
+    _name_points_beyond(figure, axis, compressed)
     return figure
 
 
@@ -112,11 +113,11 @@ def _method_line(axis: Axes, points: Sequence[ParetoPoint], style: tuple[str, st
     )
 
 
-def _name_points_beyond(axis: Axes, points: Sequence[ParetoPoint], styles: Mapping[str, tuple[str, str]]) -> None:
-    """Writes points beyond the axis at its edges, the farthest outermost, one below the other in each half."""
+def _name_points_beyond(figure: Figure, axis: Axes, points: Sequence[ParetoPoint]) -> None:
+    """Writes points beyond the axis at its edges, the farthest outermost, each in the first line with room for it."""
     low, high = axis.get_ylim()
     middle = math.prod(axis.get_xlim()) ** 0.5
-    written: Counter[tuple[str, str]] = Counter()
+    names: list[Annotation] = []
     for point in sorted(points, key=lambda point: abs(point.mean - (low + high) / 2), reverse=True):
         if low <= point.mean <= high:
             continue
@@ -124,19 +125,27 @@ def _name_points_beyond(axis: Axes, points: Sequence[ParetoPoint], styles: Mappi
             (high, "\N{UPWARDS ARROW}", "top") if point.mean > high else (low, "\N{DOWNWARDS ARROW}", "bottom")
         )
         side = "right" if point.compression_ratio > middle else "left"
-        lines = written[arrow, side]
-        written[arrow, side] += 1
-        axis.annotate(
+        name = axis.annotate(
             f"{arrow} {short(point.method)} {format_metric(point.mean)}",
             (point.compression_ratio, edge),
-            (0, -LINE * lines if edge == high else LINE * lines),
+            (0, 0),
             textcoords="offset points",
-            color=styles[point.method][0],
+            color="#333333",
             fontsize=8,
             ha=side,
             va=align,
             zorder=6,
         )
+        names.append(name)
+    if names:
+        figure.draw_without_rendering()  # for the places of names, which depend on the width of the legend
+    taken = defaultdict[tuple[str, int], list[tuple[float, float]]](list)
+    for name in names:
+        box, align, line = name.get_window_extent(), name.get_verticalalignment(), 0
+        while any(box.x0 < right and left < box.x1 for left, right in taken[align, line]):
+            line += 1
+        taken[align, line].append((box.x0 - GAP, box.x1 + GAP))
+        name.set_position((0, -LINE * line if align == "top" else LINE * line))
 
 
 def _legend(

@@ -29,12 +29,15 @@ from dnis_torchrec.report.figures.style import (
 from dnis_torchrec.report.row_distribution import BINS_PER_DECADE, RowDistribution
 from dnis_torchrec.report.tables import format_count
 
+MOST_TABLES = len(COLOURS) * len(MARKERS)
+"""So many can be told apart by colour and marker."""
+
 
 @styled
 def retained_dims_against_frequency(blocks: Sequence[BlockSummary]) -> Figure:
     """Retained dims of every block over how often its rows occur: one colour and marker per table, area by rows.
 
-    Blocks whose rows never occur stand apart at the left edge.
+    Blocks whose rows never occur stand apart at the left edge. More than `MOST_TABLES` tables look alike.
 
     Raises:
         ValueError: if there are no blocks.
@@ -46,7 +49,8 @@ def retained_dims_against_frequency(blocks: Sequence[BlockSummary]) -> Figure:
     never_seen = any(block.occurrences == 0 for block in blocks)
     edge = low / 4
     most_rows = max(1, *(block.num_rows for block in blocks), 1)
-    height = max(4.2, 0.19 * len(tables) + 0.8)
+    told_apart = len(tables) <= MOST_TABLES
+    height = max(4.2, 0.19 * len(tables) + 0.8) if told_apart else 4.2
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axis = figure.subplots()
     faint = 0.4 if len(tables) <= len(COLOURS) else 0.2
@@ -56,8 +60,7 @@ def retained_dims_against_frequency(blocks: Sequence[BlockSummary]) -> Figure:
         y = [block.retained_dims for block in mine]
         area = [25 + 225 * math.sqrt(block.num_rows / most_rows) for block in mine]
         seen = [(at, dims) for at, dims in zip(x, y, strict=True) if at > edge]
-        colour = COLOURS[index % len(COLOURS)]
-        marker = MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]
+        colour, marker = _table_style(index) if told_apart else (BLUE, "o")
         axis.plot([at for at, _ in seen], [dims for _, dims in seen], color=colour, linewidth=1, alpha=faint, zorder=1)
         axis.scatter(x, y, s=area, color=colour, marker=marker, alpha=0.8, edgecolor="white", linewidth=0.7)
     log_axis(axis, (edge if never_seen else low) / 1.5, high * 1.5, format_count, first=low / 1.5)
@@ -72,10 +75,15 @@ def retained_dims_against_frequency(blocks: Sequence[BlockSummary]) -> Figure:
     axis.set_xlabel("mean occurrences per row of the block in the training data (log scale)")
     limit = " or ".join(map(str, dims)) if len(dims) <= 3 else f"up to {dims[-1]}"
     axis.set_ylabel(f"retained dims per row (of {limit})")
-    legend = legend_beside(figure, axis.collections, [short(table) for table in tables], "table")
-    for handle in legend.legend_handles:
-        handle.set_sizes([40])  # type: ignore[union-attr]
+    if told_apart:
+        legend = legend_beside(figure, axis.collections, [short(table) for table in tables], "table")
+        for handle in legend.legend_handles:
+            handle.set_sizes([40])  # type: ignore[union-attr]
     return figure
+
+
+def _table_style(index: int) -> tuple[str, str]:
+    return COLOURS[index % len(COLOURS)], MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]
 
 
 @styled

@@ -25,8 +25,9 @@ from dnis_torchrec.report.figures.style import (
     metric_axis,
     short,
     styled,
+    ticks_with_room,
 )
-from dnis_torchrec.report.tables import TIMES, format_count, format_megabytes, format_ratio
+from dnis_torchrec.report.tables import format_count, format_megabytes, format_number, format_ratio
 
 PRUNING_METHODS = ("dnis", "magnitude", "dense")
 """What the names of methods begin with that the figure of pruning rates compares."""
@@ -147,7 +148,7 @@ def quality_against_setting(
     values = sorted({value for groups in drawn.values() for value in groups})
     margin = max(1.06, (values[-1] / values[0]) ** 0.05)
     log_axis(axis, values[0] / margin, values[-1] * margin, format_count)
-    axis.xaxis.set_major_locator(FixedLocator(values))
+    axis.xaxis.set_major_locator(FixedLocator(ticks_with_room(axis, values, format_count)))
     metric_axis(axis, metric, higher_is_better)
     axis.set_xlabel(f"{setting} (log scale)")
     legend_beside(figure, lines, [short(name) for name in drawn], "tables")
@@ -217,9 +218,9 @@ def bytes_per_form(form_bytes: Mapping[str, int]) -> Figure:
         label = format_megabytes(sizes[form])
         if dense is not None and form != "dense_fp32":
             change = dense / sizes[form]
-            label += f" ({change:.3g}{TIMES} smaller)" if change >= 1 else f" ({1 / change:.3g}{TIMES} larger)"
+            label += f" ({format_ratio(change)} smaller)" if change >= 1 else f" ({format_ratio(1 / change)} larger)"
         axis.annotate(label, (megabytes, position), (5, 0), textcoords="offset points", va="center", fontsize=9)
-    log_axis(axis, low, low * (largest / low) ** 1.42, lambda x: f"{x:g}" if x < 1000 else f"{x:,.0f}")
+    log_axis(axis, low, low * (largest / low) ** 1.42, format_number)
     axis.set_yticks(range(len(forms)), [short(form) for form in forms])
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)

@@ -20,6 +20,12 @@ from torch import Tensor
 from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import check_alpha
 from dnis_torchrec.report.figures.style import BLACK, BLUE, GREEN, GREY, ORANGE, WIDTH, short, styled
+from dnis_torchrec.report.tables import format_count
+
+COUNTED_BLOCKS = 16
+"""Up to so many, the dimensions that are left of a block are counted beside the heat map."""
+MOST_TICKS = {1: 12, 2: 8, 3: 5}
+"""Columns of panels -> how many ticks have room below one."""
 
 
 @styled
@@ -30,14 +36,14 @@ def alpha_per_block(alpha: Mapping[str, Tensor]) -> Figure:
     blank; the number right of a row counts its non-zero dimensions. All panels share one scale from 0 to 1.
 
     Args:
-        alpha: embedding_dim or table name -> ``(S, D)``.
+        alpha: title of a panel -> ``(S, D)``.
 
     Raises:
         ValueError: if there is no alpha or one is not a matrix of values in [0, 1].
     """
     _check_drawable(alpha)
     num_columns, num_rows = _grid(len(alpha))
-    tallest = min(max(values.shape[0] for values in alpha.values()), 16)
+    tallest = min(max(values.shape[0] for values in alpha.values()), COUNTED_BLOCKS)
     figure = Figure(figsize=(WIDTH, num_rows * (0.75 + 0.2 * tallest) + 0.5), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False)
     blues = matplotlib.colormaps["Blues"](np.linspace(0.15, 1, 256))
@@ -76,7 +82,7 @@ def _alpha_panel(axis: Axes, title: str, values: np.ndarray, colours: Colormap) 
     axis.hlines(np.arange(1, num_blocks) - 0.5, -0.5, embedding_dim - 0.5, color="#ECECEC", linewidth=1.2)
     axis.spines[:].set(visible=True, color="#ECECEC", linewidth=1.2)
     axis.tick_params(length=0)
-    if num_blocks <= 16:
+    if num_blocks <= COUNTED_BLOCKS:
         axis.text(1, 1.02, "non-zero", transform=axis.transAxes, ha="center", va="bottom", fontsize=8, color="#777777")
         for block, count in enumerate((values > 0).sum(axis=1)):
             axis.text(embedding_dim - 0.3, block, f" {count}", va="center", fontsize=8.5, color="#333333")
@@ -91,7 +97,7 @@ def alpha_distribution(alpha: Mapping[str, Tensor]) -> Figure:
     the dots and counted below the axis instead, but count in median and quartiles.
 
     Args:
-        alpha: embedding_dim or table name -> ``(S, D)``.
+        alpha: title of a panel -> ``(S, D)``.
 
     Raises:
         ValueError: if there is no alpha or one is not a matrix of values in [0, 1].
@@ -102,7 +108,7 @@ def alpha_distribution(alpha: Mapping[str, Tensor]) -> Figure:
     axes = figure.subplots(num_rows, num_columns, squeeze=False, sharey=True)
     for axis, (name, values) in zip(axes.flat, alpha.items(), strict=False):
         axis.set_title(_panel_title(name, num_columns))
-        _distribution_panel(axis, values.detach().float().cpu().numpy())
+        _distribution_panel(axis, values.detach().float().cpu().numpy(), MOST_TICKS[num_columns])
     for axis in axes.flat[len(alpha) :]:
         axis.set_visible(False)
     for axis in axes[:, 0]:
@@ -111,7 +117,7 @@ def alpha_distribution(alpha: Mapping[str, Tensor]) -> Figure:
     return figure
 
 
-def _distribution_panel(axis: Axes, values: np.ndarray) -> None:
+def _distribution_panel(axis: Axes, values: np.ndarray, most_ticks: int) -> None:
     num_blocks, embedding_dim = values.shape
     style: dict[str, Any] = {"markersize": 3.4 if embedding_dim > 32 else 5, "alpha": 0.6, "markeredgewidth": 0}
     for block, row in enumerate(values):
@@ -122,7 +128,7 @@ def _distribution_panel(axis: Axes, values: np.ndarray) -> None:
         low, median, high = np.quantile(row, (0.25, 0.5, 0.75))
         axis.vlines(block + 0.28, low, high, color=BLACK, linewidth=2.2)
         axis.plot(block + 0.28, median, "o", color="white", markeredgecolor=BLACK, markersize=4.5, markeredgewidth=1.4)
-    step = math.ceil(num_blocks / 12)
+    step = math.ceil(num_blocks / most_ticks)
     shown = range(0, num_blocks, step)
     axis.set_xticks(shown, [f"{block}\n{(values[block] == 0).mean():.0%}" for block in shown])
     axis.set_xlim(-0.6, num_blocks - 0.4)
@@ -143,7 +149,7 @@ def _grid(num_panels: int) -> tuple[int, int]:
 
 
 def _panel_title(name: str, num_columns: int) -> str:
-    return f"tables of D = {name}" if name.isdigit() else short(name, 60 if num_columns == 1 else 20)
+    return short(name, 60 if num_columns == 1 else 20)
 
 
 @styled
@@ -189,7 +195,8 @@ def _pressure_areas(axis: Axes, epochs: list[float], history: Sequence[Mapping[s
     for sign, colour, name in ((1, "#E3E3E3", "pressure"), (-1, "#DCE9F5", "pressure that holds alpha up")):
         area = (sign * pressure).clip(min=0)
         if area.any():
-            label = f"{name} / its peak of {peak:.3g}" if sign * pressure[np.abs(pressure).argmax()] > 0 else name
+            is_highest = sign * pressure[np.abs(pressure).argmax()] > 0
+            label = f"{name} / its peak of {format_count(peak)}" if is_highest else name
             axis.fill_between(epochs, area / peak, color=colour, linewidth=0, label=label)
 
 

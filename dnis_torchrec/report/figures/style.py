@@ -43,6 +43,8 @@ METHOD_STYLES = {
 """Methods that look the same in every figure; the others take what is left, see `method_styles`."""
 OTHER_COLOURS, OTHER_MARKERS = (PURPLE, SKY, YELLOW), ("<", ">", "*", "h")
 WIDTH = 8.6
+TICK_CHARACTER = 0.014
+"""Room for a character of a tick and for the gap beside one, as a share of an axis."""
 STYLE: Any = {  # Any: matplotlib types the key as a literal of all its parameters
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
@@ -134,10 +136,21 @@ def log_axis(axis: Axes, low: float, high: float, tick_text: Callable[[float], s
     """Makes the x axis logarithmic from `low` to `high`, with round ticks from `first` on."""
     axis.set_xscale("log")
     axis.set_xlim(low, high)
-    axis.xaxis.set_major_locator(FixedLocator(log_ticks(max(low, first), high)))
+    axis.xaxis.set_major_locator(FixedLocator(ticks_with_room(axis, log_ticks(max(low, first), high), tick_text)))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
     axis.xaxis.set_minor_formatter(NullFormatter())
+
+
+def ticks_with_room(axis: Axes, values: Sequence[float], tick_text: Callable[[float], str]) -> list[float]:
+    """Those of rising values whose texts have room beside each other on a logarithmic axis, the largest in any case."""
+    low, high = axis.get_xlim()
+    room = TICK_CHARACTER * (1 + max(len(tick_text(value)) for value in values)) * math.log(high / low)
+    kept = [values[-1]]
+    for value in reversed(values[:-1]):
+        if math.log(kept[-1] / value) >= room:
+            kept.append(value)
+    return kept[::-1]
 
 
 def log_ticks(low: float, high: float) -> list[float]:

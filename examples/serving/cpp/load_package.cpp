@@ -20,6 +20,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <iterator>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -87,14 +88,26 @@ at::Tensor read_tensor(std::istream& request, const std::vector<int64_t>& sizes,
   return tensor;
 }
 
-std::vector<at::Tensor> read_request(std::istream& request) {
+// Found without a JSON parser: `dnis package` writes each field on a line of its own, after two blanks.
+bool read_is_weighted(const fs::path& manifest) {
+  std::ifstream file(manifest);
+  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  const bool is_weighted = text.find("\n  \"is_weighted\": true") != std::string::npos;
+  const bool is_known = is_weighted || text.find("\n  \"is_weighted\": false") != std::string::npos;
+  check(is_known, manifest.string() + ": expected is_weighted to be true or false");
+  return is_weighted;
+}
+
+std::vector<at::Tensor> read_request(std::istream& request, bool is_weighted) {
   int64_t batch_size = 0, num_dense = 0, num_features = 0, num_ids = 0;
   request >> batch_size >> num_dense >> num_features >> num_ids;
+  check(static_cast<bool>(request), "request: too short");
   const at::Tensor dense = read_tensor<float>(request, {batch_size, num_dense}, at::kFloat);
   const at::Tensor lengths = read_tensor<int32_t>(request, {num_features, batch_size}, at::kInt);
   const at::Tensor values = read_tensor<int64_t>(request, {num_ids}, at::kLong);
   std::vector<at::Tensor> inputs = {dense, values, lengths};
-  if (!(request >> std::ws).eof()) inputs.push_back(read_tensor<float>(request, {num_ids}, at::kFloat));
+  if (is_weighted) inputs.push_back(read_tensor<float>(request, {num_ids}, at::kFloat));
+  check((request >> std::ws).eof(), "request: too long");
   return inputs;
 }
 
@@ -112,7 +125,8 @@ void serve(const fs::path& package) {
   torch::inductor::AOTIModelPackageLoader model(
       (package / "model.pt2").string(), "model", /*run_single_threaded=*/false, /*num_runners=*/1);
   model.load_constants(constants, /*use_inactive=*/false, /*check_full_update=*/true, /*user_managed=*/true);
-  const at::Tensor predictions = model.run(read_request(std::cin)).at(0).contiguous();
+  const bool is_weighted = read_is_weighted(package / "package.json");
+  const at::Tensor predictions = model.run(read_request(std::cin, is_weighted)).at(0).contiguous();
   for (int64_t i = 0; i < predictions.numel(); ++i) std::printf("%.8g\n", predictions.const_data_ptr<float>()[i]);
 }
 
