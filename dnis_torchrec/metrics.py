@@ -58,8 +58,7 @@ class AreaUnderCurve(BinaryAUROC):
         - preds: ``(B,)`` probabilities.
         - target: ``(B,)`` 0 or 1.
 
-    Raises:
-        ValueError: from compute(), on all ranks, if all samples are of one class, where torchmetrics returns 0.
+    NaN where all samples are of one class; torchmetrics has 0 there.
 
     Example:
         >>> metric = AreaUnderCurve()
@@ -70,10 +69,8 @@ class AreaUnderCurve(BinaryAUROC):
 
     def compute(self) -> Tensor:  # type: ignore[override]  # torchmetrics' own has the base class's type
         """Area of all samples so far."""
-        classes = dim_zero_cat(self.target).unique().tolist()
-        remedy = "check its labels, or hold out more samples"
-        check(len(classes) == 2, "evaluation split", "expected samples of both classes", f"only {classes}", remedy)
-        return super().compute()
+        has_both = dim_zero_cat(self.target).unique().numel() == 2
+        return super().compute() if has_both else torch.tensor(torch.nan)
 
 
 class _TorchRecMetric(Metric):
@@ -101,6 +98,8 @@ class NormalizedEntropy(_TorchRecMetric):
     .. math:: NE = \frac{-\frac 1 n \sum_i y_i \log p_i + (1 - y_i) \log(1 - p_i)}
                         {-(\bar y \log \bar y + (1 - \bar y) \log(1 - \bar y))}
 
+    NaN where all samples are of one class.
+
     Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, 2014; computed by torchrec.metrics.
 
     Shape:
@@ -127,7 +126,8 @@ class NormalizedEntropy(_TorchRecMetric):
     def compute(self) -> Tensor:
         """Normalised entropy of all samples so far."""
         sums = (self.cross_entropy_sum, self.weighted_num_samples, self.pos_labels, self.neg_labels)
-        return compute_ne(*sums, _SMALLEST_PROBABILITY)
+        has_both = bool(self.pos_labels) and bool(self.neg_labels)
+        return compute_ne(*sums, _SMALLEST_PROBABILITY) if has_both else torch.tensor(torch.nan)
 
 
 class Calibration(_TorchRecMetric):

@@ -27,10 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def console_events(run: RunFolder) -> Iterator[SearchEvents]:
+def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[SearchEvents]:
     """Progress on standard error (tqdm), TensorBoard events in RUN/tensorboard, and Ctrl-C that stops after the step.
 
     Only rank 0 shows and writes anything.
+
+    Args:
+        run: the folder of the run.
+        notes: what its user should know before it begins.
 
     Yields:
         Events to hand to `search`.
@@ -45,7 +49,7 @@ def console_events(run: RunFolder) -> Iterator[SearchEvents]:
 
         def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
             run.save_stages(counts, blocks)
-            for note in counts.notes():
+            for note in (*notes, *counts.notes()):
                 bar.write(note, file=sys.stderr)
             curves.start(blocks)
 

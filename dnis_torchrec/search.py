@@ -185,8 +185,7 @@ class SearchConfig:
         config = SearchConfig(size=size, **{name: getattr(recipe, name) for name in names} | dict(settings or {}))
         if not config.pressure or recipe.least_compression == 1:
             return config
-        dense_parameters = sum(table.num_embeddings * table.embedding_dim for table in table_configs(recipe.model))
-        return replace(config, size=size.pressed_to(recipe.least_compression, dense_parameters))
+        return replace(config, size=size.pressed_to(recipe.least_compression, dense_parameters(recipe.model)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +226,18 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
             raise TypeError(describe(f"FQN {fqn!r}", "expected an unsharded collection", received))
         configs += module.embedding_bag_configs()
     return configs
+
+
+def dense_parameters(model: nn.Module) -> int:
+    """Parameters of all tables of an unsharded model: the sum of N D.
+
+    Example:
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"])
+        >>> dense_parameters(EmbeddingBagCollection(tables=[table]))
+        40
+    """
+    return sum(table.num_embeddings * table.embedding_dim for table in table_configs(model))
 
 
 def count_training_data(

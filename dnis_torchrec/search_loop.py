@@ -151,7 +151,8 @@ class SearchLoop:
 
     Attributes:
         history: one record per epoch.
-        best: the best epoch after the ramp.
+        best: the best epoch whose columns are settled, so from the last one of the ramp on; without pressure after the
+            warm-up.
         seconds_before: what earlier attempts had taken until the checkpoint that this one went on from.
     """
 

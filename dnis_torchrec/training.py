@@ -214,10 +214,10 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
         device: where the model is.
 
     Returns:
-        metric -> value; ``"loss"`` is always among them.
+        metric -> value; ``"loss"`` is always among them, ``auc`` and ``ne`` only where samples are of both classes.
 
     Raises:
-        ValueError: if the split is empty, labels of a binary loss are not both 0 and 1, or a query has fewer candidates
+        ValueError: if the split is empty, a label of a binary loss is neither 0 nor 1, or a query has fewer candidates
             than k.
         NonFiniteError: on all ranks, if a prediction or its loss is NaN or infinite.
     """
@@ -252,7 +252,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
         raise NonFiniteError(describe("evaluation split", "expected finite predictions", "nan or inf", REMEDY))
     if is_binary and not is_ranking:
         total["logloss"] = total["loss"]
-    return total | {name: float(value) for name, value in metrics.compute().items()}
+    computed = {name: float(value) for name, value in metrics.compute().items()}
+    return total | {name: value for name, value in computed.items() if not math.isnan(value)}
 
 
 def primary_metric(loss: nn.Module, test: Iterable[Batch] = ()) -> tuple[str, bool]:

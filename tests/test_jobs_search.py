@@ -91,7 +91,7 @@ def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(
 
 
 def test_a_search_that_is_pressed_farther_than_asked_says_so(
-    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def pressed(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
         return dataclasses.replace(tiny.make_recipe(seed=seed), least_compression=8.0)
@@ -103,7 +103,9 @@ def test_a_search_that_is_pressed_farther_than_asked_says_so(
         "compression_ratio 4 was asked for, and compression 8 searched: the recipe's model overfits with larger tables."
     )
     assert note in RunFolder(tmp_path / "run").read_head()["notes"]
+    assert note in capsys.readouterr().err
     run_search(job(tmp_path / "small", size=Size(compression_ratio=9)))
+    assert "asked for" not in capsys.readouterr().err
     assert not any("asked for" in note for note in RunFolder(tmp_path / "small").read_head()["notes"])
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from dnis_torchrec.checks import check
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
-from dnis_torchrec.search import table_configs
+from dnis_torchrec.search import dense_parameters
 
 MAX_EPOCHS = 60
 
@@ -55,7 +55,7 @@ class MethodTask:
 
     def dense_bytes(self) -> int:
         """Bytes of the uncompressed float32 tables: the sum of 4 N D."""
-        return sum(4 * table.num_embeddings * table.embedding_dim for table in table_configs(self.build(None).model))
+        return 4 * dense_parameters(self.build(None).model)
 
     def embedding_bytes(self) -> int:
         """Bytes that the compressed tables may take."""

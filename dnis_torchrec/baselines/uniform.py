@@ -11,7 +11,7 @@ from dnis_torchrec.baselines.trained_scheme import best_of, scheme_result, unifo
 from dnis_torchrec.checks import describe
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.search import table_configs
+from dnis_torchrec.search import dense_parameters, table_configs
 from dnis_torchrec.training import evaluate
 
 GRID_STEP = 4
@@ -133,7 +133,7 @@ def dense_table_bytes(model: nn.Module) -> int:
         >>> dense_table_bytes(EmbeddingBagCollection(tables=[table]))
         160
     """
-    return sum(4 * table.num_embeddings * table.embedding_dim for table in table_configs(model))
+    return 4 * dense_parameters(model)
 
 
 def trainable_dim(embedding_dim: int) -> int:

@@ -24,7 +24,7 @@ from dnis_torchrec.export.of_model import export
 from dnis_torchrec.jobs import build_recipe, versions
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.search import table_configs
+from dnis_torchrec.search import dense_parameters
 from dnis_torchrec.training import evaluate, process_group
 
 SECONDS_TO_END = 10
@@ -91,10 +91,10 @@ def _work_folder(folder: Path) -> Iterator[Path]:
 def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.device) -> TrainedCell:
     """Evaluates on the test split and gathers what the method cost."""
     # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
-    dense_parameters = sum(table.num_embeddings * table.embedding_dim for table in table_configs(recipe.model))
+    uncompressed = dense_parameters(recipe.model)
     row = ReportRow(
         method=task.cell.row_name,
-        compression_ratio=dense_parameters / max(1, made.scheme.parameters),
+        compression_ratio=uncompressed / max(1, made.scheme.parameters),
         parameters=made.scheme.parameters,
         bytes=made.scheme.form_bytes(),
         metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), recipe.data.test, recipe.loss, device),
@@ -103,7 +103,7 @@ def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.d
     )
     return TrainedCell(
         row=row,
-        dense_bytes=4 * dense_parameters,
+        dense_bytes=4 * uncompressed,
         form=made.form,
         embedding_bytes=made.embedding_bytes(),
         extra_bytes=made.extra_bytes,

@@ -144,7 +144,7 @@ def _search(
     job: SearchJob, recipe: Recipe, config: SearchConfig, head: dict[str, Any], run: RunFolder, device: torch.device
 ) -> None:
     """The search itself; leaves a finished run with its row."""
-    with console_events(run) as events:
+    with console_events(run, _note_of_size(job, recipe, config)) as events:
         torch.manual_seed(job.seed)
         started = time.monotonic()
         try:
