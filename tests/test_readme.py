@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec
+from tests.test_cli import SHORT, dnis
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -34,6 +38,7 @@ def make_batches(count: int) -> list[Batch]:
 def quickstart(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the first two blocks leave behind: the model that somebody has, and the ten lines."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)  # `gloo` is one
     names: dict[str, Any] = {"make_batches": make_batches}
     for block in BLOCKS[:2]:
         exec(block, names)
@@ -50,7 +55,7 @@ def test_the_quickstart_runs_as_written(quickstart: dict[str, Any]) -> None:
 
 
 def test_the_other_way_to_shard_keeps_the_weights(quickstart: dict[str, Any]) -> None:
-    (other_way,) = BLOCKS[2:]
+    other_way = BLOCKS[2]
     torch.manual_seed(0)
     exec(other_way, quickstart)
     torch.manual_seed(0)
@@ -59,6 +64,24 @@ def test_the_other_way_to_shard_keeps_the_weights(quickstart: dict[str, Any]) ->
     (kept,) = (value for name, value in sharded.items() if name.endswith("embedding_bags.t.weight"))
     table = fresh.sparse_arch.embedding_bag_collection.embedding_bags["t"]
     assert torch.equal(kept.local_shards()[0].tensor, table.weight)
+
+
+def test_its_process_group_needs_no_launcher() -> None:
+    (line,) = re.findall(r"^torch\.distributed\.init_process_group.*$", BLOCKS[0], re.MULTILINE)
+    code = f"import torch\n{line}\nprint(torch.distributed.get_world_size())"
+    bare = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def test_its_recipe_is_searched(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = re.findall(r"^(?:import|from) .*$", BLOCKS[0], re.MULTILINE)
+    lines = [*imports, "from tests.test_readme import make_batches", BLOCKS[3]]
+    (tmp_path / "my_ranker.py").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = dnis("search", "my_ranker:recipe", "--compression", 4, "--out", tmp_path / "run", *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert "dnis" in done.stdout
 
 
 def test_every_file_it_names_exists() -> None:

@@ -48,8 +48,8 @@ def command(app: AppDef) -> str:
 
 
 def documented() -> list[str]:
-    """Every command of docs/launching.md that is a dry run."""
-    blocks = re.findall(r"```sh\n(.*?)```", LAUNCHING, re.DOTALL)
+    """Every command of docs/launching.md that is a dry run, in one line each."""
+    blocks = re.findall(r"```sh\n(.*?)```", re.sub(r" \\\n +", " ", LAUNCHING), re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if " --dryrun" in line]
 
 

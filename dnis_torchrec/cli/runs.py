@@ -111,8 +111,8 @@ def search(
 ) -> None:
     """Searches: counts, blocks, learns alpha on validation loss, merges, prunes; writes RUN and its report.json.
 
-    The search ends at the requested size; nothing else has to be tuned. Ctrl-C saves and stops; the same command with
-    --resume goes on, also after a crash.
+    The search ends at the requested size without tuning; README names the recipe's settings that improve quality.
+    Ctrl-C saves and stops; the same command with --resume goes on, also after a crash.
     """
     with arguments():
         size = _size(compression, embedding_bytes, form)
