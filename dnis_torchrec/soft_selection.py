@@ -132,8 +132,8 @@ class _Select(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_alpha = torch.zeros_like(alpha)
             for chunk in _chunks(rows):
-                products = (grad[chunk] * pooled[chunk]).reshape(-1, alpha.shape[1])
-                grad_alpha.index_add_(0, rows[chunk].flatten(), products)
+                products = grad[chunk].to(alpha.dtype) * pooled[chunk].to(alpha.dtype)
+                grad_alpha.index_add_(0, rows[chunk].flatten(), products.reshape(-1, alpha.shape[1]))
         return grad_pooled, grad_alpha, None
 
 
@@ -160,7 +160,7 @@ class _SelectBlocks(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_alpha = torch.zeros_like(alpha)
             for chunk in _chunks(grad):
-                grad_alpha += (pooled[chunk] * grad[chunk].unsqueeze(1)).sum(0)
+                grad_alpha += (pooled[chunk].to(alpha.dtype) * grad[chunk].to(alpha.dtype).unsqueeze(1)).sum(0)
         return grad_pooled, grad_alpha
 
 

@@ -230,7 +230,7 @@ def test_block_keeps_the_best_whole_columns_within_the_budget(case: Case, size: 
     kept = {}
     for names in [["a", "b"]] if scope == "global" else [["a"], ["b"]]:
         own = sum(float(budget.column_costs[t].sum()) * scores[t].shape[1] for t in names)
-        amount = budget.amount if scope == "global" else min(1.0, budget.amount / total) * own
+        amount = budget.amount if scope == "global" else min(1.0, budget.amount / total) * own * (1 + 1e-12)
         costs = torch.cat([budget.column_costs[t].repeat_interleave(scores[t].shape[1]) for t in names])
         chosen = keep_within(torch.cat([scores[t].flatten() for t in names]), costs, amount)
         parts = chosen.split([scores[t].numel() for t in names])
@@ -270,6 +270,27 @@ def test_a_bare_collection_is_named_by_the_empty_fqn() -> None:
     assert scheme.tables["a"].collection == ""
     assert scheme.tables["a"].routing.boundaries.tolist() == [0, 2, 3]
     assert scheme.tables["a"].is_block_structured
+
+
+@pytest.mark.parametrize("scope", ["global", "table"])
+def test_no_column_is_lost_to_rounding(scope: str) -> None:
+    """A share of 1/49 of 49 columns is .9999999999999999 of one in floating point."""
+    for num_rows in (3, 49, 98, 103):
+        model, blocks, counts = simple(counts=(1,) * num_rows, dim=1, num_blocks=num_rows)
+        assert prune(model, blocks, counts, size=Size(parameters=1), scope=scope).parameters == 1
+
+
+@pytest.mark.parametrize("structure", ["block", "element"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_retained_keeps_its_bits(dtype: torch.dtype, structure: str) -> None:
+    model, blocks, counts = simple(counts=(4, 3, 2, 1), dim=3)
+    model.to(dtype)
+    weight = model.embedding_bags["a"].weight.detach()
+    weight.copy_(torch.arange(1, 13).view(4, 3) / 8)
+    before = weight.clone()
+    scheme = prune(model, blocks, counts, size=Size(parameters=6), structure=structure)
+    assert scheme.parameters == 6
+    assert torch.equal(weight, before * (weight != 0))
 
 
 def test_a_weighted_collection_is_told() -> None:

@@ -51,6 +51,26 @@ def test_select_per_block(batch_size: int, num_blocks: int, dim: int, seed: int)
     assert torch.autograd.gradcheck(select_per_block, (pooled.requires_grad_(), alpha.requires_grad_()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_alpha_stays_float32_whatever_tables_put_out(dtype: torch.dtype) -> None:
+    """Its gradient is summed in its own precision, as if the output of the tables had been cast before."""
+    pooled = random(50, 2, 3, seed=0).to(dtype)
+    weights = random(50, 2, 3, seed=1).to(dtype)
+    rows = torch.randint(4, (50, 2), generator=torch.Generator().manual_seed(2))
+    alpha = random(4, 3, seed=3, dtype=torch.float32).requires_grad_()
+    selected = select_per_sample(pooled, alpha, rows)
+    per_block = select_per_block(pooled, alpha[:2])
+    assert (selected.dtype, per_block.dtype) == (dtype, dtype)
+    got = torch.autograd.grad((selected * weights).sum() + (per_block * weights[:, 0]).sum(), [alpha])[0]
+    cast, of_sample = pooled.float(), weights.float()
+    expected = torch.zeros(4, 3)
+    for b in range(50):
+        for f in range(2):
+            expected[rows[b, f]] += cast[b, f] * of_sample[b, f]
+            expected[f] += cast[b, f] * of_sample[b, 0]
+    torch.testing.assert_close(got, expected)
+
+
 def test_select_leaves_its_arguments_alone() -> None:
     pooled, alpha = random(2, 1, 3, seed=0), random(2, 3, seed=1)
     before = pooled.clone(), alpha.clone()

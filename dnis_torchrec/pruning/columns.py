@@ -44,7 +44,7 @@ def kept_columns(
     kept: dict[str, Tensor] = {}
     for name in names:
         cost = limit.column_costs[name]
-        amount = share * float(cost.sum()) * scores[name].shape[1]
+        amount = share * float(cost.sum()) * scores[name].shape[1] * (1 + 1e-12)  # as in `Budget.of`
         kept |= _keep_columns_within([name], scores, limit.column_costs, amount)
     return kept
 
@@ -98,7 +98,7 @@ def _largest_squares(table: PrunedTable, ranks: Ranks) -> Tensor:
 
 
 def _seen_squares(table: PrunedTable, part: Tensor, rows: slice) -> Tensor:
-    squares = part.cpu().double().square_()
+    squares = part.cpu().double().square()  # not in place: of float64 on a CPU this is the table itself
     squares[table.counts[rows] == 0] = 0
     return squares
 
