@@ -167,12 +167,21 @@ class UnrolledHypergradient:
     """
 
     def __init__(self, model: nn.Module, alpha: Alpha, step: float, optimizer: Any = None) -> None:
-        remedy = "pass the lower level's learning rate, or None for the first order"
-        check(step > 0, "unrolled_step", "expected a number above 0", step, remedy)
+        self.set_step(step)
         _check_ordinary_gradients(model)
-        self._modules, self._alpha, self._step = list(model.modules()), alpha, step
+        self._modules, self._alpha = list(model.modules()), alpha
         self._weights = [parameter for _, parameter in model.named_parameters() if parameter.requires_grad]
         self._optimizer = optimizer
+
+    def set_step(self, step: float) -> None:
+        """Sets xi for the next call.
+
+        Raises:
+            ValueError: if it is not above 0.
+        """
+        remedy = "pass the lower level's learning rate, or None for the first order"
+        check(step > 0, "unrolled_step", "expected a number above 0", step, remedy)
+        self._step = step
 
     def __call__(self, train: Callable[[], Tensor], validation: Callable[[], Tensor]) -> list[Tensor]:
         """The gradient of alpha on one batch of each level.

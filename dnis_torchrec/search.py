@@ -70,8 +70,8 @@ class SearchConfig:
         size: the requested size of all tables.
         pressure: lead alpha to the size while training. NOTE[DIFF]: False is the paper's search, where validation loss
             alone moves alpha and pruning has to reach the size afterwards.
-        unrolled: take the gradient of alpha through one unrolled step of the weights (see `hypergradient`), at the
-            learning rate of the tables; needs tables without a fused optimizer.
+        unrolled: take the gradient of alpha through one unrolled step of the weights (see `hypergradient`), each at its
+            learning rate of the epoch; needs tables without a fused optimizer.
         structure: what pruning drops at the end, see `prune`. With pressure whole columns are dead by then.
         num_blocks: S.
         scope: see `blocks_from_counts`.
@@ -146,6 +146,10 @@ class SearchConfig:
     def within(self, max_epochs: int) -> SearchConfig:
         """A configuration of at most so many epochs: each part shorter by the same share, none below one epoch.
 
+        Args:
+            max_epochs: 3 at least, one of each part; fewer count as 3. What parts of one epoch cannot give up, the
+                longest one does.
+
         Example:
             >>> parts = {"warm_up_epochs": 2, "ramp_epochs": 8, "release_epochs": 10}
             >>> short = SearchConfig(size=Size(compression_ratio=2), **parts).within(10)
@@ -155,7 +159,10 @@ class SearchConfig:
         if self.epochs <= max_epochs:
             return self
         names = ("warm_up_epochs", "ramp_epochs", "release_epochs")
-        return replace(self, **{name: max(1, getattr(self, name) * max_epochs // self.epochs) for name in names})
+        parts = {name: max(1, getattr(self, name) * max_epochs // self.epochs) for name in names}
+        while sum(parts.values()) > max(max_epochs, len(parts)):
+            parts[max(parts, key=lambda name: parts[name])] -= 1
+        return replace(self, **parts)
 
     @staticmethod
     def of(recipe: Recipe, size: Size, settings: Mapping[str, Any] | None = None) -> SearchConfig:
@@ -329,6 +336,7 @@ def search(
     )
     Budget.of(config.size, blocks)
     steps_per_epoch = sum(1 for _ in recipe.data.train)
+    _check_upper_steps(config, steps_per_epoch)
     with together():
         events.on_start(steps_per_epoch, counts, blocks)
     turned = [table for group in rotation_groups(recipe.model) for table in group.tables] if config.rotate else []
@@ -349,7 +357,7 @@ def search(
         patience=config.patience,
         steps_per_epoch=steps_per_epoch,
         events=events,
-        before_epoch=partial(_set_rates_, model, optimizer, recipe, config),
+        before_epoch=partial(_set_rates_, model, optimizer, pipeline, recipe, config),
         after_warm_up=partial(_turn_, model, optimizer, pipeline, blocks, counts) if turned else None,
     )
     loop.run()
@@ -393,22 +401,39 @@ def _turn_(
     pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
 
 
-def _table_rate(recipe: Recipe, config: SearchConfig) -> float:
-    """Of tables before the release."""
-    return (config.search_table_learning_rate if config.pressure else None) or recipe.table_learning_rate
-
-
 def _set_rates_(
-    model: DistributedModelParallel, optimizer: KeyedOptimizerWrapper, recipe: Recipe, config: SearchConfig, epoch: int
+    model: DistributedModelParallel,
+    optimizer: KeyedOptimizerWrapper,
+    pipeline: BilevelTrainPipeline,
+    recipe: Recipe,
+    config: SearchConfig,
+    epoch: int,
 ) -> None:
     """Sets the learning rates of an epoch; checkpoints do not have them, so a search that goes on needs it too."""
-    tables, dense = _table_rate(recipe, config), recipe.dense_learning_rate
+    tables, dense = recipe.table_learning_rate, recipe.dense_learning_rate
     if config.pressure:
+        tables = config.search_table_learning_rate or tables
         dense = config.search_dense_learning_rate or dense
         if epoch >= config.warm_up_epochs + config.ramp_epochs:
             tables = config.release_table_learning_rate or tables
             dense = config.release_dense_learning_rate or dense
     set_learning_rates_(model, optimizer, tables=tables, dense=dense)
+    if config.unrolled:
+        pipeline.set_unrolled_step(_highest_rate(optimizer))
+
+
+def _highest_rate(optimizer: KeyedOptimizerWrapper) -> float:
+    """As xi of an unrolled step it makes every weight go at its own rate (see `UnrolledHypergradient`)."""
+    return max(group["lr"] for group in optimizer.param_groups)
+
+
+def _check_upper_steps(config: SearchConfig, steps_per_epoch: int) -> None:
+    """Without an upper step before columns die, or at all, alpha would decide nothing."""
+    epochs = config.ramp_epochs + (0 if config.pressure else config.release_epochs)
+    during = "the ramp" if config.pressure else "the epochs behind the warm-up"
+    requirement = f"expected at most {epochs * steps_per_epoch}, the lower steps of {during}"
+    fits = config.upper_every <= epochs * steps_per_epoch
+    check(fits, "upper_every", requirement, config.upper_every, "let alpha step more often")
 
 
 def _pipeline(
@@ -422,7 +447,6 @@ def _pipeline(
     """Both levels of a search as it is configured, and what they read."""
     schedule = LevelSchedule(warm_up_steps=config.warm_up_epochs * steps_per_epoch, upper_every=config.upper_every)
     pressure = config.pressure_over(max(1, config.ramp_epochs * steps_per_epoch // config.upper_every))
-    rate = max(_table_rate(recipe, config), recipe.dense_learning_rate)
     pipeline_type = PrefetchBilevelTrainPipeline if PrefetchedTables(model) else BilevelTrainPipeline
     pipeline = pipeline_type(
         model,
@@ -431,6 +455,6 @@ def _pipeline(
         pressure=pressure if config.pressure else None,
         alpha_learning_rate=config.alpha_learning_rate,
         alpha_averaging=config.alpha_averaging,
-        unrolled_step=rate if config.unrolled else None,
+        unrolled_step=_highest_rate(optimizer) if config.unrolled else None,
     )
     return pipeline, BilevelStream(recipe.data.train, recipe.data.validation, schedule)

@@ -141,7 +141,8 @@ class SearchLoop:
         folder: where checkpoints go: a path that all ranks see, or a URL.
         saving: when, and what to do about errors.
         epochs: epochs at most.
-        warm_up_epochs: of them, those that cannot be the best one.
+        warm_up_epochs: of them, those without upper steps. They cannot be the best one, nor, with pressure, can those
+            of the ramp but its last.
         patience: epochs without a better selection loss before stopping.
         steps_per_epoch: lower steps of an epoch.
         events: who listens.

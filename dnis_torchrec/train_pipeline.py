@@ -288,6 +288,21 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         read_checkpoint(path, own, self._process_group, kinds=("table", "model"))
         finish_load_(self._model, own.tensors)
 
+    def set_unrolled_step(self, step: float) -> None:
+        """Takes another xi from the next upper step on, as after a change of learning rates. On all ranks alike.
+
+        Args:
+            step: see `unrolled_step`.
+
+        Raises:
+            RuntimeError: if the gradient is one of first order.
+            ValueError: if it is not above 0.
+        """
+        if self._unrolled is None:
+            remedy = "pass unrolled_step to BilevelTrainPipeline"
+            raise RuntimeError(describe("set_unrolled_step", "expected an unrolled pipeline", "first order", remedy))
+        self._unrolled.set_step(step)
+
     @property
     def level(self) -> Level:
         """Level of the batch that is at the head of the queue."""

@@ -81,9 +81,30 @@ def test_a_shorter_search_keeps_its_shares(parts: tuple[int, int, int], max_epoc
     config = SearchConfig(size=size, warm_up_epochs=warm_up, ramp_epochs=ramp, release_epochs=release)
     short = config.within(max_epochs)
     assert (short == config) == (config.epochs <= max_epochs)
+    assert short.epochs <= max_epochs
     if short != config:
-        for kept, part in zip((short.warm_up_epochs, short.ramp_epochs, short.release_epochs), parts, strict=True):
-            assert kept == max(1, part * max_epochs // config.epochs)
+        kept = (short.warm_up_epochs, short.ramp_epochs, short.release_epochs)
+        shares = [part * max_epochs / config.epochs for part in parts]
+        assert min(kept) >= 1
+        # A whole epoch is less than the share only where a part of less than one epoch was rounded up.
+        rounded_up = sum(1 for share in shares if share < 1)
+        assert all(share - 1 - rounded_up < own < share + 1 for own, share in zip(kept, shares, strict=True))
+        assert max(kept) - kept[shares.index(max(shares))] <= 1
+
+
+def test_fewer_than_three_epochs_count_as_three() -> None:
+    config = SearchConfig(size=Size(compression_ratio=2), warm_up_epochs=1, ramp_epochs=1, release_epochs=4)
+    assert [config.within(most).epochs for most in (1, 2, 3, 4, 5, 6)] == [3, 3, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("pressure", "most"), [(True, 10), (False, 30)])
+def test_alpha_steps_before_columns_die(gloo, tmp_path: Path, pressure: bool, most: int) -> None:
+    settings = {"pressure": pressure, "warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 2, "upper_every": most}
+    settings |= {} if pressure else {"structure": "element"}
+    config = SearchConfig(size=Size(compression_ratio=2), **settings)
+    assert search(make_recipe(), config, tmp_path / "enough", CPU).best_epoch >= 0
+    with pytest.raises(ValueError, match=f"upper_every: expected at most {most}, the lower steps of .*, got {most + 1}"):
+        search(make_recipe(), replace(config, upper_every=most + 1), tmp_path / "never", CPU)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +188,7 @@ def test_a_search_has_rates_of_its_own_until_the_release(
 ) -> None:
     """From the first epoch on as if the recipe had that rate, in the release the release's."""
     histories = []
-    for of_recipe, settings in ((0.1, {}), (1e-3, {f"search_{part}_learning_rate": 0.1})):
+    for of_recipe, settings in ((0.02, {}), (1e-3, {f"search_{part}_learning_rate": 0.02})):
         recipe = replace(make_recipe(optimizer=optimizer), **{f"{part}_learning_rate": of_recipe})
         settings |= {f"release_{part}_learning_rate": 0.01, "unrolled": unrolled}
         config = SearchConfig(size=Size(compression_ratio=4), **settings, **SHORT)
