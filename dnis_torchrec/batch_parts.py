@@ -23,6 +23,9 @@ class BatchParts(CutBatches):
     batch of too few samples gives fewer parts. Local. What is split over ranks after it was cut gives them the samples
     that one process alone would take.
 
+    Parts are cut in the order of the samples. A batch that holds all its positives in front would give parts without
+    any, whose gradients cancel those of the others: mix it, or put each positive in front of its negatives.
+
     Args:
         batches: can be iterated again and again; its attributes ``epoch`` and ``is_split_over_ranks``, if it has them,
             are passed on.

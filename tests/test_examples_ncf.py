@@ -15,6 +15,7 @@ from torch import nn
 
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.metrics import RANKING_KS
+from dnis_torchrec.batch_parts import BatchParts
 from dnis_torchrec.recipe import RankingBatch, TrainTask
 from dnis_torchrec.training import evaluate
 from examples import ncf
@@ -93,8 +94,15 @@ class TestImplicitBatches:
         for batch in seen:
             assert batch.labels.numel() == batch.dense_features.shape[0] == batch.sparse_features.stride() <= 60
             positives, negatives = pairs(batch, 1.0), pairs(batch, 0.0)
-            assert [user for user, _ in negatives] == 4 * [user for user, _ in positives]
+            assert [user for user, _ in negatives] == [user for user, _ in positives for _ in range(4)]
+            assert batch.labels.view(-1, 5).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]] * len(positives)
             assert not set(negatives) & set(interactions())
+
+    def test_parts_of_a_batch_hold_positives_and_negatives_alike(self):
+        """An upper step takes a part: one of negatives alone would pull alpha the other way."""
+        for num_parts in (2, 3, 4):
+            for part in BatchParts(self.batches(), num_parts):
+                assert abs(float(part.labels.sum()) - part.labels.numel() / 5) < 1
 
     def test_new_negatives_and_order_every_epoch_from_the_seed_alone(self):
         first = self.batches()

@@ -84,7 +84,8 @@ class ImplicitBatches:
     """Positives with freshly drawn negatives, to be iterated again and again: each time is the next epoch.
 
     Negatives are drawn batch by batch, so that an epoch never lies in memory as a whole. Order and negatives depend on
-    `seed` and `epoch` only.
+    `seed` and `epoch` only. Every positive stands in front of its negatives: whoever takes a part of a batch, an upper
+    step or a rank, has both.
 
     Args:
         users: ``(n,)`` int64 of the positives.
@@ -107,7 +108,7 @@ class ImplicitBatches:
         >>> batches = ImplicitBatches(users, items, known, num_negatives=2, batch_size=6, seed=0)
         >>> batch = next(iter(batches))
         >>> batch.sparse_features.keys(), batch.labels.tolist()
-        (['user', 'item'], [1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+        (['user', 'item'], [1.0, 0.0, 0.0, 1.0, 0.0, 0.0])
     """
 
     def __init__(
@@ -165,15 +166,17 @@ class ImplicitBatches:
         return (self._batch(rows, generator) for rows in order.split(self._positives_per_batch))
 
     def _batch(self, rows: Tensor, generator: torch.Generator) -> Batch:
-        users = self._users[rows].repeat(1 + self._num_negatives)
-        negatives = self._known.draw_negatives(users[rows.numel() :], generator)
+        groups = 1 + self._num_negatives
+        negatives = self._known.draw_negatives(self._users[rows].repeat(self._num_negatives), generator)
+        users = self._users[rows].repeat_interleave(groups)
+        items = torch.cat([self._items[rows], negatives]).view(groups, -1).t().reshape(-1)
         labels = torch.zeros(users.numel())
-        labels[: rows.numel()] = 1.0
+        labels[::groups] = 1.0
         return Batch(
             dense_features=torch.zeros(users.numel(), 0),
             sparse_features=KeyedJaggedTensor(
                 keys=list(FEATURES),
-                values=torch.cat([users, self._items[rows], negatives]),
+                values=torch.cat([users, items]),
                 lengths=torch.ones(2 * users.numel(), dtype=torch.int64),
                 stride=users.numel(),
                 length_per_key=[users.numel()] * 2,
