@@ -58,7 +58,10 @@ RELEASE_DECAY = 3.0
 """The learning rate of alpha falls by e^-3 in a release as long as the ramp."""
 
 MAX_DECAY = 0.5
-"""Share of it that one upper step takes at most, so that it stays above 0 after a ramp of a few steps."""
+"""Share of it that one upper step takes at most, so that a ramp of a few steps has a release behind it."""
+
+LEAST_RATE = torch.finfo(torch.float32).tiny
+"""The rate falls no lower in a release without end: alpha stands still by then, and a rate of 0 is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +188,8 @@ class AlphaOptimizer:
     def _follow_ramp(self, pressure: Pressure) -> None:
         if self.is_released:
             self.pressure_now *= 1 - ADAPTATION
-            self.learning_rate *= 1 - min(RELEASE_DECAY / pressure.ramp_steps, MAX_DECAY)
+            decay = min(RELEASE_DECAY / pressure.ramp_steps, MAX_DECAY)
+            self.learning_rate = max(self.learning_rate * (1 - decay), LEAST_RATE)
             return
         progress = self.num_steps / pressure.ramp_steps
         ramp = RampState(

@@ -261,12 +261,13 @@ def ranking_mean(metrics: Mapping[str, float]) -> float | None:
     return math.fsum(counted) / len(counted) if counted else None
 
 
-def check_candidates(queries: Tensor, k: int = max(RANKING_KS)) -> None:
+def check_candidates(queries: Tensor, k: int = max(RANKING_KS), place: str = "ranking") -> None:
     """Checks that every query has enough candidates for a cut-off: recall@k of fewer than k candidates is always 1.
 
     Args:
         queries: ``(n,)`` the query of each candidate.
         k: the cut-off.
+        place: what is ranked, for the error.
 
     Raises:
         ValueError: naming the query with the fewest candidates, k, and their number.
@@ -274,12 +275,12 @@ def check_candidates(queries: Tensor, k: int = max(RANKING_KS)) -> None:
     Example:
         >>> check_candidates(torch.tensor([3, 3, 8, 8]), k=2)
     """
-    check(queries.numel() > 0, "ranking", "expected at least one query", 0)
+    check(queries.numel() > 0, place, "expected at least one query", 0)
     names, sizes = queries.unique(return_counts=True)
     fewest = int(sizes.argmin())
     requirement = f"expected at least k={k} candidates"
     remedy = "add negatives, or leave the query out"
-    check(int(sizes[fewest]) >= k, f"ranking, query {int(names[fewest])}", requirement, int(sizes[fewest]), remedy)
+    check(int(sizes[fewest]) >= k, f"{place}, query {int(names[fewest])}", requirement, int(sizes[fewest]), remedy)
 
 
 def _ranked(preds: Tensor, target: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -62,12 +62,13 @@ class DataSplits:
 
     Attributes:
         train: lower level: weights learn on it. Iterating again gives the next epoch, in a new order.
-        validation: upper level: alpha learns on it, and on nothing else.
+        validation: upper level: alpha learns on it, and on nothing else. An upper step takes a part of a batch, cut in
+            the order of its samples, so labels should be mixed within it (see `dnis_torchrec.batch_parts`).
         selection: early stopping and every other choice is made on it.
         test: reported, never chosen on. Batches of type `RankingBatch` are judged by ranking metrics.
 
     Raises:
-        ValueError: if a part is missing.
+        ValueError: if a part is missing, or can be iterated once only.
     """
 
     train: Iterable[Batch] = _MISSING
@@ -78,7 +79,11 @@ class DataSplits:
     def __post_init__(self) -> None:
         for part in fields(self):
             batches, remedy = getattr(self, part.name), f"give the recipe a {part.name} part of its own"
-            check(batches is not None, f"DataSplits.{part.name}", "expected batches", "none", remedy)
+            place = f"DataSplits.{part.name}"
+            check(batches is not None, place, "expected batches", "none", remedy)
+            remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
+            again = "expected batches that can be iterated again and again"
+            check(not isinstance(batches, Iterator), place, again, type(batches).__name__, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +197,7 @@ class TrainTask(nn.Module):
 
 
 def check_labels(labels: Tensor, loss: nn.Module, place: str) -> None:
-    """Checks that labels lie in the domain of the loss.
+    """Checks that there is one label per sample, and that it lies in the domain of the loss.
 
     Args:
         labels: ``(B,)``.
@@ -205,6 +210,8 @@ def check_labels(labels: Tensor, loss: nn.Module, place: str) -> None:
     Example:
         >>> check_labels(torch.tensor([0.0, 1.0]), nn.BCEWithLogitsLoss(), "train batch 0")
     """
+    remedy = "flatten them: a loss of (B,) and (B, 1) is one of B times B differences"
+    check(labels.dim() == 1, place, "expected labels of shape (B,)", tuple(labels.shape), remedy)
     values = labels.float()
     finite = torch.isfinite(values)
     if not bool(finite.all()):
@@ -222,12 +229,13 @@ def check_labels(labels: Tensor, loss: nn.Module, place: str) -> None:
             )
 
 
-def check_classes(labels: Tensor, place: str) -> None:
+def check_classes(labels: Tensor, place: str, remedy: str = "smooth labels in the train split alone") -> None:
     """Checks that labels are classes, which AUC, NE and calibration are defined for; a loss may take shares of them.
 
     Args:
         labels: ``(B,)``.
         place: which split or batch the labels come from, for the error.
+        remedy: what to do about others, for the error.
 
     Raises:
         ValueError: naming the place and the offending value.
@@ -237,7 +245,6 @@ def check_classes(labels: Tensor, place: str) -> None:
     """
     other = (labels != 0) & (labels != 1)
     if bool(other.any()):
-        remedy = "smooth labels in the train split alone"
         raise ValueError(describe(place, "expected labels 0 or 1", float(labels[other][0]), remedy))
 
 
@@ -246,7 +253,8 @@ def with_checked_labels(batches: Iterable[Batch], loss: nn.Module, name: str) ->
 
     Args:
         batches: of the split.
-        loss: decides which labels are allowed; those of selection and test have to be classes for a binary one.
+        loss: decides which labels are allowed; those of selection and test have to be classes for a binary one, and for
+            every loss where they are ranked (`RankingBatch`).
         name: of the split.
 
     Raises:
@@ -254,8 +262,12 @@ def with_checked_labels(batches: Iterable[Batch], loss: nn.Module, name: str) ->
     """
     for index, batch in enumerate(batches):
         check_labels(batch.labels, loss, f"{name} batch {index}")
-        if name in ("selection", "test") and isinstance(loss, nn.BCEWithLogitsLoss):
-            check_classes(batch.labels, f"{name} batch {index}")
+        if name in ("selection", "test"):
+            place = f"{name} batch {index}"
+            if isinstance(loss, nn.BCEWithLogitsLoss):
+                check_classes(batch.labels, place)
+            elif isinstance(batch, RankingBatch):
+                check_classes(batch.labels, place, "mark relevant candidates by 1, all others by 0")
         yield batch
 
 

@@ -78,11 +78,22 @@ class Ranks:
         if self.world_size == 1:
             return [text]
         own = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gather(torch.tensor([own.numel()]))]
-        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-        padded[: own.numel()] = own
-        gathered = zip(self._gather(padded), sizes, strict=True)
-        return [bytes(part[:size].tolist()).decode() for part, size in gathered]
+        return [bytes(part.tolist()).decode() for part in self._gather_uneven(own)]
+
+    def concatenate(self, values: Tensor) -> Tensor:
+        """Gives every rank the values of all ranks, in their order: two all_gathers.
+
+        Args:
+            values: ``(n,)``, of the same dtype on every rank; n may differ.
+
+        Returns:
+            ``(sum of n,)``.
+
+        Example:
+            >>> Ranks().concatenate(torch.tensor([3, 1])).tolist()
+            [3, 1]
+        """
+        return values if self.world_size == 1 else torch.cat(self._gather_uneven(values))
 
     def broadcast_(self, values: Tensor) -> Tensor:
         """Gives every rank the values of rank 0, in place: one broadcast.
@@ -106,6 +117,12 @@ class Ranks:
                 dist.all_reduce(carried, operation, group=self.group)
                 piece.copy_(carried)
         return values
+
+    def _gather_uneven(self, values: Tensor) -> list[Tensor]:
+        sizes = [int(size) for size in self._gather(torch.tensor([values.numel()]))]
+        padded = torch.zeros(max(*sizes, 1), dtype=values.dtype)
+        padded[: values.numel()] = values
+        return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]
 
     def _gather(self, values: Tensor) -> list[Tensor]:
         carried = values.to(self._device())

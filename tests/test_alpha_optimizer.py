@@ -165,6 +165,14 @@ def test_never_seen_rows_cost_nothing() -> None:
     assert 20 * kept[0] + 20 * kept[1] <= 480 / 4 + 20  # the last block has no seen row, so its columns are free
 
 
+def test_a_release_without_end_keeps_a_rate() -> None:
+    """Halved at every step behind a ramp of one, the rate would be 0 and refused some day."""
+    _, optimizer = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=1))
+    for _ in range(1200):
+        optimizer.step({DIM: torch.ones(3, DIM)}, {DIM: HIT})
+    assert 0 < optimizer.learning_rate < 1e-30
+
+
 def test_learning_rate_follows_the_ramp_and_is_bounded() -> None:
     slow = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=50_000))[1].learning_rate
     fast = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=50))[1].learning_rate

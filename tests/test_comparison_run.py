@@ -27,7 +27,7 @@ from dnis_torchrec import cli
 from dnis_torchrec.comparison import Comparison, run_comparison
 from dnis_torchrec.comparison.cells import Cell, CellTask, read_crash, read_result
 from dnis_torchrec.comparison.processes import COMMAND, SECONDS_TO_END, run_cells
-from dnis_torchrec.recipe import RankingBatch, Recipe
+from dnis_torchrec.recipe import Recipe
 from tests import tiny
 from tests.test_cli import ROOT, Done, dnis, environment
 from tests.test_comparison import REGISTRY, make_comparison, make_result
@@ -257,15 +257,14 @@ def test_data_that_only_some_methods_would_refuse_is_refused_before_anything_run
     batch = tiny.make_batch(12, seed=0)
     stars = replace(batch, labels=torch.full((12,), 5.0))
     shares = replace(batch, labels=torch.full((12,), 0.5))
-    few = RankingBatch(batch.dense_features, batch.sparse_features, batch.labels, queries=torch.arange(12) // 4)
     with_part(train=[batch, stars])
     with pytest.raises(ValueError, match=r"train batch 1: expected labels in \[0, 1\]"):
         run_comparison(comparison)
     with_part(test=[shares])
     with pytest.raises(ValueError, match=r"test batch 0: expected labels 0 or 1"):
         run_comparison(comparison)
-    with_part(test=[few])
-    with pytest.raises(ValueError, match=r"ranking, query 0: expected at least k=10 candidates, got 4"):
+    with_part(test=[tiny.ranked(batch, 4)])
+    with pytest.raises(ValueError, match=r"test split, query 0: expected at least k=10 candidates, got 4"):
         run_comparison(comparison)
     assert not (out / "calls").exists()
 

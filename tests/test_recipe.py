@@ -51,6 +51,14 @@ def test_a_part_of_the_data_that_is_missing_is_refused(part: str) -> None:
         DataSplits(**parts | {part: None})
 
 
+@pytest.mark.parametrize("part", ["train", "validation", "selection", "test"])
+def test_a_part_that_can_be_iterated_once_only_is_refused(part: str) -> None:
+    parts = dict.fromkeys(("train", "validation", "selection", "test"), ())
+    message = f"DataSplits.{part}: expected batches that can be iterated again and again, got generator; give a list"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        DataSplits(**parts | {part: (batch for batch in ())})
+
+
 class Column(nn.Module):
     """Predicts the first dense feature, as ``(B,)`` or ``(B, 1)``."""
 

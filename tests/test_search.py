@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load, search_loop
@@ -34,7 +35,7 @@ from dnis_torchrec.search_loop import EpochRecord
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate
 from tests.batches import OneOf
-from tests.tiny import make_batch, make_model, make_recipe
+from tests.tiny import make_batch, make_model, make_recipe, ranked
 
 CPU = torch.device("cpu")
 LARGEST_BLOCK = 18
@@ -103,7 +104,9 @@ def test_alpha_steps_before_columns_die(gloo, tmp_path: Path, pressure: bool, mo
     settings |= {} if pressure else {"structure": "element"}
     config = SearchConfig(size=Size(compression_ratio=2), **settings)
     assert search(make_recipe(), config, tmp_path / "enough", CPU).best_epoch >= 0
-    with pytest.raises(ValueError, match=f"upper_every: expected at most {most}, the lower steps of .*, got {most + 1}"):
+    with pytest.raises(
+        ValueError, match=f"upper_every: expected at most {most}, the lower steps of .*, got {most + 1}"
+    ):
         search(make_recipe(), replace(config, upper_every=most + 1), tmp_path / "never", CPU)
 
 
@@ -325,9 +328,37 @@ def test_bad_labels_and_empty_splits_are_found_before_training(gloo, tmp_path: P
     with pytest.raises(ValueError, match=r"test batch 1: expected labels 0 or 1, got 0.75; smooth labels in the train"):
         search(recipe, config, tmp_path, CPU)
     recipe = make_recipe()
+    recipe.data.train.batches[4].labels = recipe.data.train.batches[4].labels.unsqueeze(1)
+    with pytest.raises(
+        ValueError, match=r"train batch 4: expected labels of shape \(B,\), got \(64, 1\); flatten them"
+    ):
+        search(recipe, config, tmp_path, CPU)
+    recipe = make_recipe()
     recipe.data.validation.batches.clear()
     with pytest.raises(ValueError, match=r"validation stream: expected at least one batch, got 0"):
         search(recipe, config, tmp_path, CPU)
+
+
+def test_rankings_are_checked_before_training(gloo, tmp_path: Path) -> None:
+    """Else a search would end with an error of its last evaluation, and could not be resumed past it."""
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    recipe = make_recipe()
+    recipe.data.test.batches[:] = [ranked(make_batch(27, 60), 9)]
+    with pytest.raises(
+        ValueError, match=r"test split, query 0: expected at least k=10 candidates, got 9; add negatives"
+    ):
+        search(recipe, config, tmp_path, CPU)
+    stars = ranked(make_batch(30, 60), 10)
+    stars.labels[7] = 4.0
+    recipe = replace(make_recipe(), loss=nn.MSELoss())
+    recipe.data.selection.batches[:] = [stars]
+    with pytest.raises(
+        ValueError, match=r"selection batch 0: expected labels 0 or 1, got 4.0; mark relevant candidates"
+    ):
+        search(recipe, config, tmp_path, CPU)
+    recipe.data.train.batches[0].labels[7] = stars.labels[7] = 1.0
+    recipe.data.train.batches[1].labels[7] = 4.0  # ratings may be trained on
+    assert search(recipe, config, tmp_path, CPU).best_epoch >= 0
 
 
 def test_models_of_the_tests_are_torchrecs_own() -> None:

@@ -14,10 +14,16 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.recipe import DataSplits, Recipe
+from dnis_torchrec.recipe import DataSplits, RankingBatch, Recipe
 
 EMBEDDING_DIM = 8
 ROWS = {"user": 40, "genre": 12}
+
+
+def ranked(batch: Batch, num_candidates: int) -> RankingBatch:
+    """The samples of a batch as candidates of queries, so many each."""
+    queries = torch.arange(batch.labels.numel()) // num_candidates
+    return RankingBatch(batch.dense_features, batch.sparse_features, batch.labels, queries=queries)
 
 
 @dataclass

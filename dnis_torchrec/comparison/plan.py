@@ -200,7 +200,7 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
         remedy = f"give its DataSplits a {name} part of its own"
         check(num_batches > 0, place, f"expected at least one {name} batch", "none", remedy)
         if queries:
-            check_candidates(torch.cat(queries))
+            check_candidates(torch.cat(queries), place=f"{place}, {name} split")
     metric, higher = primary_metric(recipe.loss, recipe.data.test)
     return RecipeFacts(
         embedding_dims={table.name: table.embedding_dim for table in table_configs(recipe.model)},

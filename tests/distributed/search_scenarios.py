@@ -29,7 +29,7 @@ from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
 from tests.shared_storage import register
-from tests.tiny import Repeatable, make_batch, make_collection, make_recipe
+from tests.tiny import Repeatable, make_batch, make_collection, make_recipe, ranked
 
 SHORT = {"warm_up_epochs": 1, "ramp_epochs": 4, "release_epochs": 2}
 CPU = torch.device("cpu")
@@ -188,7 +188,10 @@ def refused(rank: Rank) -> dict[str, Any]:
     small = make_recipe()
     small.data.test.batches[0] = make_batch(1, 60)
     too_much = replace(config(), size=Size(compression_ratio=900))
+    few = make_recipe()
+    few.data.test.batches[0] = ranked(make_batch(27, 60), 9)  # five of the second query on rank 0, four on rank 1
     return {
+        "candidates": outcome_of(lambda: search(few, config(), folder, CPU)),
         "label": outcome_of(lambda: search(bad_label, config(), folder, CPU)),
         "order": outcome_of(lambda: search(bad_order, config(), folder, CPU)),
         "start": outcome_of(lambda: search(make_recipe(), config(), folder, CPU, bad_start)),

@@ -223,6 +223,9 @@ def test_what_one_rank_meets_stops_all_before_training(both) -> None:
         assert own["order"].startswith(f"ValueError: train stream: {order}, got others; let")
         assert own["small"].startswith(f"ValueError: test batch 0: {small}, got 1; choose a batch size")
         assert own["size"].startswith("SizeOutOfReachError: compression_ratio: expected at most ")
+        assert own["candidates"].startswith(
+            "ValueError: test split, query 0: expected at least k=10 candidates, got 9; "
+        )
 
 
 def test_nan_on_one_rank_stops_all(both) -> None:
