@@ -144,6 +144,11 @@ def test_report_prints_the_rows_of_its_page_and_names_runs_that_are_in_figures_o
             ["search", "tests.tiny:demo", "--compression", 4, "--strategy", "explicit"],
             "--strategy: expected one of equal_r",
         ),
+        (["search", "tests.tiny:demo", "--compression", 4, "--embedding-dim", 0], "embedding_dim: expected an integer"),
+        (
+            ["search", "tests.tiny:demo", "--compression", 4, "--form", "csr_fp32"],
+            "--form: expected --embedding-bytes beside it, got 'csr_fp32'; only a size in bytes is one of a form",
+        ),
         (["search", "tests.tiny:nothing", "--compression", 4], "got 'nothing'; known names: 'demo'"),
         (["search", "tests.tiny:dmeo", "--compression", 4], "did you mean 'demo'?"),
         (["search", "nowhere:demo", "--compression", 4], "expected a module 'nowhere'"),
@@ -172,6 +177,9 @@ def test_the_folder_of_a_result_is_looked_for_before_the_work(run: Path, tmp_pat
     done = dnis("evaluate", run, "--json", file)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"--json {file}: expected an existing folder, got {file.parent}" in done.stderr
+    done = dnis("evaluate", run, "--json", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--json {tmp_path}: expected a file, got a folder; name a file in it" in " ".join(done.stderr.split())
 
 
 def test_an_existing_run_is_never_overwritten_silently(run: Path, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from dnis_torchrec.batch_parts import BatchParts
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.metrics import RANKING_KS
-from dnis_torchrec.batch_parts import BatchParts
 from dnis_torchrec.recipe import RankingBatch, TrainTask
 from dnis_torchrec.training import evaluate
 from examples import ncf

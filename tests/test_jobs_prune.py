@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dnis_torchrec import Size
-from dnis_torchrec.jobs import SearchJob, prune_job, run_prune, run_search
+from dnis_torchrec.jobs import SearchJob, prune_job, run_evaluate, run_prune, run_report, run_search
 from dnis_torchrec.run_folder import RunFolder
 from dnis_torchrec.training import set_learning_rates_, train_plainly
 
@@ -35,6 +35,18 @@ def test_the_run_itself_and_what_holds_it_are_no_place_for_the_pruned_one(run: P
     with pytest.raises(ValueError, match=message):
         run_prune(run, None, run / place, size=EIGHTH, max_epochs=1, overwrite=True)
     assert files_of(run) == before
+
+
+def test_a_run_that_retains_nothing_is_evaluated_reported_and_read(run: Path, tmp_path: Path) -> None:
+    row = run_prune(run, None, tmp_path / "nothing", threshold=1e9, max_epochs=1)
+    uncompressed = RunFolder.open(run).scheme().dense_parameters
+    assert (row.parameters, row.compression_ratio) == (0, uncompressed)
+    page = run_report(tmp_path / "nothing").read_text()
+    assert "hold no parameters at all" in page
+    assert f"0 of {uncompressed} parameters" in page
+    found = run_evaluate(tmp_path / "nothing", None)
+    assert found["compression_ratio"] == uncompressed
+    assert found["metrics"] == row.metrics
 
 
 def test_an_interrupted_prune_leaves_nothing_and_the_run_it_was_to_replace(

@@ -133,6 +133,24 @@ def test_rows_of_a_run_are_counted_from_the_scheme_or_from_single_values() -> No
     assert found[9].tolist() == [0, 0, 1, 0, 0]
 
 
+def test_single_values_are_told_as_their_mean_over_the_rows_of_a_block() -> None:
+    blocks = make_row_blocks("table")
+    in_use = torch.tensor([[True, True, True, True], [False, True, False, False]])
+    weights = {"user": torch.zeros(6, 4), "genre": torch.zeros(3, 4)}
+    weights["user"][4, :3] = weights["user"][0, 3] = weights["user"][5, 1] = 0.5
+    weights["genre"][0] = 1.0
+    holes = make_scheme(blocks, dict.fromkeys(COUNTS.counts, in_use), {"user": 5, "genre": 4})
+    told = {(s.table, s.block): s for s in block_summaries(holes, blocks, weights)}
+    for (table, block), summary in told.items():
+        of_block = blocks.routings[table].all_blocks() == block
+        rows = [row for row in of_block.nonzero().flatten().tolist() if COUNTS.counts[table][row] > 0]
+        values = sum(int(weights[table][row].count_nonzero()) for row in rows)
+        assert summary.num_rows == len(rows)
+        assert summary.retained_dims == pytest.approx(values / len(rows))
+        assert summary.occurrences == sum(int(COUNTS.counts[table][row]) for row in rows)
+    assert sum(s.num_rows * s.retained_dims for s in told.values()) == pytest.approx(holes.parameters)
+
+
 # Several runs
 
 

@@ -108,9 +108,10 @@ def check_data(data: Path | None) -> None:
 
 
 def check_json(file: Path | None) -> None:
-    """Refuses a --json in a folder that is none, before the work whose result it is to hold."""
+    """Refuses a --json that is a folder, or in none, before the work whose result it is to hold."""
     if file is not None:
         check(file.parent.is_dir(), f"--json {file}", "expected an existing folder", file.parent)
+        check(not file.is_dir(), f"--json {file}", "expected a file", "a folder", "name a file in it")
 
 
 def print_table(table: Table, at_least: int) -> None:

@@ -61,6 +61,6 @@ def plan(
         else:
             before, after = parse_tables(table or ())
     comparison = compare_plans(before, after, cluster)
+    print_table(plan_table(comparison), PLAN_WIDTH)
     if json_file is not None:
         write_json(json_file, comparison.to_json())
-    print_table(plan_table(comparison), PLAN_WIDTH)

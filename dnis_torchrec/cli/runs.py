@@ -60,7 +60,13 @@ CompressionOption = Annotated[
 BytesOption = Annotated[
     int | None, typer.Option("--embedding-bytes", help="Instead of --compression: bytes of all tables in form --form.")
 ]
-FormOption = Annotated[str, typer.Option("--form", help="mixed_dimension_fp32 or csr_fp32; index bytes are counted.")]
+FormOption = Annotated[
+    str | None,
+    typer.Option(
+        "--form",
+        help="Of --embedding-bytes, index bytes counted: mixed_dimension_fp32 (if not given) or csr_fp32.",
+    ),
+]
 BaselineOption = Annotated[
     list[str] | None,
     typer.Option(help="Train beside, at the same size: `dense`, `uniform`, `magnitude`. May be repeated."),
@@ -91,7 +97,7 @@ def search(
     data: DataOption = None,
     compression: CompressionOption = None,
     embedding_bytes: BytesOption = None,
-    form: FormOption = "mixed_dimension_fp32",
+    form: FormOption = None,
     seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0,
     baseline: BaselineOption = None,
     embedding_dim: Annotated[int | None, typer.Option(help="D to start from; the recipe's own if not given.")] = None,
@@ -158,7 +164,7 @@ def prune(
     data: DataOption = None,
     compression: CompressionOption = None,
     embedding_bytes: BytesOption = None,
-    form: FormOption = "mixed_dimension_fp32",
+    form: FormOption = None,
     threshold: Annotated[float | None, typer.Option(help="Instead of a size: drop magnitudes up to this.")] = None,
     structure: Annotated[
         str, typer.Option(help="`block`: whole columns of blocks; `element`: single values.")
@@ -177,6 +183,7 @@ def prune(
             "expected no size",
             "one",
         )
+        _check_form(embedding_bytes, form)
         size = None if threshold is not None else _size(compression, embedding_bytes, form)
         RunFolder.open(run)
         check_prune_out(run, out, overwrite=overwrite)
@@ -243,9 +250,9 @@ def evaluate(
         check_data(data)
         check_json(json_file)
     result = run_evaluate(path, data)
+    typer.echo(json.dumps(result, indent=1))
     if json_file is not None:
         write_json(json_file, result)
-    typer.echo(json.dumps(result, indent=1))
 
 
 @app.command()
@@ -271,12 +278,18 @@ def report(
     typer.echo(f"report: {shown(runs[0])}/report.html")
 
 
-def _size(compression: float | None, embedding_bytes: int | None, form: str) -> Size:
+def _check_form(embedding_bytes: int | None, form: str | None) -> None:
+    fits = form is None or embedding_bytes is not None
+    check(fits, "--form", "expected --embedding-bytes beside it", repr(form), "only a size in bytes is one of a form")
+
+
+def _size(compression: float | None, embedding_bytes: int | None, form: str | None) -> Size:
+    _check_form(embedding_bytes, form)
     given = sum(value is not None for value in (compression, embedding_bytes))
     place, received = "--compression, --embedding-bytes", ("none", "one", "both")[given]
     check(given == 1, place, "expected one of the two", received, "say --compression 5, for example")
     check(compression is None or compression > 1, "--compression", "expected a number above 1", compression)
-    return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form)
+    return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form or Size.form)
 
 
 def _print_forms(artifact: Path) -> None:

@@ -55,9 +55,9 @@ def verify(
         check_data(data)
         check_json(json_file)
     found = verify_artifact(artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds)
+    _print(found)
     if json_file is not None:
         write_json(json_file, found.to_json())
-    _print(found)
     if found.failures:
         for finding in found.failures:
             typer.echo(f"error: {finding.check}, {finding.subject}: {finding.detail}", err=True)

@@ -302,7 +302,7 @@ class BlockSummary:
         block: number of the block, 0 the most frequent.
         num_rows: rows of the table in this block.
         occurrences: how often these rows occur in the training data.
-        retained_dims: R, dims retained of each row.
+        retained_dims: R, dims retained of each row; where single values were pruned their mean over rows.
         embedding_dim: D.
 
     Raises:
@@ -314,14 +314,15 @@ class BlockSummary:
     block: int
     num_rows: int
     occurrences: int
-    retained_dims: int
+    retained_dims: float
     embedding_dim: int
 
     def __post_init__(self) -> None:
         _check_name("BlockSummary.table", self.table)
         place = f"table {self.table!r} block {self.block}"
-        for name in ("block", "num_rows", "occurrences", "retained_dims"):
+        for name in ("block", "num_rows", "occurrences"):
             _check_number(f"{place} {name}", getattr(self, name), integer=True)
+        _check_number(f"{place} retained_dims", self.retained_dims)
         _check_number(f"{place} embedding_dim", self.embedding_dim, integer=True, above_zero=True)
         requirement = f"expected retained_dims <= embedding_dim = {self.embedding_dim}"
         check(self.retained_dims <= self.embedding_dim, place, requirement, self.retained_dims)

@@ -15,17 +15,35 @@ from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.frequency import ROWS_AT_A_TIME, FrequencyCounts, pieces
 from dnis_torchrec.report.content import BlockSummary
 from dnis_torchrec.report.row_distribution import RowDistribution
+from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 
-def block_summaries(scheme: MixedDimensionScheme, blocks: RowBlocks) -> tuple[BlockSummary, ...]:
-    """Retained dims and frequency of every block of every table; blocks without rows are left out."""
-    return tuple(
-        _summary(name, block, int(rows), blocks, int(table.dims[block]))
-        for name, table in scheme.tables.items()
-        for block, rows in enumerate(table.routing.row_counts())
-        if rows
-    )
+def block_summaries(
+    scheme: MixedDimensionScheme, blocks: RowBlocks, tables: Mapping[str, Tensor] | None = None
+) -> tuple[BlockSummary, ...]:
+    """Retained dims and frequency of every block of every table; blocks without rows are left out.
+
+    Args:
+        scheme: the retained dims.
+        blocks: the row blocks.
+        tables: table -> ``(N, D)`` pruned weights; needed only where single elements were pruned, as for `count_rows`:
+            the retained dims of such a block are the mean over the rows that training saw.
+    """
+    summaries = []
+    for name, table in scheme.tables.items():
+        rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
+        if not table.is_block_structured:
+            rows = blocks.seen_rows[name].tolist()
+            dims = _mean_dims(_retained_dims(table, tables or {}), blocks.routings[name], blocks.seen_rows[name])
+        summaries += [_summary(name, s, rows[s], blocks, dims[s]) for s in range(len(rows)) if rows[s]]
+    return tuple(summaries)
+
+
+def _mean_dims(of_rows: Tensor, routing: RowRouting, seen_rows: Tensor) -> list[float]:
+    """Mean of the retained dims of the rows of each block; those never seen retain nothing and do not count."""
+    total = torch.zeros(routing.num_blocks + 1, dtype=torch.int64).index_add_(0, routing.all_blocks(), of_rows)
+    return (total[: routing.num_blocks] / seen_rows.clamp(min=1)).tolist()
 
 
 def searched_summaries(alpha: Mapping[int, Tensor], blocks: RowBlocks) -> tuple[BlockSummary, ...]:
@@ -45,7 +63,7 @@ def searched_summaries(alpha: Mapping[int, Tensor], blocks: RowBlocks) -> tuple[
     return tuple(summaries)
 
 
-def _summary(table: str, block: int, num_rows: int, blocks: RowBlocks, retained_dims: int) -> BlockSummary:
+def _summary(table: str, block: int, num_rows: int, blocks: RowBlocks, retained_dims: float) -> BlockSummary:
     return BlockSummary(
         table=table,
         block=block,

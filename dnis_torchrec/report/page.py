@@ -176,9 +176,14 @@ def _rival_group(content: ReportContent) -> RowGroup | None:
     return rival if rival is not None and distance(rival) <= math.log(SAME_SIZE_LIMIT) else None
 
 
+def _uncompressed(group: RowGroup) -> float:
+    """Parameters of the uncompressed tables, see `ReportRow.compression_ratio`."""
+    return max(1, group.parameters) * group.compression_ratio
+
+
 def _sentence(content: ReportContent) -> str:
     subject, metric = content.subject, content.primary_metric
-    uncompressed = subject.parameters * subject.compression_ratio
+    uncompressed = _uncompressed(subject)
     sentence = (
         f"The {subject.method} tables of {content.recipe} hold {format_count(subject.parameters)} parameters"
         f" instead of {format_count(uncompressed)} ({format_ratio(subject.compression_ratio)} compression)"
@@ -192,7 +197,7 @@ def _sentence(content: ReportContent) -> str:
 
 def _key_numbers(content: ReportContent) -> list[KeyNumber]:
     subject, metric = content.subject, content.primary_metric
-    uncompressed = subject.parameters * subject.compression_ratio
+    uncompressed = _uncompressed(subject)
     detail = f"{format_count(subject.parameters)} of {format_count(uncompressed)} parameters"
     numbers = [KeyNumber(label="Compression", value=format_ratio(subject.compression_ratio), detail=detail)]
     mean, deviation = subject.mean(metric), subject.deviation(metric)
