@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import TrainTask, export
 from dnis_torchrec.baselines import METHODS, MethodResult, MethodTask, SizeNotMetError, magnitude, trained_scheme
 from dnis_torchrec.jobs import drop_in_
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.training import evaluate
-from tests.tiny import make_batch, make_recipe
+from tests.tiny import BagsOnly, Repeatable, make_batch, make_recipe
 
 CPU = torch.device("cpu")
 DIM = 16
@@ -25,17 +28,10 @@ PLAIN = ("dense", "no-embeddings", "uniform", *SIZED)
 """Methods that learn on training data alone."""
 
 
-class Forbidden:
-    """A split that no method may read."""
-
-    def __iter__(self) -> Iterator:
-        raise AssertionError("read a split that it has no business with")
-
-
 def build(embedding_dim: int | None, **how) -> Recipe:
-    """A fresh tiny recipe whose validation and test splits are out of reach."""
+    """A fresh tiny recipe of whose validation and test splits nothing but bags can be read."""
     recipe = make_recipe(embedding_dim=embedding_dim or DIM, **how)
-    return replace(recipe, data=replace(recipe.data, validation=Forbidden(), test=Forbidden()))
+    return replace(recipe, data=replace(recipe.data, validation=BagsOnly(), test=BagsOnly()))
 
 
 def make_task(folder: Path, ratio: float, *, make: Callable[[int | None], Recipe] = build, **fields) -> MethodTask:
@@ -123,6 +119,49 @@ def test_the_same_seed_gives_the_same_result(gloo, tmp_path: Path, name: str) ->
     assert first.settings == second.settings
     assert first.trials == second.trials == (1 if name == "magnitude" else 2)
     assert first.seconds_of_trials >= first.seconds
+
+
+def with_short_bags(batch: Batch) -> Batch:
+    """The batch with the first genre of every bag alone."""
+    user, genre = batch.sparse_features["user"], batch.sparse_features["genre"]
+    lengths = genre.lengths().clamp(max=1)
+    first = genre.values()[genre.offsets()[:-1][lengths > 0]]
+    features = KeyedJaggedTensor(
+        keys=["user", "genre"],
+        values=torch.cat([user.values(), first]),
+        lengths=torch.cat([user.lengths(), lengths.to(user.lengths().dtype)]),
+    )
+    return replace(batch, sparse_features=features)
+
+
+@pytest.mark.parametrize("part", ["validation", "selection", "test"])
+@pytest.mark.parametrize("name", ["mde", "nis-me", "random", "dnis"])
+def test_a_feature_may_hold_several_ids_in_one_split_alone(gloo, tmp_path: Path, name: str, part: str) -> None:
+    def one_split(dim: int | None) -> Recipe:
+        recipe = make_recipe(embedding_dim=dim or DIM)
+        others = {"train", "validation", "selection", "test"} - {part}
+        short = {own: Repeatable([with_short_bags(b) for b in getattr(recipe.data, own)]) for own in others}
+        parts = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
+        return replace(recipe, data=replace(recipe.data, **short), **parts)
+
+    result = METHODS[name](make_task(tmp_path, 2, make=one_split, num_trials=1, max_epochs=3))
+    recipe = one_split(None)
+    assert evaluate(TrainTask(result.model, recipe.loss), recipe.data.test, recipe.loss, CPU)["loss"] > 0
+
+
+@pytest.mark.parametrize("name", ["dense", "random", "mde", "magnitude", "nis-se", "dnis", "dnis-retrained"])
+def test_seconds_are_those_of_training_whatever_the_data_takes_to_load(gloo, tmp_path: Path, name: str) -> None:
+    loading = 100.0
+    clock, loaded = time.monotonic, []
+
+    def loads(dim: int | None) -> Recipe:
+        loaded.append(loading)
+        return replace(make_recipe(embedding_dim=dim or DIM), warm_up_epochs=1, ramp_epochs=1, release_epochs=1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: clock() + sum(loaded))
+        result = METHODS[name](make_task(tmp_path, 2, make=loads, max_epochs=3))
+    assert 0 < result.seconds <= result.seconds_of_trials < loading
 
 
 def test_random_search_draws_by_the_seed(gloo, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.frequency import FrequencyCounts, count_frequencies
 from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.table_shards import collections, local_shards
-from tests.tiny import ROWS, Repeatable, make_batch, make_collection, make_recipe
+from tests.tiny import ROWS, BagsOnly, Repeatable, make_batch, make_collection, make_recipe
 
 CPU = torch.device("cpu")
 DENSE_BYTES = 4 * 52 * 8
@@ -72,7 +72,7 @@ class Unread:
 def make_task(tmp_path: Path, ratio: float, *, seed: int = 0, loss: nn.Module | None = None) -> MethodTask:
     def build(embedding_dim: int | None) -> Recipe:
         recipe = make_recipe(seed=seed, embedding_dim=embedding_dim)
-        data = replace(recipe.data, test=Unread())
+        data = replace(recipe.data, test=BagsOnly())
         return replace(recipe, data=data, warm_up_epochs=1, ramp_epochs=2, loss=loss or recipe.loss)
 
     return MethodTask(

@@ -43,7 +43,8 @@ def dnis_paper(task: MethodTask) -> MethodResult:
     learns at 0.01 without a running mean.
 
     NOTE[DIFF]: the first epoch, of all that the recipe's search has, is one of lower steps alone; the paper alternates
-    from the first step.
+    from the first step. The number of blocks and the learning rates of tables and network are the recipe's, as for
+    every other method, which may be others than the paper's.
 
     Raises:
         SizeNotMetError: if the size is out of reach.
@@ -69,9 +70,9 @@ def dnis_retrained(task: MethodTask) -> MethodResult:
     Raises:
         SizeNotMetError: if the size is out of reach for whole columns.
     """
-    found = dnis(task)
+    found, recipe = dnis(task), task.build(None)
     started = time.monotonic()
-    model, trained = train_scheme(task, task.build(None), found.scheme)
+    model, trained = train_scheme(task, recipe, found.scheme)
     seconds = found.seconds + time.monotonic() - started
     return replace(
         found, model=model, selection_loss=trained.selection_loss, seconds=seconds, seconds_of_trials=seconds

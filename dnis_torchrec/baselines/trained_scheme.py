@@ -12,6 +12,7 @@ Shapes: N rows of a table, D embedding_dim, S blocks.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import cast
@@ -24,7 +25,7 @@ from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size, SizeOutOfReachError
 from dnis_torchrec.checks import check_known
 from dnis_torchrec.data_over_ranks import for_counting
-from dnis_torchrec.frequency import FrequencyCounts, count_frequencies
+from dnis_torchrec.frequency import FrequencyCounts, count_frequencies, longest_bags
 from dnis_torchrec.pruning import RetainedMask, prune
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.row_routing import RowRouting
@@ -38,13 +39,21 @@ from dnis_torchrec.training import PlainTraining, shard, train_plainly
 def row_blocks(task: MethodTask, *, scope: str | None = None) -> tuple[FrequencyCounts, RowBlocks]:
     """Training counts of a task's tables, and the blocks that a search of the same recipe makes of them.
 
+    Of the other splits the lengths of bags are read: a feature that holds several ids there alone is a multi-hot one
+    from the start, as in a search.
+
     Args:
-        task: whose recipe, at its own embedding_dim, is counted. Only its training split is read.
+        task: whose recipe, at its own embedding_dim, is counted.
         scope: of the blocks, see `blocks_from_counts`; the recipe's own if not given.
     """
     recipe = task.build(None)
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in for_counting(recipe.data.train)), tables)
+    longest = Counter(counts.max_bag_lengths)
+    for name in ("validation", "selection", "test"):
+        for number, batch in enumerate(for_counting(getattr(recipe.data, name))):
+            longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {number}"))
+    counts = replace(counts, max_bag_lengths={feature: longest[feature] for feature in counts.max_bag_lengths})
     return counts, blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks, scope=scope or recipe.scope)
 
 
@@ -210,14 +219,15 @@ def best_of(trials: Iterable[MethodResult], num_bytes: int) -> MethodResult:
     Raises:
         SizeNotMetError: if none is within the size.
     """
-    started, num_trials, best = time.monotonic(), 0, None
+    num_trials, seconds, best = 0, 0.0, None
     for trial in trials:
         num_trials += 1
+        seconds += trial.seconds
         if trial.embedding_bytes() <= num_bytes and (best is None or trial.selection_loss < best.selection_loss):
             best = trial
     if best is None:
         raise SizeNotMetError(f"none of {num_trials} trials comes to at most {num_bytes} bytes; ask for more")
-    return replace(best, trials=num_trials, seconds_of_trials=time.monotonic() - started)
+    return replace(best, trials=num_trials, seconds_of_trials=seconds)
 
 
 @torch.no_grad()

@@ -67,7 +67,9 @@ class SearchJob:
     def __post_init__(self) -> None:
         check(self.seed >= 0, "seed", "expected an integer >= 0", self.seed)
         dim = self.embedding_dim
-        check(dim is None or dim >= 1, "embedding_dim", "expected an integer >= 1", dim, "leave it out for the recipe's")
+        check(
+            dim is None or dim >= 1, "embedding_dim", "expected an integer >= 1", dim, "leave it out for the recipe's"
+        )
         contradiction = self.overwrite and self.saving.resume
         check(not contradiction, "--resume", "expected no --overwrite", "both", "give one of them")
         SearchConfig(size=self.size, **self.settings)

@@ -13,13 +13,11 @@ from dnis_torchrec.baselines.nis.affordable import most_probable_within, trim
 from dnis_torchrec.baselines.nis.controller import Controller
 from dnis_torchrec.baselines.nis.grid import Grid, multi_size_grid, single_size_grid
 from dnis_torchrec.baselines.nis.supernet import train_controller
-from dnis_torchrec.baselines.trained_scheme import byte_budget, keep_columns_, scheme_result
-from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.baselines.trained_scheme import byte_budget, keep_columns_, row_blocks, scheme_result
+from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.checks import describe
-from dnis_torchrec.data_over_ranks import for_counting
-from dnis_torchrec.frequency import count_frequencies
-from dnis_torchrec.search import SearchConfig, table_configs
+from dnis_torchrec.search import SearchConfig
 
 NUM_DIMENSION_BLOCKS = 4
 TRIMMED_SHARE = 0.01
@@ -51,7 +49,8 @@ def nis_me(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS
     """Neural Input Search with multi-size embeddings: each dimension block is kept for its own v most frequent blocks.
 
     NOTE[DIFF]: the paper projects every width to a common one with learned matrices. Here absent dimensions are zero,
-    as in every other scheme, and the model's own first layer does what a projection would.
+    as in every other scheme. A layer that reads the tables does what a projection would; in dot products, as of MF and
+    FM, nothing does.
 
     Args:
         task: what to make.
@@ -70,14 +69,12 @@ def nis_me(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS
 
 def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> MethodResult:
     """The search lasts as long as the warm-up and the ramp of `dnis` would."""
-    started = time.monotonic()
     recipe, embedding_bytes = task.build(None), task.embedding_bytes()
-    tables = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in for_counting(recipe.data.train)), tables)
-    blocks = blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks, scope="table")
+    counts, blocks = row_blocks(task, scope="table")
     grid = make_grid(blocks, byte_budget(task, blocks))
     _check_size(grid, embedding_bytes)
     epochs = SearchConfig.of(recipe, Size(embedding_bytes=embedding_bytes)).within(task.max_epochs)
+    started = time.monotonic()
     controller = train_controller(
         recipe,
         grid,
@@ -88,11 +85,12 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
         seed=task.seed,
     )
     retained, how = chosen(grid, controller)
+    seconds = time.monotonic() - started
     final = task.build(None)
     scheme = keep_columns_(final.model, blocks, counts, retained)
     dims = {f"dims of {table}": " ".join(map(str, mask.sum(1).tolist())) for table, mask in retained.items()}
     result = scheme_result(task, final, scheme, settings=dims | {"choice": how})
-    seconds = time.monotonic() - started
+    seconds += result.seconds
     return replace(result, seconds=seconds, seconds_of_trials=seconds)
 
 
@@ -108,7 +106,7 @@ def chosen(grid: Grid, controller: Controller) -> tuple[dict[str, Tensor], str]:
 
     The most probable option of each choice, if it retains anything and overshoots the budget by at most
     `TRIMMED_SHARE`; else the most probable combination of which that is true. Single columns are then taken off for
-    what is still too much.
+    what is still too much. Bytes that the choice leaves are left: the reward pays nothing for spending them.
 
     Args:
         grid: the choices, of which some are within the budget.
