@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from dnis_torchrec.comparison.summary import with_ranking_mean
 from dnis_torchrec.report.content import DENSE, json_text, write_text
 from dnis_torchrec.report.tables import format_difference, is_higher_better
 
-ALIKE = ("recipe", "data", "patience", "max_epochs")
-"""Rules that results must share to stand beside each other; folders may differ in the methods' number of trials."""
+ALIKE = ("recipe", "data", "embedding_dims", "patience", "max_epochs")
+"""Rules that results must share to stand beside each other, where both have them; folders may differ in the methods'
+number of trials, and in the settings of a recipe that has changed in between."""
 BEST_UNIFORM = "the best uniform of any size"
 BEST_OTHER = "the best other of its size"
 
@@ -66,8 +67,10 @@ def read_cells(folders: Sequence[Path]) -> dict[Cell, CellResult]:
         for result in trained:
             first = next(iter(found.values()), result)
             for rule in ALIKE:
-                place, wanted = f"folder {folder}, {rule}", f"expected {first.rules[rule]!r} as in {folders[0]}"
-                check(result.rules[rule] == first.rules[rule], place, wanted, repr(result.rules[rule]))
+                theirs = first.rules.get(rule)
+                own = result.rules.get(rule, theirs)
+                wanted = f"expected {theirs!r} as in {folders[0]}"
+                check(theirs is None or own == theirs, f"folder {folder}, {rule}", wanted, repr(own))
             found.setdefault(result.cell, result)
     return found
 
@@ -99,25 +102,29 @@ def margins(cells: Mapping[Cell, CellResult], method: str) -> list[Margin]:
             BEST_OTHER: [cell for cell in others if cell.size == size],
         }
         mine = [cell for cell in ours if cell.size == size]
-        for metric in _metrics_of(metrics[mine[0]]):
+        for metric in _metrics_of(metrics[cell] for cell in mine):
+            # A split of one class has no AUC: such a seed is left out.
+            measured = {cell: values[metric] for cell, values in metrics.items() if metric in values}
             for rival, theirs in rivals.items():
-                by_seed = _ahead(mine, theirs, {cell: values[metric] for cell, values in metrics.items()}, metric)
+                by_seed = _ahead(mine, theirs, measured, metric)
                 if by_seed:
                     found.append(Margin(size=size, metric=metric, rival=rival, by_seed=by_seed))
     return found
 
 
-def _metrics_of(values: Mapping[str, float]) -> list[str]:
-    """Those with a direction; `loss` is one of them by another name."""
-    return [name for name in values if name != "loss" and is_higher_better(name) is not None]
+def _metrics_of(cells: Iterable[Mapping[str, float]]) -> list[str]:
+    """Those with a direction that any cell has; `loss` is one of them by another name."""
+    names = dict.fromkeys(name for values in cells for name in values)
+    return [name for name in names if name != "loss" and is_higher_better(name) is not None]
 
 
 def _ahead(mine: Sequence[Cell], theirs: Sequence[Cell], values: Mapping[Cell, float], metric: str) -> dict[int, float]:
     """seed -> how much better mine is than the best of theirs, of the seeds that both have."""
     sign = 1 if is_higher_better(metric) else -1
     by_seed = {}
-    for cell in sorted(mine, key=lambda cell: cell.seed):
-        gains = [sign * (values[cell] - values[other]) for other in theirs if other.seed == cell.seed]
+    for cell in sorted((cell for cell in mine if cell in values), key=lambda cell: cell.seed):
+        rivals = [other for other in theirs if other.seed == cell.seed and other in values]
+        gains = [sign * (values[cell] - values[other]) for other in rivals]
         if gains:
             by_seed[cell.seed] = min(gains)
     return by_seed

@@ -49,14 +49,45 @@ def parse_settings(text: str) -> list[str]:
 
     Raises:
         argparse.ArgumentTypeError: if one is neither `RECIPE` nor three whole numbers above 0, and at most one more
-            number above 0, with colons between them.
+            number above 0, with colons between them; or if one stands there twice.
     """
-    settings = text.split(",")
+    settings = _each_once(text)
     for setting in settings:
         if setting != RECIPE and not re.fullmatch(r"([1-9]\d*:){2}[1-9]\d*(:0?\.\d*[1-9]\d*)?", setting):
             expected = f"expected {RECIPE} or ramp:release:upper_every[:table rate], as in 8:10:2 or 8:10:2:.01"
             raise argparse.ArgumentTypeError(f"{expected}, got {setting!r}")
     return settings
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds with commas between them.
+
+    Raises:
+        argparse.ArgumentTypeError: if one is no whole number from 0 on, or stands there twice.
+    """
+    for seed in _each_once(text):
+        if not seed.isdecimal():
+            raise argparse.ArgumentTypeError(f"expected whole numbers from 0 on with commas between them, got {seed!r}")
+    return [int(seed) for seed in text.split(",")]
+
+
+def parse_size(text: str) -> float:
+    """A compression ratio.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is no number above 1.
+    """
+    try:
+        return Size(compression_ratio=float(text)).given[1]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a number above 1, got {text!r}") from error
+
+
+def _each_once(text: str) -> list[str]:
+    parts = text.split(",")
+    if len(set(parts)) < len(parts):
+        raise argparse.ArgumentTypeError(f"expected each once, got {text!r}")
+    return parts
 
 
 def settings_of(setting: str) -> dict[str, int | float]:
@@ -100,8 +131,9 @@ def measure_search(arguments: argparse.Namespace, setting: str, seed: int) -> di
 
 
 def mean_over_seeds(setting: str, of_seeds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """A row of the table: what was measured on each seed as its mean, and how far seeds differ."""
-    columns = {name: [measured[name] for measured in of_seeds] for name in of_seeds[0]}
+    """A row of the table: what was measured on every seed as its mean, and how far seeds differ."""
+    names = [name for name in of_seeds[0] if all(name in measured for measured in of_seeds)]
+    columns = {name: [measured[name] for measured in of_seeds] for name in names}
     spread = {name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1}
     return {"setting": setting, **{name: statistics.mean(values) for name, values in columns.items()}, "spread": spread}
 
@@ -157,8 +189,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="module:function")
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--size", type=float, default=4.0, help="compression ratio in parameters")
-    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0])
+    parser.add_argument("--size", type=parse_size, default=4.0, help="compression ratio in parameters")
+    parser.add_argument("--seeds", type=parse_seeds, default="0", help="which, commas between them")
     parser.add_argument("--settings", type=parse_settings, default=SETTINGS, help="see above, commas between them")
     parser.add_argument("--json", type=output_file, dest="json_file")
     parser.add_argument("--figure", type=output_file, help="where to draw the curve, a PNG")

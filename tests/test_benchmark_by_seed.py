@@ -106,6 +106,22 @@ def test_rankings_are_judged_by_the_mean_of_their_metrics_too(tmp_path: Path) ->
     assert found[4, "recall_mrr_ndcg", by_seed.BEST_OTHER] == {0: 0.1}
 
 
+def test_a_seed_without_a_metric_is_left_out_of_it(tmp_path: Path) -> None:
+    """A test split of one class has no AUC."""
+    no_auc = {name: ({"logloss": m["logloss"]}, other) for name, (m, other) in CLICKS.items()}
+    found = margins_of([write_cells(tmp_path, no_auc)])
+    assert found[4, "auc", by_seed.BEST_OTHER] == {1: 0.015}
+    assert found[4, "logloss", by_seed.BEST_OTHER] == {0: 0.03, 1: 0.03}
+
+
+def test_tables_of_another_width_are_refused_where_both_say_it(tmp_path: Path) -> None:
+    dims = [{"embedding_dims": {"t": dim}} for dim in (8, 4)]
+    wide, narrow = (write_cells(tmp_path / str(k), CLICKS, **own) for k, own in enumerate(dims))
+    with pytest.raises(ValueError, match=r"1, embedding_dims: expected {'t': 8} as in .*0, got {'t': 4}"):
+        by_seed.read_cells([wide, narrow])
+    assert by_seed.read_cells([wide, write_cells(tmp_path / "older", CLICKS)])
+
+
 def test_what_is_no_comparison_or_another_one_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"folder {tmp_path}: expected finished cells of `dnis compare`, got none"):
         by_seed.read_cells([tmp_path])

@@ -325,6 +325,25 @@ def test_bad_settings_of_a_search_are_refused_before_anything_trains(
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--size", "1", "expected a number above 1, got '1'"),
+        ("--size", "x", "expected a number above 1, got 'x'"),
+        ("--seeds", "x", "expected whole numbers from 0 on with commas between them, got 'x'"),
+        ("--seeds", "0,1,0", "expected each once, got '0,1,0'"),
+        ("--settings", "recipe,recipe", "expected each once, got 'recipe,recipe'"),
+    ],
+)
+def test_search_time_refuses_what_it_cannot_measure_before_it_measures(
+    option: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["search_time", "no.such:recipe", option, value])
+    with pytest.raises(SystemExit, match="2"):
+        search_time.main()
+    assert expected in capsys.readouterr().err
+
+
 def test_the_default_settings_of_searches_are_good() -> None:
     assert search_time.parse_settings(search_time.SETTINGS)[0] == "12:20:1"
 
@@ -372,6 +391,8 @@ def test_times_of_several_seeds_are_means_with_their_spread() -> None:
     row = search_time.mean_over_seeds("8:8:1", [{"time_ratio": 2.0, "auc": 0.75}, {"time_ratio": 3.0, "auc": 0.75}])
     assert row == {"setting": "8:8:1", "time_ratio": 2.5, "auc": 0.75, "spread": {"time_ratio": 0.5**0.5, "auc": 0.0}}
     assert search_time.line_of(row) == "8:8:1 | 2.5 ± 0.71 | 0.75 ± 0"
+    one_class = search_time.mean_over_seeds("8:8:1", [{"loss": 0.5, "auc": 0.75}, {"loss": 0.7}])
+    assert one_class == {"setting": "8:8:1", "loss": pytest.approx(0.6), "spread": {"loss": pytest.approx(0.02**0.5)}}
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,21 @@ def test_other_rules_are_refused_by_name(tmp_path: Path) -> None:
             make_comparison(tmp_path / "out", **changes)
     with pytest.raises(ValueError, match="embedding_dims: expected"):
         comparison.check_rules({"embedding_dims": {"user": 4}})
+    comparison.check_rules({"settings": {"num_blocks": 3}})  # what an older version did not write down cannot differ
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("my_module", "registry 'my_module': expected 'module:name', got 'my_module'; name one such as"),
+        ("no.such:METHODS", "registry 'no.such:METHODS': expected a module 'no.such', got none"),
+        ("dnis_torchrec.baselines:METHOD", "registry .*: expected a mapping from name to method, got NoneType"),
+        ("dnis_torchrec.baselines:uniform", "registry .*: expected a mapping from name to method, got "),
+    ],
+)
+def test_a_registry_that_is_none_is_refused_by_name(tmp_path: Path, spec: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make_comparison(tmp_path / "out", registry=spec)
 
 
 def test_data_of_an_address_are_the_same_wherever_their_copy_lies(tmp_path: Path) -> None:
@@ -355,7 +370,7 @@ def test_data_of_an_address_are_the_same_wherever_their_copy_lies(tmp_path: Path
 small = st.integers(1, 5)
 
 
-@given(st.lists(st.tuples(small, small), min_size=1, max_size=12, unique=True), st.booleans())
+@given(st.lists(st.tuples(small, small), min_size=1, max_size=12), st.booleans())
 def test_pareto_front_is_what_nothing_dominates(points: list[tuple[int, int]], higher: bool) -> None:
     def dominated(mine: tuple[int, int]) -> bool:
         return any(

@@ -269,6 +269,19 @@ def test_data_that_only_some_methods_would_refuse_is_refused_before_anything_run
     assert not (out / "calls").exists()
 
 
+def test_cells_of_other_settings_of_the_recipe_are_refused_before_anything_runs(
+    out: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(0,))
+    run_comparison(comparison)
+    before = calls(out)
+    faster = replace(tiny.make_recipe(), table_learning_rate=0.5)
+    monkeypatch.setattr(tiny, "demo", lambda data, *, seed, embedding_dim: faster)
+    with pytest.raises(ValueError, match=r"settings: expected .*'table_learning_rate': 0.01.* as when it was run, got"):
+        run_comparison(comparison)
+    assert calls(out) == before
+
+
 def test_tables_of_another_environment_are_refused_before_anything_runs(out: Path, stand_ins: None) -> None:
     canned = json.loads((out / "canned.json").read_text())
     (out / "canned.json").write_text(json.dumps(canned | {"dense_bytes": 4 * 8 * 50}))

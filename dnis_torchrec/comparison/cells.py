@@ -63,7 +63,8 @@ class CellTask:
 
     Attributes:
         cell: which.
-        rules: what all cells of the comparison share: recipe, data, embedding_dims, patience, max_epochs, trials.
+        rules: what all cells of the comparison share: recipe with its settings and embedding_dims, data, registry,
+            patience, max_epochs, trials.
         data: folder of the data on this machine, or None for a recipe that makes its own.
         registry: ``module:name`` of the mapping from method name to `Method`.
         cells_at_once: how many share the machine, which its times depend on.

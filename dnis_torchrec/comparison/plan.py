@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
 from dnis_torchrec.jobs import build_recipe
 from dnis_torchrec.metrics import check_candidates
-from dnis_torchrec.recipe import RankingBatch, with_checked_labels
+from dnis_torchrec.recipe import RankingBatch, Recipe, with_checked_labels
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.training import primary_metric
@@ -142,7 +142,7 @@ class Comparison:
         for folder in sorted((self.out / "cells").glob("*")):
             result = read_result(folder)
             for name, value in rules.items():
-                there = value if result is None else result.rules.get(name)
+                there = value if result is None else result.rules.get(name, value)  # an older version knew fewer
                 place = f"{folder}, {name}"
                 remedy = "give the arguments of the older comparison, or another --out"
                 check(there == value, place, f"expected {there!r} as when it was run", repr(value), remedy)
@@ -172,6 +172,7 @@ class RecipeFacts:
         dense_bytes: of the uncompressed float32 tables, with the comparison's first seed.
         primary_metric: the metric it is judged by.
         higher_is_better: its direction.
+        settings: what else decides how its model is trained and searched, JSON-able.
         notes: limits of the data.
     """
 
@@ -179,7 +180,12 @@ class RecipeFacts:
     dense_bytes: int
     primary_metric: str
     higher_is_better: bool
+    settings: Mapping[str, Any]
     notes: tuple[str, ...]
+
+    def rules(self) -> dict[str, Any]:
+        """What a cell is run under beside the rules of its comparison: rates, blocks and sizes of the recipe."""
+        return {"embedding_dims": dict(self.embedding_dims), "settings": dict(self.settings)}
 
 
 def recipe_facts(comparison: Comparison) -> RecipeFacts:
@@ -207,8 +213,16 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
         dense_bytes=dense_table_bytes(recipe.model),
         primary_metric=metric,
         higher_is_better=higher,
+        settings=_settings_of(recipe),
         notes=tuple(recipe.notes),
     )
+
+
+def _settings_of(recipe: Recipe) -> dict[str, Any]:
+    """Every field of a recipe but model, data and notes, as it is read back from JSON."""
+    names = [part.name for part in fields(recipe) if part.name not in ("model", "data", "loss", "notes")]
+    own = {name: getattr(recipe, name) for name in names}
+    return own | {"loss": type(recipe.loss).__name__, "row_weights": list(recipe.row_weights)}
 
 
 def parse_names(text: str, place: str, requirement: str = "expected names with commas between them") -> tuple[str, ...]:

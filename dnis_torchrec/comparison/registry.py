@@ -6,11 +6,25 @@ import importlib
 from collections.abc import Mapping
 
 from dnis_torchrec.baselines.method import Method
+from dnis_torchrec.checks import check, describe
 
 REGISTRY = "dnis_torchrec.baselines:METHODS"
 
 
 def load_registry(spec: str) -> Mapping[str, Method]:
-    """The mapping from method name to method that stands at ``module:name``; a process finds it by that name again."""
+    """The mapping from method name to method that stands at ``module:name``; a process finds it by that name again.
+
+    Raises:
+        ValueError: if there is none.
+    """
     module, _, name = spec.partition(":")
-    return getattr(importlib.import_module(module), name)
+    place, remedy = f"registry {spec!r}", f"name one such as {REGISTRY!r}"
+    check(bool(module and name), place, "expected 'module:name'", repr(spec), remedy)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # a module that the registry's own imports
+        raise ValueError(describe(place, f"expected a module {module!r}", "none", remedy)) from error
+    check(isinstance(found, Mapping), place, "expected a mapping from name to method", type(found).__name__, remedy)
+    return found

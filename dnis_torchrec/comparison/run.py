@@ -46,7 +46,7 @@ def run_comparison(comparison: Comparison) -> Compared:
         KeyboardInterrupt: on Ctrl-C; the processes have ended, finished cells stay.
     """
     facts = recipe_facts(comparison)
-    rules = comparison.rules() | {"embedding_dims": dict(facts.embedding_dims)}
+    rules = comparison.rules() | facts.rules() | {"registry": comparison.registry}
     comparison.check_rules(rules)
     comparison.check_tables(facts)
     comparison.out.mkdir(parents=True, exist_ok=True)

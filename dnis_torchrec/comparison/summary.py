@@ -102,9 +102,10 @@ def _differences(group: RowGroup, dense: RowGroup) -> dict[str, Difference]:
 
 
 def _marked(rows: Sequence[ComparisonRow], metric: str, higher_is_better: bool) -> tuple[ComparisonRow, ...]:
-    """Marks the Pareto front; nothing is smaller than no embeddings at all, so these stand aside."""
+    """Marks the Pareto front, equal rows alike; nothing is smaller than no embeddings at all, so these stand aside."""
     sized = ((index, row) for index, row in enumerate(rows) if base_method(row.method) != NO_EMBEDDINGS)
     points = {index: point for index, row in sized if (point := row.point(metric)) is not None}
-    places = list(points)
-    front = {places[position] for position in pareto_front(list(points.values()), higher_is_better=higher_is_better)}
-    return tuple(replace(row, pareto=index in front) for index, row in enumerate(rows))
+    drawn = list(points.values())
+    front = {(drawn[at].bytes, drawn[at].mean) for at in pareto_front(drawn, higher_is_better=higher_is_better)}
+    marked = {index for index, point in points.items() if (point.bytes, point.mean) in front}
+    return tuple(replace(row, pareto=index in marked) for index, row in enumerate(rows))
