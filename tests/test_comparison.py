@@ -235,10 +235,15 @@ def test_a_cell_measures_what_the_method_made_against_the_uncompressed_tables(gl
     assert trained is not None
     assert (trained.row.parameters, trained.row.compression_ratio, trained.dense_bytes) == (104, 4.0, 4 * 416)
     assert (trained.form, trained.embedding_bytes, trained.extra_bytes) == ("dense_fp32", 4 * 104 + 4, 4)
+    narrow = make_recipe(embedding_dim=2).model
+    assert trained.network_bytes == 4 * sum(p.numel() for p in narrow.parameters()) - 4 * 104 - 4
     assert (trained.trials, trained.row.seconds, trained.seconds_of_trials) == (2, 1.5, 3.0)
     assert {"auc", "logloss"} <= set(trained.row.metrics)
     folder = tmp_path / "cells" / cell.name
     assert read_result(folder) == result
+    older = json.loads((folder / "result.json").read_text())
+    del older["network_bytes"]
+    assert CellResult.from_json(older).trained == replace(trained, network_bytes=0)
     assert (folder / "artifact" / "manifest.json").is_file()
     assert not (folder / "work").exists()
 

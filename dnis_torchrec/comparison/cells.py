@@ -101,6 +101,8 @@ class TrainedCell:
         form: the export form whose bytes are compared.
         embedding_bytes: bytes of the tables in that form, with everything that serving needs beside it.
         extra_bytes: how many of them lie beside the form.
+        network_bytes: float32 bytes of all other weights of the model, which are not part of the size: the first layers
+            of models that are built at a smaller D are narrower. 0 in results of older versions.
         selection_loss: what the method chose by.
         trials: runs that it took to choose this one.
         seconds_of_trials: wall time of all runs.
@@ -120,6 +122,7 @@ class TrainedCell:
     settings: Mapping[str, float | str]
     device: str
     cells_at_once: int
+    network_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,7 @@ class CellResult:
         if "reason" in described:
             return CellResult(**shared, reason=described["reason"])
         names = [name for name in TrainedCell.__dataclass_fields__ if name != "row"]
-        measured = {name: described[name] for name in names}
+        measured = {"network_bytes": 0} | {name: described[name] for name in names if name in described}
         return CellResult(**shared, trained=TrainedCell(row=ReportRow.from_json(described), **measured))
 
     def write(self, folder: Path) -> None:

@@ -26,5 +26,7 @@ def load_registry(spec: str) -> Mapping[str, Method]:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # a module that the registry's own imports
         raise ValueError(describe(place, f"expected a module {module!r}", "none", remedy)) from error
-    check(isinstance(found, Mapping), place, "expected a mapping from name to method", type(found).__name__, remedy)
+    if not isinstance(found, Mapping):
+        requirement = "expected a mapping from name to method"
+        raise ValueError(describe(place, requirement, type(found).__name__, remedy))
     return found

@@ -75,6 +75,7 @@ def _row(
         forms=tuple(dict.fromkeys(value.form for value in measured)),
         embedding_bytes=statistics.fmean(value.embedding_bytes for value in measured),
         extra_bytes=statistics.fmean(value.extra_bytes for value in measured),
+        network_bytes=statistics.fmean(value.network_bytes for value in measured),
         bytes_ratio=statistics.fmean(value.dense_bytes / max(1, value.embedding_bytes) for value in measured),
         trials=statistics.fmean(value.trials for value in measured),
         seconds_of_trials=statistics.fmean(value.seconds_of_trials for value in measured),

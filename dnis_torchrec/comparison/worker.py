@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from dnis_torchrec.baselines.method import MethodResult, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.projected import is_projected
@@ -25,6 +26,7 @@ from dnis_torchrec.jobs import build_recipe, versions
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search import dense_parameters
+from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate, process_group
 
 SECONDS_TO_END = 10
@@ -113,7 +115,14 @@ def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.d
         settings=dict(made.settings),
         device=device.type,
         cells_at_once=task.cells_at_once,
+        network_bytes=_weights_beside_tables(made.model) - made.extra_bytes,
     )
+
+
+def _weights_beside_tables(model: nn.Module) -> int:
+    """Float32 bytes of every parameter that is no table's."""
+    of_tables = {id(table) for module in collections(model).values() for table in module.parameters()}
+    return 4 * sum(weight.numel() for weight in model.parameters() if id(weight) not in of_tables)
 
 
 def _export(out: Path, result: CellResult, trained: TrainedCell, made: MethodResult, recipe: Recipe) -> None:

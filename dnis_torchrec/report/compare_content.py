@@ -25,6 +25,7 @@ class ComparisonRow:
         forms: the export forms whose bytes are compared, one unless seeds differ in it.
         embedding_bytes: bytes in that form, with everything that serving needs beside it.
         extra_bytes: how many of them lie beside the form.
+        network_bytes: of the model's other weights, which are not counted among them; 0 if not known.
         bytes_ratio: bytes of the uncompressed float32 tables over `embedding_bytes`.
         trials: runs that it took to choose the one reported.
         seconds_of_trials: wall time of all of them; `group.seconds` is that of the one reported.
@@ -41,6 +42,7 @@ class ComparisonRow:
     forms: tuple[str, ...] = ()
     embedding_bytes: float = 0.0
     extra_bytes: float = 0.0
+    network_bytes: float = 0.0
     bytes_ratio: float = 0.0
     trials: float = 0.0
     seconds_of_trials: float = 0.0
@@ -119,6 +121,7 @@ class ComparisonRow:
             "form": ", ".join(self.forms),
             "embedding_bytes": round(self.embedding_bytes),
             "extra_bytes": round(self.extra_bytes),
+            "network_bytes": round(self.network_bytes),
             "bytes_ratio": self.bytes_ratio,
             "trials": round(self.trials),
             "seconds_of_trials": self.seconds_of_trials,
