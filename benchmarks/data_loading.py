@@ -31,7 +31,7 @@ from benchmarks.files import output_file
 from benchmarks.step_time import numbers
 from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, cut
 from dnis_torchrec.whole_files import write_json
-from examples.criteo_stream import CATEGORIES, make_schema
+from examples.criteo_stream import KAGGLE_CATEGORIES, make_schema
 
 ROWS, QUICK_ROWS = 2_000_000, 200_000
 ROWS_AT_A_TIME = 200_000
@@ -53,7 +53,8 @@ def write_criteo_like(path: Path, num_rows: int, *, seed: int = 0) -> None:
     """
     random = np.random.default_rng(seed)
     vocabularies = [
-        pa.array(np.char.mod("%08x", random.integers(0, 2**32, min(size, MAX_VOCABULARY)))) for size in CATEGORIES
+        pa.array(np.char.mod("%08x", random.integers(0, 2**32, min(size, MAX_VOCABULARY))))
+        for size in KAGGLE_CATEGORIES
     ]
     options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     with open(path, "wb") as file:
@@ -75,7 +76,7 @@ def _with_missing(values: pa.Array, random: np.random.Generator) -> pa.Array:
 def measure_parsing(path: Path, cache: Path) -> dict[str, Any]:
     """Indexes and parses a file into the cache; rows per minute of CPU time."""
     started = time.process_time()
-    stream = ParsedStream([path], make_schema(), cache=cache)
+    stream = ParsedStream([path], make_schema(KAGGLE_CATEGORIES), cache=cache)
     indexed = time.process_time()
     for number in range(len(stream.index.chunks)):
         stream.chunk(number)
@@ -91,7 +92,7 @@ def measure_parsing(path: Path, cache: Path) -> dict[str, Any]:
 
 def measure_cache(path: Path, cache: Path, batch_size: int, *, shuffle: bool, whole: bool) -> dict[str, Any]:
     """Makes batches of what is cached, epoch after epoch; samples per second of CPU time, the median epoch."""
-    stream = ParsedStream([path], make_schema(), cache=cache)
+    stream = ParsedStream([path], make_schema(KAGGLE_CATEGORIES), cache=cache)
     part = WHOLE if whole else cut((0.8,))[0]
     batches = StreamedBatches(stream, batch_size=batch_size, part=part, shuffle=shuffle)
     rates = []

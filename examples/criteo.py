@@ -211,7 +211,7 @@ def dlrm_from_checkpoint(data: Path | None, *, seed: int = 0, embedding_dim: int
     if (embedding_dim or checkpoint_dim) == checkpoint_dim:
         _check_fits(weights, model.state_dict(), place)
         model.load_state_dict(weights)
-    return _recipe(model, samples, seed)
+    return _suited(_recipe(model, samples, seed), samples, DLRM_ON_SAMPLE)
 
 
 def _of_fields(

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 
 from torch import nn
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, DEFAULT_LABEL_NAME
@@ -32,14 +33,21 @@ OVER_LAYERS = [512, 256]
 HASH_ROWS_VARIABLE = "DNIS_HASH_ROWS"
 HASH_ROWS = 100_000
 """Rows of a large field's table, unless the environment variable says otherwise."""
-CATEGORIES = (
+KAGGLE_CATEGORIES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
 """Distinct categories of each field in Kaggle's whole ``train.txt``."""
+TERABYTE_CATEGORIES = (
+    *(45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10),
+    *(2209, 11267, 128, 4, 974, 14, 48937457, 11316796, 40094537, 452104, 12606, 104, 35),
+)
+"""Those of the 1 TB logs' 24 days, whose fields are others; source: torchrec.inference.dlrm_packager."""
 ROWS_PER_CATEGORY = 16
 """Rows of a small field's table per category: about 3 % of the categories then share a row with another."""
 _TEXT_FILE = re.compile(r"(train\.txt|day_\d+)(\.gz)?")
+_LOGS = {"train.txt": KAGGLE_CATEGORIES, "day_": TERABYTE_CATEGORIES}
+"""How the names of a log's files begin, and its categories."""
 
 
 def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -77,7 +85,8 @@ def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
         table_learning_rate=0.02,
         notes=(
             "Criteo: a random split of lines in time order, so the future helps to predict the past.",
-            f"Categories are hashed into at most {rows:,} rows a field ({HASH_ROWS_VARIABLE} sets how many).",
+            f"Categories are hashed into at most {rows:,} rows a field ({HASH_ROWS_VARIABLE} sets how many); a field"
+            f" of few categories has {ROWS_PER_CATEGORY} rows for each.",
         ),
     )
 
@@ -88,22 +97,43 @@ def open_stream(folder: Path) -> ParsedStream:
     Raises:
         ValueError: if the folder holds none of the files.
     """
-    return ParsedStream(find_files(folder), make_schema(), cache=cache_folder() / "streams")
+    files = find_files(folder)
+    return ParsedStream(files, make_schema(categories_of(files)), cache=cache_folder() / "streams")
 
 
-def make_schema() -> StreamSchema:
+def categories_of(files: Sequence[str]) -> tuple[int, ...]:
+    """How many categories each field has: of the log that the files' names tell, else the larger of both.
+
+    Args:
+        files: addresses, as `find_files` gives them.
+
+    Example:
+        >>> [categories_of([name])[0] for name in ("logs/train.txt", "s3://bucket/day_3.gz", "part-0.parquet")]
+        [1460, 45833188, 45833188]
+    """
+    names = {PurePosixPath(file).name for file in files}
+    for start, categories in _LOGS.items():
+        if all(name.startswith(start) for name in names):
+            return categories
+    return tuple(map(max, KAGGLE_CATEGORIES, TERABYTE_CATEGORIES))
+
+
+def make_schema(categories: Sequence[int]) -> StreamSchema:
     """Criteo's columns, and a table per field that is as large as the field needs, or `HASH_ROWS`.
+
+    Args:
+        categories: of each field.
 
     Raises:
         ValueError: if the environment variable holds no integer above 1.
     """
     chosen = os.environ.get(HASH_ROWS_VARIABLE, str(HASH_ROWS))
     check(chosen.isdecimal() and int(chosen) >= 2, HASH_ROWS_VARIABLE, "expected an integer >= 2", repr(chosen))
-    fields = zip(DEFAULT_CAT_NAMES, CATEGORIES, strict=True)
+    fields = zip(DEFAULT_CAT_NAMES, categories, strict=True)
     return StreamSchema(
         label=DEFAULT_LABEL_NAME,
         dense=tuple(DEFAULT_INT_NAMES),
-        single_id={name: max(2, min(int(chosen), ROWS_PER_CATEGORY * categories)) for name, categories in fields},
+        single_id={name: max(2, min(int(chosen), ROWS_PER_CATEGORY * number)) for name, number in fields},
         log_dense=True,
         text_columns=(DEFAULT_LABEL_NAME, *DEFAULT_INT_NAMES, *DEFAULT_CAT_NAMES),
     )

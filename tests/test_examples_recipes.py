@@ -106,7 +106,7 @@ def test_weights_depend_on_the_seed_alone(build):
     assert any(first[key].shape != other[key].shape or not torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", ["wide_deep", "deepfm"])
+@pytest.mark.parametrize("name", ["wide_deep", "deepfm", "dlrm"])
 def test_rates_for_the_sample_are_not_those_of_the_whole_of_criteo(monkeypatch, data, name):
     sample = RECIPES[f"criteo:{name}"](data, embedding_dim=2)
     monkeypatch.setattr(criteo, "_WHOLE_DATA_SET", 200)
@@ -292,8 +292,10 @@ class TestDlrmFromCheckpoint:
 
     def test_starts_from_the_weights(self, data, weights):
         save_file({key: value + 1 for key, value in weights.items()}, data / "checkpoint.safetensors")
-        loaded = criteo.dlrm_from_checkpoint(data).model.state_dict()
+        recipe = criteo.dlrm_from_checkpoint(data)
+        loaded = recipe.model.state_dict()
         assert all(torch.equal(loaded[key], value + 1) for key, value in weights.items())
+        assert recipe.dense_learning_rate == criteo.dlrm(data).dense_learning_rate < 1e-3
 
     def test_torch_file_of_a_wrapper_named_in_the_environment(self, data, weights, monkeypatch, tmp_path_factory):
         path = tmp_path_factory.mktemp("elsewhere") / "dlrm.pt"

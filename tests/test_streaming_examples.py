@@ -57,21 +57,39 @@ def test_the_recipe_trains_on_all_of_the_stream(data: Path) -> None:
 
 def test_files_are_found_packed_by_day_and_by_address(data: Path) -> None:
     text = (data / "train.txt").read_bytes()
-    wanted = criteo_stream.open_stream(data)
     lines = text.splitlines(keepends=True)
+    whole = data.parent / "whole"
+    whole.mkdir()
+    (whole / "day_7").write_bytes(text)
     days = data.parent / "days"
     days.mkdir()
     for day, part in (("day_0", lines[:100]), ("day_10", lines[300:]), ("day_2", lines[100:300])):
         (days / f"{day}.gz").write_bytes(gzip.compress(b"".join(part)))
     (data / "listed").mkdir()
     (data / "listed" / "urls.txt").write_text(f"file://{data}/train.txt\n\n")
-    for folder in (days, data / "listed"):
+    for folder, same in ((days, whole), (data / "listed", data)):
+        wanted = criteo_stream.open_stream(same)
         found = criteo_stream.open_stream(folder)
         assert all(local_path(file) is not None for file in found.index.files)
         chunks = [found.chunk(number) for number in range(len(found.index.chunks))]
         assert torch.equal(torch.cat([chunk.ids for chunk in chunks], dim=1), wanted.chunk(0).ids)
     with pytest.raises(ValueError, match=r"expected urls.txt, \*.parquet, train.txt"):
         criteo_stream.open_stream(data.parent)
+
+
+def test_tables_are_as_large_as_the_fields_of_the_log_that_is_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kaggle's first field has 1,460 categories, that of the 1 TB logs 45.8 million."""
+    monkeypatch.setenv(criteo_stream.HASH_ROWS_VARIABLE, "1000000")
+    (data / "days").mkdir()
+    (data / "days" / "day_0").write_bytes((data / "train.txt").read_bytes())
+    (data / "days" / "day_1.gz").write_bytes(gzip.compress((data / "train.txt").read_bytes()))
+    (data / "mixed").mkdir()
+    (data / "mixed" / "urls.txt").write_text(f"{data}/train.txt\n{data}/days/day_0\n")
+    rows = [criteo_stream.open_stream(folder).schema.num_embeddings for folder in (data, data / "days", data / "mixed")]
+    assert [own["cat_0"] for own in rows] == [16 * 1460, 1_000_000, 1_000_000]
+    assert [own["cat_12"] for own in rows] == [16 * 3194, 16 * 10, 16 * 3194]
+    assert [own["cat_19"] for own in rows] == [16 * 4, 1_000_000, 1_000_000]
+    assert [own["cat_2"] for own in rows] == [1_000_000, 16 * 17245, 1_000_000]
 
 
 def test_a_file_both_plain_and_packed_is_read_once_and_others_not_at_all(tmp_path: Path) -> None:
