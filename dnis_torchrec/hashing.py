@@ -55,10 +55,12 @@ def rows_of_values(values: pa.Array, num_embeddings: int) -> np.ndarray:
     if not pa.types.is_dictionary(values.type):
         values = values.dictionary_encode()
     modulus = np.uint64(num_embeddings - 1)
-    rows = 1 + hash_values(values.dictionary) % modulus if len(values.dictionary) else np.empty(0, np.uint64)
-    # A missing value's code becomes -1, which picks the last entry.
-    rows = np.append(rows.astype(np.int32), np.int32(MISSING_ROW))
-    codes = values.indices.fill_null(-1) if values.indices.null_count else values.indices
+    rows = np.full(len(values.dictionary) + 1, MISSING_ROW, np.int32)
+    known = values.dictionary.is_valid().to_numpy(zero_copy_only=False)
+    if known.any():  # a dictionary may hold the missing value itself
+        rows[:-1][known] = 1 + hash_values(values.dictionary.drop_null()) % modulus
+    # A missing value's code becomes -1, which picks the last entry; codes may be unsigned.
+    codes = values.indices.cast(pa.int64()).fill_null(-1) if values.indices.null_count else values.indices
     return rows[codes.to_numpy(zero_copy_only=False)]
 
 

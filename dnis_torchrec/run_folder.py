@@ -42,6 +42,7 @@ from dnis_torchrec.report import ReportRow, read_rows, write_rows
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.storage import Address, inside, put_file, remove_file
 from dnis_torchrec.table_shards import collections, ranks_of
+from dnis_torchrec.whole_files import PARTIAL
 
 FORMAT = "dnis-torchrec-run"
 FORMAT_VERSION = 1
@@ -319,6 +320,7 @@ def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _is_unused(path: Path) -> bool:
     """Whether a folder holds no more than what a job makes before it writes run.json."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
+    names -= {name for name in names if name.endswith(PARTIAL)}  # a kill leaves what was being written
     return names in ({"checkpoints"}, {"checkpoints", "lock"}) and not any((path / "checkpoints").iterdir())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,31 @@ def test_storage_that_stays_away_leaves_the_last_good_one(
     saver.save(3, numbers(3))
     saver.wait()
     assert read(folder.latest()) == [3.0] * 3
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_storage_that_answers_nothing_at_all_is_one_checkpoint_less(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_error: str
+) -> None:
+    """Looking what is left there fails, too."""
+    saver = CheckpointSaver(StoredCheckpointFolder(URL), on_error=on_error)
+    saver.save(1, numbers(1))
+    saver.wait()
+    message = r"step-00000002: expected to write it, got .*no route.*; what is left there could not be looked at"
+    with monkeypatch.context() as patch:
+        for name in ("put_file", "pipe_file", "find", "ls", "info", "cat_file", "rm_file", "rm", "exists"):
+            patch.setattr(MemoryFileSystem, name, Flaky(10**6, ConnectionResetError("no route")))
+        saver.save(2, numbers(2))
+        if on_error == "stop":
+            with pytest.raises(CheckpointWriteError, match=message):
+                saver.wait()
+        else:
+            saver.wait()
+            assert re.search(message, caplog.text)
+            assert saver.failed_steps == {2}
+    saver.save(3, numbers(3))
+    saver.wait()
+    assert read(StoredCheckpointFolder(URL).latest()) == [3.0] * 3
 
 
 def test_what_is_missing_or_cut_short_is_named(remote: MemoryFileSystem) -> None:

@@ -211,6 +211,8 @@ def test_a_second_job_is_refused_until_the_first_is_gone(gloo, tmp_path: Path) -
 def test_a_folder_left_before_the_run_began_is_taken(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "lock").touch()
+    (tmp_path / "run" / "run.json.partial").touch()
+    (tmp_path / "run" / "shared.partial").touch()
     RunFolder.create(tmp_path / "run")
     (tmp_path / "run" / "mine").touch()
     with pytest.raises(ValueError, match="expected a folder that does not exist, got an existing one; choose another"):

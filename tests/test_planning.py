@@ -83,6 +83,7 @@ def test_a_table_is_read_from_numbers() -> None:
         ("user=10x", "expected NAME=ROWSxDIM"),
         ("=10x4", "expected NAME=ROWSxDIM"),
         ("user=10x4:", "expected NAME=ROWSxDIM"),
+        ("a.b=10x4", "table 'a.b': expected a name without a dot"),
         ("user=0x4", "table 'user': expected num_embeddings >= 1, got 0"),
         ("user=10x4:6x4,5x2", "table 'user': expected blocks of at most 10 rows, got 11"),
         ("user=10x4:0x4", "table 'user/b0': expected num_embeddings >= 1, got 0"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import storage
-from dnis_torchrec.storage import access, outputs
+from dnis_torchrec.storage import access, claim, outputs
 
 
 class Flaky:
@@ -148,7 +151,7 @@ def test_an_output_is_published_with_what_names_it_last(
 def test_an_output_that_exists_is_seen_and_only_what_changed_is_published(
     remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote.pipe({"/bucket/run/run.json": b"{}", "/bucket/run/old.txt": b"1", "/bucket/run/keep.txt": b"2"})
+    remote.pipe({"/bucket/run/manifest.json": b"{}", "/bucket/run/old.txt": b"1", "/bucket/run/keep.txt": b"2"})
     events: list[str] = []
     put, remove = MemoryFileSystem.put_file, MemoryFileSystem.rm_file
     monkeypatch.setattr(
@@ -166,9 +169,96 @@ def test_an_output_that_exists_is_seen_and_only_what_changed_is_published(
     with storage.output("memory://bucket/run") as folder:
         (folder / "old.txt").unlink()
         (folder / "new.txt").write_text("3")
-    assert events == [released, "rm run.json", "put new.txt", "put run.json", "rm old.txt", released]
+    assert events == [released, "rm manifest.json", "put new.txt", "put manifest.json", "rm old.txt", released]
     names = sorted(name.rsplit("/", 1)[1] for name in remote.find("/bucket/run"))
-    assert names == ["keep.txt", "new.txt", "run.json"]
+    assert names == ["keep.txt", "manifest.json", "new.txt"]
+
+
+class Killed(BaseException):
+    """Ends a process in the middle of what it publishes."""
+
+
+@pytest.mark.parametrize(
+    ("status", "again", "stays"),
+    [
+        ("searching", "interrupted", b"searching"),  # resumable, as after a kill
+        ("finished", "finished", b"finished"),  # a report beside it changes nothing of what it says
+        ("finished", "searching", None),  # --overwrite: the old one vouches for what is being replaced
+    ],
+)
+def test_a_run_whose_job_is_killed_while_it_publishes_can_be_found_again(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, again: str, stays: bytes
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "model").write_text("m")
+    mirror = storage.Mirror(folder, "memory://bucket/run")
+    (folder / "run.json").write_text(json.dumps({"status": status}))
+    mirror.push()
+    (folder / "model").write_text("another")
+    if again != status:
+        (folder / "run.json").write_text(json.dumps({"status": again}))
+
+    def killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, suppress(Killed):
+        patch.setattr(MemoryFileSystem, "put_file", killed)
+        mirror.push()
+    if stays is None:
+        assert not remote.exists("/bucket/run/run.json")
+    else:
+        assert stays in remote.cat_file("/bucket/run/run.json")
+    mirror.push()
+    assert again.encode() in remote.cat_file("/bucket/run/run.json")
+
+
+def test_a_pointer_that_changes_while_others_are_published_waits_for_what_it_points_to(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mirror, put = storage.Mirror(folder, "memory://bucket/run"), MemoryFileSystem.put_file
+    (folder / "step-1").write_text("1")
+    (folder / "latest.json").write_text("step-1")
+    mirror.push()
+
+    def and_the_next(self: MemoryFileSystem, local: str, path: str, **_: object) -> None:
+        put(self, local, path)
+        if path.endswith("step-2"):
+            (folder / "step-3").write_text("3")
+            (folder / "latest.json").write_text("now step-3")
+
+    (folder / "step-2").write_text("2")
+    os.utime(folder / "step-2", ns=(1, 1))
+    (folder / "latest.json").write_text("then step-2")
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "put_file", and_the_next)
+        mirror.push()
+    assert remote.cat_file("/bucket/run/latest.json") == b"step-1"
+    mirror.push()
+    assert remote.cat_file("/bucket/run/latest.json") == b"now step-3"
+    assert remote.cat_file("/bucket/run/step-3") == b"3"
+
+
+def test_a_job_that_has_lost_its_claim_publishes_nothing_more(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "RENEW_SECONDS", 0.002)
+    output = storage.output("memory://bucket/run")
+    folder = output.__enter__()
+    folder.mkdir()
+    (folder / "a").write_text("mine")
+    taken = json.dumps({"writer": "process 7 on far", "job": "another", "sign": "0"}).encode()
+    remote.pipe_file("/bucket/run.writer", taken)
+    time.sleep(0.1)
+    message = (
+        r"expected to keep the claim to it.*taken over by process 7 on far; end one.*nothing is lost: .*/run has it"
+    )
+    with pytest.raises(storage.StorageError, match=message):
+        output.__exit__(None, None, None)
+    assert not remote.exists("/bucket/run/a")
+    assert remote.cat_file("/bucket/run.writer") == taken
 
 
 def test_checkpoints_are_mirrored_while_the_caller_works(
@@ -230,7 +320,7 @@ def test_no_error_ends_the_passes_and_a_folder_that_vanishes_is_none(
 
     monkeypatch.setattr(os, "scandir", renamed_meanwhile)
     monkeypatch.setattr(mirror, "push", push)
-    outputs._mirror_until(mirror, stop)
+    outputs._mirror_until(mirror, SimpleNamespace(check_kept=lambda: None), stop)
     assert passes[0] == "all listed but what is gone"
     assert set(passes[1]) == {"step-2/file"}
 
@@ -238,6 +328,7 @@ def test_no_error_ends_the_passes_and_a_folder_that_vanishes_is_none(
 def test_what_vanishes_while_it_is_published_is_left_out_and_a_missing_bucket_is_not(
     remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(outputs, "SMALL_BYTES", 0)
     mirror = storage.Mirror(tmp_path / "run", "memory://bucket/run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "gone").write_text("1")

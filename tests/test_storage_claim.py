@@ -57,13 +57,13 @@ def test_a_restart_does_not_wait_for_what_it_was_itself(
 
 def test_of_two_that_begin_together_one_is_refused(remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one writes its claim after this one has looked."""
-    write = claim._Claim._write
+    write = claim.Claim._write
 
-    def and_the_other(self: claim._Claim) -> None:
+    def and_the_other(self: claim.Claim) -> None:
         write(self)
         left_behind(remote)
 
-    monkeypatch.setattr(claim._Claim, "_write", and_the_other)
+    monkeypatch.setattr(claim.Claim, "_write", and_the_other)
     with pytest.raises(ValueError, match="got process 7 on far"), claimed(URL):
         pass
     assert json.loads(remote.cat_file(WRITER))["job"] == "another"
@@ -72,7 +72,7 @@ def test_of_two_that_begin_together_one_is_refused(remote: MemoryFileSystem, mon
 def test_a_claim_outlives_storage_that_stumbles(
     remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held = claim._Claim(URL, "job")
+    held = claim.Claim(URL, "job")
     held.take()
 
     class Twice:

@@ -74,6 +74,12 @@ def test_a_search_that_may_be_started_again_resumes(given: dict[str, int], argum
     assert command(search("m:f", *arguments, **given)).split().count("--resume") == resumes
 
 
+@pytest.mark.parametrize("given", [{"max_retries": 1}, {"max_restarts": 1}])
+def test_a_search_that_may_be_started_again_overwrites_nothing(given: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="--overwrite: expected no restarts or retries"):
+        search("m:f", "--out", "run", "--overwrite", **given)
+
+
 def test_benchmark_runs_any_module_under_torchrun() -> None:
     app = benchmark("--json", "x.json", m="benchmarks.step_time", j="1x2")
     assert app.name == "dnis-benchmark"

@@ -46,6 +46,11 @@ def search(
         max_retries: times that the scheduler starts the job again
     """
     node = {"h": h, "cpu": cpu, "gpu": gpu, "memMB": memMB, "image": image, "mounts": mounts}
+    if (max_restarts or max_retries) and "--overwrite" in args:
+        raise ValueError(
+            "--overwrite: expected no restarts or retries, which go on with what is there, got some; "
+            "remove the older run, or choose another --out"
+        )
     again = ["--resume"] if (max_restarts or max_retries) and "--resume" not in args else []
     return _launch.torchrun(
         "search", _launch.MODULE, ["search", *args, *again], j, node, env, max_restarts, max_retries

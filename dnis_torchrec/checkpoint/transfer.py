@@ -74,16 +74,25 @@ def write_checkpoint(
     try:
         dcp.save(dict(state.tensors), storage_writer=writer, planner=_Saves(), process_group=process_group)
     except CheckpointException as error:
-        with together(process_group):
-            if rank_of(process_group) == 0:
-                folder.clean()
+        kept = _left_clean(folder, process_group)
         failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
         rank, cause = next(iter(failures.items()))
         received = f"{type(cause).__name__} on rank {rank}: {cause}"
-        kept = folder.latest()
-        remedy = "no earlier one is there" if kept is None else f"the last good one is {kept}"
         place = f"checkpoint {folder.path_of(step)}"
-        raise CheckpointWriteError(describe(place, "expected to write it", received, remedy)) from cause
+        raise CheckpointWriteError(describe(place, "expected to write it", received, kept)) from cause
+
+
+def _left_clean(folder: CheckpointFolder, process_group: dist.ProcessGroup | None) -> str:
+    """Takes away what a failed write left, and says what is still there; storage may be away for that, too."""
+    try:
+        with together(process_group):
+            if rank_of(process_group) == 0:
+                folder.clean()
+        with together(process_group):
+            latest = folder.latest()
+    except (RuntimeError, OSError) as error:
+        return f"what is left there could not be looked at ({error})"
+    return "no earlier one is there" if latest is None else f"the last good one is {latest}"
 
 
 def read_checkpoint(

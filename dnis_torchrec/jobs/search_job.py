@@ -176,7 +176,7 @@ def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
     """What an error leaves: a run to resume, or nothing where nothing was trained, so that its name is free again."""
     if rank_of() != 0:
         return
-    with suppress(OSError):  # a full disk must not hide what went wrong
+    with suppress(OSError, StorageError):  # a full disk, or storage that is away, must not hide what went wrong
         if run.has_checkpoint():
             run.write_head("interrupted", head)
         else:

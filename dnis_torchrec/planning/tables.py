@@ -85,6 +85,7 @@ def _parse_table(text: str) -> tuple[PlannedTable, list[PlannedTable]]:
         requirement = "expected NAME=ROWSxDIM or NAME=ROWSxDIM:ROWSxDIM,ROWSxDIM"
         raise ValueError(describe("table", requirement, repr(text), "such as user=1000000x64:10000x32,50000x8"))
     name, num_embeddings, embedding_dim = match[1], int(match[2]), int(match[3])
+    check("." not in name, f"table {name!r}", "expected a name without a dot, as TorchRec's tables have", repr(name))
     table = PlannedTable(name=name, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
     if match[4] is None:
         return table, [table]

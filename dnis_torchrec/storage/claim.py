@@ -6,7 +6,8 @@
 Whoever wants to write and finds the file watches it. If it changes, its writer is alive, and the newcomer is refused;
 if it does not for `DEAD_SECONDS`, the writer is dead, and the newcomer takes its place. No clocks are compared. Two
 jobs that begin within the same moment may both look before either has written: each looks again when it has, and the
-one whose sign is gone is refused.
+one whose sign is gone is refused. A writer looks before each sign of life: one that was taken for dead, as after a
+suspended machine or a network that was away, has lost its claim and does not take it back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import contextmanager, suppress
 from socket import gethostname
 from uuid import uuid4
 
-from dnis_torchrec.checks import check
+from dnis_torchrec.checks import check, describe
 from dnis_torchrec.storage.access import StorageError, filesystem, retrying
 
 RENEW_SECONDS, DEAD_SECONDS, SETTLE_SECONDS = 10.0, 45.0, 1.0
@@ -31,37 +32,48 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def claimed(url: str, *, job: str = "") -> Iterator[None]:
+def claimed(url: str, *, job: str = "") -> Iterator[Claim]:
     """Claims a URL for this process while the block runs.
 
     Args:
         url: of the folder to write.
         job: a word that earlier attempts of the same job on this machine had too: their claim is taken over at once.
 
+    Yields:
+        The claim, which knows whether it has been lost meanwhile.
+
     Raises:
         ValueError: if another job writes there.
         StorageError: if storage does not answer.
     """
-    claim = _Claim(url, job or uuid4().hex)
+    claim = Claim(url, job or uuid4().hex)
     claim.take()
     done = threading.Event()
     thread = threading.Thread(target=claim.renew_until, args=(done,), name="dnis-claim", daemon=True)
     thread.start()
     try:
-        yield
+        yield claim
     finally:
         done.set()
         thread.join()
         claim.release()
 
 
-class _Claim:
+class Claim:
+    """This process's claim to a URL.
+
+    Args:
+        url: of the folder to write.
+        job: see `claimed`.
+    """
+
     def __init__(self, url: str, job: str) -> None:
         self._url = url.rstrip("/")
         self._files, root = filesystem(self._url)
         self._path, self._place = f"{root.rstrip('/')}.writer", f"address {self._url}"
         self._job = f"{gethostname()} {job}"
         self._told = b""
+        self._lost_to: str | None = None
 
     def take(self) -> None:
         """Waits until it is clear whether somebody else is alive, and claims the URL if nobody is."""
@@ -80,16 +92,33 @@ class _Claim:
 
     def renew_until(self, done: threading.Event) -> None:
         """Shows that this process is alive, until it is done; what fails is tried again the next time."""
-        while not done.wait(RENEW_SECONDS):
+        while self._lost_to is None and not done.wait(RENEW_SECONDS):
             try:
-                self._write()
+                found = self._read()
+                if found and not self._is_own(found):
+                    self._lost_to = json.loads(found)["writer"]
+                else:
+                    self._write()
             except StorageError as error:
                 logger.warning("%s; the claim is renewed later", error)
 
+    def check_kept(self) -> None:
+        """Checks that nobody has taken the URL over.
+
+        Raises:
+            StorageError: naming who has.
+        """
+        if self._lost_to is not None:
+            requirement = "expected to keep the claim to it, which was not renewed in time"
+            remedy = "end one of the two jobs"
+            raise StorageError(describe(self._place, requirement, f"taken over by {self._lost_to}", remedy))
+
     def release(self) -> None:
-        """Lets go of the URL. If storage does not answer, the claim dies by itself."""
+        """Lets go of the URL, if it is ours still. If storage does not answer, the claim dies by itself."""
         with suppress(StorageError, FileNotFoundError):
-            retrying(lambda: self._files.rm_file(self._path), self._place)
+            found = self._read()
+            if found and self._is_own(found):
+                retrying(lambda: self._files.rm_file(self._path), self._place)
 
     def _refuse(self, found: bytes | None, *, unless: bool) -> None:
         writer = json.loads(found)["writer"] if found else "nobody"

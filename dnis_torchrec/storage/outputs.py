@@ -1,7 +1,8 @@
 """Folders that are filled here and published on storage, while they are filled and when they are whole.
 
 Object stores cannot rename a folder, so "whole" is told by a file: the one that names the others (``manifest.json``,
-``run.json``) is written last and removed first, and whatever reads the folder asks for it.
+``run.json``) is written last, and removed first where what it vouches for is about to be replaced; whatever reads the
+folder asks for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from dnis_torchrec.checks import describe
 from dnis_torchrec.storage.access import StorageError, exists, filesystem, local_path, retrying
-from dnis_torchrec.storage.claim import claimed
+from dnis_torchrec.storage.claim import Claim, claimed
 from dnis_torchrec.storage.fetching import FETCHED, cache_folder, fetch, local_copy_of
 from dnis_torchrec.storage.files import upload
 from dnis_torchrec.whole_files import PARTIAL, write_json
@@ -33,6 +34,10 @@ SHARED_WAIT_SECONDS, SHARED_POLL_SECONDS = 600.0, 0.1
 """How long processes wait for the one among them that fetches, and how often they look."""
 LAST_FILES = ("manifest.json", "run.json", "comparison.json")
 """Files that say that a folder is whole: published after everything else."""
+MANIFEST, RUN = "manifest.json", "run.json"
+"""The first names every file beside it. The second vouches for a run that has finished, and may get a report later."""
+SMALL_BYTES = 1 << 20
+"""Files up to this size are copied before they are published, so that what is published is what was listed."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +45,9 @@ logger = logging.getLogger(__name__)
 class Mirror:
     """Copies what changes in a local folder to a folder on storage, and removes there what is removed here.
 
-    In the order of the last change, because a file that points to others is written after them; `LAST_FILES` last.
+    In the order of the last change, because a file that points to others is written after them; `LAST_FILES` last. One
+    of these that vouches for what is about to be replaced is removed first; a run that is still being searched vouches
+    for nothing, and stays findable however its job ends.
 
     Args:
         folder: the local folder.
@@ -52,18 +59,24 @@ class Mirror:
         self._files, self._root = filesystem(self.url)
         # What was fetched from storage is there already.
         self._published = self._versions()
+        self._vouching = {name for name in LAST_FILES if name in self._published and self._vouches(name)}
 
     def push(self) -> None:
         """Copies every file that is new or has changed; one that is being written (``.partial``) waits.
+
+        A file that changes while others are copied waits for the next pass, too: it may point to what came after them.
 
         Raises:
             StorageError: if storage does not answer; what was copied is remembered.
         """
         versions = self._versions()
+        for name in self._outdated(versions):
+            self._remove(name)
         for name in sorted(versions, key=lambda name: (name in LAST_FILES, versions[name])):
             if self._published.get(name) != versions[name]:
                 try:
-                    self._put(name)
+                    if not self._put(name, versions[name]):
+                        continue
                 except FileNotFoundError as error:
                     if (self.folder / name).exists():
                         place = f"address {self.url}"
@@ -73,15 +86,19 @@ class Mirror:
         for name in sorted(set(self._published) - set(versions)):
             self._remove(name)
 
-    def withdraw(self) -> None:
-        """Removes `LAST_FILES` from storage if anything has changed: what is there is about to be replaced.
+    def _outdated(self, versions: dict[str, tuple[int, int]]) -> list[str]:
+        """Published files that vouch for content that is no longer there, or soon will not be."""
+        changed = {name for name, version in self._published.items() if versions.get(name) != version}
+        return sorted(name for name in self._vouching if name in changed or (name == MANIFEST and changed))
 
-        Raises:
-            StorageError: if storage does not answer.
-        """
-        if self._published != self._versions():
-            for name in sorted(set(LAST_FILES) & set(self._published)):
-                self._remove(name)
+    def _vouches(self, name: str) -> bool:
+        """Whether a file of `LAST_FILES`, as it is here, says that the folder is whole."""
+        if name != RUN:
+            return True
+        try:
+            return bool(json.loads((self.folder / name).read_text(encoding="utf-8"))["status"] == "finished")
+        except (OSError, ValueError, KeyError, TypeError):
+            return True
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         """Name -> (time of the last change in ns, size) of the files of the folder."""
@@ -94,17 +111,35 @@ class Mirror:
                 except FileNotFoundError:  # replaced or removed between the listing and now
                     continue
                 if stat.S_ISREG(status.st_mode):
-                    versions[path.relative_to(self.folder).as_posix()] = (status.st_mtime_ns, status.st_size)
+                    versions[path.relative_to(self.folder).as_posix()] = _version(status)
         return versions
 
-    def _put(self, name: str) -> None:
-        upload(self._files, self.folder / name, posixpath.join(self._root, name), f"address {self.url}/{name}")
+    def _put(self, name: str, version: tuple[int, int]) -> bool:
+        """Publishes a file as it was listed; False if it has changed since."""
+        path, remote, place = self.folder / name, posixpath.join(self._root, name), f"address {self.url}/{name}"
+        with tempfile.TemporaryDirectory() as held:
+            if version[1] <= SMALL_BYTES:
+                copy = Path(held, path.name)
+                shutil.copyfile(path, copy)
+            else:
+                copy = path
+            if _version(path.stat()) != version:
+                return False
+            upload(self._files, copy, remote, place)
+        if name in LAST_FILES:
+            self._vouching = (self._vouching - {name}) | ({name} if self._vouches(name) else set())
+        return True
 
     def _remove(self, name: str) -> None:
         remote = posixpath.join(self._root, name)
         with suppress(FileNotFoundError):
             retrying(lambda: self._files.rm_file(remote), f"address {self.url}/{name}")
         del self._published[name]
+        self._vouching.discard(name)
+
+
+def _version(status: os.stat_result) -> tuple[int, int]:
+    return status.st_mtime_ns, status.st_size
 
 
 @contextmanager
@@ -114,8 +149,9 @@ def output(address: str | os.PathLike[str], *, job: str = "", skip: Collection[s
     What stands at a URL is fetched first, so that whoever resumes or refuses to overwrite sees it as if it were local.
     While the caller works, changes go to storage every `MIRROR_SECONDS`, so a lost machine loses no more than that; if
     storage does not answer then, it is said and tried again. When the caller is done, also by an exception, the rest is
-    published and the copy deleted. What is replaced is not whole on storage until all of it is: its `LAST_FILES` are
-    removed first. Meanwhile the address is claimed: a second job that wants to write there is refused (see `claim`).
+    published and the copy deleted. What is replaced is not whole on storage until all of it is: what vouches for it is
+    removed first (see `Mirror`). Meanwhile the address is claimed: a second job that wants to write there is refused,
+    and one that has lost its claim publishes nothing more (see `claim`).
 
     Args:
         address: of the folder.
@@ -127,13 +163,14 @@ def output(address: str | os.PathLike[str], *, job: str = "", skip: Collection[s
 
     Raises:
         ValueError: if another job writes to the URL.
-        StorageError: if the result cannot be published; it names the local folder, which has it.
+        StorageError: if the result cannot be published, or another job has taken the claim; it names the local folder,
+            which has it.
     """
     here, url = local_path(address), os.fspath(address)
     if here is not None:
         yield here
         return
-    with claimed(url, job=job):
+    with claimed(url, job=job) as claim:
         # A folder of its own, because another process may be writing a copy of the same URL.
         parent = cache_folder() / "outputs"
         parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +183,7 @@ def output(address: str | os.PathLike[str], *, job: str = "", skip: Collection[s
         except BaseException:
             shutil.rmtree(staging)
             raise
-        with _mirrored(mirror):
+        with _mirrored(mirror, claim):
             yield folder
 
 
@@ -201,10 +238,10 @@ def _told_folder(told: Path, place: str) -> Path:
 
 
 @contextmanager
-def _mirrored(mirror: Mirror) -> Iterator[None]:
+def _mirrored(mirror: Mirror, claim: Claim) -> Iterator[None]:
     """Pushes now and then while the caller works, and all of it when the caller is done; then deletes the folder."""
     stop = threading.Event()
-    thread = threading.Thread(target=_mirror_until, args=(mirror, stop), name="dnis-mirror", daemon=True)
+    thread = threading.Thread(target=_mirror_until, args=(mirror, claim, stop), name="dnis-mirror", daemon=True)
     thread.start()
     try:
         yield
@@ -212,7 +249,7 @@ def _mirrored(mirror: Mirror) -> Iterator[None]:
         stop.set()
         thread.join()
         try:
-            mirror.withdraw()
+            claim.check_kept()
             mirror.push()
         except StorageError as error:
             received = f"{error}; nothing is lost: {mirror.folder} has it, copy it when storage is back"
@@ -220,9 +257,10 @@ def _mirrored(mirror: Mirror) -> Iterator[None]:
         shutil.rmtree(mirror.folder.parent)
 
 
-def _mirror_until(mirror: Mirror, stop: threading.Event) -> None:
+def _mirror_until(mirror: Mirror, claim: Claim, stop: threading.Event) -> None:
     while not stop.wait(MIRROR_SECONDS):
         try:
+            claim.check_kept()
             mirror.push()
         except Exception as error:  # whatever it is: the last push, which the caller makes, tells it if it lasts
             logger.warning("%s; the search goes on, the next pass tries again", error)
