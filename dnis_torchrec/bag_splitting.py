@@ -123,7 +123,9 @@ class BagSplitter(nn.Module):
             NotImplementedError: if the features of the batch differ in stride.
         """
         bags = select_features(features, [split.feature for split in self._splits])
-        if bags.values().device.type == "cpu" and are_compiled():
+        weights = bags.weights_or_none()
+        learns = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+        if bags.values().device.type == "cpu" and are_compiled() and not learns:  # the operator knows no gradient
             values, lengths, weights = self._split_at_once(bags)
         else:
             values, lengths, weights = self._split_by_sorting(bags)
@@ -138,10 +140,11 @@ class BagSplitter(nn.Module):
             none if index is None else cast(RowRouter, self._routers[index]).routing_tensor()
             for index in self._router_of_split
         ]
+        weights = bags.weights_or_none()
         return split_bags(
             bags.values().contiguous(),
             bags.lengths().contiguous(),
-            bags.weights_or_none(),
+            None if weights is None else weights.contiguous(),
             routings,
             self._slots.long(),
             list(itertools.accumulate((len(split.keys) + 1 for split in self._splits), initial=0)),

@@ -123,7 +123,8 @@ class FiniteGuard:
         norms = torch._foreach_norm(list(gradients.values()))
         if _is_surely_finite(torch.stack(norms)):
             return
-        bad = [name for name, norm in zip(gradients, norms, strict=True) if not bool(torch.isfinite(norm))]
+        # A norm may be infinite where no value is.
+        bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
         if bad:
             where = f"{place}, parameter {bad[0]!r}"
             raise NonFiniteError(describe(where, "expected finite gradients", "nan or inf", REMEDY))

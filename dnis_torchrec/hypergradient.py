@@ -41,6 +41,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from dnis_torchrec.cached_tables import lookups
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.soft_selection import Alpha
 
@@ -314,3 +315,20 @@ def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
                 module.track_running_stats = False
                 stack.callback(setattr, module, "track_running_stats", True)
         yield
+
+
+def fused_kernels(model: nn.Module) -> list[nn.Module]:
+    """FBGEMM's kernels that count their forward passes, as fused optimizers want for bias correction. Local."""
+    return [part for lookup in lookups(model) for part in lookup.modules() if hasattr(part, "iter_cpu")]
+
+
+@contextmanager
+def frozen_counters(kernels: Iterable[nn.Module]) -> Iterator[None]:
+    """Forward passes meanwhile are none of a training step: kernels of `fused_kernels` count them and forget them."""
+    counted = [counter for kernel in kernels for counter in (kernel.iter, kernel.iter_cpu)]
+    before = [counter.clone() for counter in counted]
+    try:
+        yield
+    finally:
+        for counter, value in zip(counted, before, strict=True):
+            counter.copy_(value)

@@ -146,7 +146,8 @@ class _SelectPacked(torch.autograd.Function):
             grad_alpha = torch.empty_like(alpha)
             operators.sum_packed_alpha_gradient(grad, pooled, starts, rows, layout, grad_alpha)
         if ctx.needs_input_grad[0]:
-            grad_pooled = grad.new_empty(ctx.shape)  # no kernel reads the gradient of an empty bag: it stays unwritten
+            # No kernel reads the gradient of an empty bag: it stays unwritten, but where somebody looks for NaN.
+            grad_pooled = grad.new_zeros(ctx.shape) if torch.is_anomaly_enabled() else grad.new_empty(ctx.shape)
             operators.spread_packed_gradient(grad, alpha, starts, rows, layout, grad_pooled)
         return grad_pooled, grad_alpha, None, None, None, None
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.train_pipeline.postproc import PipelinedPostproc
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -92,7 +93,7 @@ def merge_(model: nn.Module) -> nn.Module:
             except through what is returned.
 
     Returns:
-        The plain model (world size 1) or the sharded one.
+        The plain model (world size 1) or the sharded one, whose pipeline has to be detached before it is called.
 
     Raises:
         RuntimeError: if the model is not prepared.
@@ -106,10 +107,12 @@ def merge_(model: nn.Module) -> nn.Module:
     if _spans_ranks(wrappers):
         return model
     model = get_unwrapped_module(model)
+    for pipelined in [module for module in model.modules() if isinstance(module, PipelinedPostproc)]:
+        model = _replace(model, pipelined, pipelined.postproc_module)  # it would give the bags of an older batch
     for wrapper in wrappers.values():
         plain = _collection_around(wrapper, wrapper.embedding_bag_configs(), wrapper.is_weighted())
         model = _replace(model, wrapper, plain)
-    return model
+    return unshard_(model)  # collections that were not wrapped are sharded still
 
 
 def unshard_(model: nn.Module) -> nn.Module:
@@ -172,7 +175,7 @@ def _collection_around(
 ) -> EmbeddingBagCollection:
     """A plain collection around the live weights of a sharded or wrapped one; only column-wise shards are joined."""
     plain = EmbeddingBagCollection(tables=tables, is_weighted=is_weighted, device=torch.device("meta"))
-    shards = local_shards(holder)
+    shards, parameters = local_shards(holder), dict(holder.named_parameters())
     for table in tables:
         parts = [shard for shard in shards if shard.table == table.name]
         weight = parts[0].weight
@@ -181,7 +184,9 @@ def _collection_around(
             for shard in parts:
                 rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
                 weight[rows, shard.first_column : shard.first_column + shard.weight.shape[1]] = shard.weight
-        plain.embedding_bags[table.name].weight = nn.Parameter(weight)
+        own = [value for name, value in parameters.items() if f".{name}".endswith(f".{table.name}.weight")]
+        learns = all(parameter.requires_grad for parameter in own)  # a frozen table stays frozen
+        plain.embedding_bags[table.name].weight = nn.Parameter(weight, requires_grad=learns)
         plain._device = weight.device
     return plain.train(holder.training)
 

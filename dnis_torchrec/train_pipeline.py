@@ -42,7 +42,9 @@ from dnis_torchrec.finite import FiniteGuard
 from dnis_torchrec.hypergradient import (
     UnrolledHypergradient,
     first_order_gradient,
+    frozen_counters,
     frozen_statistics,
+    fused_kernels,
     without_synchronisation,
 )
 from dnis_torchrec.level_schedule import BilevelStream, Level
@@ -170,6 +172,7 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         self._unrolled = (
             None if unrolled_step is None else UnrolledHypergradient(model, self._alpha, unrolled_step, optimizer)
         )
+        self._kernels = fused_kernels(model)
         self._train_batch: Pipelineable | None = None
         self._world_size = 1 if self._process_group is None else dist.get_world_size(self._process_group)
         self._shared: _SharedGradient | None = None
@@ -369,7 +372,12 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
     def _first_order_step(self, batch: Pipelineable) -> tuple[Tensor, Any]:
         """A forward pass that leaves no trace, and alpha's gradient on its way to the other ranks."""
         modules = self._modules
-        with self._alpha.upper_level() as hits, without_synchronisation(modules), frozen_statistics(modules):
+        with (
+            self._alpha.upper_level() as hits,
+            without_synchronisation(modules),
+            frozen_statistics(modules),
+            frozen_counters(self._kernels),
+        ):
             loss, output = self._model(batch)
             self._share(loss, first_order_gradient(loss, self._alpha), hits, self._guard.flags(loss))
         return loss, output

@@ -82,6 +82,22 @@ def test_input_stays_as_it_was() -> None:
     assert (features.keys(), features.values().tolist(), features.weights().tolist()) == (["f"], [3, 0], [1.0, 2.0])
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_weights_that_learn_keep_their_gradient_and_any_stride_will_do(strided: bool) -> None:
+    """Position weights, say, are a module's parameters: the compiled operator would drop their gradient."""
+    features = keyed_jagged_tensor({"f": [[(3, 1.0), (0, 2.0)], [(1, 3.0)]]}, weighted=True)
+    weights = torch.stack([features.weights(), torch.zeros(3)], dim=1)[:, 0] if strided else features.weights()
+    learned = weights.detach() if strided else weights.detach().requires_grad_()
+    given = KeyedJaggedTensor(
+        keys=features.keys(), values=features.values(), lengths=features.lengths(), weights=learned
+    )
+    out = BagSplitter([FeatureSplit(feature="f", keys=("a", "b"), routing=HALVES)])(given)
+    assert sorted(zip(out.values().tolist(), out.weights().tolist(), strict=True)) == [(0, 2.0), (1, 3.0), (3, 1.0)]
+    if not strided:
+        out.weights().mul(out.values() + 1).sum().backward()
+        assert learned.grad.tolist() == [4.0, 1.0, 2.0]
+
+
 def test_features_of_one_table_share_its_map() -> None:
     routing = RowRouting.from_map(torch.tensor([1, 0, 1]), 2)
     splits = [FeatureSplit(feature=f, keys=(f"{f}/b0", f"{f}/b1"), routing=routing) for f in ("f", "g", "h")]

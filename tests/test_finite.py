@@ -58,6 +58,9 @@ def test_finite_numbers_whose_sum_is_not_are_no_error() -> None:
     guard = FiniteGuard(model)
     guard.check_loss(large, "lower step 3")
     guard.check_alpha_gradient(large.expand(2, 2), 8, "upper step 3")
+    for parameter in guard._dense.values():
+        parameter.grad = torch.full_like(parameter, 1e20)
+    guard.check_dense_gradients("lower step 3")
 
 
 def test_the_error_is_an_arithmetic_error() -> None:

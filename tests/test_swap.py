@@ -7,16 +7,21 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.swap import fold_, merge_, prepare_, unshard_
 from dnis_torchrec.table_shards import collections, local_shards, soft_selection_modules
 from tests.small_models import (
+    BATCH_SIZE,
     MODELS,
     MULTI_HOT,
     SHARDING_TYPES,
@@ -158,6 +163,61 @@ def test_only_the_named_collections_are_wrapped() -> None:
     assert list(soft_selection_modules(model)) == ["module.second"]
     assert type(model.first) is EmbeddingBagCollection
     assert type(merge_(model).module["second"]) is EmbeddingBagCollection
+
+
+def test_what_was_not_wrapped_is_plain_after_merging_a_sharded_model(gloo) -> None:
+    model = TwoCollections()
+    expected = predict(model)
+    sharded = shard_as(prepare_(model, blocks_for(model), fqns=["module.second"]), "table_wise")
+    merged = merge_(sharded)
+    assert {type(module) for module in collections(merged).values()} == {EmbeddingBagCollection}
+    torch.testing.assert_close(predict(merged), expected, atol=1e-6, rtol=0)
+
+
+def test_a_frozen_table_stays_frozen() -> None:
+    model = dlrm()
+    model.sparse_arch.embedding_bag_collection.embedding_bags["user"].weight.requires_grad_(False)
+    merged = merge_(prepare_(model, blocks_for(model)))
+    bags = merged.sparse_arch.embedding_bag_collection.embedding_bags
+    learns = {table: bag.weight.requires_grad for table, bag in bags.items()}
+    assert learns == {table: table != "user" for table in bags}
+
+
+class Clamped(nn.Module):
+    """A user's model that changes its features before it looks them up, which TorchRec's pipelines do ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clamp, self.collection, self.over = Clamp(), collection(), nn.Linear(24, 1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        predictions = self.over(self.collection(self.clamp(batch.sparse_features)).values())
+        return predictions.square().mean(), predictions.detach()
+
+
+class Clamp(nn.Module):
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(
+            keys=features.keys(), values=features.values().clamp(max=6), lengths=features.lengths()
+        )
+
+
+def test_a_model_merged_in_the_middle_of_a_pipeline_reads_the_bags_it_is_given(gloo) -> None:
+    model = Clamped()
+    sharded = shard_as(prepare_(model, blocks_for(model)), "data_parallel")
+    optimizer = KeyedOptimizerWrapper(
+        dict(sharded.named_parameters()), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    )
+    pipeline = BilevelTrainPipeline(sharded, optimizer, torch.device("cpu"))
+    batches = [Batch(torch.zeros(BATCH_SIZE, 0), features(seed), torch.zeros(BATCH_SIZE)) for seed in range(6)]
+    stream = BilevelStream(batches, batches, LevelSchedule())
+    for _ in range(4):
+        pipeline.progress(stream)
+    merged = merge_(sharded)
+    assert type(merged.clamp) is Clamp
+    for batch in batches:
+        expected = merged.over(merged.collection(Clamp()(batch.sparse_features)).values())
+        torch.testing.assert_close(merged(batch)[1], expected)
 
 
 def test_a_collection_held_under_two_names_is_wrapped_once_and_everywhere() -> None:
