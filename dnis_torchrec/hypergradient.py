@@ -317,13 +317,13 @@ def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def fused_kernels(model: nn.Module) -> list[nn.Module]:
+def fused_kernels(model: nn.Module) -> list[Any]:
     """FBGEMM's kernels that count their forward passes, as fused optimizers want for bias correction. Local."""
     return [part for lookup in lookups(model) for part in lookup.modules() if hasattr(part, "iter_cpu")]
 
 
 @contextmanager
-def frozen_counters(kernels: Iterable[nn.Module]) -> Iterator[None]:
+def frozen_counters(kernels: Iterable[Any]) -> Iterator[None]:
     """Forward passes meanwhile are none of a training step: kernels of `fused_kernels` count them and forget them."""
     counted = [counter for kernel in kernels for counter in (kernel.iter, kernel.iter_cpu)]
     before = [counter.clone() for counter in counted]

@@ -217,6 +217,13 @@ def test_shards_of_rows_serve_the_same(tmp_path: Path, case: Case, max_file_byte
         )
 
 
+def test_a_rank_without_a_row_of_a_table_writes_nothing_of_it(tmp_path: Path) -> None:
+    table = next(iter(two_tables()[1].tables.values()))
+    for form in FORMS_HERE:
+        assert exporting.write_shards(tmp_path, form, 0, table, lambda *_: pytest.fail("read"), (5, 5)) == ([], {})
+    assert left_in(tmp_path) == []
+
+
 def test_a_table_is_cut_where_its_bytes_are(tmp_path: Path) -> None:
     routing = RowRouting(400, 2, boundaries=torch.tensor([0, 100, 400]))
     retained = torch.tensor([[True] * 8, [True] + [False] * 7])

@@ -94,6 +94,18 @@ def test_lookup_takes_plain_tensors() -> None:
     torch.testing.assert_close(out, torch.cat([expected[:2], expected[2:]], dim=1))
 
 
+def test_plain_tensors_that_do_not_fit_are_refused() -> None:
+    module, _ = one_module(is_weighted=True, feature_names=("f", "g"))
+    ids, weights = torch.tensor([3, 4]), torch.ones(2)
+    with pytest.raises(ValueError, match="offsets: expected 2 times the batch size and one more, got 4"):
+        module.lookup(ids, torch.tensor([0, 1, 2, 2]), weights)
+    with pytest.raises(ValueError, match="per_sample_weights: expected some, got none"):
+        module.lookup(ids, torch.tensor([0, 1, 2]))
+    module, _ = one_module(feature_names=("f", "g"))
+    with pytest.raises(ValueError, match="per_sample_weights: expected none: the collection is not weighted, got some"):
+        module.lookup(ids, torch.tensor([0, 1, 2]), weights)
+
+
 def test_shows_logical_configs() -> None:
     module, _ = one_module(pooling="mean", feature_names=("f", "g"))
     (logical,) = module.embedding_bag_configs()

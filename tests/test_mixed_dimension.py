@@ -71,6 +71,10 @@ def test_lookup_from_plain_tensors(compiled: bool) -> None:
         pooled = module.lookup(ids, offsets)
     rows = [tables["t"][ids[first:last]].sum(0) for first, last in ((0, 2), (2, 3), (3, 3), (3, 6))]
     torch.testing.assert_close(pooled, torch.stack([torch.cat(rows[::2]), torch.cat(rows[1::2])]))
+    with pytest.raises(ValueError, match="per_sample_weights: expected none"):
+        module.lookup(ids, offsets, torch.ones(6))
+    with pytest.raises(ValueError, match="offsets: expected 2 times the batch size and one more, got 6"):
+        module.lookup(ids, torch.tensor([0, 2, 3, 3, 4, 6]))
 
 
 def test_more_blocks_than_are_counted() -> None:

@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.jobs import drop_in_
 from dnis_torchrec.packaging import Signature, export_graph, load_package, run_package, write_package
+from dnis_torchrec.packaging.aot_inductor import AotInductorModel
 from dnis_torchrec.packaging.flat_model import FlatModel, operator_libraries
 from dnis_torchrec.packaging.package import first_sample
 from dnis_torchrec.packaging.torchscript import to_torchscript
@@ -147,6 +148,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda d, v, n: (d, v, n.long()), TypeError, "input 'lengths': expected torch.int32"),
         (lambda d, v, n: (d, v, n[:1]), ValueError, r"input 'lengths': expected shape \(2, 5\), got \(1, 5\)"),
         (lambda d, v, n: (d[:, :3], v, n), ValueError, r"input 'dense': expected shape \(5, 4\)"),
+        (
+            lambda d, v, n: (d, torch.cat([v, v[:1]]), n),
+            ValueError,
+            r"input 'lengths': expected \d+ in all, one for each",
+        ),
         (lambda d, v, n: (d, v), ValueError, "expected .'dense', 'values', 'lengths'."),
     ],
 )
@@ -155,6 +161,13 @@ def test_wrong_inputs_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         load_package(package)(*change(*inputs_of(5, 0)))
+
+
+def test_compiled_models_are_given_contiguous_inputs() -> None:
+    """They read memory in the order that they were traced with: a slice of columns would be read as its neighbours."""
+    model = AotInductorModel.__new__(AotInductorModel)
+    model._loaded = lambda *inputs: [tensor.is_contiguous() for tensor in inputs]
+    assert model(torch.rand(5, 8)[:, :4], torch.arange(6), torch.ones(5, 2).t()) == [True, True, True]
 
 
 def test_an_unknown_id_is_an_error_and_no_guess(package: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -32,6 +33,16 @@ def eight_columns(routing: RowRouting, **fields: object) -> tuple[MixedDimension
 
 def fits(case: Case, precision: str) -> bool:
     return all(table.embedding_dim % PRECISIONS[precision].dim_multiple == 0 for table in case.scheme.tables.values())
+
+
+@pytest.mark.parametrize("drops_rows", [False, True])
+@pytest.mark.parametrize("precision", sorted(PRECISIONS))
+def test_a_batch_of_no_sample_has_no_rows(precision: str, drops_rows: bool) -> None:
+    scheme, weights = eight_columns(ROUTINGS["map"])
+    module = DenseEmbeddingBagCollection.from_tables(scheme, weights, precision=precision, drops_rows=drops_rows)
+    empty = KeyedJaggedTensor(keys=["f"], values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0).long())
+    with torch.inference_mode():
+        assert module(empty).values().shape == (0, 8)
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,6 +7,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +161,21 @@ def test_wrong_values_are_found(small: Path, monkeypatch: pytest.MonkeyPatch, wr
     found = verify(small, measure=False)
     assert {subject.split(":")[0] for subject in failed(found.findings)} == {"csr"}
     assert all("user: off by" in detail for detail in failed(found.findings).values())
+
+
+@pytest.mark.parametrize("key", ["user", "genre"])
+def test_nan_is_found_wherever_it_is(small: Path, key: str) -> None:
+    """NaN compares with nothing, so that a maximum may pass over it."""
+    scheme = read_scheme(small)
+    dense = {name: load_csr(small, name).to_dense() for name in scheme.tables}
+    oracle = Oracle(scheme=scheme, row=lambda table, row_id: dense[table][row_id])
+    (bags, *_) = bag_cases(scheme).values()
+    pooled = {name: value.float() for name, value in oracle.expected(bags, 0.0)[0].items()}
+    assert set(pooled) == {"user", "genre"}
+    pooled[key][0, 0] = float("nan")
+    served = SimpleNamespace(to_dict=lambda: pooled)
+    found = parity._compare("form", lambda kjt: served, oracle, bags, 0.0)
+    assert failed((found,)) == {"form": f"{key}: off by nan, nan times what it may be"}
 
 
 def test_an_unknown_id_that_is_looked_up_is_found(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,8 @@ def write_shards(
         OSError: if a file cannot be written.
     """
     (first, last), encode = span, form_named(form).encode
+    if first == last:  # a rank that holds none of the table's rows
+        return [], {}
     predicted = form_named(form).predicted_bytes(table) * (last - first) / table.num_embeddings
     step = math.ceil((last - first) / max(1, math.ceil(predicted / max_file_bytes)))
     shards: list[dict[str, Any]] = []

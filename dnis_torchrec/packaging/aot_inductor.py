@@ -108,8 +108,8 @@ class AotInductorModel:
         self._loaded.load_constants(self._constants, check_full_update=True, user_managed=True)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Predicts."""
-        return self._loaded(*inputs)
+        """Predicts. What is compiled reads memory in the order that it was traced with, whatever the strides."""
+        return self._loaded(*(tensor.contiguous() for tensor in inputs))
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

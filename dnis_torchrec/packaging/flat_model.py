@@ -122,6 +122,8 @@ class Signature:
             if tensor.dtype != dtype:
                 raise TypeError(describe(f"input {name!r}", f"expected {dtype}", tensor.dtype, "convert it"))
             check(tuple(tensor.shape) == shape, f"input {name!r}", f"expected shape {shape}", tuple(tensor.shape))
+        total = int(inputs[2].sum())
+        check(total == num_ids, "input 'lengths'", f"expected {num_ids} in all, one for each of 'values'", total)
 
 
 class FlatModel(nn.Module):

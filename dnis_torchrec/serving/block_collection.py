@@ -138,9 +138,10 @@ class BlockCollection(EmbeddingBagCollectionInterface):
             ``(B, sum of D over features)`` float32.
 
         Raises:
-            ValueError: if an id is unknown and has to raise.
+            ValueError: if an id is unknown and has to raise, `offsets` are no whole number of bags per feature, or
+                weights are missing or not wanted.
         """
-        batch_size = (offsets.numel() - 1) // len(self._logical.features)
+        batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
         if self._is_compiled_on(ids):
             return self._pooled(ids, offsets, per_sample_weights, None, batch_size)
         keys = self._logical.features

@@ -179,10 +179,11 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             ``(B, sum of D over features)`` float32.
 
         Raises:
-            ValueError: if an id is unknown and ``"error"`` wanted.
+            ValueError: if an id is unknown and ``"error"`` wanted, `offsets` are no whole number of bags per feature,
+                or weights are missing or not wanted.
             TypeError: if ids are int32 and a table has more rows than those can tell apart.
         """
-        batch_size = (offsets.numel() - 1) // len(self._logical.features)
+        batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
         return self._lookup(ids, offsets, per_sample_weights, None, batch_size)
 
     def _lookup(
@@ -197,7 +198,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         try:
             return torch.ops.dnis_torchrec.csr_embedding_bag.default(
                 ids.contiguous(),
-                offsets,
+                offsets.contiguous(),
                 None if weights is None else weights.contiguous(),
                 list(tables._buffers.values()),
                 outputs._buffers["layout"],

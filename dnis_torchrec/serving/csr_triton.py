@@ -52,7 +52,7 @@ def triton_csr_embedding_bag(
         offsets: ``(keys * B + 1,)``; they are trusted.
         per_sample_weights: ``(I,)`` or None.
         tables: buffers of all tables.
-        layout: ``(F, 5)``; rather on the CPU, because reading it from the GPU waits for the GPU.
+        layout: ``(F, 7)``; rather on the CPU, because reading it from the GPU waits for the GPU.
         keys: positions of keys, or None.
         batch_size: B.
         width: output columns.

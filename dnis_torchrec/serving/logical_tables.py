@@ -109,6 +109,28 @@ class LogicalTables:
         check(not self.is_weighted or weights is not None, received, "expected per-sample weights", "none")
         return weights
 
+    def batch_size_of(self, offsets: Tensor, weights: Tensor | None) -> int:
+        """The batch size of bags given as plain tensors.
+
+        Args:
+            offsets: ``(F * B + 1,)``.
+            weights: given if and only if the collection is weighted.
+
+        Raises:
+            ValueError: if that is no whole number of bags per feature, or weights are missing or too many.
+        """
+        num_features = len(self.features)
+        batch_size = (offsets.numel() - 1) // num_features
+        if torch.compiler.is_compiling():  # sizes are symbols then, and a check would fix them
+            return batch_size
+        requirement = f"expected {num_features} times the batch size and one more"
+        fits = offsets.numel() == num_features * batch_size + 1 and batch_size >= 0
+        check(fits, "offsets", requirement, offsets.numel())
+        given = "some" if weights is not None else "none"
+        requirement = "expected some" if self.is_weighted else "expected none: the collection is not weighted"
+        check((weights is not None) == self.is_weighted, "per_sample_weights", requirement, given)
+        return batch_size
+
     def divide_means_(self, pooled: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """Divides the sums of MEAN tables by the length of the whole bag, as FBGEMM does also for weighted bags.
 

@@ -201,6 +201,8 @@ class DenseEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             NotImplementedError: if the features of the batch differ in stride.
         """
         bags = checked_bags(features, self._logical, self.limits, self.unknown if self._zero_unknown else None)
+        if features.stride() == 0:  # FBGEMM's remapping refuses a batch of no sample
+            return self._logical.keyed(torch.zeros(0, sum(self._logical.dims), device=features.device()))
         return self._logical.keyed(self._logical.divide_means_(self.tables(bags).values(), features))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

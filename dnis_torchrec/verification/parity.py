@@ -179,11 +179,13 @@ def _compare(
     if set(found) != set(expected):
         return Finding(check, subject, FAILED, f"expected keys {sorted(expected)}, got {sorted(found)}")
     errors = {key: (found[key] - value).abs() for key, value in expected.items()}
-    share, name = max((float((error / allowed[key]).max()), key) for key, error in errors.items())
+    shares = {key: float((error / allowed[key]).max()) for key, error in errors.items()}
+    wrong = [name for name, share in shares.items() if not share <= 1]  # NaN is not, and compares with nothing
     detail = f"off by at most {max(float(error.max()) for error in errors.values()):.2g}"
-    if not share <= 1:  # NaN is not
-        detail = f"{name}: off by {float(errors[name].max()):.2g}, {share:.1f} times what it may be"
-    return judged(check, subject, share <= 1, detail)
+    if wrong:
+        name = wrong[0]
+        detail = f"{name}: off by {float(errors[name].max()):.2g}, {shares[name]:.1f} times what it may be"
+    return judged(check, subject, not wrong, detail)
 
 
 def _check_refusal(subject: str, module: nn.Module, scheme: MixedDimensionScheme, bags: Bags) -> Finding:

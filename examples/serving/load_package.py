@@ -46,7 +46,8 @@ def load(package: Path) -> Callable[..., Tensor]:
     model.load_constants(constants, check_full_update=True, user_managed=True)
 
     def predict(*inputs: Tensor, used: dict[str, Tensor] = constants) -> Tensor:
-        return model(*inputs)  # which reads `used` where they lie, so they have to live as long
+        # It reads `used` where they lie, so they have to live as long, and its inputs without looking at strides.
+        return model(*(tensor.contiguous() for tensor in inputs))
 
     return predict
 
