@@ -217,6 +217,31 @@ def test_shards_of_rows_serve_the_same(tmp_path: Path, case: Case, max_file_byte
         )
 
 
+def test_what_appears_while_a_folder_is_filled_is_not_replaced(tmp_path: Path) -> None:
+    filling = artifact.new_folder(tmp_path / "out")
+    (filling.__enter__() / "new").touch()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").touch()
+    with pytest.raises(ValueError, match="artifact"):
+        filling.__exit__(None, None, None)
+    assert left_in(tmp_path) == ["out"]
+    assert left_in(tmp_path / "out") == ["precious"]
+
+
+def test_an_old_folder_outlives_a_disk_that_fails_at_the_very_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_two_tables(tmp_path / "out")
+
+    def fails(folder: Path) -> None:
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(artifact, "_flush_folder", lambda folder: fails(folder) if folder == tmp_path else None)
+    with pytest.raises(OSError, match="input/output"), artifact.new_folder(tmp_path / "out", overwrite=True) as folder:
+        (folder / "new").touch()
+    assert any((entry / "manifest.json").is_file() for entry in tmp_path.iterdir())
+
+
 def test_a_rank_without_a_row_of_a_table_writes_nothing_of_it(tmp_path: Path) -> None:
     table = next(iter(two_tables()[1].tables.values()))
     for form in FORMS_HERE:

@@ -90,7 +90,8 @@ def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind = 
         The folder to fill.
 
     Raises:
-        ValueError: if `path` exists and is not to be replaced, or is of no such kind and so cannot be.
+        ValueError: if `path` exists, before or after the folder was filled, and is not to be replaced, or is of no such
+            kind and so cannot be.
     """
     target = Path(os.path.abspath(path))
     _check_target(target, overwrite, kind)
@@ -100,14 +101,15 @@ def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind = 
         partial.mkdir(parents=True)
         yield partial
         _flush(partial)
+        _check_target(target, overwrite, kind)  # another job may have put something there meanwhile
         replaced = _move_into_place(partial, target)
-        _flush_folder(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         for parent in made:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
         raise
+    _flush_folder(target.parent)
     if replaced is not None:
         shutil.rmtree(replaced)
 
