@@ -274,7 +274,7 @@ def count_values(table: TableScheme, weight: Tensor, first_row: int) -> int:
     place, first, num_values = f"table {table.name!r}", first_row, 0
     kept = torch.cat([table.retained, torch.zeros(1, table.embedding_dim, dtype=torch.bool)]).to(weight.device)
     for chunk in weight.detach().split(rows_per_chunk(table.embedding_dim)):
-        finite = chunk.isfinite().all(dim=1)
+        finite = chunk.float().isfinite().all(dim=1)
         if not bool(finite.all()):
             row = first + int((~finite).nonzero()[0])
             check(False, place, "expected finite values", f"NaN or infinity in row {row}", "export the last good state")
