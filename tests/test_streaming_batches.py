@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -378,6 +379,10 @@ def test_ids_that_are_rows_already(tmp_path: Path) -> None:
     (batch,) = StreamedBatches(ParsedStream([tmp_path / "ids.csv"], schema), batch_size=2, shuffle=False)
     assert batch.sparse_features.values().tolist() == [4, 3, 0, 2]
     assert batch.sparse_features.lengths().tolist() == [1, 1, 2, 0]
+    for text, bad in (("1,4,0|x", "'x'"), ("1,4,0||2", "''"), ("1,4,0|9223372036854775808", "'9223372036854775808'")):
+        (tmp_path / "ids.csv").write_text(f"{text}\n")
+        with pytest.raises(ValueError, match=rf"ids\.csv.*column 'm': expected integers, got {re.escape(bad)}; clean"):
+            list(StreamedBatches(ParsedStream([tmp_path / "ids.csv"], schema), batch_size=1))
     (tmp_path / "ids.csv").write_text("1,5,0|2\n")
     with pytest.raises(ValueError, match=r"column 'a': expected ids in 0..4, got 5"):
         list(StreamedBatches(ParsedStream([tmp_path / "ids.csv"], schema), batch_size=1))

@@ -212,13 +212,31 @@ def _bags(column: pa.Array, num_embeddings: int, schema: StreamSchema, place: st
     if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
         column = pc.split_pattern(column, schema.list_separator)
         if not schema.hashed:
-            column = column.cast(pa.list_(pa.string())).cast(pa.list_(pa.int64()))
+            column = _integer_lists(column, f"{place}, column {name!r}")
     is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     check(is_list, f"{place}, column {name!r}", "expected lists", column.type, "name it in single_id")
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     # `flatten` leaves out what a missing list may hide, which `values` does not.
     values = _rows(column.flatten(), num_embeddings, schema, place, name)
     return torch.from_numpy(values), torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _integer_lists(column: pa.Array, where: str) -> pa.Array:
+    """Lists of text as lists of integers."""
+    texts = column.cast(pa.list_(pa.string()))
+    try:
+        return texts.cast(pa.list_(pa.int64()))
+    except pa.ArrowInvalid as error:
+        bad = next(text for row in texts.to_pylist() for text in row or () if not _is_integer(text))
+        remedy = "clean the data, or set StreamSchema.hashed"
+        raise ValueError(describe(where, "expected integers", repr(bad), remedy)) from error
+
+
+def _is_integer(text: str | None) -> bool:
+    try:
+        return pa.scalar(text, pa.string()).cast(pa.int64()).is_valid
+    except pa.ArrowInvalid:
+        return False
 
 
 def _split_keys(column: pa.Array, place: str) -> Tensor:
