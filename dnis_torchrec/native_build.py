@@ -108,8 +108,8 @@ class NativeLibrary:
             Path(partial).unlink(missing_ok=True)
 
     def _key(self) -> str:
-        """Hash of what is compiled and for which system; not of the compiler, which it outlives, as in a slim image."""
-        parts = [str(torch.__version__), platform.machine(), platform.system(), *platform.libc_ver(), *FLAGS]
+        """Hash of what is compiled; not of the compiler, so that a library outlives it, as in a slim serving image."""
+        parts = [str(torch.__version__), platform.machine(), *FLAGS]
         digest = hashlib.sha256("\0".join(parts).encode())
         for source in sorted(self.sources.iterdir()):
             digest.update(source.read_bytes())

@@ -142,6 +142,11 @@ class MixedDimensionScheme:
         """Uncompressed over retained parameters; infinite if nothing is retained."""
         return self.dense_parameters / self.parameters if self.parameters else float("inf")
 
+    @property
+    def finite_compression_ratio(self) -> float:
+        """The same for reports, whose JSON knows no infinity: the uncompressed parameters if nothing is retained."""
+        return self.dense_parameters / max(1, self.parameters)
+
     def form_bytes(self) -> dict[str, int]:
         """Bytes of all tables in every form."""
         per_table = [table.form_bytes() for table in self.tables.values()]

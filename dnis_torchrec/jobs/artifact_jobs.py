@@ -92,7 +92,7 @@ def run_evaluate(path: Path, data: Path | None) -> dict[str, Any]:
         "kind": "artifact" if is_artifact else "run",
         "recipe": head["recipe"],
         "seed": head.get("seed", 0),
-        "compression_ratio": scheme.dense_parameters / max(1, scheme.parameters),
+        "compression_ratio": scheme.finite_compression_ratio,
         "parameters": scheme.parameters,
         "bytes": scheme.form_bytes(),
         "metrics": metrics,

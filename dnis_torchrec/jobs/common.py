@@ -30,7 +30,7 @@ def scheme_row(
     """The row of a model whose tables follow a scheme."""
     return ReportRow(
         method=method,
-        compression_ratio=scheme.dense_parameters / max(1, scheme.parameters),
+        compression_ratio=scheme.finite_compression_ratio,
         parameters=scheme.parameters,
         bytes=scheme.form_bytes(),
         metrics=metrics,
