@@ -51,7 +51,7 @@ def _load() -> bool:
     if not may_compile():
         return False
     try:
-        torch.ops.load_library(LIBRARY.build())
+        LIBRARY.load()
     except (OSError, RuntimeError) as error:
         slow = "training steps run on torch's operators, somewhat slower"
         warnings.warn(f"{error}\n{slow}; {NO_COMPILE}=1 silences this", RuntimeWarning, stacklevel=4)

@@ -12,8 +12,12 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +40,13 @@ NO_COMPILE = "DNIS_NO_COMPILE"
 SECONDS_TO_COMPILE = 300
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 """From narrow to wide: a library holds its loops for each, so that one serves every machine."""
+ELF_MAGIC = b"\x7fELF"
+ELF_HEADER = struct.Struct("=40xQ10xHH2x")
+"""Of a 64-bit file: where the section headers begin, how long one is, and how many there are."""
 
 logger = logging.getLogger(__name__)
+
+_built_elsewhere: ContextVar[tuple[Path, ...]] = ContextVar("built_elsewhere", default=())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +63,24 @@ class NativeLibrary:
     place: str
     sources: Path
 
-    def build(self, *, compiler: str | None = None, seconds: float = SECONDS_TO_COMPILE) -> Path:
-        """Gives the library, building it if there is none for these sources and this torch yet.
+    def load(self) -> None:
+        """Makes the operators there in this process. A library that cannot be loaded is built again, once.
+
+        Raises:
+            RuntimeError: as `build`.
+            OSError: as `build`, or if what was built cannot be loaded either.
+        """
+        library = self.build()
+        try:
+            torch.ops.load_library(library)
+        except OSError as error:  # of another machine, most often: its C library or its torch are others
+            logger.info("building %s again, for it cannot be loaded: %s", library, error)
+            torch.ops.load_library(self.build(again=True))
+
+    def build(self, *, compiler: str | None = None, seconds: float = SECONDS_TO_COMPILE, again: bool = False) -> Path:
+        """Gives the library, building it if there is none for these sources and this torch yet, or no whole one.
+
+        Where that fails, one that was built elsewhere does, see `built_elsewhere`.
 
         Several processes may build at once: each compiles to a file of its own and renames it, so a library is there
         whole or not at all.
@@ -63,6 +88,7 @@ class NativeLibrary:
         Args:
             compiler: command of the C++ compiler; by default the variable CXX, else the first of `COMPILERS` there is.
             seconds: how long it may take.
+            again: replace the library that is there.
 
         Returns:
             Path of the library, in ``$XDG_CACHE_HOME/dnis_torchrec`` (default ``~/.cache/dnis_torchrec``).
@@ -72,8 +98,18 @@ class NativeLibrary:
                 belongs to, or can be written by, somebody else.
             OSError: if the cache folder cannot be written.
         """
+        try:
+            return self._build(compiler, seconds, again)
+        except (OSError, RuntimeError) as error:
+            for library in _built_elsewhere.get():
+                if library.name.rpartition("_")[0] == self.name:
+                    logger.info("taking %s, for here: %s", library, error)
+                    return library
+            raise
+
+    def _build(self, compiler: str | None, seconds: float, again: bool) -> Path:
         library = cache_folder() / f"{self.name}_{self._key()}.so"
-        if not library.exists():
+        if again or not library.exists() or _is_cut_off(library):
             command = compiler or find_compiler()
             if command is None:
                 requirement = f"expected a C++ compiler: CXX or one of {COMPILERS}"
@@ -121,6 +157,32 @@ class NativeLibrary:
         if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
             requirement = "expected a library that only you or root can write"
             raise RuntimeError(describe(f"{self.place} {str(library)!r}", requirement, "another", "remove it"))
+
+
+def _is_cut_off(library: Path) -> bool:
+    """Whether an ELF file ends before its section headers do, its last part. Loading one ends the process by SIGBUS."""
+    with library.open("rb") as stream:
+        header = stream.read(ELF_HEADER.size)
+    if not ELF_MAGIC.startswith(header[: len(ELF_MAGIC)]):
+        return False
+    if len(header) < ELF_HEADER.size:
+        return True
+    first_byte, header_bytes, num_headers = ELF_HEADER.unpack(header)
+    return library.stat().st_size < first_byte + header_bytes * num_headers
+
+
+@contextmanager
+def built_elsewhere(libraries: Sequence[Path]) -> Iterator[None]:
+    """Has `NativeLibrary.build` give libraries that were built elsewhere, where it cannot build them itself.
+
+    Args:
+        libraries: files that `build` gave there, under the names that they had; code that the caller trusts.
+    """
+    token = _built_elsewhere.set(tuple(library.resolve() for library in libraries))
+    try:
+        yield
+    finally:
+        _built_elsewhere.reset(token)
 
 
 def chosen_instruction_set(library: Path, function: str, limit: str | None) -> str:

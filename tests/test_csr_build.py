@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
+from dnis_torchrec.native_build import built_elsewhere
 from dnis_torchrec.serving import csr_build
-from dnis_torchrec.serving.csr_build import SOURCES, build, cache_folder, find_compiler
+from dnis_torchrec.serving.csr_build import SOURCES, build, cache_folder, find_compiler, load
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +140,56 @@ def test_a_library_of_somebody_else_is_not_loaded(tmp_path: Path, monkeypatch: p
     else:
         with pytest.raises(RuntimeError, match="expected a library that only you or root can write"):
             build(compiler=command)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 63, 64, 127])
+def test_a_library_that_was_cut_off_is_built_again(tmp_path: Path, cache: Path, num_bytes: int) -> None:
+    """As by a full disk or a crash: a process that loads one is killed by SIGBUS, if not refused."""
+    header = struct.pack("=4s36xQ10xHH2x", b"\x7fELF", 64, 64, 1)  # one section of 64 bytes, from byte 64
+    command = compiler(tmp_path, f"open(output, 'wb').write({header + bytes(64)!r})")
+    library = build(compiler=command)
+    assert build(compiler="/nowhere").read_bytes() == header + bytes(64)
+    library.write_bytes(library.read_bytes()[:num_bytes])
+    with pytest.raises(OSError, match="/nowhere"):
+        build(compiler="/nowhere")
+    assert build(compiler=command).read_bytes() == header + bytes(64)
+    assert list(cache.iterdir()) == [library]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_library_that_cannot_be_loaded_is_built_again_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path, mended: bool
+) -> None:
+    loaded = []
+
+    def load_library(library: Path) -> None:
+        loaded.append((library.parent, library.read_text()))
+        if not mended or library.read_text() != "library":
+            raise OSError("version `GLIBC_2.99' not found")
+
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    monkeypatch.setenv("CXX", compiler(tmp_path, WORKS))
+    build().write_text("of another machine")
+    with nullcontext() if mended else pytest.raises(OSError, match="GLIBC"):
+        load()
+    assert loaded == [(cache, "of another machine"), (cache, "library")]
+
+
+def test_what_was_built_elsewhere_does_where_nothing_can_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    other, library = tmp_path / "block_operators_01234567.so", tmp_path / "csr_embedding_bag_01234567.so"
+    working = compiler(tmp_path, WORKS)
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with built_elsewhere([other, library]):
+        assert build() == library
+        cache.parent.write_text("no folder")
+        assert build(compiler=working) == library
+        cache.parent.unlink()
+    with built_elsewhere([other]), pytest.raises(RuntimeError, match=r"expected a C\+\+ compiler"):
+        build()
+    with pytest.raises(RuntimeError, match=r"expected a C\+\+ compiler"):
+        build()
+    with built_elsewhere([library]):
+        assert build(compiler=working).parent == cache

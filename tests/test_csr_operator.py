@@ -426,7 +426,7 @@ def test_what_cannot_be_compiled_is_said(error: Exception, monkeypatch: pytest.M
     def fails() -> None:
         raise error
 
-    monkeypatch.setattr(csr_operator, "build", fails)
+    monkeypatch.setattr(csr_operator, "load", fails)
     monkeypatch.delenv("DNIS_NO_COMPILE", raising=False)
     with pytest.warns(RuntimeWarning, match=f"{error}\n.*many times slower; DNIS_NO_COMPILE=1 silences this"):
         assert not csr_operator._load_library()

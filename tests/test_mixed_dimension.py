@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -128,6 +130,26 @@ def test_stores_only_what_is_retained(case: Case) -> None:
     for config in module.physical_embedding_bag_configs():
         assert config.num_embeddings > 0
         assert config.embedding_dim > 0
+
+
+@pytest.mark.parametrize("dim_multiple", [1, 4])
+def test_tables_count_on_every_device(dim_multiple: int) -> None:
+    scheme, tables = one_table(MAPPED)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=dim_multiple)
+    width, narrow = (5, 2) if dim_multiple == 1 else (8, 4)
+    assert module.table_bytes() == 4 * 3 * (width + narrow) + 4 * 11
+    empty = MixedDimensionEmbeddingBagCollection(scheme, device="meta", dim_multiple=dim_multiple)
+    assert empty.table_bytes() == module.table_bytes()
+
+
+def test_tables_count_where_they_are_sharded(gloo: dist.ProcessGroup) -> None:
+    """A rank counts its own shards: all of them where it is the only one."""
+    scheme, tables = one_table(MAPPED)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4)
+    expected = module.table_bytes()
+    DistributedModelParallel(holder := nn.ModuleDict({"tables": module}), device=torch.device("cpu"))
+    assert type(holder["tables"].blocks) is not EmbeddingBagCollection
+    assert holder["tables"].table_bytes() == expected
 
 
 @pytest.mark.parametrize("routing", [SORTED, MAPPED], ids=["boundaries", "map"])

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,6 +209,39 @@ def test_damage_is_named(package: Path, tmp_path: Path, damage: str) -> None:
     named = {"version": "update", "foreign": "format", "outside": "../outside", "no JSON": "JSON"}
     with pytest.raises(ValueError, match=named.get(damage, "model.pt")):
         load_package(copy)
+
+
+@needs_operator
+@pytest.mark.parametrize("form", ["csr", "mixed_dimension"])
+def test_a_package_brings_its_operators_where_none_can_be_built(tmp_path: Path, form: str) -> None:
+    artifact = write_tiny_artifact(tmp_path / "artifact", forms=("csr", "mixed_dimension"))
+    out = run_package(artifact, tmp_path / "package", form=form, kind="torchscript")
+    torch.save(inputs_of(5, 0), tmp_path / "inputs")
+    script = (
+        "import sys, torch; from dnis_torchrec.packaging import load_package\n"
+        "from dnis_torchrec.serving import load_operator\n"
+        "model = load_package(sys.argv[1])\n"
+        "print(*model(*torch.load(sys.argv[2])).flatten().tolist()); print(load_operator())"
+    )
+    variables = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "empty"), "CXX": "/nowhere/c++"}
+    command = [sys.executable, "-c", script, out.name, str(tmp_path / "inputs")]
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    predictions, compiled = done.stdout.splitlines()
+    with torch.inference_mode():
+        expected = FlatModel(model_of(artifact, form), SIGNATURE)(*inputs_of(5, 0)).flatten()
+    torch.testing.assert_close(torch.tensor([float(word) for word in predictions.split()]), expected)
+    assert (compiled, "RuntimeWarning" in done.stderr) == ("True", False)
+
+
+@pytest.mark.parametrize("library", ["../other.so", "demo/lib/missing.so", "/other.so"])
+def test_operators_that_are_no_file_of_the_package_are_refused(package: Path, tmp_path: Path, library: str) -> None:
+    shutil.copytree(package, tmp_path / "copy")
+    (tmp_path / "other.so").write_bytes(b"machine code")
+    manifest = json.loads((package / "package.json").read_text())
+    (tmp_path / "copy" / "package.json").write_text(json.dumps(manifest | {"libraries": [library]}))
+    with pytest.raises(ValueError, match=rf"library '{library}': expected one of the package's files"):
+        load_package(tmp_path / "copy")
 
 
 def test_what_stands_there_is_not_replaced(package: Path, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_unknown_ids_give_zero_and_count(case: Case, compiled: bool, unknown: li
     st.sampled_from([0.0, 1.0]),
 )
 def test_rows_are_within_their_bound(dim: int, seed: int, precision: str, scale: float, offset: float) -> None:
-    """At every magnitude, where scale and bias are subnormal in float16 too."""
+    """At every magnitude, where scale and bias are subnormal in float16 too, and served both ways."""
     weight = (torch.randn(4, dim, generator=torch.Generator().manual_seed(seed)).clamp(-5, 5) + offset) * scale
     weight[0] = 0.0
     stored = PRECISIONS[precision]
@@ -90,7 +90,44 @@ def test_rows_are_within_their_bound(dim: int, seed: int, precision: str, scale:
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, torch.ones(1, dim, dtype=torch.bool))})
     module = QuantizedMixedDimensionEmbeddingBagCollection(scheme, {"t/b0": rows}, precision=precision)
     bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(4)]})
-    assert bool(((module(bags).values() - weight).abs() <= error_bound(weight, stored).unsqueeze(1)).all())
+    for compiled in {module._compiled, False}:
+        module._compiled = compiled
+        assert bool(((module(bags).values() - weight).abs() <= error_bound(weight, stored).unsqueeze(1)).all())
+
+
+def decoded(rows: torch.Tensor, precision: str) -> torch.Tensor:
+    """The values of rows of int8 or int4, by their format alone."""
+    steps = rows[:, :-4]
+    if precision == "int4":
+        steps = torch.stack([steps & 15, steps >> 4], dim=2).flatten(1)
+    scale, bias = rows[:, -4:].contiguous().view(torch.float16).double().unsqueeze(2).unbind(1)
+    return steps * scale + bias
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("offset", [0.0, 1e-3, 1.0, -3.0])
+@pytest.mark.parametrize("magnitude", [0.0, 1e-8, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2, 1.0])
+def test_small_rows_lose_half_a_step_and_no_more(precision: str, offset: float, magnitude: float) -> None:
+    """A step of the row's range, widened to begin at a float16, and rounded up to a float16; never more than FBGEMM."""
+    weight = offset + magnitude * torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+    stored, range_ = PRECISIONS[precision], weight.amax(dim=1) - weight.amin(dim=1)
+    rows = quantized_rows(weight, stored, place="table 't'")
+    errors = (decoded(rows, precision) - weight).abs().amax(dim=1)
+    step = (range_ + 2**-10 * weight.abs().amax(dim=1)) / (2**stored.bits - 1)
+    assert bool((errors <= 1.001 * step / 2 + 2**-25).all())
+    of_fbgemm = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight, stored.bits)
+    theirs = (decoded(of_fbgemm, precision) - weight).abs().amax(dim=1)
+    assert bool((errors <= theirs + 1e-7 * weight.abs().amax(dim=1)).all())
+
+
+def test_rows_that_lose_nothing_are_those_of_fbgemm() -> None:
+    weight = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+    weight[:2] = torch.tensor([[0.0], [0.5]])
+    for precision in ("int8", "int4"):
+        rows = quantized_rows(weight, PRECISIONS[precision], place="table 't'")
+        assert rows.equal(
+            torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight, PRECISIONS[precision].bits)
+        )
 
 
 @pytest.mark.parametrize("compiled", WAYS)
@@ -129,6 +166,16 @@ def test_stores_what_it_says() -> None:
         "int8": 5 * (6 + 4) + 7 * (2 + 4) + 44,
         "int4": 5 * (4 + 4) + 7 * (2 + 4) + 44,
     }
+
+
+@pytest.mark.parametrize(("precision", "row_bytes"), [("fp32", (32, 16)), ("fp16", (16, 16)), ("int4", (16, 16))])
+def test_tables_count_off_the_cpu_too(precision: str, row_bytes: tuple[int, int]) -> None:
+    """FBGEMM's kernels for accelerators want rows of a multiple of 16 bytes."""
+    tables, scheme = two_tables()
+    module = QuantizedMixedDimensionEmbeddingBagCollection.from_tables(
+        scheme, tables, precision=precision, device="meta"
+    )
+    assert module.table_bytes() == 5 * row_bytes[0] + 7 * row_bytes[1] + 44
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])

@@ -15,6 +15,7 @@ from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.export.artifact import new_folder
+from dnis_torchrec.native_build import built_elsewhere
 from dnis_torchrec.packaging.aot_inductor import AotInductorModel, write_aot_inductor
 from dnis_torchrec.packaging.flat_model import OWN_OPERATORS, FlatModel, Signature, export_graph, operator_libraries
 from dnis_torchrec.packaging.folder import PACKAGE, read_package_json, write_package_json
@@ -101,6 +102,9 @@ def write_package(
 def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedModel:
     """Loads a package. It runs the machine code in it: load only what you would run.
 
+    The lookup operators are those of this machine, or the package's own where they cannot be built, as without a
+    compiler. ``DNIS_NO_COMPILE=1`` loads neither.
+
     Args:
         path: the package's folder.
         check_hashes: read every file and compare its sha256 first.
@@ -118,7 +122,8 @@ def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedMode
         is_weighted=manifest["is_weighted"],
     )
     check_known("kind", manifest["kind"], KINDS)
-    loaded = _load(Path(path), manifest["kind"], manifest["model"])
+    with built_elsewhere(_own_libraries(Path(path), manifest)):
+        loaded = _load(Path(path), manifest["kind"], manifest["model"])
 
     def predict(*inputs: Tensor) -> Tensor:
         signature.check_inputs(inputs)
@@ -126,6 +131,14 @@ def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedMode
             return loaded(*inputs)
 
     return predict
+
+
+def _own_libraries(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:
+    """The libraries of operators that a package brings: of its files alone, whose places and content were checked."""
+    for library in manifest["libraries"]:
+        place, remedy = f"package {str(folder)!r}, library {library!r}", "package the model again"
+        check(library in manifest["files"], place, "expected one of the package's files", "another", remedy)
+    return [folder / library for library in manifest["libraries"]]
 
 
 def _copy_libraries(program: torch.export.ExportedProgram, owner: Path, folder: Path) -> list[str]:

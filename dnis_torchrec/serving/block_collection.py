@@ -115,7 +115,7 @@ class BlockCollection(EmbeddingBagCollectionInterface):
         return self.merge(None if self.blocks is None else self.blocks(split), features)
 
     def _stock_tables(self) -> list[Tensor] | None:
-        """The stored tables in the order of `_stored`; None where something else than the stock module holds them."""
+        """The stored tables in the order of `_stored`; None where no stock module on the CPU holds them."""
         raise NotImplementedError
 
     def _wants_gradient(self) -> bool:
@@ -199,9 +199,15 @@ class BlockCollection(EmbeddingBagCollectionInterface):
         return self._physical
 
     def table_bytes(self) -> int:
-        """Bytes of all tables, and of the maps that tell where a row is."""
-        maps = {id(map_): map_.nbytes for map_ in self.router.positions if map_ is not None}
-        return sum(table.nbytes for table in self._stock_tables() or []) + sum(maps.values())
+        """Bytes of all tables on whatever device, and of the maps that tell where a row is; of a rank's own shards."""
+        tables, maps = self._stock_tables(), {id(map_): map_ for map_ in self.router.positions if map_ is not None}
+        if tables is None:
+            tables = self._tables_elsewhere()
+        return sum(tensor.nbytes for tensor in [*tables, *maps.values()])
+
+    def _tables_elsewhere(self) -> list[Tensor]:
+        """The stored tables where `_stock_tables` gives none."""
+        return [] if self.blocks is None else list(self.blocks.parameters())
 
     def is_weighted(self) -> bool:
         """Whether bags carry per-sample weights."""

@@ -18,7 +18,16 @@ from dnis_torchrec.native_build import (
     find_compiler,
 )
 
-__all__ = ["INSTRUCTION_SETS", "NO_COMPILE", "SOURCES", "build", "cache_folder", "find_compiler", "instruction_set"]
+__all__ = [
+    "INSTRUCTION_SETS",
+    "NO_COMPILE",
+    "SOURCES",
+    "build",
+    "cache_folder",
+    "find_compiler",
+    "instruction_set",
+    "load",
+]
 
 SOURCES = Path(__file__).parent / "csrc"
 
@@ -35,8 +44,20 @@ def build(*, compiler: str | None = None) -> Path:
     Raises:
         RuntimeError, OSError: see `NativeLibrary.build`.
     """
-    library = NativeLibrary(name="csr_embedding_bag", place="CSR lookup", sources=SOURCES)
-    return library.build(compiler=compiler, seconds=SECONDS_TO_COMPILE)
+    return _library().build(compiler=compiler, seconds=SECONDS_TO_COMPILE)
+
+
+def load() -> None:
+    """Makes the operators there in this process, from what `build` gives.
+
+    Raises:
+        RuntimeError, OSError: see `NativeLibrary.load`.
+    """
+    _library().load()
+
+
+def _library() -> NativeLibrary:
+    return NativeLibrary(name="csr_embedding_bag", place="CSR lookup", sources=SOURCES)
 
 
 def instruction_set(*, limit: str | None = None) -> str:

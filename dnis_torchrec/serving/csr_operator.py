@@ -22,7 +22,7 @@ from torch import Tensor
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.serving import csr_triton
 from dnis_torchrec.serving.compact_pointers import num_rows_of, row_bounds
-from dnis_torchrec.serving.csr_build import NO_COMPILE, build
+from dnis_torchrec.serving.csr_build import NO_COMPILE, load
 from dnis_torchrec.serving.interleaved_rows import RowLayout, read_rows
 from dnis_torchrec.serving.logical_tables import check_ids
 
@@ -74,7 +74,7 @@ def _load_library() -> bool:
     if os.environ.get(NO_COMPILE, "0") not in ("", "0"):
         return False
     try:
-        torch.ops.load_library(build())
+        load()
     except (OSError, RuntimeError) as error:
         slow = "lookups run on torch's operators, many times slower"
         warnings.warn(f"{error}\n{slow}; {NO_COMPILE}=1 silences this", RuntimeWarning, stacklevel=5)

@@ -125,6 +125,10 @@ class QuantizedMixedDimensionEmbeddingBagCollection(BlockCollection):
             self._rows_of_block = (memory.data_ptr(), tables)
         return tables
 
+    def _tables_elsewhere(self) -> list[Tensor]:
+        is_stock = type(self.blocks) is QuantEmbeddingBagCollection
+        return stored_rows(self.blocks) if is_stock else super()._tables_elsewhere()
+
     def _wants_gradient(self) -> bool:
         return False
 
