@@ -13,16 +13,23 @@ Shapes: B batch, W ranks.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.batch_slices import CutBatches, slice_of
 from dnis_torchrec.checks import check
+from dnis_torchrec.hashing import mix
 from dnis_torchrec.recipe import DataSplits
 from dnis_torchrec.reductions import Ranks
+
+SPLITS = ("train", "validation", "selection", "test")
+FINGERPRINTS = 1 << 40
+"""How many fingerprints there are: few enough that those of many ranks can be added up."""
 
 
 class SplitsItself(Protocol):
@@ -132,7 +139,7 @@ def check_same(data: DataSplits, ranks: Ranks) -> None:
     Raises:
         ValueError: on all ranks, naming the split.
     """
-    for name in ("train", "validation", "selection", "test"):
+    for name in SPLITS:
         batches = getattr(data, name)
         if isinstance(batches, SlicedBatches):
             own = batches.fingerprint or 0
@@ -148,4 +155,67 @@ def _fingerprint(batch: Batch, index: int) -> int:
     for values in (batch.labels.float().view(torch.int32), batch.sparse_features.values().int()):
         flat = values.detach().cpu().flatten().long()
         total += (flat * (torch.arange(flat.numel()) % 8191 + index % 127 + 1)).sum()
-    return int(total) % (1 << 40)
+    return int(total) % FINGERPRINTS
+
+
+class NotedBatches:
+    """Batches that note, while they are read anyway, which samples there are: other data in as many batches is found.
+
+    Args:
+        batches: of a split from `split_over_ranks`.
+
+    Attributes:
+        fingerprint: of the samples of the last pass, below `FINGERPRINTS`: another label, id or bag changes it, the
+            order of the samples and how batches and ranks share them do not. Dense features, to which some streams add
+            noise, have no part in it.
+    """
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = batches
+        self.fingerprint = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._noting(self._batches)
+
+    def counted(self) -> Iterator[Batch]:
+        """What `for_counting` takes."""
+        return self._noting(for_counting(self._batches))
+
+    def _noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        self.fingerprint = 0
+        for batch in batches:
+            yield batch  # to be checked first
+            self.fingerprint = (self.fingerprint + _sum_of_samples(batch)) % FINGERPRINTS
+
+
+def noting(data: DataSplits) -> DataSplits:
+    """The same splits, which note their samples while they are read.
+
+    Args:
+        data: from `split_over_ranks`.
+    """
+    return DataSplits(**{name: NotedBatches(getattr(data, name)) for name in SPLITS})
+
+
+def fingerprints(noted: DataSplits, ranks: Ranks) -> dict[str, int]:
+    """Fingerprint of every split, of the samples of all ranks. One reduction of four numbers.
+
+    Args:
+        noted: from `noting`, after each split was read to its end.
+        ranks: that the data is split over.
+    """
+    sums = ranks.sum_(torch.tensor([getattr(noted, name).fingerprint for name in SPLITS])) % FINGERPRINTS
+    return dict(zip(SPLITS, sums.tolist(), strict=True))
+
+
+def _sum_of_samples(batch: Batch) -> int:
+    """Label and bags of each sample mixed into one number, and these added up."""
+    features, zero = batch.sparse_features, np.zeros(1, np.uint64)
+    factors = np.array([2 * zlib.crc32(key.encode()) + 1 for key in features.keys()], np.uint64)  # noqa: SIM118
+    ids = features.values().detach().cpu().numpy().astype(np.uint64)
+    offsets = features.offsets().cpu().numpy()
+    sums = np.concatenate([zero, np.cumsum(mix(ids + np.uint64(1)))])  # a bag of row 0 is no empty one
+    bags = np.diff(sums[offsets]).reshape(len(factors), features.stride())
+    labels = batch.labels.detach().cpu().float().flatten().view(torch.int32).numpy().astype(np.uint64)
+    samples = mix((bags * factors[:, None]).sum(axis=0) + mix(labels))
+    return int(samples.sum()) % FINGERPRINTS

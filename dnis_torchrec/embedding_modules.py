@@ -31,7 +31,7 @@ from dnis_torchrec.bag_splitting import BagSplitter, FeatureSplit
 from dnis_torchrec.block_operators import are_compiled, are_single_ids, fill_rows_, select_pieces
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.pooled_pieces import PooledFeature, PooledPieces
+from dnis_torchrec.pooled_pieces import PooledFeature, PooledPieces, jagged_by_key
 from dnis_torchrec.row_routing import RowRouter
 from dnis_torchrec.soft_selection import Alpha, select_per_block, select_per_sample
 
@@ -231,7 +231,7 @@ class SelectPooled(WatchedOutputs):
     def _select_in_runs(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
         """By torch's own operators, a run of outputs after the other."""
         values = self._may_learn(self._in_order(pooled))
-        jagged, split_jagged = features.to_dict(), split.to_dict()
+        jagged, split_jagged = jagged_by_key(features), jagged_by_key(split)
         widths = [sum(self._width(output) for output in run) for run in self._runs]
         parts = []
         for run, part in zip(self._runs, values.split(widths, dim=1), strict=True):
@@ -435,7 +435,7 @@ class BagCheck(nn.Module):
             raise NotImplementedError(describe("features", "supported are batches of one size for all keys", "several"))
         if self._all_single_and_in_range(features):
             return
-        jagged = features.to_dict()
+        jagged = jagged_by_key(features)
         for output in self._outputs:
             place = f"table {output.table!r}, feature {output.feature!r}"
             check_known(f"feature of table {output.table!r}", output.feature, jagged)

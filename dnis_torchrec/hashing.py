@@ -74,12 +74,28 @@ def spread(numbers: np.ndarray, seed: int) -> np.ndarray:
     Returns:
         ``(n,)`` float64, exact multiples of 2 ** -53.
     """
-    # SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014): a stream per seed.
-    gamma = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    mixed = numbers + gamma
-    mixed ^= mixed >> np.uint64(30)
+    gamma = np.random.SeedSequence(seed).generate_state(1, np.uint64)  # a stream per seed
+    return (mix(numbers + gamma) >> np.uint64(11)) * 2.0**-53
+
+
+def mix(numbers: np.ndarray) -> np.ndarray:
+    """Numbers to unrelated ones, one to one: the finaliser of SplitMix64.
+
+    Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
+
+    Args:
+        numbers: uint64, of any shape.
+
+    Returns:
+        uint64, of the same shape; 0 stays 0.
+
+    Example:
+        >>> mix(np.array([0, 1, 2], np.uint64)).tolist()
+        [0, 6238072747940578789, 15839785061582574730]
+    """
+    mixed = numbers ^ (numbers >> np.uint64(30))
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)
     mixed *= np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
-    return (mixed >> np.uint64(11)) * 2.0**-53
+    return mixed

@@ -148,6 +148,9 @@ class BilevelStream(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> T | None:
         """Goes to where `state_dict` was taken: begins the interrupted epochs again and skips what had been read.
 
+        The batches are not compared with those of the run. That takes a pass over all of them, which a search makes
+        anyway, to count (see `dnis_torchrec.data_over_ranks.fingerprints`).
+
         Returns:
             The last training batch before that place, or None at the very beginning.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class PooledPieces:
         """
         if len(self.single_id) == len(self._owners):
             return torch.empty(batch_size, len(self._owners), dtype=torch.int32)
-        holds_ids = split.lengths().view(-1, batch_size)[self._places_in(split.keys())] > 0
+        holds_ids = split.lengths().view(len(split.keys()), batch_size)[self._places_in(split.keys())] > 0
         return torch.where(holds_ids, self._row_of_piece, -1).t().contiguous()
 
     def _places_in(self, keys: Sequence[str]) -> Tensor:
@@ -143,8 +143,25 @@ class PooledPieces:
         """
         if not any(output.divides for output in self._outputs):
             return None
-        divisors, jagged = values.new_ones(len(values), len(self._outputs)), bags.to_dict()
+        divisors, jagged = values.new_ones(len(values), len(self._outputs)), jagged_by_key(bags)
         for index, output in enumerate(self._outputs):
             if output.divides:
                 divisors[:, index] = jagged[output.feature].lengths().clamp(min=1)
         return divisors
+
+
+def jagged_by_key(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+    """The bags of every key: what `KeyedJaggedTensor.to_dict` gives, which takes no batch of 0 samples.
+
+    Args:
+        features: the bags, perhaps none.
+
+    Example:
+        >>> none = torch.empty(0, dtype=torch.int64)
+        >>> jagged_by_key(KeyedJaggedTensor(keys=["f"], values=none, lengths=none, stride=0))["f"].lengths().tolist()
+        []
+    """
+    if features.lengths().numel():
+        return features.to_dict()
+    nothing = JaggedTensor(values=features.values(), lengths=features.lengths(), weights=features.weights_or_none())
+    return dict.fromkeys(features.keys(), nothing)

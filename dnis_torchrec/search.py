@@ -31,7 +31,7 @@ from dnis_torchrec.blocking import SCOPES, RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.cached_tables import PrefetchedTables
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data_over_ranks import check_same, for_counting, split_over_ranks
+from dnis_torchrec.data_over_ranks import check_same, fingerprints, for_counting, noting, split_over_ranks
 from dnis_torchrec.frequency import FrequencyCounts, longest_bags
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.metrics import check_candidates
@@ -331,7 +331,8 @@ def search(
         The merged and pruned model with its scheme.
 
     Raises:
-        ValueError: for bad data, blocks or a size that cannot be met, before training starts; on all ranks alike.
+        ValueError: for bad data, blocks or a size that cannot be met, or other data than that of the checkpoint to go
+            on from, before training starts; on all ranks alike.
         NonFiniteError: if a loss or gradient is NaN or infinite; the last good checkpoint stays.
         SearchInterrupted: if `events` asked to stop; everything was saved first.
         CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
@@ -340,10 +341,7 @@ def search(
     events = events or SearchEvents()
     with together():
         tables = table_configs(recipe.model)
-    limits = CountLimits(exact_rows=config.exact_count_rows)
-    whole = split_over_ranks(recipe.data, ranks)
-    counts = count_training_data(whole, recipe.loss, tables, limits=limits, process_group=ranks.group)
-    check_same(whole, ranks)
+    whole, counts, data = _counted(recipe, config, tables, ranks)
     recipe = replace(recipe, data=replace(whole, validation=_in_parts(recipe.data, config, ranks)))
     blocks = blocks_from_counts(
         counts, tables, num_blocks=config.num_blocks, scope=config.scope, strategy=config.strategy
@@ -373,6 +371,7 @@ def search(
         events=events,
         before_epoch=partial(_set_rates_, model, optimizer, pipeline, recipe, config),
         after_warm_up=partial(_turn_, model, optimizer, pipeline, blocks, counts) if turned else None,
+        data=data,
     )
     loop.run()
     alpha = {dim: pipeline.alpha.of(dim).detach().cpu().clone() for dim in pipeline.alpha.dims}
@@ -388,6 +387,18 @@ def search(
         best_epoch=loop.best.epoch,
         seconds_before=loop.seconds_before,
     )
+
+
+def _counted(
+    recipe: Recipe, config: SearchConfig, tables: Sequence[EmbeddingBagConfig], ranks: Ranks
+) -> tuple[DataSplits, FrequencyCounts, dict[str, int]]:
+    """This rank's splits, the counts of all ranks, and the fingerprint of every split."""
+    limits = CountLimits(exact_rows=config.exact_count_rows)
+    whole = split_over_ranks(recipe.data, ranks)
+    noted = noting(whole)
+    counts = count_training_data(noted, recipe.loss, tables, limits=limits, process_group=ranks.group)
+    check_same(whole, ranks)
+    return whole, counts, fingerprints(noted, ranks)
 
 
 def _in_parts(data: DataSplits, config: SearchConfig, ranks: Ranks) -> Iterable[Batch]:

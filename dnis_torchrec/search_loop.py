@@ -149,6 +149,8 @@ class SearchLoop:
         before_epoch: called with the epoch's number before its first step, and before the first one of a loop that
             goes on in the middle of it.
         after_warm_up: called once, between the last epoch of the warm-up and its checkpoint.
+        data: fingerprint of every split, see `dnis_torchrec.data_over_ranks.fingerprints`: a search goes on with the
+            data that it was begun with alone.
 
     Attributes:
         history: one record per epoch.
@@ -172,12 +174,13 @@ class SearchLoop:
         events: SearchEvents,
         before_epoch: Callable[[int], object],
         after_warm_up: Callable[[], object] | None = None,
+        data: Mapping[str, int] | None = None,
     ) -> None:
         self._before_epoch, self._after_warm_up = before_epoch, after_warm_up
         self._pipeline, self._stream, self._recipe, self._events = pipeline, stream, recipe, events
         self._folder, self._saving = checkpoint_folder(folder, keep_last=saving.keep_last), saving
         self._epochs, self._warm_up_epochs, self._patience = epochs, warm_up_epochs, patience
-        self._steps_per_epoch = steps_per_epoch
+        self._steps_per_epoch, self._data = steps_per_epoch, dict(data or {})
         self.history: list[EpochRecord] = []
         self.best = self._best_before = Best()
         self._epoch, self._is_over = 0, False
@@ -297,7 +300,7 @@ class SearchLoop:
         best = asdict(self.best) if self.best.step >= 0 else None
         own: dict[str, Any] = {"epoch": self._epoch, "is_over": self._is_over, "best": best}
         own["seconds"] = self.seconds_before + time.monotonic() - self._started
-        own["steps_per_epoch"] = self._steps_per_epoch
+        own["steps_per_epoch"], own["data"] = self._steps_per_epoch, self._data
         own["history"] = [asdict(record) for record in self.history]
         whole = TrainingState(
             tensors={**state.tensors, f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)},
@@ -320,10 +323,17 @@ class SearchLoop:
         self._events.on_resume(self._pipeline.lower_steps, tuple(self.history))
 
     def _ranks_of(self, path: Address) -> int:
-        """Ranks that wrote a checkpoint; refuses one whose epochs, and with them warm-up and ramp, were not as long."""
+        """Ranks that wrote a checkpoint.
+
+        Refuses one whose epochs, and with them warm-up and ramp, were not as long, and one of other data.
+        """
         manifest = Manifest.read(path)
-        steps, world_size = manifest.values["search"]["steps_per_epoch"], manifest.world_size
+        saved, world_size = manifest.values["search"], manifest.world_size
+        steps = saved["steps_per_epoch"]
         requirement = f"expected one with {self._steps_per_epoch} lower steps per epoch, as many as now"
         remedy = f"resume with the data of the run, and data that splits itself over ranks on {world_size} of them"
         check(steps == self._steps_per_epoch, f"checkpoint {path}", requirement, steps, remedy)
+        other = [name for name, own in self._data.items() if saved["data"].get(name) != own]
+        received, remedy = f"one of other samples in: {', '.join(other)}", "resume with the data of the run"
+        check(not other, f"checkpoint {path}", "expected one of this data", received, remedy)
         return world_size

@@ -55,7 +55,7 @@ from dnis_torchrec.embedding_modules import (
     one_per_bag,
 )
 from dnis_torchrec.packed_bags import Packing, pack_bags, select_packed
-from dnis_torchrec.pooled_pieces import PooledFeature
+from dnis_torchrec.pooled_pieces import PooledFeature, jagged_by_key
 from dnis_torchrec.row_routing import RowRouter
 from dnis_torchrec.soft_selection import Alpha, select_per_block, select_per_sample
 from dnis_torchrec.table_shards import soft_selection_modules
@@ -302,7 +302,7 @@ class ShardSelection:
         split = KeyedJaggedTensor(keys=self._keys, values=values, weights=weights, lengths=lengths, stride=batch_size)
         pooled, alphas, parts = self._pool(split), self._alphas(), []
         widths = [feature.num_keys * feature.num_columns for feature in self._features]
-        lengths_of = features.lengths().view(-1, batch_size)
+        lengths_of = features.lengths().view(len(self._features), batch_size)
         for index, part in enumerate(pooled.split(widths, dim=1) if widths else ()):
             parts.append(self._select(self._features[index], part, blocks[index], lengths_of[index], alphas))
         # Also where this rank holds nothing: the ranks that do need it in the collectives of alpha's backward pass.
@@ -374,7 +374,7 @@ class SelectedPooled(WatchedOutputs):
         """
         values = pooled.values()
         if pooled.keys() != self._keys or any(output.divides for output in self._outputs):
-            by_key, jagged = pooled.to_dict(), features.to_dict()
+            by_key, jagged = pooled.to_dict(), jagged_by_key(features)
             parts = [
                 by_key[output.name] / jagged[output.feature].lengths().clamp(min=1).unsqueeze(1)
                 if output.divides

@@ -32,14 +32,15 @@ def prepare_(
     Args:
         model: any model, changed in place.
         blocks: blocks of every table that is wrapped.
-        fqns: FQNs of the collections to wrap; all of the model's if None.
+        fqns: FQNs of the collections to wrap, at least one; all of the model's if None.
         multi_hot_features: see `SoftSelectionEmbeddingBagCollection`.
 
     Returns:
         `model`, or the wrapper if the model itself is an EmbeddingBagCollection.
 
     Raises:
-        ValueError: for an unknown FQN, table or feature, blocks that do not fit, or a model without a collection.
+        ValueError: for an unknown FQN, table or feature, blocks that do not fit, nothing to wrap, or a table whose
+            weights are those of another table or layer too.
         RuntimeError: if the model is prepared or sharded already.
 
     Example:
@@ -64,10 +65,13 @@ def prepare_(
         raise RuntimeError(describe(f"FQN {sharded[0]!r}", "expected an unsharded collection", "a sharded one", remedy))
     found = {fqn: module for fqn, module in model.named_modules() if isinstance(module, EmbeddingBagCollection)}
     check(bool(found), "prepare_", "expected a model with an EmbeddingBagCollection", type(model).__name__)
+    remedy = f"leave it out to wrap all collections: {', '.join(map(repr, found))}"
+    check(fqns is None or len(fqns) > 0, "fqns", "expected at least one FQN", "none", remedy)
     for fqn in fqns or ():
         check_known("FQN", fqn, found)
     chosen = {fqn: module for fqn, module in found.items() if fqns is None or fqn in fqns}
     _check_features(chosen, multi_hot_features)
+    _check_weights(model, found, chosen)
     alpha = Alpha(blocks.alpha_shapes)
     wrappers = {}  # all of them before the first is put in: a model that does not fit stays whole
     for fqn, collection in chosen.items():
@@ -163,6 +167,31 @@ def _check_features(collections: dict[str, EmbeddingBagCollection], multi_hot_fe
     features = {feature for table in tables for feature in table.feature_names}
     for feature in multi_hot_features or ():
         check_known("feature", feature, features)
+
+
+def _check_weights(
+    model: nn.Module, found: dict[str, EmbeddingBagCollection], chosen: dict[str, EmbeddingBagCollection]
+) -> None:
+    """Of what shares weights each part would need an alpha, and one set of weights can be multiplied by one alone."""
+    bags = {id(bag) for collection in found.values() for bag in collection.embedding_bags.values()}
+    holders: dict[int, list[str]] = {}
+    for fqn, module in model.named_modules():
+        if id(module) not in bags:  # a collection speaks for its own: two may hold one bag
+            is_collection = isinstance(module, EmbeddingBagCollection)
+            for name, weight in module.named_parameters(fqn, recurse=is_collection, remove_duplicate=False):
+                holders.setdefault(_memory(weight), []).append(name)
+    remedy = "let one table read the features of both (feature_names), or copy the weights"
+    for fqn, collection in chosen.items():
+        for table, bag in collection.embedding_bags.items():
+            own = f"{fqn}.embedding_bags.{table}.weight".removeprefix(".")
+            others = [name for name in holders[_memory(bag.weight)] if name != own]
+            received = f"those of {others[0]!r} too" if others else ""
+            check(not others, f"table {table!r}", "expected weights of its own", received, remedy)
+
+
+def _memory(weight: torch.Tensor) -> int:
+    """Where weights are; on the meta device, where they are nowhere, which Parameter they are."""
+    return weight.data_ptr() or id(weight)
 
 
 def _spans_ranks(wrappers: dict[str, SoftSelectionEmbeddingBagCollection]) -> bool:

@@ -254,7 +254,7 @@ def test_other_blocks_have_another_fingerprint() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 1}, "expected format version 2, got 1; use the version of dnis_torchrec that wrote it"),
+        ({"format_version": 1}, "expected format version 3, got 1; use the version of dnis_torchrec that wrote it"),
         ({"format": "other"}, "expected format 'dnis-torchrec-checkpoint', got 'other'"),
         ({"files": {"../rank0.safetensors": 1}}, r"expected names of files in it, got '../rank0.safetensors'"),
         (

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.data_over_ranks import SlicedBatches, check_same, for_counting, split_over_ranks
+from dnis_torchrec.data_over_ranks import (
+    SPLITS,
+    NotedBatches,
+    SlicedBatches,
+    check_same,
+    fingerprints,
+    for_counting,
+    noting,
+    split_over_ranks,
+)
 from dnis_torchrec.recipe import DataSplits
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.search import count_training_data, table_configs
@@ -135,3 +144,51 @@ def test_other_batches_on_another_rank_are_named() -> None:
     with pytest.raises(ValueError, match=message):
         check_same(data, Talking(0, 2))
     check_same(data, OneOf(0, 2))
+
+
+def noted_of(of: list[list[Sample]], ranks: Ranks | None = None) -> int:
+    """The fingerprint of what a rank counts; of one process if None."""
+    whole = [to_batch(part, weighted=False) for part in of]
+    noted = NotedBatches(whole if ranks is None else SlicedBatches(whole, ranks, "train", equal=True))
+    list(for_counting(noted))
+    return noted.fingerprint
+
+
+@given(batches, st.integers(2, 4), st.randoms(use_true_random=False))
+def test_the_same_samples_have_one_fingerprint_however_they_come(
+    of: list[list[Sample]], world_size: int, order
+) -> None:
+    together = [sample for part in of for sample in part]
+    expected = noted_of(of)
+    order.shuffle(together)
+    assert noted_of([together]) == expected
+    assert sum(noted_of(of, OneOf(rank, world_size)) for rank in range(world_size)) % (1 << 40) == expected
+
+
+def test_other_samples_have_another_fingerprint() -> None:
+    first, second = SAMPLES
+    variants = {
+        "as they are": [first, second],
+        "another label": [first, (0.0, *second[1:])],
+        "labels swapped": [(1.0, *first[1:]), (0.0, *second[1:])],
+        "another id": [first, (*second[:2], ((3,), (5,)))],
+        "an id of row 0 more": [first, (*second[:2], ((3, 0), (4,)))],
+        "ids swapped between samples": [(*first[:2], ((1, 3), ())), (*second[:2], ((2,), (4,)))],
+        "ids swapped between features": [first, (*second[:2], ((4,), (3,)))],
+        "a sample more": [first, second, second],
+        "a sample less": [first],
+    }
+    found = {name: noted_of([of]) for name, of in variants.items()}
+    assert len(set(found.values())) == len(found), found
+
+
+def test_every_split_has_a_fingerprint_of_its_last_pass() -> None:
+    data = split_over_ranks(splits("test", of=SAMPLES), OneOf(0, 2))
+    noted = noting(data)
+    for _ in range(2):
+        for name in SPLITS:
+            list(for_counting(getattr(noted, name)))
+    found = fingerprints(noted, Ranks())
+    assert list(found) == list(SPLITS)
+    assert found["train"] == found["validation"] == found["selection"] == noted_of([SAMPLES[:1]])
+    assert found["test"] == 2 * found["train"] % (1 << 40)

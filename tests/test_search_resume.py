@@ -146,3 +146,24 @@ def test_without_resume_a_search_begins_anew(gloo, tmp_path: Path) -> None:
 
 def test_resume_without_a_checkpoint_begins_the_search(gloo, tmp_path: Path) -> None:
     assert len(run(tmp_path, "adam", stop_at=5, resume=True)[1]) == 5
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "selection", "test"])
+def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path, split: str) -> None:
+    """However little of it is other: two samples of one batch have their labels swapped."""
+    stop = SearchEvents(should_stop=lambda: True)
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    with pytest.raises(SearchInterrupted):
+        search(make_recipe(), config, tmp_path, CPU, stop)
+    other = make_recipe()
+    labels = getattr(other.data, split).batches[1].labels
+    labels[[int(labels.argmin()), int(labels.argmax())]] = torch.tensor([1.0, 0.0])
+    message = (
+        rf"checkpoint .*step-\d+: expected one of this data, got one of other samples in: {split}; resume with the"
+    )
+    with pytest.raises(ValueError, match=message):
+        search(other, config, tmp_path, CPU, saving=Saving(resume=True))
+    same = make_recipe()
+    getattr(same.data, split).batches.reverse()  # the order of an epoch is the stream's own affair
+    with pytest.raises(SearchInterrupted):
+        search(same, config, tmp_path, CPU, stop, Saving(resume=True))

@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec import shard_selection
+from dnis_torchrec import bag_splitting, embedding_modules, shard_selection
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.embedding_modules import SelectPooled
 from dnis_torchrec.frequency import FrequencyCounts
@@ -22,6 +22,7 @@ from tests.distributed.shard_selection_scenarios import (
     SHARDINGS,
     WHOLE_FEATURES,
     compare,
+    look_up_nothing,
     make_features,
     make_model,
     shard,
@@ -68,6 +69,30 @@ def test_a_batch_without_ids(gloo: dist.ProcessGroup, kind: str) -> None:
     gradients, hits = upper_gradients(wrapper, empty)
     assert not any(gradient.any() for gradient in gradients)
     assert not any(hit.any() for hit in hits.values())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "on_shards", "compiled"),
+    [
+        *itertools.product([kind for kind in SHARDINGS if kind not in WHOLE_FEATURES], [True, False], [True, False]),
+        *((kind, True, True) for kind in WHOLE_FEATURES if kind in SHARDINGS),
+    ],
+)
+def test_a_batch_of_no_samples(
+    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, kind: str, weighted: bool, compiled: bool, on_shards: bool
+) -> None:
+    """TorchRec's sharded collections take one, as the last batch of a rank may be."""
+    if not compiled:
+        for module in (bag_splitting, embedding_modules, shard_selection):
+            monkeypatch.setattr(module, "are_compiled", lambda: False)
+    sharded = shard(make_model(weighted), kind, gloo)
+    wrapper = (select_on_shards_(sharded) if on_shards else sharded).module["ebc"]
+    found = look_up_nothing(wrapper, weighted)
+    assert found["keys"]
+    assert found["shape"] == [0, 36]
+    assert found["alpha_values"] == [wrapper.alpha.of(dim).numel() for dim in wrapper.alpha.dims]
+    assert found["table_change"] == found["gradient"] == found["alpha_gradient"] == found["hits"] == 0
 
 
 def test_a_second_time_changes_nothing(gloo: dist.ProcessGroup) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import math
 import re
 from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -352,9 +354,13 @@ def test_files_on_storage_are_streamed_in_place(tmp_path: Path) -> None:
         ("1\t2\tz\tp\tA", r"line 4: .*fields.*got 5: '1"),
         ("x\t2\tz\tp\tA\t1\tk", r"line 4: .*got 'x"),
         ("1\ty\tz\tp\tA\t1\tk", r"line 4: .*got '1"),
-        ("\t2\tz\tp\tA\t1\tk", r"row 3, column 'y': expected a finite label, got nan"),
-        ("inf\t2\tz\tp\tA\t1\tk", r"row 3, column 'y': expected a finite label, got inf"),
-        ("", r"row 3, column 'y': expected a finite label, got nan"),
+        ("\t2\tz\tp\tA\t1\tk", r"line 4, column 'y': expected a finite label, got nan"),
+        ("inf\t2\tz\tp\tA\t1\tk", r"line 4, column 'y': expected a finite label, got inf"),
+        ("", r"line 4, column 'y': expected a finite label, got nan"),
+        ("1\tinf\tz\tp\tA\t1\tk", r"bad\.tsv, line 4, column 'x0': expected a finite number, got inf; clean the data"),
+        ("1\t2\tz\tp\tA\t-Infinity\tk", r"line 4, column 'x1': expected a finite number, got -inf"),
+        ("1\t2\tz\tp\tA\t1e39\tk", r"line 4, column 'x1': expected a finite number, got inf"),
+        ("1\tNaN\tz\tp\tA\t1\tk", r"line 4, column 'x0': expected a finite number, got nan"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -364,6 +370,21 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> N
     stream = ParsedStream([path], SCHEMA, chunk_rows=2)
     with pytest.raises(ValueError, match=message):
         list(StreamedBatches(stream, batch_size=2))
+
+
+def test_numbers_of_parquet_are_finite_or_missing(tmp_path: Path) -> None:
+    """NaN is how arrays say that a number is missing."""
+    path = tmp_path / "dense.parquet"
+    schema = StreamSchema(label="y", dense=("x",), single_id={"a": 7})
+
+    def served(x: list[float | None]) -> list[float]:
+        pq.write_table(pa.table({"y": [0, 1, 0], "x": pa.array(x, pa.float64()), "a": ["p", "q", "r"]}), path)
+        (batch,) = StreamedBatches(ParsedStream([path], schema), batch_size=3, shuffle=False)
+        return batch.dense_features.flatten().tolist()
+
+    assert served([math.nan, 2.5, None]) == [0, 2.5, 0]
+    with pytest.raises(ValueError, match=r"dense\.parquet, row 2, column 'x': expected a finite number, got -inf"):
+        served([1, 2, -math.inf])
 
 
 def test_ids_that_are_rows_already(tmp_path: Path) -> None:

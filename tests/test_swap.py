@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from tests.small_models import (
     predict,
     randomise_alpha_,
     shard_as,
+    tables,
 )
 
 every_model = pytest.mark.parametrize("name", list(MODELS))
@@ -261,6 +263,21 @@ def test_unknown_fqn() -> None:
     refused(model, blocks_for(model), ValueError, message, fqns=["first", "fisrt"])
 
 
+def test_no_fqn() -> None:
+    model = TwoCollections()
+    message = (
+        r"fqns: expected at least one FQN, got none; leave it out to wrap all collections: 'first', 'module\.second'"
+    )
+    for nothing in ([], ()):
+        refused(model, blocks_for(model), ValueError, message, fqns=nothing)
+
+
+def test_the_fqn_of_what_is_no_collection() -> None:
+    model = TwoCollections()
+    message = "FQN 'over': expected a known FQN, got 'over'; known names: 'first', 'module.second'"
+    refused(model, blocks_for(model), ValueError, message, fqns=["over"])
+
+
 def test_unknown_feature() -> None:
     model = TwoCollections()
     message = "feature 'gerne_id': expected a known feature, got 'gerne_id'; did you mean 'genre_id'"
@@ -291,6 +308,67 @@ def test_one_table_name_in_two_collections() -> None:
     refused(model, blocks_for(collection()), ValueError, message)
     prepare_(model, blocks_for(collection()), fqns=["two"])
     assert list(soft_selection_modules(model)) == ["two"]
+
+
+class Tied(nn.Module):
+    """A table of each of two collections, and a layer, of 8 columns and 12 rows: what a user may let share weights."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        twelve = [replace(config, num_embeddings=12) for config in tables("user", "movie", "genre")]
+        self.one = EmbeddingBagCollection(tables=twelve[:2], device=torch.device(device))
+        self.two = EmbeddingBagCollection(tables=twelve[2:], device=torch.device(device))
+        self.over = nn.Linear(8, 12, device=device)
+
+    @property
+    def bags(self) -> dict[str, nn.EmbeddingBag]:
+        return {**self.one.embedding_bags, **self.two.embedding_bags}
+
+    def blocks(self) -> RowBlocks:
+        configs = [*self.one.embedding_bag_configs(), *self.two.embedding_bag_configs()]
+        return blocks_from_counts(FrequencyCounts({name: torch.arange(12) for name in self.bags}, {}, 1), configs)
+
+
+def test_tables_that_share_weights() -> None:
+    """Alpha would be folded into them twice; a table, or a layer, that is not wrapped would be changed by it."""
+    model = Tied()
+    model.bags["movie"].weight = model.bags["user"].weight
+    message = (
+        r"table 'user': expected weights of its own, got those of 'one\.embedding_bags\.movie\.weight' too; let one "
+        r"table read the features of both \(feature_names\), or copy the weights"
+    )
+    refused(model, model.blocks(), ValueError, message)
+
+    model = Tied()
+    model.bags["genre"].weight = nn.Parameter(model.bags["user"].weight.data)
+    for fqns, table, other in (
+        (None, "user", r"two\.embedding_bags\.genre"),
+        (["one"], "user", r"two\.embedding_bags\.genre"),
+        (["two"], "genre", r"one\.embedding_bags\.user"),
+    ):
+        message = rf"table '{table}': expected weights of its own, got those of '{other}\.weight' too"
+        refused(model, model.blocks(), ValueError, message, fqns=fqns)
+
+    model = Tied()
+    model.two.embedding_bags["genre"] = model.one.embedding_bags["movie"]
+    message = r"table 'movie': expected weights of its own, got those of 'two\.embedding_bags\.genre\.weight' too"
+    refused(model, model.blocks(), ValueError, message)
+
+    model = Tied()
+    model.over.weight = model.bags["genre"].weight
+    message = r"table 'genre': expected weights of its own, got those of 'over\.weight' too"
+    refused(model, model.blocks(), ValueError, message)
+    prepare_(model, model.blocks(), fqns=["one"])
+    assert list(soft_selection_modules(model)) == ["one"]
+
+
+def test_tables_without_memory_are_told_apart() -> None:
+    model = Tied("meta")
+    prepare_(model, model.blocks())
+    assert list(soft_selection_modules(model)) == ["one", "two"]
+    model = Tied("meta")
+    model.bags["genre"].weight = model.bags["user"].weight
+    refused(model, model.blocks(), ValueError, "table 'user': expected weights of its own")
 
 
 def test_prepared_already() -> None:

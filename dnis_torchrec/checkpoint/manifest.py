@@ -29,7 +29,7 @@ from dnis_torchrec.storage import Address, file_size, inside, read_bytes
 from dnis_torchrec.whole_files import write_text
 
 FORMAT = "dnis-torchrec-checkpoint"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 SHOWN = 8
 """Differences that one error names."""

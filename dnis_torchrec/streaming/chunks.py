@@ -27,7 +27,7 @@ from dnis_torchrec.storage import expand, filesystem, read_bytes, retrying, vers
 from dnis_torchrec.whole_files import write_text, written_whole
 
 CHUNK_ROWS = 1 << 16
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 READ_BYTES = 1 << 26
 _NEWLINE = ord("\n")
 

@@ -6,6 +6,7 @@ Shapes: n samples of the chunk, F1 single-id features.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -81,7 +82,7 @@ def parse_chunk(address: str, chunk: Chunk, schema: StreamSchema) -> ParsedChunk
 
     Raises:
         ValueError: naming the file, the column and, for text, the line, if a line is malformed, a label is missing or
-            not finite, or an id lies outside its table.
+            not finite, a dense value is not finite, or an id lies outside its table.
         StorageError: if storage does not answer.
     """
     table = _read_row_group(address, chunk, schema) if is_parquet(address) else _read_text(address, chunk, schema)
@@ -89,12 +90,9 @@ def parse_chunk(address: str, chunk: Chunk, schema: StreamSchema) -> ParsedChunk
     received = table.num_rows
     check(received == chunk.num_rows, place, f"expected {chunk.num_rows} samples from row {chunk.first_row}", received)
     columns = {name: table[name].combine_chunks() for name in schema.columns}
-    labels = _numbers(columns[schema.label], f"{place}, column {schema.label!r}")
-    bad = np.flatnonzero(~np.isfinite(labels))
-    if len(bad):
-        where = f"{place}, row {chunk.first_row + int(bad[0])}, column {schema.label!r}"
-        raise ValueError(describe(where, "expected a finite label", labels[bad[0]], "clean the data"))
-    dense = [_numbers(columns[name], f"{place}, column {name!r}") for name in schema.dense]
+    labels = _numbers(columns[schema.label], f"{place}, column {schema.label!r}", missing=math.nan)
+    _check_finite(labels, address, chunk, schema.label, "expected a finite label")
+    dense = [_dense(columns[name], address, chunk, name) for name in schema.dense]
     ids = [_rows(columns[name], rows, schema, place, name) for name, rows in schema.single_id.items()]
     return ParsedChunk(
         dense=torch.from_numpy(_transformed(dense, chunk.num_rows, schema.log_dense)),
@@ -167,18 +165,36 @@ def _first_malformed(text: bytes, schema: StreamSchema) -> tuple[int, str]:
     return -1, ""
 
 
-def _numbers(column: pa.Array, place: str) -> np.ndarray:
-    """float32, NaN where missing."""
+def _numbers(column: pa.Array, place: str, *, missing: float) -> np.ndarray:
+    """float32, with a number for those that are missing."""
     is_number = (
         pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)
     )
     check(is_number, place, "expected numbers", column.type)
-    return np.array(column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float32)
+    numbers = column.cast(pa.float32(), safe=False).fill_null(missing)
+    return np.array(numbers.to_numpy(zero_copy_only=False), dtype=np.float32)
+
+
+def _dense(column: pa.Array, address: str, chunk: Chunk, name: str) -> np.ndarray:
+    """float32, 0 where missing: in Parquet NaN says so too, as arrays have no other word for it."""
+    values = _numbers(column, f"address {address}, column {name!r}", missing=0)
+    if is_parquet(address):
+        values[np.isnan(values)] = 0
+    _check_finite(values, address, chunk, name, "expected a finite number")
+    return values
+
+
+def _check_finite(values: np.ndarray, address: str, chunk: Chunk, name: str, requirement: str) -> None:
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        row = chunk.first_row + int(bad[0])
+        sample = f"row {row}" if is_parquet(address) else f"line {row + 1}"
+        where = f"address {address}, {sample}, column {name!r}"
+        raise ValueError(describe(where, requirement, values[bad[0]], "clean the data"))
 
 
 def _transformed(columns: list[np.ndarray], num_rows: int, log_dense: bool) -> np.ndarray:
     dense = np.stack(columns, axis=1) if columns else np.empty((num_rows, 0), np.float32)
-    dense[np.isnan(dense)] = 0
     return np.log1p(np.maximum(dense, 0, out=dense), out=dense) if log_dense else dense
 
 

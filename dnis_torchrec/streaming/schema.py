@@ -15,7 +15,7 @@ class StreamSchema:
 
     Attributes:
         label: column of the labels, numbers, none missing.
-        dense: columns of the dense features, numbers; a missing one is 0.
+        dense: columns of the dense features, finite numbers; a missing one is 0, and in Parquet NaN is one too.
         single_id: feature (and column) -> num_embeddings; one value per sample.
         multi_hot: feature (and column) -> num_embeddings; a list of values per sample, in text one field with
             `list_separator` between the values. A missing list is an empty bag.

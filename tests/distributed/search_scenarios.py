@@ -96,11 +96,15 @@ def rotated(column_order: str, rank: Rank) -> dict[str, Any]:
 
 
 def stopped(rank: Rank) -> dict[str, Any]:
-    """The same search, stopped in the midst of its third epoch."""
+    """The same search, stopped in the midst of its third epoch, and what other data is told that wants to go on."""
     folder, steps = rank.folder / "stopped", itertools.count()
     folder.mkdir(exist_ok=True)
     events = SearchEvents(should_stop=lambda: next(steps) > 34)
-    return {"outcome": outcome_of(lambda: search(rotatable(), config(num_blocks=3), folder, CPU, events))}
+    outcome = outcome_of(lambda: search(rotatable(), config(num_blocks=3), folder, CPU, events))
+    other, resumed = rotatable(), Saving(resume=True)
+    other.data.selection.batches[0].sparse_features.values()[0] += 1  # a sample of rank 0
+    refusal = outcome_of(lambda: search(other, config(num_blocks=3), folder, CPU, saving=resumed))
+    return {"outcome": outcome, "refusal": refusal}
 
 
 def unrolled(rank: Rank) -> dict[str, Any]:

@@ -50,6 +50,8 @@ WHOLE_FEATURES = {
 """Where the lookups read one key per feature, for which the operators have to be compiled."""
 if are_compiled():
     SHARDINGS |= WHOLE_FEATURES
+ANY_SIZE = ("table_wise", "column_wise", "data_parallel")
+"""Where gloo lets ranks have batches of different sizes."""
 VOLUME_KINDS = ("table_wise", "column_wise", "row_wise", "mixed")
 
 
@@ -94,6 +96,13 @@ def make_features(rank: int, weighted: bool) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=list(LENGTHS), values=ids, lengths=lengths, weights=weights)
 
 
+def no_samples(weighted: bool) -> KeyedJaggedTensor:
+    """A batch of 0 samples."""
+    none = torch.empty(0, dtype=torch.int64)
+    weights = torch.empty(0) if weighted else None
+    return KeyedJaggedTensor(keys=list(LENGTHS), values=none, lengths=none, weights=weights, stride=0)
+
+
 def shard(model: nn.Module, kind: str, group: dist.ProcessGroup) -> nn.Module:
     """The model sharded over a group, plain SGD fused into its tables."""
     if kind in WHOLE_FEATURES:
@@ -110,9 +119,12 @@ def shard(model: nn.Module, kind: str, group: dist.ProcessGroup) -> nn.Module:
 
 
 def loss_of(pooled: KeyedTensor) -> torch.Tensor:
-    """A mean over samples, so that the mean over ranks is that of the whole batch; every column counts differently."""
+    """A mean over samples, so that the mean over ranks is that of the whole batch; every column counts differently.
+
+    Of a rank without samples 0, and so is its gradient.
+    """
     values = pooled.values()
-    return (values * torch.linspace(-1, 1, values.shape[1])).sin().sum(1).mean()
+    return (values * torch.linspace(-1, 1, values.shape[1])).sin().sum() / PER_RANK
 
 
 def upper_gradients(
@@ -126,13 +138,21 @@ def upper_gradients(
         return list(torch.autograd.grad(loss, alphas, materialize_grads=True)), hits
 
 
-def compare(kind: str, weighted: bool, rank: int, world_size: int, group: dist.ProcessGroup) -> Results:
-    """How far the sharded collection is from the unsharded one, which sees all ranks' samples."""
+def compare(
+    kind: str, weighted: bool, rank: int, world_size: int, group: dist.ProcessGroup, empty_rank: int | None = None
+) -> Results:
+    """How far the sharded collection is from the unsharded one, which sees all ranks' samples.
+
+    One of the ranks may have none, which an unsharded collection of TorchRec does not take.
+    """
     whole = make_model(weighted)["ebc"]
-    parts = [make_features(other, weighted) for other in range(world_size)]
-    expected = whole(parts[rank]).values().detach()
-    expected_upper = [upper_gradients(whole, part) for part in parts]
-    (sum(loss_of(whole(part)) for part in parts) / world_size).backward()
+    parts = [
+        no_samples(weighted) if other == empty_rank else make_features(other, weighted) for other in range(world_size)
+    ]
+    seen = [part for part in parts if part.stride()]
+    expected = torch.empty(0, 36) if rank == empty_rank else whole(parts[rank]).values().detach()
+    expected_upper = [upper_gradients(whole, part) for part in seen]
+    (sum(loss_of(whole(part)) for part in seen) / world_size).backward()
     trained = {
         name: bag.weight.detach() - LEARNING_RATE * bag.weight.grad
         for name, bag in whole.embedding_bag_collection.embedding_bags.items()
@@ -165,16 +185,43 @@ def compare(kind: str, weighted: bool, rank: int, world_size: int, group: dist.P
         "keys": got.keys() == [output.name for output in whole.outputs],
         "state": before == list(sharded.state_dict()),
         "columns": sum(wrapper.embedding_bag_collection._embedding_dims),
-        "value_error": float((got.values().detach() - expected).abs().max()),
+        "shape": list(got.values().shape),
+        "value_error": float((got.values().detach() - expected).abs().sum()),
         "alpha_error": alpha_error,
         "hit_errors": hit_errors,
         "table_error": table_error,
     }
 
 
-def compare_on(kind: str, weighted: bool, at: Rank) -> Results:
+def look_up_nothing(wrapper: SoftSelectionEmbeddingBagCollection, weighted: bool) -> Results:
+    """What becomes of a batch of 0 samples on every rank, in both levels."""
+    before = [part.weight.clone() for part in local_shards(wrapper)]
+    pooled = wrapper(no_samples(weighted))
+    pooled.values().sum().backward()
+    gradients, hits = upper_gradients(wrapper, no_samples(weighted))
+    learned = [parameter.grad for parameter in wrapper.parameters() if parameter.grad is not None]  # no fused ones
+    return {
+        "keys": pooled.keys() == [output.name for output in wrapper.outputs],
+        "shape": list(pooled.values().shape),
+        "table_change": sum(
+            float((part.weight - old).abs().sum()) for part, old in zip(local_shards(wrapper), before, strict=True)
+        ),
+        "gradient": sum(float(gradient.abs().sum()) for gradient in learned),
+        "alpha_gradient": sum(float(gradient.abs().sum()) for gradient in gradients),
+        "alpha_values": [gradient.numel() for gradient in gradients],
+        "hits": sum(int(hit.sum()) for hit in hits.values()),
+    }
+
+
+def look_up_nothing_on(kind: str, at: Rank) -> Results:
+    """`look_up_nothing` on one of several ranks."""
+    wrapper = select_on_shards_(shard(make_model(False), kind, at.process_group)).module["ebc"]
+    return look_up_nothing(wrapper, False)
+
+
+def compare_on(kind: str, weighted: bool, empty_rank: int | None, at: Rank) -> Results:
     """`compare` on one of several ranks."""
-    return compare(kind, weighted, at.rank, at.world_size, at.process_group)
+    return compare(kind, weighted, at.rank, at.world_size, at.process_group, empty_rank)
 
 
 @contextmanager
@@ -225,5 +272,9 @@ def scenarios() -> dict[str, Scenario]:
     found: dict[str, Scenario] = {f"volume {kind}": partial(volumes, kind) for kind in VOLUME_KINDS}
     for kind in SHARDINGS:
         for weighted in (False, True):
-            found[f"{kind} {weighted}"] = partial(compare_on, kind, weighted)
+            found[f"{kind} {weighted}"] = partial(compare_on, kind, weighted, None)
+        found[f"{kind}, no samples"] = partial(look_up_nothing_on, kind)
+    for kind in ANY_SIZE:
+        for empty_rank in (0, 1):
+            found[f"{kind}, no samples on rank {empty_rank}"] = partial(compare_on, kind, False, empty_rank)
     return found

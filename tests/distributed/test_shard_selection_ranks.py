@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.distributed.harness import RankResults, running_ranks
-from tests.distributed.shard_selection_scenarios import SHARDINGS, VOLUME_KINDS, scenarios
+from tests.distributed.shard_selection_scenarios import ANY_SIZE, PER_RANK, SHARDINGS, VOLUME_KINDS, scenarios
 
 
 @pytest.fixture(scope="module")
@@ -32,4 +32,21 @@ def test_it_computes_what_the_unsharded_collection_does(ranks: RankResults, kind
         assert own["state"]
         assert own["columns"] == 8 + 8 + 8 + 12
         assert max(own["value_error"], own["alpha_error"], own["table_error"]) < 1e-6
+        assert own["hit_errors"] == 0
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+def test_a_batch_of_no_samples(ranks: RankResults, kind: str) -> None:
+    for own in ranks[f"{kind}, no samples"]:
+        assert own["keys"]
+        assert own["shape"] == [0, 36]
+        assert own["table_change"] == own["gradient"] == own["alpha_gradient"] == own["hits"] == 0
+
+
+@pytest.mark.parametrize("empty_rank", [0, 1])
+@pytest.mark.parametrize("kind", ANY_SIZE)
+def test_a_rank_may_have_no_samples(ranks: RankResults, kind: str, empty_rank: int) -> None:
+    for rank, own in enumerate(ranks[f"{kind}, no samples on rank {empty_rank}"]):
+        assert own["shape"] == [0 if rank == empty_rank else PER_RANK, 36]
+        assert max(own["value_error"], own["alpha_error"], own["table_error"]) < 1e-5
         assert own["hit_errors"] == 0
