@@ -155,6 +155,9 @@ def shard(
 def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOptimizerWrapper:
     """A fresh Adam for everything that is not fused: dense weights, and tables in the dense compute kernel.
 
+    It is torch's own fused one, which goes through weights and states once a step, where each of Adam's operations
+    would read and write them anew.
+
     Args:
         model: as `shard` made it.
         recipe: learning rates.
@@ -179,7 +182,7 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
         {"params": list(table_part.values()), "lr": recipe.table_learning_rate, OF_TABLES: True},
     ]
     filled = [group for group in groups if group["params"]]
-    return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(filled or groups[:1]))
+    return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(filled or groups[:1], fused=True))
 
 
 def set_learning_rates_(

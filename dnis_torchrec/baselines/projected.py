@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -233,7 +234,22 @@ class ProjectPooled(nn.Module):
         block = torch.zeros_like(bags.lengths(), dtype=torch.int64)  # an empty bag is zero under every projection
         block = block.masked_scatter(bags.lengths() > 0, router(bags.values()))
         order = torch.argsort(block, stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         sizes = torch.bincount(block, minlength=output.num_blocks).tolist()
-        per_block = pooled.index_select(0, order).split(sizes)
+        per_block = _Permute.apply(pooled, order, place).split(sizes)
         projected = torch.cat([self.projections(part, output.table, s) for s, part in enumerate(per_block)])
-        return projected.index_select(0, torch.argsort(order))
+        return _Permute.apply(projected, place, order)
+
+
+class _Permute(torch.autograd.Function):
+    """``values[order]``, with ``gradient[inverse]`` for its gradient: index_select's adds row by row to zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return values.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None

@@ -12,9 +12,11 @@ from dnis_torchrec.table_shards import collections, local_shards
 class RetainedMask:
     """Holds pruned values at zero while the retained ones train on (masked fine-tuning).
 
-    One bool per value of this rank's shards. Gradients of dense (data_parallel) tables are masked before the optimizer
-    sees them, so its state stays clean; fused optimizers apply their update inside backward, so their result is masked
-    afterwards. NOTE[DIFF]: the row-wise state of a fused row-wise optimizer still averages over pruned columns.
+    One bool per value of this rank's shards; of tables in the dense kernel on a CPU a value of the tables' own dtype,
+    since there torch copies a mask of bools to that dtype in every product, a fifth of a small model's step. Gradients
+    of dense tables are masked before the optimizer sees them, so its state stays clean; fused optimizers apply their
+    update inside backward, so their result is masked afterwards. NOTE[DIFF]: the row-wise state of a fused row-wise
+    optimizer still averages over pruned columns.
 
     Args:
         model: a pruned model, sharded or not; what is zero now stays zero.
@@ -26,6 +28,9 @@ class RetainedMask:
         self._masks = [shard.weight != 0 for shard in self._shards]
         storages = {shard.weight.data_ptr(): index for index, shard in enumerate(self._shards)}
         self._dense = [(p, storages[p.data_ptr()]) for p in model.parameters() if p.data_ptr() in storages]
+        for parameter, index in self._dense:
+            if parameter.device.type == "cpu":
+                self._masks[index] = self._masks[index].to(parameter.dtype)
 
     @torch.no_grad()
     def hold_gradients_(self) -> None:
