@@ -39,8 +39,9 @@ class SingleIdBiases(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Sums the biases of every sample's ids."""
         ids = select_features(features, self._features).values().view(len(self._features), -1)
-        parts = [self.biases[name](own_ids).squeeze(-1) for name, own_ids in zip(self._features, ids, strict=True)]
-        return torch.stack(parts).sum(dim=0)
+        # Not by calling nn.Embedding, whose backward handles every row of one number as a vector: four times as long.
+        numbers = [self.biases[name].weight.squeeze(1) for name in self._features]
+        return torch.stack([own.index_select(0, row) for own, row in zip(numbers, ids, strict=True)]).sum(dim=0)
 
 
 class FirstOrderWeights(nn.Module):
