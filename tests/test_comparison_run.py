@@ -140,18 +140,22 @@ def test_every_folder_ends_with_a_result_or_a_crash_and_one_crash_leaves_the_oth
     assert "so much memory" in (folders[2] / "crash.txt").read_text()
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_so_many_at_a_time_and_one_thread_each_if_several(
-    out: Path, jobs: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("jobs", "threads", "share"), [(1, 8, None), (2, 2, "1"), (2, 8, "4"), (2, 1, "1"), (4, 16, "5")]
+)
+def test_so_many_at_a_time_share_the_threads(
+    out: Path, jobs: int, threads: int, share: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setenv("AT_ONCE", str(jobs))  # each waits until so many have begun
+    """Three cells: with more jobs than that, the threads are three cells' to share."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setenv("AT_ONCE", str(min(jobs, 3)))  # each waits until so many have begun
     folders = make_folders(out, 9, seeds=3)
     stand_in(folders, jobs=jobs)
     told = [json.loads((folder / "times").read_text()) for folder in folders]
     at_once = [sum(begin <= other[0] < end for other in told) for begin, end, _ in told]
-    assert max(at_once) == jobs
-    assert {threads for _, _, threads in told} == {"3" if jobs == 1 else "1"}
+    assert max(at_once) == min(jobs, 3)
+    assert {own for _, _, own in told} == {share}
 
 
 def test_an_interrupt_ends_all_processes_and_starts_no_other(out: Path) -> None:

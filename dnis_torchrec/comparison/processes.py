@@ -37,8 +37,8 @@ def run_cells(
 ) -> None:
     """Runs cells, each in a process of its own, and waits for all of them.
 
-    Every folder ends with a result.json or a crash.txt. With several jobs each process has one thread; GPUs are dealt
-    out, one per process, in turn.
+    Every folder ends with a result.json or a crash.txt. Processes share the threads that torch has in this one, which
+    are as many as cores, or OMP_NUM_THREADS; GPUs are dealt out, one per process, in turn.
 
     Args:
         folders: of the cells, each with its task.json.
@@ -50,9 +50,10 @@ def run_cells(
         BaseException: whatever `on_done` raises, an interrupt, or a process or its log that cannot be begun; all
             processes have been ended then.
     """
+    at_once = min(jobs, len(folders))
     environments: SimpleQueue[Mapping[str, str]] = SimpleQueue()
-    for slot in range(jobs):
-        environments.put(_environment(slot, jobs))
+    for slot in range(at_once):
+        environments.put(_environment(slot, at_once))
     running: set[subprocess.Popen[bytes]] = set()
     lock, stopping = threading.Lock(), threading.Event()
 
@@ -83,7 +84,7 @@ def run_cells(
         finally:  # whoever waits for the slot would wait for ever
             environments.put(environment)
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(max(1, at_once)) as pool:
         futures = {pool.submit(run_in_slot, folder): folder for folder in folders}
         try:
             for future in as_completed(futures):
@@ -97,14 +98,14 @@ def run_cells(
             raise
 
 
-def _environment(slot: int, jobs: int) -> Mapping[str, str]:
+def _environment(slot: int, num_slots: int) -> Mapping[str, str]:
     """The environment of the processes that run in one slot, one after the other.
 
     What torchrun told this process is left out: a cell is a job of one rank, of its own.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES)}
-    if jobs > 1:
-        environment["OMP_NUM_THREADS"] = "1"
+    if num_slots > 1:
+        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // num_slots))
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         devices = visible.split(",")[:count] if visible else [str(device) for device in range(count)]
