@@ -69,8 +69,8 @@ _RATINGS_WITH_TOWER = {
 }
 """How ratings are searched with a network behind the tables; chosen for MLP on `selection` of seed 0, compression 4,
 the network's rate in the release for NeuMF at 2, the order of columns for both at 4 and 10. So that a search takes at
-most three plain trainings MLP's warm-up is 5 epochs: of 8 and 5, in the mean of `selection` of seeds 0, 1 and 2, the
-worse by .0011 at 4 and the better by .0045 at 10."""
+most three plain trainings MLP's warm-up is 5 epochs: beside 8, in the mean of `selection` of seeds 0, 1 and 2, worse by
+.0011 at compression 4 and better by .0045 at 10."""
 _WITH_NETWORK = {
     "scope": "table",
     "release_table_learning_rate": CLICKS_RELEASE_RATE,

@@ -366,7 +366,7 @@ def test_data_of_an_address_are_the_same_wherever_their_copy_lies(tmp_path: Path
     replace(make_result(cell, 0.5, 100), rules=comparison.rules()).write(comparison.folder(cell))
     again = make_comparison(tmp_path / "out", data=there, data_address=address)
     assert list(again.finished()) == [cell]
-    task = again.task(cell, again.rules())
+    task = again.task(cell, again.rules(), cells_at_once=1)
     assert (task.data, task.rules["data"]) == (str(there), address)
     with pytest.raises(ValueError, match=r"data: expected 's3://bucket/data' as when it was run, got .*there"):
         make_comparison(tmp_path / "out", data=there)

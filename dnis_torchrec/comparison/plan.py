@@ -98,14 +98,14 @@ class Comparison:
         """Folder of a cell."""
         return self.out / "cells" / cell.name
 
-    def task(self, cell: Cell, rules: Mapping[str, Any]) -> CellTask:
+    def task(self, cell: Cell, rules: Mapping[str, Any], *, cells_at_once: int) -> CellTask:
         """What the process of a cell is asked for."""
         return CellTask(
             cell=cell,
             rules=rules,
             data=self._local_data,
             registry=self.registry,
-            cells_at_once=self.num_jobs,
+            cells_at_once=cells_at_once,
             artifact=self.artifacts,
         )
 

@@ -50,10 +50,9 @@ def run_cells(
         BaseException: whatever `on_done` raises, an interrupt, or a process or its log that cannot be begun; all
             processes have been ended then.
     """
-    at_once = min(jobs, len(folders))
     environments: SimpleQueue[Mapping[str, str]] = SimpleQueue()
-    for slot in range(at_once):
-        environments.put(_environment(slot, at_once))
+    for slot in range(jobs):
+        environments.put(_environment(slot, jobs))
     running: set[subprocess.Popen[bytes]] = set()
     lock, stopping = threading.Lock(), threading.Event()
 
@@ -84,7 +83,7 @@ def run_cells(
         finally:  # whoever waits for the slot would wait for ever
             environments.put(environment)
 
-    with ThreadPoolExecutor(max(1, at_once)) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(run_in_slot, folder): folder for folder in folders}
         try:
             for future in as_completed(futures):

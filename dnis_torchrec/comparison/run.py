@@ -52,11 +52,10 @@ def run_comparison(comparison: Comparison) -> Compared:
     comparison.out.mkdir(parents=True, exist_ok=True)
     with _alone(comparison.out):
         finished = comparison.finished()
-        folders = {}
-        for cell in comparison.cells():
-            if cell not in finished:
-                folders[comparison.folder(cell)] = cell
-                comparison.task(cell, rules).write(comparison.folder(cell))
+        folders = {comparison.folder(cell): cell for cell in comparison.cells() if cell not in finished}
+        at_once = max(1, min(comparison.num_jobs, len(folders)))
+        for folder, cell in folders.items():
+            comparison.task(cell, rules, cells_at_once=at_once).write(folder)
         total, ended = len(comparison.cells()), count(len(finished) + 1)
         with tqdm(total=total, initial=len(finished), unit="cell", disable=None) as bar:
 
@@ -65,7 +64,7 @@ def run_comparison(comparison: Comparison) -> Compared:
                 told = _told(folder, facts.primary_metric)
                 bar.write(f"[{next(ended)}/{total}] {folders[folder].name}: {told}", file=sys.stderr)
 
-            run_cells(list(folders), jobs=comparison.num_jobs, on_done=on_done)
+            run_cells(list(folders), jobs=at_once, on_done=on_done)
         return _written(comparison, facts)
 
 

@@ -13,10 +13,10 @@ class RetainedMask:
     """Holds pruned values at zero while the retained ones train on (masked fine-tuning).
 
     One bool per value of this rank's shards; of tables in the dense kernel on a CPU a value of the tables' own dtype,
-    since there torch copies a mask of bools to that dtype in every product, a fifth of a small model's step. Gradients
-    of dense tables are masked before the optimizer sees them, so its state stays clean; fused optimizers apply their
-    update inside backward, so their result is masked afterwards. NOTE[DIFF]: the row-wise state of a fused row-wise
-    optimizer still averages over pruned columns.
+    since there torch copies a mask of bools to that dtype in every product. Gradients of dense tables are masked before
+    the optimizer sees them, so its state stays clean; fused optimizers apply their update inside backward, so their
+    result is masked afterwards. NOTE[DIFF]: the row-wise state of a fused row-wise optimizer still averages over pruned
+    columns.
 
     Args:
         model: a pruned model, sharded or not; what is zero now stays zero.

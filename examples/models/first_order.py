@@ -39,7 +39,7 @@ class SingleIdBiases(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Sums the biases of every sample's ids."""
         ids = select_features(features, self._features).values().view(len(self._features), -1)
-        # Not by calling nn.Embedding, whose backward handles every row of one number as a vector: four times as long.
+        # Not by calling nn.Embedding, whose backward handles every row of one number as a vector.
         numbers = [self.biases[name].weight.squeeze(1) for name in self._features]
         return torch.stack([own.index_select(0, row) for own, row in zip(numbers, ids, strict=True)]).sum(dim=0)
 
