@@ -49,6 +49,9 @@ WHOLE_ROWS = frozenset(
 FUSED_OPTIMIZERS = {"adam": EmbOptimType.ADAM, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
 """`Recipe.table_optimizer` -> FBGEMM's optimizer that runs inside the tables' backward."""
 
+BEST_STATE = "best"
+"""Name of the checkpoint of the best epoch, in the folder that a training is given."""
+
 OF_TABLES = "of_tables"
 """Says of a group of the optimizer of what is not fused whether it learns at the tables' rate."""
 
@@ -342,7 +345,7 @@ def train_plainly(
         device: where the model is.
         max_epochs: epochs at most.
         patience: epochs without improvement before stopping.
-        folder: where the best state is kept meanwhile.
+        folder: where the best state is kept, as `BEST_STATE`.
         mask: holds pruned values at zero (masked fine-tuning).
         starts_trained: whether the state that training starts from may be the best one, as a pruned model's may that
             was at its best before. Epochs are stopped as they are without it.
@@ -354,7 +357,7 @@ def train_plainly(
     started = time.monotonic()
     stepper = optimizer if mask is None else _MaskedOptimizer(optimizer, mask)
     pipeline = TrainPipelineSparseDist(model, stepper, device, pipeline_postproc=True)
-    stopping, guard = EarlyStopping(folder / "best", patience), FiniteGuard(model, model._env.process_group)
+    stopping, guard = EarlyStopping(folder / BEST_STATE, patience), FiniteGuard(model, model._env.process_group)
     start, loss_before = folder / "start", math.inf
     if starts_trained:
         loss_before = evaluate(model, recipe.data.selection, recipe.loss, device)["loss"]

@@ -14,23 +14,22 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec import export
-from dnis_torchrec.baselines import METHODS, Method, MethodResult, SizeNotMetError, train_scheme
+from dnis_torchrec.baselines import METHODS, Method, SizeNotMetError, train_scheme
 from dnis_torchrec.baselines.random_search import random_dims
 from dnis_torchrec.baselines.trained_scheme import (
+    Candidate,
     best_of,
     columns_of_dims,
     keep_columns_,
     row_blocks,
-    scheme_result,
+    train_candidate,
     uniform_scheme_,
 )
-from dnis_torchrec.baselines.uniform import dense_table_bytes, smallest_dim, uniform, uniform_grid
+from dnis_torchrec.baselines.uniform import dense_table_bytes, smallest_dim, uniform, uniform_candidate, uniform_grid
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.recipe import Recipe
-from dnis_torchrec.row_routing import RowRouting
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from tests.test_baselines_methods import DIM, build, make_task
 
 NUM_ROWS = 52
@@ -85,7 +84,7 @@ def test_a_scheme_of_single_elements_is_retrained_by_whole_columns(gloo, tmp_pat
     task = make_task(tmp_path, 4)
     pruned = METHODS["magnitude"](task)
     assert not all(table.is_block_structured for table in pruned.scheme.tables.values())
-    retrained = scheme_result(task, task.build(None), pruned.scheme)
+    retrained = train_candidate(task, Candidate(recipe=task.build(None), scheme=pruned.scheme))
     assert all(table.is_block_structured for table in retrained.scheme.tables.values())
     export(retrained.model, retrained.scheme, tmp_path / "artifact")
 
@@ -98,40 +97,15 @@ def test_an_unknown_table_is_named() -> None:
         keep_columns_(EmbeddingBagCollection(tables=[table]), blocks, counts, {"u": torch.ones(1, 4) > 0})
 
 
-# The best of several trials
+# The best of several candidates
 
 
-def a_result(loss: float, dim: int) -> MethodResult:
-    routing = RowRouting(4, 1, boundaries=torch.tensor([0, 4]))
-    table = TableScheme(
-        name="t",
-        collection="ebc",
-        num_embeddings=4,
-        embedding_dim=dim,
-        pooling="sum",
-        feature_names=("f",),
-        is_weighted=False,
-        routing=routing,
-        retained=torch.ones(1, dim) > 0,
-        num_retained=4 * dim,
-    )
-    return MethodResult(
-        model=nn.Identity(),
-        scheme=MixedDimensionScheme({"t": table}),
-        form="dense_fp32",
-        selection_loss=loss,
-        seconds=0.0,
-        seconds_of_trials=0.0,
-    )
-
-
-def test_the_best_trial_is_the_lowest_loss_within_the_size() -> None:
-    trials = [a_result(0.3, 1), a_result(0.2, 2), a_result(0.2, 1), a_result(0.1, 3)]
-    best = best_of(iter(trials), 32)
-    assert (best.scheme, best.trials) == (trials[1].scheme, 4)
-    assert best_of(iter(trials), 48).scheme is trials[3].scheme
-    with pytest.raises(SizeNotMetError, match="none of 4 trials comes to at most 15 bytes"):
-        best_of(iter(trials), 15)
+def test_none_within_the_size_says_how_many_were_trained(gloo, tmp_path: Path) -> None:
+    task = make_task(tmp_path, 8, max_epochs=1)
+    trials = {str(dim): lambda dim=dim: uniform_candidate(task, dim) for dim in (12, 16)}
+    with pytest.raises(SizeNotMetError, match=f"none of 2 trials comes to at most {task.embedding_bytes()} bytes"):
+        best_of(task, trials)
+    assert not list(tmp_path.iterdir())
 
 
 # Uniform tables
@@ -195,7 +169,8 @@ def test_the_grid_trains_every_dim_and_takes_one_within_the_budget(gloo, tmp_pat
     task = make_task(tmp_path, 2, make=recording, max_epochs=1)
     grid = uniform_grid(task)
     assert grid.trials == 4
-    assert made[-4:] == [4, 8, 12, 16]
+    assert made[-5:-1] == [4, 8, 12, 16]  # and the best one anew, to hold what its training left
+    assert made[-1] == grid.embedding_dim
     assert grid.settings["embedding_dim"] in (4, 8)
     alone = {dim: uniform(make_task(tmp_path, DIM / dim, max_epochs=1)).selection_loss for dim in (4, 8)}
     assert grid.selection_loss == min(alone.values())

@@ -248,6 +248,18 @@ def test_a_cell_measures_what_the_method_made_against_the_uncompressed_tables(gl
     assert not (folder / "work").exists()
 
 
+def test_a_process_that_helps_trains_trials_of_a_cell_and_leaves_the_result_to_the_one_that_leads(
+    gloo, tmp_path: Path
+) -> None:
+    cell = Cell(method="tries-two", size=2.0, seed=0)
+    result = run_task(tmp_path, cell)
+    assert (tmp_path / "helped").read_text() == "1.json"  # when the first was still being made
+    assert result.trained is not None
+    assert result.trained.trials == 2
+    assert result.trained.row.compression_ratio == 2.0  # the other one is larger than was asked for
+    assert sorted(path.name for path in (tmp_path / "cells" / cell.name).iterdir()) == ["result.json", "task.json"]
+
+
 def test_a_size_that_cannot_be_met_is_a_finished_cell(gloo, tmp_path: Path) -> None:
     cell = Cell(method="modest", size=8.0, seed=0)
     result = run_task(tmp_path, cell)

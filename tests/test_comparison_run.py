@@ -10,6 +10,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from torchrec.datasets.utils import Batch
 
 import dnis_torchrec.comparison.run as run_module
 from dnis_torchrec import cli
-from dnis_torchrec.comparison import Comparison, run_comparison
+from dnis_torchrec.comparison import Comparison, processes, run_comparison
 from dnis_torchrec.comparison.cells import Cell, CellTask, read_crash, read_result
 from dnis_torchrec.comparison.processes import COMMAND, SECONDS_TO_END, run_cells
 from dnis_torchrec.recipe import Recipe
@@ -37,9 +38,26 @@ import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
 out = folder.parents[1]
 task = json.loads((folder / "task.json").read_text())
+helps = sys.argv[2:] == ["helps"]
 with (out / "calls").open("a") as calls:
-    calls.write(folder.name + chr(10))
+    calls.write(("helps-" if helps else "") + folder.name + chr(10))
 size = task["cell"]["size"] or 1
+if size in (11, 12):
+    trials = folder / "work" / "trials-0"
+    if helps:
+        print("helps", flush=True)
+        if size == 11:
+            (trials / f"{os.getpid()}.lock").touch()
+            time.sleep(60)
+        sys.exit(1)
+    trials.mkdir(parents=True)
+    (trials / "0.lock").touch()
+    (trials / "trials.json").write_text(json.dumps({"trials": 3, "threads": 1}))
+    begin = time.time()
+    while size == 11 and len(list(trials.glob("*.lock"))) < int(os.environ["LOCKS"]) and time.time() < begin + 60:
+        time.sleep(0.01)
+    time.sleep(0.5)  # in which one too many would begin
+    (folder / "pids").write_text(" ".join(lock.stem for lock in trials.glob("*.lock")))
 if size == 3 and not (out / "calm").exists():
     (folder / "crash.txt").write_text("Traceback" + chr(10) + "RuntimeError: not today")
     sys.exit(1)
@@ -157,6 +175,66 @@ def test_so_many_at_a_time_share_the_threads(
     assert {own for _, _, own in told} == {share}
 
 
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks for trials to help with more often than there is need for."""
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_LOOKS", 0.05)
+
+
+@pytest.mark.parametrize(("jobs", "helpers"), [(1, 0), (2, 1), (3, 2), (5, 2)])
+def test_free_processes_help_where_trials_are_left_and_end_with_what_they_help(
+    out: Path, often: None, jobs: int, helpers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three trials is taken; each helper takes one."""
+    monkeypatch.setenv("LOCKS", str(1 + helpers))
+    (folder,), done = make_folders(out, 11), []
+    stand_in([folder], jobs=jobs, on_done=done.append)
+    assert done == [folder]
+    assert calls(out) == sorted([folder.name, *[f"helps-{folder.name}"] * helpers])
+    pids = [int(pid) for pid in (folder / "pids").read_text().split() if pid != "0"]
+    assert len(pids) == helpers
+    assert not any(is_alive(pid) for pid in pids)
+    assert (folder / "log.txt").read_text().count("helps") == helpers
+    assert read_result(folder) is not None
+
+
+def test_cells_come_before_help(out: Path, often: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKS", "2")
+    folders = make_folders(out, 11, 2, 4)
+    stand_in(folders, jobs=2)
+    assert (out / "calls").read_text().split()[-1] == f"helps-{folders[0].name}"
+    assert all(read_result(folder) is not None for folder in folders)
+
+
+def test_what_one_helper_left_alone_is_helped_no_more(out: Path, often: None) -> None:
+    """Or one that fails at once would be begun again and again."""
+    (folder,) = make_folders(out, 12)
+    stand_in([folder], jobs=2)
+    assert calls(out) == sorted([folder.name, f"helps-{folder.name}"])
+    assert read_result(folder) is not None
+    assert read_crash(folder) is None
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_ends_helpers_too(out: Path, often: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKS", "4")  # one more than come
+    (folder,) = make_folders(out, 11)
+
+    def interrupt() -> None:
+        while len(list(folder.glob("work/trials-0/*.lock"))) < 3:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        stand_in([folder], jobs=3)
+    pids = [int(path.stem) for path in folder.glob("work/trials-0/*.lock") if path.stem != "0"]
+    assert len(pids) == 2
+    assert not any(is_alive(pid) for pid in pids)
+    assert read_result(folder) is None
+    assert read_crash(folder) is None
+
+
 def test_an_interrupt_ends_all_processes_and_starts_no_other(out: Path) -> None:
     folders = make_folders(out, 7, 2, 8, 4)  # the first and the third sleep, the fourth never has its turn
     interrupted: list[float] = []
@@ -207,8 +285,9 @@ def test_what_has_finished_is_never_run_again_and_what_crashed_is(out: Path, sta
     assert [row.reason for row in first.content.rows] == ["", "", "", "crashed: RuntimeError: not today"]
     run_comparison(comparison)
     assert calls(out) == sorted([*names, "dnis-size3-seed0"])
-    told = [json.loads((out / "cells" / name / "task.json").read_text())["cells_at_once"] for name in names]
-    assert told == [2, 2, 2, 1]  # the last one was alone when it ran again
+    tasks = [json.loads((out / "cells" / name / "task.json").read_text()) for name in names]
+    told = [(task["cells_at_once"], task["processes"]) for task in tasks]
+    assert told == [(2, 1), (2, 1), (2, 1), (1, 2)]  # the last one was alone when it ran again
     (out / "calm").touch()
     (out / "cells" / "dnis-size2-seed0" / "result.json").write_text('{"format": "dnis-torch')  # half-written
     last = run_comparison(comparison)

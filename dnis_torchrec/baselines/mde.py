@@ -21,12 +21,12 @@ from torch import Tensor
 from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.baselines.projected import ProjectedDims, project_
 from dnis_torchrec.baselines.trained_scheme import (
+    Candidate,
     best_of,
     byte_budget,
     columns_of_dims,
     keep_columns_,
     row_blocks,
-    scheme_result,
 )
 from dnis_torchrec.baselines.uniform import smallest_dim, table_widths, trainable_dim
 from dnis_torchrec.blocking import RowBlocks
@@ -126,7 +126,7 @@ def mde(task: MethodTask) -> MethodResult:
     for setting in SETTINGS[: task.num_trials]:
         plan = solve(setting, blocks, budget, largest, widths)
         distinct.setdefault(str([plan.base_dim, *(dims.tolist() for dims in plan.dims.values())]), plan)
-    return best_of((_train(task, plan, counts) for plan in distinct.values()), task.embedding_bytes())
+    return best_of(task, {name: functools.partial(_candidate, task, plan, counts) for name, plan in distinct.items()})
 
 
 def solve(
@@ -197,21 +197,18 @@ def popularity(blocks: RowBlocks) -> dict[str, Tensor]:
     }
 
 
-def _train(task: MethodTask, plan: MdeDims, counts: FrequencyCounts) -> MethodResult:
+def _candidate(task: MethodTask, plan: MdeDims, counts: FrequencyCounts) -> Candidate:
     recipe = task.build(plan.base_dim)
     torch.manual_seed(task.seed)
     project_(recipe.model, plan)
-    scheme = keep_columns_(recipe.model, plan.blocks, counts, columns_of_dims(plan.blocks, plan.dims))
-    settings: dict[str, float | str] = {
-        "temperature": plan.setting.temperature,
-        "rounding": plan.setting.rounding,
-        "embedding_dim": plan.base_dim,
-    }
-    return scheme_result(
-        task,
-        recipe,
-        scheme,
+    return Candidate(
+        recipe=recipe,
+        scheme=keep_columns_(recipe.model, plan.blocks, counts, columns_of_dims(plan.blocks, plan.dims)),
         embedding_dim=plan.base_dim,
         extra_bytes=plan.projection_bytes(),
-        settings=settings,
+        settings={
+            "temperature": plan.setting.temperature,
+            "rounding": plan.setting.rounding,
+            "embedding_dim": plan.base_dim,
+        },
     )

@@ -38,6 +38,8 @@ class MethodTask:
         patience: epochs without a better selection loss before a training stops.
         max_epochs: epochs of one training at most; of a search too, but for one of warm-up, ramp and release each.
         num_trials: trials of a method that needs several; None for the method's own number.
+        processes: how many processes may train trials of this task at a time, this one counted; they share its threads.
+        helps: whether another process leads, and this one only trains some of its trials, in the same folder.
     """
 
     build: Callable[[int | None], Recipe]
@@ -48,10 +50,13 @@ class MethodTask:
     patience: int = 3
     max_epochs: int = MAX_EPOCHS
     num_trials: int | None = None
+    processes: int = 1
+    helps: bool = False
 
     def __post_init__(self) -> None:
         check(self.compression_ratio >= 1, "compression_ratio", "expected a number >= 1", self.compression_ratio)
         check(self.num_trials is None or self.num_trials >= 1, "num_trials", "expected at least 1", self.num_trials)
+        check(self.processes >= 1, "processes", "expected at least 1", self.processes)
 
     def dense_bytes(self) -> int:
         """Bytes of the uncompressed float32 tables: the sum of 4 N D."""
@@ -105,6 +110,10 @@ class SizeNotMetError(ValueError):
 
 class NotApplicableError(NotImplementedError):
     """A method cannot work on this model at any size; the comparison leaves its rows empty and says why."""
+
+
+class HelpIsOverError(RuntimeError):
+    """A process that only helps has nothing left to train; the one that leads has the result."""
 
 
 Method = Callable[[MethodTask], MethodResult]

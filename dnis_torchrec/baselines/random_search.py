@@ -7,17 +7,19 @@ Shapes: S blocks, A rows of alpha of one D, D embedding_dim.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import (
+    Candidate,
     best_of,
     byte_budget,
     columns_of_dims,
     keep_columns_,
     row_blocks,
-    scheme_result,
 )
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Budget
@@ -44,13 +46,13 @@ def random_search(task: MethodTask) -> MethodResult:
     drawn = [random_dims(blocks, budget, generator) for _ in range(task.num_trials or NUM_TRIALS)]
     distinct = {str([dims.tolist() for dims in sequence.values()]): sequence for sequence in drawn}
 
-    def train(sequence: dict[str, Tensor]) -> MethodResult:
+    def candidate(sequence: dict[str, Tensor]) -> Candidate:
         recipe = task.build(None)
         scheme = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, sequence))
         settings = {f"dims of {table}": " ".join(map(str, dims.tolist())) for table, dims in sequence.items()}
-        return scheme_result(task, recipe, scheme, settings=settings)
+        return Candidate(recipe=recipe, scheme=scheme, settings=settings)
 
-    return best_of(map(train, distinct.values()), task.embedding_bytes())
+    return best_of(task, {name: partial(candidate, sequence) for name, sequence in distinct.items()})
 
 
 def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -> dict[str, Tensor]:

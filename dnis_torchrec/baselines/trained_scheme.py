@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.method import HelpIsOverError, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.shared_trials import FinishedTrial, SharedTrials
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size, SizeOutOfReachError
-from dnis_torchrec.checks import check_known
+from dnis_torchrec.checkpoint import load_checkpoint
+from dnis_torchrec.checks import check_known, describe
 from dnis_torchrec.data_over_ranks import for_counting
 from dnis_torchrec.frequency import FrequencyCounts, count_frequencies, longest_bags
 from dnis_torchrec.pruning import RetainedMask, prune
@@ -33,7 +37,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.swap import unshard_
 from dnis_torchrec.table_shards import collections, local_shards
-from dnis_torchrec.training import PlainTraining, shard, train_plainly
+from dnis_torchrec.training import BEST_STATE, PlainTraining, shard, train_plainly
 
 
 def row_blocks(task: MethodTask, *, scope: str | None = None) -> tuple[FrequencyCounts, RowBlocks]:
@@ -139,21 +143,60 @@ def uniform_scheme_(model: nn.Module, widths: Mapping[str, int]) -> MixedDimensi
     return keep_columns_(model, blocks, counts, kept)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """What a method may train from scratch.
+
+    Attributes:
+        recipe: fresh, with the tables of the scheme; its model is used up by training.
+        scheme: which columns of which blocks to train; of a scheme of single elements, every column that holds one.
+        form: see `MethodResult`.
+        embedding_dim: see `MethodResult`.
+        extra_bytes: see `MethodResult`.
+        settings: see `MethodResult`.
+    """
+
+    recipe: Recipe
+    scheme: MixedDimensionScheme
+    form: str = "mixed_dimension_fp32"
+    embedding_dim: int | None = None
+    extra_bytes: int = 0
+    settings: Mapping[str, float | str] = field(default_factory=dict)
+
+    def result(self, model: nn.Module, *, selection_loss: float, seconds: float) -> MethodResult:
+        """A method's result, of one trial.
+
+        Args:
+            model: trained, plain.
+            selection_loss: see `MethodResult`.
+            seconds: see `MethodResult`.
+        """
+        tables = self.scheme.tables.items()
+        return MethodResult(
+            model=model,
+            scheme=MixedDimensionScheme({name: replace(t, num_retained=t.block_area) for name, t in tables}),
+            form=self.form,
+            embedding_dim=self.embedding_dim,
+            extra_bytes=self.extra_bytes,
+            selection_loss=selection_loss,
+            seconds=seconds,
+            seconds_of_trials=seconds,
+            settings=self.settings,
+        )
+
+
 def train_scheme(task: MethodTask, recipe: Recipe, scheme: MixedDimensionScheme) -> tuple[nn.Module, PlainTraining]:
     """Trains the retained columns of a scheme from scratch, to the best epoch on the selection split.
 
     Args:
         task: seed, device, early stopping and folder.
-        recipe: fresh, with the tables of the scheme; its model is used up.
-        scheme: which columns of which blocks to train; of a scheme of single elements, every column that holds one.
+        recipe: see `Candidate`.
+        scheme: see `Candidate`.
 
     Returns:
         The plain model, zero wherever the scheme drops, and how its training went.
     """
-    torch.manual_seed(task.seed)
-    tables = scheme.tables.items()
-    _zero_dropped_(recipe.model, {name: t.routing for name, t in tables}, {name: t.retained for name, t in tables})
-    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, task.device)
+    model, optimizer = _sharded(task, recipe, scheme)
     is_full = scheme.parameters == scheme.dense_parameters
     trained = train_plainly(
         model,
@@ -168,66 +211,87 @@ def train_scheme(task: MethodTask, recipe: Recipe, scheme: MixedDimensionScheme)
     return cast(TrainTask, unshard_(model)).model, trained
 
 
-def scheme_result(
-    task: MethodTask,
-    recipe: Recipe,
-    scheme: MixedDimensionScheme,
-    *,
-    form: str = "mixed_dimension_fp32",
-    embedding_dim: int | None = None,
-    extra_bytes: int = 0,
-    settings: Mapping[str, float | str] | None = None,
-) -> MethodResult:
-    """Trains a scheme from scratch (`train_scheme`) and makes a method's result of it, of one trial.
+def train_candidate(task: MethodTask, candidate: Candidate) -> MethodResult:
+    """Trains a candidate from scratch (`train_scheme`) and makes a method's result of it, of one trial.
 
     Args:
         task: see `train_scheme`.
-        recipe: see `train_scheme`.
-        scheme: see `train_scheme`.
-        form: see `MethodResult`.
-        embedding_dim: see `MethodResult`.
-        extra_bytes: see `MethodResult`.
-        settings: see `MethodResult`.
+        candidate: what to train.
     """
     started = time.monotonic()
-    whole_columns = {name: replace(table, num_retained=table.block_area) for name, table in scheme.tables.items()}
-    model, trained = train_scheme(task, recipe, scheme)
-    seconds = time.monotonic() - started
-    return MethodResult(
-        model=model,
-        scheme=MixedDimensionScheme(whole_columns),
-        form=form,
-        embedding_dim=embedding_dim,
-        extra_bytes=extra_bytes,
-        selection_loss=trained.selection_loss,
-        seconds=seconds,
-        seconds_of_trials=seconds,
-        settings=settings or {},
-    )
+    model, trained = train_scheme(task, candidate.recipe, candidate.scheme)
+    return candidate.result(model, selection_loss=trained.selection_loss, seconds=time.monotonic() - started)
 
 
-def best_of(trials: Iterable[MethodResult], num_bytes: int) -> MethodResult:
-    """The trial of the lowest selection loss among those within a size; earlier ones first among equals.
+def best_of(task: MethodTask, trials: Mapping[str, Callable[[], Candidate]]) -> MethodResult:
+    """Trains several candidates, and gives the one of the lowest selection loss among those within a task's size.
+
+    Candidates are made one after the other, as they are trained, and states of all but the best few are dropped. Other
+    processes that run the same task (`MethodTask.helps`) train some of them, if there are any.
 
     Args:
-        trials: results, trained one after the other as they are asked for, so that only the best one is held.
-        num_bytes: trials of more bytes are counted, never chosen.
+        task: how large; trials of more bytes are counted, never chosen.
+        trials: name -> makes the candidate, the same one in every process. Earlier ones are first among equals.
 
     Returns:
-        That result, with the number and the wall time of all trials.
+        The best one, with the number and the wall time of all trials.
 
     Raises:
         SizeNotMetError: if none is within the size.
+        HelpIsOverError: in a process that helps, when there is nothing left to train.
     """
-    num_trials, seconds, best = 0, 0.0, None
-    for trial in trials:
-        num_trials += 1
-        seconds += trial.seconds
-        if trial.embedding_bytes() <= num_bytes and (best is None or trial.selection_loss < best.selection_loss):
-            best = trial
-    if best is None:
-        raise SizeNotMetError(f"none of {num_trials} trials comes to at most {num_bytes} bytes; ask for more")
-    return replace(best, trials=num_trials, seconds_of_trials=seconds)
+    shared, num_bytes = SharedTrials(task.folder, list(trials)), task.embedding_bytes()
+    candidates = list(trials.values())
+    if task.helps:
+        if threads := shared.threads():
+            _train_shared(task, candidates, shared, num_bytes=num_bytes, threads=threads)
+        raise HelpIsOverError(
+            describe("trials", "expected some to train", "none", "the process that leads has the result")
+        )
+    threads = max(1, torch.get_num_threads() // min(len(trials), task.processes))
+    with shared.leading(threads=threads):
+        _train_shared(task, candidates, shared, num_bytes=num_bytes, threads=threads)
+        finished, index = shared.finished(), shared.best(num_bytes=num_bytes)
+        if index is None:
+            raise SizeNotMetError(f"none of {len(trials)} trials comes to at most {num_bytes} bytes; ask for more")
+        best, candidate = finished[index], candidates[index]()
+        model, _ = _sharded(task, candidate.recipe, candidate.scheme)
+        load_checkpoint(shared.folder(index) / BEST_STATE, model)
+    plain = cast(TrainTask, unshard_(model)).model
+    result = candidate.result(plain, selection_loss=best.selection_loss, seconds=best.seconds)
+    seconds = sum(trial.seconds for trial in finished.values())
+    return replace(result, trials=len(trials), seconds_of_trials=seconds)
+
+
+def _train_shared(
+    task: MethodTask,
+    candidates: Sequence[Callable[[], Candidate]],
+    shared: SharedTrials,
+    *,
+    num_bytes: int,
+    threads: int,
+) -> None:
+    """Trains this process's share of the trials."""
+    own_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for index in shared.to_train(until_all_have_finished=not task.helps):
+            result = train_candidate(replace(task, folder=shared.folder(index)), candidates[index]())
+            loss, size = result.selection_loss, result.embedding_bytes()
+            shared.finish(index, FinishedTrial(selection_loss=loss, embedding_bytes=size, seconds=result.seconds))
+            shared.drop_beaten(num_bytes=num_bytes)
+    finally:
+        torch.set_num_threads(own_threads)
+
+
+def _sharded(
+    task: MethodTask, recipe: Recipe, scheme: MixedDimensionScheme
+) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
+    """The model of a recipe, sharded, zero wherever a scheme drops, and its optimizer."""
+    torch.manual_seed(task.seed)
+    tables = scheme.tables.items()
+    _zero_dropped_(recipe.model, {name: t.routing for name, t in tables}, {name: t.retained for name, t in tables})
+    return shard(TrainTask(recipe.model, recipe.loss), recipe, task.device)
 
 
 @torch.no_grad()

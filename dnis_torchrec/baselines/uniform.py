@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+from functools import partial
 
 from torch import nn
 
 from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
-from dnis_torchrec.baselines.trained_scheme import best_of, scheme_result, uniform_scheme_
+from dnis_torchrec.baselines.trained_scheme import Candidate, best_of, train_candidate, uniform_scheme_
 from dnis_torchrec.checks import describe
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.report import ReportRow
@@ -28,7 +29,7 @@ def dense(task: MethodTask) -> MethodResult:
     Args:
         task: what to train; its compression_ratio is not looked at.
     """
-    return _uniform_of(task, None)
+    return train_candidate(task, uniform_candidate(task, None))
 
 
 def no_embeddings(task: MethodTask) -> MethodResult:
@@ -40,7 +41,8 @@ def no_embeddings(task: MethodTask) -> MethodResult:
         task: what to train; its compression_ratio is not looked at.
     """
     recipe = task.build(None)
-    return scheme_result(task, recipe, uniform_scheme_(recipe.model, dict.fromkeys(table_widths(recipe.model), 0)))
+    scheme = uniform_scheme_(recipe.model, dict.fromkeys(table_widths(recipe.model), 0))
+    return train_candidate(task, Candidate(recipe=recipe, scheme=scheme))
 
 
 def uniform(task: MethodTask) -> MethodResult:
@@ -56,7 +58,7 @@ def uniform(task: MethodTask) -> MethodResult:
     Raises:
         SizeNotMetError: if even tables of embedding_dim 1 take more than the budget; before training.
     """
-    return _uniform_of(task, rounded_up_dim(task, "uniform"))
+    return train_candidate(task, uniform_candidate(task, rounded_up_dim(task, "uniform")))
 
 
 def uniform_grid(task: MethodTask) -> MethodResult:
@@ -73,7 +75,7 @@ def uniform_grid(task: MethodTask) -> MethodResult:
     """
     _check_size(task, GRID_STEP, "uniform-grid", "use 'uniform'")
     dims = range(GRID_STEP, smallest_dim(task, task.dense_bytes()) + 1, GRID_STEP)
-    return best_of((_uniform_of(task, dim) for dim in dims), task.embedding_bytes())
+    return best_of(task, {f"D = {dim}": partial(uniform_candidate, task, dim) for dim in dims})
 
 
 def rounded_up_dim(task: MethodTask, method: str) -> int:
@@ -151,18 +153,22 @@ def table_widths(model: nn.Module) -> dict[str, int]:
     return {table.name: table.embedding_dim for table in table_configs(model)}
 
 
-def _uniform_of(task: MethodTask, embedding_dim: int | None) -> MethodResult:
-    """Trains tables of one embedding_dim, None for the recipe's own."""
+def uniform_candidate(task: MethodTask, embedding_dim: int | None) -> Candidate:
+    """Uniform tables of one embedding_dim, untrained.
+
+    Args:
+        task: builds the recipe.
+        embedding_dim: of the tables; None for the recipe's own.
+    """
     trained_dim = None if embedding_dim is None else trainable_dim(embedding_dim)
     recipe = task.build(trained_dim)
     if embedding_dim == trained_dim:
         form, widths = "dense_fp32", table_widths(recipe.model)
     else:
         form, widths = "mixed_dimension_fp32", table_widths(task.build(embedding_dim).model)
-    return scheme_result(
-        task,
-        recipe,
-        uniform_scheme_(recipe.model, widths),
+    return Candidate(
+        recipe=recipe,
+        scheme=uniform_scheme_(recipe.model, widths),
         form=form,
         embedding_dim=trained_dim,
         settings={} if embedding_dim is None else {"embedding_dim": embedding_dim},
@@ -178,7 +184,7 @@ def nearest_uniform_row(task: MethodTask) -> ReportRow:
     Returns:
         Their row: test metrics, parameters, bytes, seconds.
     """
-    result, recipe = _uniform_of(task, nearest_dim(task)), task.build(None)
+    result, recipe = train_candidate(task, uniform_candidate(task, nearest_dim(task))), task.build(None)
     parameters = result.scheme.parameters
     return ReportRow(
         method="uniform",

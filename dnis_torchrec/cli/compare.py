@@ -54,7 +54,11 @@ def compare(
         int | None, typer.Option(help="Of methods that need several; each method's own number if not given.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Cells at a time, a process each; one per core (or GPU) if not given.")
+        int | None,
+        typer.Option(
+            help="Processes at a time, one for each cell and, when no cell waits, more for those that have trials left;"
+            " as many as cores (or GPUs) if not given."
+        ),
     ] = None,
     artifacts: Annotated[
         bool, typer.Option("--artifacts", help="Export every cell that runs, to OUT/cells/CELL/artifact.")

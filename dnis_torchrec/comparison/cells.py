@@ -1,11 +1,11 @@
 """A cell of a comparison, one method at one size under one seed, and what it leaves on disk.
 
 OUT/cells/<cell>/task.json      what the cell is asked for
-                 log.txt        what its process printed
+                 log.txt        what its processes printed
                  result.json    once it has finished, or its method cannot do it; such a cell is never run again
                  crash.txt      the traceback, if it crashed; such a cell is run again by the next call
                  artifact/      what it exports to, if asked for
-                 work/          checkpoints, while it runs
+                 work/          checkpoints and trials, while it runs
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from dnis_torchrec.report.content import WITH_VALIDATION, json_text, write_text
 
 FORMAT = "dnis-torchrec-cell"
 FORMAT_VERSION = 1
+
+WORK = "work"
+"""Folder of a cell while it runs."""
+HELPS = "helps"
+"""Argument of a process that helps another with its cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,7 @@ class CellTask:
         data: folder of the data on this machine, or None for a recipe that makes its own.
         registry: ``module:name`` of the mapping from method name to `Method`.
         cells_at_once: how many share the machine, which its times depend on.
+        processes: how many may train trials of this cell at a time, see `MethodTask`.
         artifact: whether to export the result.
     """
 
@@ -76,6 +82,7 @@ class CellTask:
     data: str | None = None
     registry: str
     cells_at_once: int
+    processes: int = 1
     artifact: bool
 
     def write(self, folder: Path) -> None:

@@ -43,7 +43,7 @@ class Comparison:
         max_epochs: epochs of one training at most.
         trials: of methods that need several; None for each method's own number.
         artifacts: whether to export every cell that runs.
-        jobs: cells at a time; None for `default_jobs`.
+        jobs: processes at a time, cells and those that help them; None for `default_jobs`.
         registry: ``module:name`` of the mapping from method name to `Method`.
 
     Raises:
@@ -106,6 +106,7 @@ class Comparison:
             data=self._local_data,
             registry=self.registry,
             cells_at_once=cells_at_once,
+            processes=max(1, self.num_jobs // cells_at_once),
             artifact=self.artifacts,
         )
 
@@ -115,7 +116,7 @@ class Comparison:
 
     @property
     def num_jobs(self) -> int:
-        """Cells at a time."""
+        """Processes at a time."""
         return default_jobs() if self.jobs is None else self.jobs
 
     def rules(self) -> dict[str, Any]:

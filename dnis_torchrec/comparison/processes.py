@@ -1,4 +1,7 @@
-"""One process per cell, several at a time; a crash in one leaves the others alone, and an interrupt ends them all."""
+"""Cells in processes of their own, several at a time; a crash leaves the others alone, an interrupt ends them all.
+
+When no cell is left to begin, processes that are free help those cells whose methods have trials left to train.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,22 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 
-from dnis_torchrec.comparison.cells import read_crash, read_result, write_crash
+from dnis_torchrec.baselines.shared_trials import unclaimed_trials
+from dnis_torchrec.comparison.cells import HELPS, WORK, read_crash, read_result, write_crash
 
 COMMAND = (sys.executable, "-m", "dnis_torchrec.comparison.worker")
 SECONDS_TO_END = 15
 """Longer than a worker gives itself."""
+SECONDS_BETWEEN_LOOKS = 1
+"""Between looks for trials to help with, while a process is free."""
 
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 """Beginnings of the names of torchrun's environment variables."""
@@ -35,76 +42,134 @@ def run_cells(
     on_done: Callable[[Path], None],
     command: Sequence[str] = COMMAND,
 ) -> None:
-    """Runs cells, each in a process of its own, and waits for all of them.
+    """Runs cells, each led by a process of its own, and waits for all of them.
 
-    Every folder ends with a result.json or a crash.txt. Processes share the threads that torch has in this one, which
-    are as many as cores, or OMP_NUM_THREADS; GPUs are dealt out, one per process, in turn.
+    Every folder ends with a result.json or a crash.txt. Cells that run at once share the threads that torch has in this
+    process, which are as many as cores, or OMP_NUM_THREADS; GPUs are dealt out, one per process, in turn.
 
     Args:
         folders: of the cells, each with its task.json.
         jobs: processes at a time.
-        on_done: called with each folder when its process has ended.
-        command: the program that is given the folder; its standard input is open as long as this process lives.
+        on_done: called with each folder when its cell has ended.
+        command: the program that is given the folder, and `HELPS` if it is to help; its standard input is open as long
+            as this process lives.
 
     Raises:
         BaseException: whatever `on_done` raises, an interrupt, or a process or its log that cannot be begun; all
             processes have been ended then.
     """
-    environments: SimpleQueue[Mapping[str, str]] = SimpleQueue()
-    for slot in range(jobs):
-        environments.put(_environment(slot, jobs))
-    running: set[subprocess.Popen[bytes]] = set()
-    lock, stopping = threading.Lock(), threading.Event()
+    cells_at_once = min(jobs, len(folders))
+    free = deque(_environment(slot, cells_at_once) for slot in range(jobs))
+    schedule, processes = _Schedule(folders), _Processes(command)
+    at_work: dict[Future[None], tuple[_Job, Mapping[str, str]]] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            while True:
+                while free and (job := schedule.next_job()):
+                    environment = free.popleft()
+                    at_work[pool.submit(processes.run, job, environment)] = (job, environment)
+                if not at_work:
+                    return
+                ended, _ = wait(at_work, SECONDS_BETWEEN_LOOKS if free else None, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    job, environment = at_work.pop(future)
+                    free.append(environment)
+                    schedule.end(job)
+                    future.result()
+                    if not job.helps:
+                        processes.end_helpers(job.folder)
+                        on_done(job.folder)
+        except BaseException:
+            processes.end_all()
+            raise
 
-    def run(folder: Path, environment: Mapping[str, str]) -> None:
-        with (folder / "log.txt").open("wb") as log:
-            with lock:  # an interrupt finds a process among the running ones, or it is never started
-                if stopping.is_set():
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A process to be: it leads a cell, or helps it."""
+
+    folder: Path
+    helps: bool = False
+
+
+class _Schedule:
+    """Says what is next: cells in their order, then help for those at work that have trials nobody has begun."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._waiting = deque(folders)
+        self._helpers: dict[Path, int] = {}  # of cells at work that may be helped
+
+    def next_job(self) -> _Job | None:
+        if self._waiting:
+            folder = self._waiting.popleft()
+            self._helpers[folder] = 0
+            return _Job(folder)
+        wanting = [folder for folder, number in self._helpers.items() if number < unclaimed_trials(folder / WORK)]
+        if not wanting:
+            return None
+        folder = min(wanting, key=lambda folder: self._helpers[folder])
+        self._helpers[folder] += 1
+        return _Job(folder, helps=True)
+
+    def end(self, job: _Job) -> None:
+        """Takes note of an end. A cell whose helper has ended, whyever, is helped no more."""
+        self._helpers.pop(job.folder, None)
+
+
+class _Processes:
+    """The processes at work. `run` is called from threads, all else from one."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._running: dict[_Job, subprocess.Popen[bytes]] = {}
+        self._lock, self._stopping = threading.Lock(), threading.Event()
+
+    def run(self, job: _Job, environment: Mapping[str, str]) -> None:
+        """Runs a job and waits for it."""
+        folder = job.folder
+        with (folder / "log.txt").open("ab" if job.helps else "wb") as log:
+            with self._lock:  # an interrupt finds a process among the running ones, or it is never started
+                if self._stopping.is_set():
                     return
                 process = subprocess.Popen(
-                    [*command, str(folder)],
+                    [*self._command, str(folder), *([HELPS] if job.helps else [])],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=environment,
                     process_group=0,  # Ctrl-C reaches this process only, which then ends the others in order
                 )
-                running.add(process)
+                self._running[job] = process
             with process:
                 process.wait()
-        running.discard(process)
-        if not stopping.is_set() and read_result(folder) is None and read_crash(folder) is None:
+        with self._lock:
+            del self._running[job]
+        has_left_something = read_result(folder) is not None or read_crash(folder) is not None
+        if not job.helps and not has_left_something and not self._stopping.is_set():
             write_crash(folder, _silent_end(folder, process.returncode))
 
-    def run_in_slot(folder: Path) -> None:
-        environment = environments.get()
-        try:
-            run(folder, environment)
-        finally:  # whoever waits for the slot would wait for ever
-            environments.put(environment)
+    def end_helpers(self, folder: Path) -> None:
+        """Ends what helps a cell that needs no help any more."""
+        with self._lock:
+            helpers = [process for job, process in self._running.items() if job.helps and job.folder == folder]
+        _end(helpers)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(run_in_slot, folder): folder for folder in folders}
-        try:
-            for future in as_completed(futures):
-                future.result()
-                on_done(futures[future])
-        except BaseException:
-            with lock:
-                stopping.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            _end(list(running))
-            raise
+    def end_all(self) -> None:
+        """Ends everything and lets nothing begin."""
+        with self._lock:
+            self._stopping.set()
+            running = list(self._running.values())
+        _end(running)
 
 
-def _environment(slot: int, num_slots: int) -> Mapping[str, str]:
+def _environment(slot: int, cells_at_once: int) -> Mapping[str, str]:
     """The environment of the processes that run in one slot, one after the other.
 
     What torchrun told this process is left out: a cell is a job of one rank, of its own.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES)}
-    if num_slots > 1:
-        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // num_slots))
+    if cells_at_once > 1:
+        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // cells_at_once))
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         devices = visible.split(",")[:count] if visible else [str(device) for device in range(count)]

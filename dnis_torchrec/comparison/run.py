@@ -64,7 +64,7 @@ def run_comparison(comparison: Comparison) -> Compared:
                 told = _told(folder, facts.primary_metric)
                 bar.write(f"[{next(ended)}/{total}] {folders[folder].name}: {told}", file=sys.stderr)
 
-            run_cells(list(folders), jobs=at_once, on_done=on_done)
+            run_cells(list(folders), jobs=comparison.num_jobs, on_done=on_done)
         return _written(comparison, facts)
 
 

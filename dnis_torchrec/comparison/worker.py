@@ -1,4 +1,7 @@
-"""The process of one cell: ``python -m dnis_torchrec.comparison.worker OUT/cells/CELL``. It ends with its parent."""
+"""A process of one cell: ``python -m dnis_torchrec.comparison.worker OUT/cells/CELL [helps]``. It ends with its parent.
+
+The first process of a cell leads: it comes to the result. Others may help it, where its method has several trials.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,23 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from dnis_torchrec.baselines.method import MethodResult, MethodTask, NotApplicableError, SizeNotMetError
+from dnis_torchrec.baselines.method import (
+    HelpIsOverError,
+    Method,
+    MethodResult,
+    MethodTask,
+    NotApplicableError,
+    SizeNotMetError,
+)
 from dnis_torchrec.baselines.projected import is_projected
-from dnis_torchrec.comparison.cells import CellResult, CellTask, TrainedCell, write_crash
+from dnis_torchrec.comparison.cells import HELPS, WORK, CellResult, CellTask, TrainedCell, write_crash
 from dnis_torchrec.comparison.registry import load_registry
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.export.of_model import export
@@ -45,31 +56,14 @@ def run_cell(folder: Path) -> CellResult:
     """
     task = CellTask.read(folder)
     cell, rules = task.cell, task.rules
-    method = load_registry(task.registry)[cell.method]
-
-    def build(embedding_dim: int | None) -> Recipe:
-        data = None if task.data is None else Path(task.data)
-        recipe = build_recipe(rules["recipe"], data, seed=cell.seed, embedding_dim=embedding_dim)
-        return train_on_validation(recipe) if cell.with_validation else recipe
-
     with process_group() as device, _work_folder(folder) as work:
-        torch.manual_seed(cell.seed)
-        method_task = MethodTask(
-            build=build,
-            compression_ratio=1 if cell.size is None else cell.size,
-            seed=cell.seed,
-            device=device,
-            folder=work,
-            patience=rules["patience"],
-            max_epochs=rules["max_epochs"],
-            num_trials=rules["trials"],
-        )
+        method, method_task = _method(task, device, work)
         try:
             made = method(method_task)
         except (SizeNotMetError, NotApplicableError) as error:
             result = CellResult(cell=cell, rules=rules, versions=versions(), reason=str(error))
         else:
-            recipe = build(None)
+            recipe = method_task.build(None)
             trained = _measure(task, made, recipe, device)
             result = CellResult(cell=cell, rules=rules, versions=versions(), trained=trained)
             if task.artifact:
@@ -78,10 +72,44 @@ def run_cell(folder: Path) -> CellResult:
     return result
 
 
+def help_cell(folder: Path) -> None:
+    """Trains trials of a cell that another process leads, as long as some are left.
+
+    Args:
+        folder: of the cell.
+    """
+    with process_group() as device, suppress(HelpIsOverError):
+        method, method_task = _method(CellTask.read(folder), device, folder / WORK)
+        method(replace(method_task, helps=True))
+
+
+def _method(task: CellTask, device: torch.device, work: Path) -> tuple[Method, MethodTask]:
+    """The method of a cell, and what it is given; seeds what is random."""
+    cell, rules = task.cell, task.rules
+
+    def build(embedding_dim: int | None) -> Recipe:
+        data = None if task.data is None else Path(task.data)
+        recipe = build_recipe(rules["recipe"], data, seed=cell.seed, embedding_dim=embedding_dim)
+        return train_on_validation(recipe) if cell.with_validation else recipe
+
+    torch.manual_seed(cell.seed)
+    return load_registry(task.registry)[cell.method], MethodTask(
+        build=build,
+        compression_ratio=1 if cell.size is None else cell.size,
+        seed=cell.seed,
+        device=device,
+        folder=work,
+        patience=rules["patience"],
+        max_epochs=rules["max_epochs"],
+        num_trials=rules["trials"],
+        processes=task.processes,
+    )
+
+
 @contextmanager
 def _work_folder(folder: Path) -> Iterator[Path]:
     """An empty folder for checkpoints, gone afterwards, with what a killed process left in it."""
-    work = folder / "work"
+    work = folder / WORK
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
@@ -141,10 +169,13 @@ def _export(out: Path, result: CellResult, trained: TrainedCell, made: MethodRes
 
 
 def main() -> None:
-    """Entry point of the process: exit code 0 with a result.json, 1 with a crash.txt."""
+    """Entry point of the process: exit code 0 with a result.json, 1 with a crash.txt; one that helps leaves neither."""
     folder = Path(sys.argv[1])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if sys.argv[2:] == [HELPS]:
+        help_cell(folder)
+        return
     try:
         run_cell(folder)
     except Exception:
