@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -153,6 +155,29 @@ def test_threads_are_shared_by_the_processes_that_may_train_and_given_back(gloo,
     finally:
         torch.set_num_threads(before)
     assert seen == [6, 6, 6, 3, 3, 6, 3, 3, 6]  # two trials, and the best one made anew
+
+
+def test_help_is_over_when_the_last_trial_ends_and_the_folder_goes_away(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that leads may be quicker to see it than the helper is to look for another one."""
+    task = make_task(tmp_path, 1, max_epochs=1, helps=True)
+    finish = SharedTrials.finish
+
+    def finish_and_go(trials: SharedTrials, index: int, trial: FinishedTrial) -> None:
+        finish(trials, index, trial)
+        shutil.move(trials.folder(index).parent, tmp_path / "gone")
+
+    monkeypatch.setattr(SharedTrials, "finish", finish_and_go)
+    trials, seen = {"4": partial(uniform_candidate, task, 4)}, []
+    with (
+        suppress(FileNotFoundError),
+        SharedTrials(tmp_path, list(trials)).leading(threads=1),
+    ):  # whose end misses it, too
+        with pytest.raises(HelpIsOverError):
+            best_of(task, trials)
+        seen.append((tmp_path / "gone" / "0.json").exists())
+    assert seen == [True]
 
 
 def test_help_for_what_has_not_begun_is_over_at_once(gloo, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -243,8 +244,9 @@ def best_of(task: MethodTask, trials: Mapping[str, Callable[[], Candidate]]) -> 
     shared, num_bytes = SharedTrials(task.folder, list(trials)), task.embedding_bytes()
     candidates = list(trials.values())
     if task.helps:
-        if threads := shared.threads():
-            _train_shared(task, candidates, shared, num_bytes=num_bytes, threads=threads)
+        with suppress(FileNotFoundError):  # the one that leads has ended, and the folder is gone
+            if threads := shared.threads():
+                _train_shared(task, candidates, shared, num_bytes=num_bytes, threads=threads)
         raise HelpIsOverError(
             describe("trials", "expected some to train", "none", "the process that leads has the result")
         )
