@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,10 +38,18 @@ SCHEDULERS = {
 
 
 @pytest.fixture(autouse=True)
-def _several_commands_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TorchX remembers which options it has seen for as long as the process lives."""
+def _several_commands_in_one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forgets what TorchX keeps for as long as a process lives: options it has seen, and its handlers of signals.
+
+    A job on this machine puts the latter in the place of Python's, and an interrupt in any later test of the process
+    would be a SignalException.
+    """
     monkeypatch.setattr(ArgOnceAction, "called_args", set())
     monkeypatch.setattr(torchxconfig_run, "called_args", set())
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def command(app: AppDef) -> str:
