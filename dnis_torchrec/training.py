@@ -389,7 +389,7 @@ def train_plainly(
 
 
 class _MaskedOptimizer:
-    """An optimizer that cannot wake pruned values."""
+    """A fresh optimizer that cannot wake pruned values."""
 
     def __init__(self, optimizer: KeyedOptimizerWrapper, mask: RetainedMask) -> None:
         self._optimizer = optimizer
@@ -401,4 +401,4 @@ class _MaskedOptimizer:
     def step(self) -> None:
         self._mask.hold_gradients_()
         self._optimizer.step()
-        self._mask.hold_()
+        self._mask.hold_fused_()

@@ -393,7 +393,7 @@ def test_pruned_values_of_a_sharded_model_stay_zero(sharding_type: str) -> None:
         mask.hold_gradients_()
         if optimizer is not None:
             optimizer.step()
-        mask.hold_()
+        mask.hold_fused_()
     for shard in local_shards(module):
         old = before[shard.table, shard.first_column]
         assert not shard.weight[old == 0].any()

@@ -61,7 +61,7 @@ class MatrixFactorization(nn.Module):
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Predicts a rating per sample."""
-        pooled = self.embedding_bag_collection(sparse_features)
+        pooled = self.embedding_bag_collection(sparse_features).to_dict()
         left, right = self._features
         interaction = (pooled[left] * pooled[right]).sum(dim=1)
         return interaction + self.biases(sparse_features) + self.global_mean
@@ -111,7 +111,7 @@ class MultiLayerPerceptron(nn.Module):
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Predicts a rating, or the logit of an interaction, per sample."""
-        pooled = self.embedding_bag_collection(sparse_features)
+        pooled = self.embedding_bag_collection(sparse_features).to_dict()
         hidden = self.tower(torch.cat([pooled[self._left], pooled[self._right]], dim=1))
         return self.over(hidden).squeeze(1)
 
@@ -172,7 +172,7 @@ class NeuMF(nn.Module):
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Predicts a rating, or the logit of an interaction, per sample."""
-        pooled = self.embedding_bag_collection(sparse_features)
+        pooled = self.embedding_bag_collection(sparse_features).to_dict()
         product = pooled[self._gmf_left] * pooled[self._gmf_right]
         hidden = self.tower(torch.cat([pooled[self._mlp_left], pooled[self._mlp_right]], dim=1))
         return self.over(torch.cat([product, hidden], dim=1)).squeeze(1)
