@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
@@ -210,7 +211,21 @@ def shard_model(
                     _copy_weight_(part, weight)
                 if table in replicated:
                     dist.broadcast(part.weight, src=dist.get_global_rank(group, 0), group=group)
+    if world_size == 1:
+        _reduce_no_tables_(sharded)
     return sharded
+
+
+def _reduce_no_tables_(model: nn.Module) -> None:
+    """Takes data_parallel tables out of DistributedDataParallel, for a process group of one.
+
+    There it only copies their whole gradients into buckets in every step, and divides them by one.
+    """
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            for i, lookup in enumerate(module._lookups):
+                if isinstance(lookup, DistributedDataParallel):
+                    module._lookups[i] = lookup.module
 
 
 def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -105,14 +106,21 @@ def test_a_second_time_changes_nothing(gloo: dist.ProcessGroup) -> None:
     assert [own.forward for own in wrapper.embedding_bag_collection._lookups] == lookups
 
 
-def test_every_kernel_selects_for_itself(gloo: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize(
+    ("kind", "in_ddp", "num_kernels"),
+    [("table_wise", False, 1), ("kernel_per_table", False, 3), ("data_parallel", False, 1), ("data_parallel", True, 0)],
+)
+def test_every_kernel_selects_for_itself(gloo: dist.ProcessGroup, kind: str, in_ddp: bool, num_kernels: int) -> None:
     """So that the pieces of one table at a time are in memory; a lookup within DDP selects as a whole."""
-    for kind, num_kernels in (("table_wise", 1), ("kernel_per_table", 3), ("data_parallel", 0)):
-        collection = select_on_shards_(shard(make_model(False), kind, gloo)).module["ebc"].embedding_bag_collection
-        (lookup,) = collection._lookups
-        kernels = getattr(lookup, "module", lookup)._emb_modules
-        assert sum(isinstance(kernel.forward, ShardSelection) for kernel in kernels) == num_kernels
-        assert isinstance(lookup.forward, ShardSelection) == (num_kernels == 0)
+    sharded = shard(make_model(False), kind, gloo)
+    lookups = sharded.module["ebc"].embedding_bag_collection._lookups
+    if in_ddp:  # as on several ranks
+        lookups[0] = DistributedDataParallel(lookups[0], process_group=gloo)
+    select_on_shards_(sharded)
+    (lookup,) = lookups
+    kernels = getattr(lookup, "module", lookup)._emb_modules
+    assert sum(isinstance(kernel.forward, ShardSelection) for kernel in kernels) == num_kernels
+    assert isinstance(lookup.forward, ShardSelection) == in_ddp
 
 
 def test_what_cannot_be_moved_selects_behind_the_collection(gloo: dist.ProcessGroup) -> None:

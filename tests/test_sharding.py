@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection, get_unwrapped_module
 from torchrec.distributed.planner import Topology
@@ -79,6 +80,21 @@ def test_a_sharded_model_computes_what_the_model_did(gloo: dist.ProcessGroup, ki
     pooled = shard_model(model, CPU, plan, SHARDERS).module["ebc"](features)
     assert pooled.keys() == expected.keys()
     torch.testing.assert_close(pooled.values(), expected.values(), atol=1e-6, rtol=0)
+
+
+def test_replicated_tables_of_one_process_keep_gradients_where_they_are(gloo: dist.ProcessGroup) -> None:
+    """DistributedDataParallel would copy them, whole, to divide them by one."""
+    model, features = make_model(), make_batch(7, 0).sparse_features
+    model["ebc"](features).values().square().sum().backward()
+    expected = {name: part.weight.grad.clone() for name, part in model["ebc"].embedding_bags.items()}
+    model.zero_grad()
+    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=["data_parallel"]))
+    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS, constraints=constraints), SHARDERS)
+    collection = sharded.module["ebc"]
+    assert not any(isinstance(lookup, DistributedDataParallel) for lookup in collection._lookups)
+    collection(features).values().square().sum().backward()
+    for name, part in collection.embedding_bags.items():
+        torch.testing.assert_close(part.weight.grad, expected[name])
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])

@@ -230,9 +230,10 @@ class ProjectPooled(nn.Module):
 
     def _single_id(self, output: PooledFeature, pooled: Tensor, bags: JaggedTensor) -> Tensor:
         """Bags sorted by block, so that each projection multiplies its own only, and put back into their order."""
-        router = self._routers[self._router_of[output.table]]
-        block = torch.zeros_like(bags.lengths(), dtype=torch.int64)  # an empty bag is zero under every projection
-        block = block.masked_scatter(bags.lengths() > 0, router(bags.values()))
+        ids, lengths = bags.values(), bags.lengths()
+        block = self._routers[self._router_of[output.table]](ids)
+        if len(ids) < len(lengths):  # an empty bag is zero under every projection
+            block = torch.zeros_like(lengths, dtype=block.dtype).masked_scatter(lengths > 0, block)
         order = torch.argsort(block, stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         sizes = torch.bincount(block, minlength=output.num_blocks).tolist()
