@@ -168,7 +168,8 @@ def shard_model(
 
     TorchRec initialises tables anew when it takes them from a CPU. Here each rank copies the rows and columns of its
     own shards back; a data_parallel table is that of the first rank on all of them, as dense weights are. Tables on
-    the "meta" device have no weights to keep: TorchRec initialises those.
+    the "meta" device have no weights to keep: TorchRec initialises those. In a process group of one, data_parallel
+    tables are not in DistributedDataParallel, which would copy their gradients for nothing.
 
     Distributed: two all_gather_object of a short string, so that a plan that does not fit raises everywhere, one
     broadcast per data_parallel table, and what DistributedModelParallel itself needs.
