@@ -24,7 +24,7 @@ COMMAND = (sys.executable, "-m", "dnis_torchrec.comparison.worker")
 SECONDS_TO_END = 15
 """Longer than a worker gives itself."""
 SECONDS_BETWEEN_LOOKS = 1
-"""Between looks for trials to help with, while a process is free."""
+"""Between looks for trials to help with, and for an interrupt: one that comes just before a wait does not wake it."""
 
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 """Beginnings of the names of torchrun's environment variables."""
@@ -70,7 +70,7 @@ def run_cells(
                     at_work[pool.submit(processes.run, job, environment)] = (job, environment)
                 if not at_work:
                     return
-                ended, _ = wait(at_work, SECONDS_BETWEEN_LOOKS if free else None, return_when=FIRST_COMPLETED)
+                ended, _ = wait(at_work, SECONDS_BETWEEN_LOOKS, return_when=FIRST_COMPLETED)
                 for future in ended:
                     job, environment = at_work.pop(future)
                     free.append(environment)
