@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -215,8 +215,17 @@ def test_what_one_helper_left_alone_is_helped_no_more(out: Path, often: None) ->
     assert read_crash(folder) is None
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of SIGINT; a shell starts what runs in the background with that signal ignored."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 @pytest.mark.timeout(60)
-def test_an_interrupt_ends_helpers_too(out: Path, often: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("interruptible", "often")
+def test_an_interrupt_ends_helpers_too(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKS", "4")  # one more than come
     (folder,) = make_folders(out, 11)
 
