@@ -1,18 +1,10 @@
-"""Comparisons with processes: several at a time, crashes, interrupts, resuming; the command from end to end.
-
-Most processes here are stand-ins that need no torch, so that they start at once: STAND_IN does to a cell's folder what
-the real one does.
-"""
+"""Comparisons with processes: resuming, what is refused before anything runs; the command from end to end."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,71 +17,18 @@ from torchrec.datasets.utils import Batch
 
 import dnis_torchrec.comparison.run as run_module
 from dnis_torchrec import cli
-from dnis_torchrec.comparison import Comparison, processes, run_comparison
-from dnis_torchrec.comparison.cells import Cell, CellTask, read_crash, read_result
-from dnis_torchrec.comparison.processes import COMMAND, SECONDS_TO_END, run_cells
+from dnis_torchrec.comparison import Comparison, run_comparison
+from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.recipe import Recipe
 from tests import tiny
-from tests.test_cli import ROOT, Done, dnis, environment
-from tests.test_comparison import REGISTRY, make_comparison, make_result
-
-STAND_IN = """
-import json, os, pathlib, signal, sys, time
-folder = pathlib.Path(sys.argv[1])
-out = folder.parents[1]
-task = json.loads((folder / "task.json").read_text())
-helps = sys.argv[2:] == ["helps"]
-with (out / "calls").open("a") as calls:
-    calls.write(("helps-" if helps else "") + folder.name + chr(10))
-size = task["cell"]["size"] or 1
-if size in (11, 12):
-    trials = folder / "work" / "trials-0"
-    if helps:
-        print("helps", flush=True)
-        if size == 11:
-            (trials / f"{os.getpid()}.lock").touch()
-            time.sleep(60)
-        sys.exit(1)
-    trials.mkdir(parents=True)
-    (trials / "0.lock").touch()
-    (trials / "trials.json").write_text(json.dumps({"trials": 3, "threads": 1}))
-    begin = time.time()
-    while size == 11 and len(list(trials.glob("*.lock"))) < int(os.environ["LOCKS"]) and time.time() < begin + 60:
-        time.sleep(0.01)
-    time.sleep(0.5)  # in which one too many would begin
-    (folder / "pids").write_text(" ".join(lock.stem for lock in trials.glob("*.lock")))
-if size == 3 and not (out / "calm").exists():
-    (folder / "crash.txt").write_text("Traceback" + chr(10) + "RuntimeError: not today")
-    sys.exit(1)
-if size == 5:
-    print("so much memory", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-if size in (7, 8):
-    (folder / "pid").write_text(str(os.getpid()))
-    time.sleep(60)
-if size == 9:
-    begin = time.time()
-    (folder / "begun").touch()
-    wanted = int(os.environ["AT_ONCE"])
-    while len(list(out.glob("cells/*/begun"))) < wanted and time.time() < begin + 60:
-        time.sleep(0.01)
-    time.sleep(0.3)  # in which one too many would begin
-    (folder / "times").write_text(json.dumps([begin, time.time(), os.environ.get("OMP_NUM_THREADS")]))
-result = json.loads((out / "canned.json").read_text())
-result |= {"cell": task["cell"], "rules": task["rules"], "seed": task["cell"]["seed"], "size": size}
-(folder / "result.json").write_text(json.dumps(result))
-"""
+from tests.comparison_stand_ins import STAND_IN, calls, make_out
+from tests.test_cli import Done, dnis
+from tests.test_comparison import REGISTRY, make_comparison
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Folder of a comparison, with the result that stand-ins give."""
-    out = tmp_path / "out"
-    (out / "cells").mkdir(parents=True)
-    canned = make_result(Cell(method="uniform", size=2, seed=0), 0.5, 100).to_json()
-    own_tables = {"dense_bytes": 4 * 8 * 52}
-    (out / "canned.json").write_text(json.dumps(canned | {"metrics": {"auc": 0.8}} | own_tables))
-    return out
+    return make_out(tmp_path)
 
 
 @pytest.fixture
@@ -97,191 +36,6 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets comparisons run stand-ins."""
     command = (sys.executable, "-c", STAND_IN)
     monkeypatch.setattr(run_module, "run_cells", partial(run_cells, command=command))
-
-
-def make_folders(out: Path, *sizes: float, seeds: int = 1) -> list[Path]:
-    folders = []
-    for cell in (Cell(method="uniform", size=size, seed=seed) for size in sizes for seed in range(seeds)):
-        folders.append(out / "cells" / cell.name)
-        CellTask(cell=cell, rules={}, registry=REGISTRY, cells_at_once=1, artifact=False).write(folders[-1])
-    return folders
-
-
-def stand_in(folders: list[Path], *, jobs: int, on_done: Callable[[Path], None] = lambda folder: None) -> None:
-    run_cells(folders, jobs=jobs, on_done=on_done, command=(sys.executable, "-c", STAND_IN))
-
-
-def calls(out: Path) -> list[str]:
-    return sorted((out / "calls").read_text().split())
-
-
-def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-@pytest.mark.timeout(60)
-def test_a_cell_that_cannot_be_begun_is_an_error_and_no_endless_wait(out: Path) -> None:
-    """As on a full disk; the next cell would have waited for the slot of the first."""
-    folders = make_folders(out, 2, 3, 4, 5)
-    for folder in folders[:-1]:
-        (folder / "log.txt").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"log\.txt"):
-        stand_in(folders, jobs=1)
-
-
-def test_a_cell_knows_nothing_of_a_torchrun_around_it(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With RANK and MASTER_PORT of its parent a cell would wait for ranks that are none of its own."""
-    told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "job"}
-    for name, value in told.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OUTLIVES", "all of them")
-    program = "import os, sys, json; json.dump(dict(os.environ), open(sys.argv[1] + '/seen.json', 'w'))"
-    (folder,) = make_folders(out, 2)
-    run_cells([folder], jobs=1, on_done=lambda folder: None, command=(sys.executable, "-c", program))
-    seen = json.loads((folder / "seen.json").read_text())
-    assert seen["OUTLIVES"] == "all of them"
-    assert not told.keys() & seen.keys()
-
-
-def test_every_folder_ends_with_a_result_or_a_crash_and_one_crash_leaves_the_others_alone(out: Path) -> None:
-    folders, done = make_folders(out, 2, 3, 5, 4), []
-    stand_in(folders, jobs=2, on_done=done.append)
-    assert sorted(done) == sorted(folders)
-    assert [read_result(folder) is not None for folder in folders] == [True, False, False, True]
-    assert [read_crash(folder) for folder in folders] == [
-        None,
-        "RuntimeError: not today",
-        "the process was killed by signal 9",
-        None,
-    ]
-    assert "so much memory" in (folders[2] / "crash.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    ("jobs", "threads", "share"), [(1, 8, None), (2, 2, "1"), (2, 8, "4"), (2, 1, "1"), (3, 16, "5")]
-)
-def test_so_many_at_a_time_share_the_threads(
-    out: Path, jobs: int, threads: int, share: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setenv("AT_ONCE", str(jobs))  # each waits until so many have begun
-    folders = make_folders(out, 9, seeds=3)
-    stand_in(folders, jobs=jobs)
-    told = [json.loads((folder / "times").read_text()) for folder in folders]
-    at_once = [sum(begin <= other[0] < end for other in told) for begin, end, _ in told]
-    assert max(at_once) == jobs
-    assert {own for _, _, own in told} == {share}
-
-
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks for trials to help with more often than there is need for."""
-    monkeypatch.setattr(processes, "SECONDS_BETWEEN_LOOKS", 0.05)
-
-
-@pytest.mark.parametrize(("jobs", "helpers"), [(1, 0), (2, 1), (3, 2), (5, 2)])
-def test_free_processes_help_where_trials_are_left_and_end_with_what_they_help(
-    out: Path, often: None, jobs: int, helpers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of three trials is taken; each helper takes one."""
-    monkeypatch.setenv("LOCKS", str(1 + helpers))
-    (folder,), done = make_folders(out, 11), []
-    stand_in([folder], jobs=jobs, on_done=done.append)
-    assert done == [folder]
-    assert calls(out) == sorted([folder.name, *[f"helps-{folder.name}"] * helpers])
-    pids = [int(pid) for pid in (folder / "pids").read_text().split() if pid != "0"]
-    assert len(pids) == helpers
-    assert not any(is_alive(pid) for pid in pids)
-    assert (folder / "log.txt").read_text().count("helps") == helpers
-    assert read_result(folder) is not None
-
-
-def test_cells_come_before_help(out: Path, often: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKS", "2")
-    folders = make_folders(out, 11, 2, 4)
-    stand_in(folders, jobs=2)
-    assert (out / "calls").read_text().split()[-1] == f"helps-{folders[0].name}"
-    assert all(read_result(folder) is not None for folder in folders)
-
-
-def test_what_one_helper_left_alone_is_helped_no_more(out: Path, often: None) -> None:
-    """Or one that fails at once would be begun again and again."""
-    (folder,) = make_folders(out, 12)
-    stand_in([folder], jobs=2)
-    assert calls(out) == sorted([folder.name, f"helps-{folder.name}"])
-    assert read_result(folder) is not None
-    assert read_crash(folder) is None
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Python's own handler of SIGINT; a shell starts what runs in the background with that signal ignored."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, handler)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.usefixtures("interruptible", "often")
-def test_an_interrupt_ends_helpers_too(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKS", "4")  # one more than come
-    (folder,) = make_folders(out, 11)
-
-    def interrupt() -> None:
-        while len(list(folder.glob("work/trials-0/*.lock"))) < 3:
-            time.sleep(0.01)
-        signal.raise_signal(signal.SIGINT)  # in this thread: it wakes no wait, as if it came just before
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        stand_in([folder], jobs=3)
-    pids = [int(path.stem) for path in folder.glob("work/trials-0/*.lock") if path.stem != "0"]
-    assert len(pids) == 2
-    assert not any(is_alive(pid) for pid in pids)
-    assert read_result(folder) is None
-    assert read_crash(folder) is None
-
-
-def test_an_interrupt_ends_all_processes_and_starts_no_other(out: Path) -> None:
-    folders = make_folders(out, 7, 2, 8, 4)  # the first and the third sleep, the fourth never has its turn
-    interrupted: list[float] = []
-
-    def interrupt(folder: Path) -> None:
-        while not (folders[0] / "pid").exists():
-            time.sleep(0.01)
-        interrupted.append(time.monotonic())
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        stand_in(folders, jobs=2, on_done=interrupt)
-    assert time.monotonic() - interrupted[0] < SECONDS_TO_END  # asked to end, they need not be killed
-    assert not is_alive(int((folders[0] / "pid").read_text()))
-    assert [read_result(folder) is not None for folder in folders] == [False, True, False, False]
-    assert folders[3].name not in calls(out)
-    assert read_crash(folders[0]) is None  # it did not crash: it was ended
-
-
-def test_a_real_process_ends_when_its_parent_is_gone(out: Path) -> None:
-    cell = Cell(method="sleeper", size=2, seed=0)
-    rules = {"recipe": "tests.tiny:demo", "data": None, "patience": 3, "max_epochs": 2, "trials": None}
-    folder = out / "cells" / cell.name
-    CellTask(cell=cell, rules=rules, registry=REGISTRY, cells_at_once=1, artifact=False).write(folder)
-    command = [*COMMAND, str(folder)]
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while not (out / "calls").exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert process.poll() is None
-            process.stdin.close()
-            assert process.wait(timeout=60) == 128 + signal.SIGTERM
-        finally:
-            process.kill()
-    assert read_result(folder) is None
-    assert read_crash(folder) is None
-    assert not (folder / "work").exists()
 
 
 def test_what_has_finished_is_never_run_again_and_what_crashed_is(out: Path, stand_ins: None) -> None:
