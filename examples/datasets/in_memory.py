@@ -167,8 +167,10 @@ def split_rows(num_samples: int, *, seed: int) -> tuple[Tensor, Tensor, Tensor, 
     check(num_samples >= 20, "split_rows", "expected at least 20 samples for four splits", num_samples)
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
     held_out = [int(ratio * num_samples) for ratio in SPLIT_RATIOS[1:]]
-    parts = order.split([num_samples - sum(held_out), *held_out])
-    train, validation, selection, test = (part.sort().values for part in parts)
+    split_of_row = torch.empty(num_samples, dtype=torch.uint8)
+    for split, part in enumerate(order.split([num_samples - sum(held_out), *held_out])):
+        split_of_row[part] = split
+    train, validation, selection, test = ((split_of_row == split).nonzero().squeeze(1) for split in range(4))
     return train, validation, selection, test
 
 
