@@ -27,6 +27,7 @@ from dnis_torchrec.checkpoint import (
     checkpoint_folder,
 )
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.denormals import flushing_denormals
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.level_schedule import BilevelStream
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
@@ -188,6 +189,7 @@ class SearchLoop:
         # This rank's share of the sum and the number of the epoch's losses.
         self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
 
+    @flushing_denormals()
     def run(self) -> None:
         """Runs what is left of the search, and ends with the weights and alpha of the best epoch.
 

@@ -33,6 +33,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dnis_torchrec.block_operators import are_compiled
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.denormals import flushing_denormals
 from dnis_torchrec.finite import REMEDY, FiniteGuard, NonFiniteError
 from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
@@ -60,6 +61,8 @@ OF_TABLES = "of_tables"
 def process_group() -> Iterator[torch.device]:
     """The process group of a run: torchrun's if there is one, else one of world size 1 on this machine alone.
 
+    Denormals are flushed meanwhile: torch's threads, which a run mostly starts after this, inherit that.
+
     Yields:
         The device to train on: this rank's GPU if CUDA is available, else the CPU.
     """
@@ -67,19 +70,20 @@ def process_group() -> Iterator[torch.device]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(torch.distributed.get_node_local_rank(fallback_rank=0)))
         torch.cuda.set_device(device)
-    if dist.is_initialized():
-        yield device
-        return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        if dist.is_torchelastic_launched():
-            dist.init_process_group(backend)
-        else:  # a file, not a port: several runs on one machine never meet
-            dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        try:
+    with flushing_denormals():
+        if dist.is_initialized():
             yield device
-        finally:
-            dist.destroy_process_group()
+            return
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        with tempfile.TemporaryDirectory() as folder:
+            if dist.is_torchelastic_launched():
+                dist.init_process_group(backend)
+            else:  # a file, not a port: several runs on one machine never meet
+                dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+            try:
+                yield device
+            finally:
+                dist.destroy_process_group()
 
 
 def shard(
@@ -323,6 +327,7 @@ class PlainTraining:
     seconds: float
 
 
+@flushing_denormals()
 def train_plainly(
     model: DistributedModelParallel,
     optimizer: KeyedOptimizerWrapper,
