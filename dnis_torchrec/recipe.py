@@ -112,7 +112,8 @@ class Recipe:
             which learns on data that the weights do not see, holds tables back: they may run faster than without it.
         release_dense_learning_rate: the same of everything else, which alpha does not hold back.
         row_weights: names of the model's parameters that hold numbers for rows beside the tables, such as first-order
-            weights: they learn (by Adam) at the tables' rate.
+            weights: they learn (by Adam) at `table_learning_rate`, in a search, too: no alpha holds them back, so what
+            slows or speeds its tables is not for them.
         column_sharing: how much blocks keep the same columns, see `dnis_torchrec.alpha_optimizer.Pressure`.
         column_order: which columns die first, see `order` there: ``"alpha"``, ``"importance"`` or
             ``"free_importance"``.

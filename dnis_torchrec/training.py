@@ -53,8 +53,9 @@ FUSED_OPTIMIZERS = {"adam": EmbOptimType.ADAM, "rowwise_adagrad": EmbOptimType.E
 BEST_STATE = "best"
 """Name of the checkpoint of the best epoch, in the folder that a training is given."""
 
-OF_TABLES = "of_tables"
-"""Says of a group of the optimizer of what is not fused whether it learns at the tables' rate."""
+PART = "part"
+"""What a group of the optimizer of what is not fused holds: tables, `Recipe.row_weights`, or the rest."""
+OF_TABLES, OF_ROWS, OF_REST = "tables", "rows", "rest"
 
 
 @contextmanager
@@ -179,15 +180,12 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
     of_rows = {own: name for name in recipe.row_weights for own in rest if f".{own}".endswith(f".{name}")}
     for name in recipe.row_weights:
         check_known("parameter of Recipe.row_weights", name, [*of_rows.values(), *rest])
-    table_part = {name: p for name, p in rest.items() if ".embedding_bags." in name or name in of_rows}
-    groups = [
-        {
-            "params": [p for name, p in rest.items() if name not in table_part],
-            "lr": recipe.dense_learning_rate,
-            OF_TABLES: False,
-        },
-        {"params": list(table_part.values()), "lr": recipe.table_learning_rate, OF_TABLES: True},
-    ]
+    rates = {OF_REST: recipe.dense_learning_rate}
+    rates |= dict.fromkeys((OF_TABLES, OF_ROWS), recipe.table_learning_rate)
+    parts: dict[str, list[nn.Parameter]] = {part: [] for part in rates}
+    for name, weight in rest.items():
+        parts[OF_ROWS if name in of_rows else OF_TABLES if ".embedding_bags." in name else OF_REST].append(weight)
+    groups = [{"params": weights, "lr": rates[part], PART: part} for part, weights in parts.items()]
     filled = [group for group in groups if group["params"]]
     return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(filled or groups[:1], fused=True))
 
@@ -197,14 +195,17 @@ def set_learning_rates_(
 ) -> None:
     """Lets a model learn at other rates from the next step on. Local; to be called on all ranks alike.
 
+    Numbers for rows beside the tables (`Recipe.row_weights`) keep the rate that `shard` gave them.
+
     Args:
         model: as `shard` made it.
         optimizer: as `shard` made it.
-        tables: rate of the tables and of what learns at theirs (`Recipe.row_weights`).
+        tables: rate of the tables.
         dense: rate of everything else.
     """
+    rates = {OF_TABLES: tables, OF_REST: dense}
     for group in optimizer.param_groups:
-        group["lr"] = tables if group[OF_TABLES] else dense
+        group["lr"] = rates.get(group[PART], group["lr"])
     for group in model.fused_optimizer.param_groups:
         group["lr"] = tables
     # Where TorchRec's fused optimizers hand their rate on to the kernels; there are no gradients to clear.
