@@ -105,7 +105,8 @@ class Recipe:
         table_learning_rate: learning rate of the tables.
         dense_learning_rate: learning rate (Adam) of everything else.
         search_table_learning_rate: that of a search's tables, where it has pressure, from its first epoch on; None
-            takes `table_learning_rate`. A short search wants a faster one than plain tables.
+            takes `table_learning_rate`. A short search wants a faster one than plain tables; data that plain tables
+            soon overfit, a slower one.
         search_dense_learning_rate: the same of everything else. A network that overfits first wants a slower one: a
             search goes on for longer than plain training.
         release_table_learning_rate: that of a search's tables after the ramp; None keeps the one before. By then alpha,
