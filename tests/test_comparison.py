@@ -22,10 +22,8 @@ from dnis_torchrec.comparison import (
 )
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, TrainedCell, read_crash, read_result, write_crash
 from dnis_torchrec.comparison.outputs import joined_versions, missing_lines
-from dnis_torchrec.comparison.streams import InterleavedBatches
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
-from dnis_torchrec.data_over_ranks import for_counting
 from dnis_torchrec.export import read_manifest
 from dnis_torchrec.jobs import run_evaluate
 from dnis_torchrec.recipe import load_recipe
@@ -157,48 +155,6 @@ def test_lists_that_are_none_are_refused(parse, text: str, what: str) -> None:
 def test_no_seed_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=rf"--seeds: expected at least one seed, got {text}$"):
         parse_seeds(text, "--seeds")
-
-
-@given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any),
-)
-def test_interleaving_keeps_each_stream_whole_in_order_and_spread(lengths: list[int]) -> None:
-    streams = [[(stream, index) for index in range(length)] for stream, length in enumerate(lengths)]
-    merged = InterleavedBatches(*streams)
-    first = list(merged)
-    assert sorted(first) == sorted(item for stream in streams for item in stream)
-    assert list(merged) == first
-    for stream, items in enumerate(streams):
-        places = [place for place, item in enumerate(first) if item[0] == stream]
-        assert [first[place] for place in places] == items
-        for index, place in enumerate(places):  # each lies where its share of the epoch is, give or take the others
-            assert abs(place / len(first) - index / len(items)) <= (len(streams) / len(first)) + 1 / len(items)
-
-
-def test_interleaving_has_the_new_order_of_every_epoch() -> None:
-    class Reversing:
-        """[0, 1, 2], then [2, 1, 0], and so on; it does not know its length."""
-
-        order = (2, 1, 0)
-
-        def __iter__(self):
-            self.order = self.order[::-1]
-            return iter(self.order)
-
-    merged = InterleavedBatches(Reversing(), "x")
-    first, second = list(merged), list(merged)
-    assert first != second
-    assert {*first} == {*second} == {0, 1, 2, "x"}
-
-
-def test_interleaving_counts_what_its_streams_count() -> None:
-    class DroppingTail(list):
-        """Says of itself what an epoch leaves out."""
-
-        def counted(self):
-            return iter([*self, "tail"])
-
-    assert sorted(for_counting(InterleavedBatches(DroppingTail(["a"]), "x"))) == ["a", "tail", "x"]
 
 
 def test_rows_with_validation_see_all_of_it_and_nothing_else(gloo, tmp_path: Path) -> None:
