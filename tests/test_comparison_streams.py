@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,14 +51,27 @@ def test_interleaving_has_the_new_order_of_every_epoch() -> None:
     assert {*first} == {*second} == {0, 1, 2, "x"}
 
 
-def test_interleaving_counts_what_its_first_stream_counts() -> None:
-    class DroppingTail(list):
-        """Says of itself what an epoch leaves out."""
+class DroppingTail(list):
+    """Says of itself what an epoch leaves out."""
 
-        def counted(self):
-            return iter([*self, "tail"])
+    def counted(self):
+        return iter([*self, "tail"])
 
-    assert sorted(for_counting(InterleavedBatches(DroppingTail(["a"]), "x"))) == ["a", "tail"]
+
+class Joining(DroppingTail):
+    """Takes another stream in by itself."""
+
+    def joined_with(self, validation):
+        return Joining([*self, *validation])
+
+
+@pytest.mark.parametrize("kind", [DroppingTail, Joining])
+def test_rows_are_counted_in_the_training_split_alone(kind: type[DroppingTail]) -> None:
+    recipe = make_recipe()
+    data = replace(recipe.data, train=kind(["a"]), validation=["x"])
+    train = train_on_validation(replace(recipe, data=data)).data.train
+    assert list(train) == ["a", "x"]
+    assert list(for_counting(train)) == ["a", "tail"]
 
 
 def test_validation_data_leaves_rows_in_their_blocks(tmp_path: Path) -> None:

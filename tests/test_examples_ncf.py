@@ -173,7 +173,8 @@ class TestNeuMFTopK:
         drawn = {pair for _ in range(20) for pair in epoch(joined, 0.0)}
         assert not drawn & (trained | held_out)
         assert drawn & set(epoch(recipe.data.selection, 1.0))  # still unknown
-        assert len(list(joined)) == len(joined)
+        whole = recipe.data.train.joined_with(recipe.data.validation)
+        assert len(list(whole)) == len(whole)
 
     def test_every_query_has_its_candidates(self, folder, caplog):
         with caplog.at_level(logging.WARNING):

@@ -20,16 +20,15 @@ class InterleavedBatches:
     Iterating again iterates the streams again, so an epoch has the new order that they give it.
 
     Args:
-        first: what rows are counted in, see `counted`; it can be iterated again and again.
-        others: so can these.
+        streams: each can be iterated again and again.
 
     Example:
         >>> "".join(InterleavedBatches("abcdef", "XY"))
         'abXcdeYf'
     """
 
-    def __init__(self, first: Iterable[Batch], *others: Iterable[Batch]) -> None:
-        self._streams = (first, *others)
+    def __init__(self, *streams: Iterable[Batch]) -> None:
+        self._streams = streams
         self._lengths: list[int] = []
 
     def __iter__(self) -> Iterator[Batch]:
@@ -38,19 +37,37 @@ class InterleavedBatches:
         placed = (_placed(stream, length) for stream, length in zip(self._streams, self._lengths, strict=True))
         return map(itemgetter(1), heapq.merge(*placed, key=itemgetter(0)))
 
-    def counted(self) -> Iterator[Batch]:
-        """What is counted of the first stream, see `dnis_torchrec.data_over_ranks.for_counting`.
-
-        So rows are in the blocks that the training split alone puts them in, and ids in the order of its frequencies
-        stay so. Counted with the others they would be out of order, and blocks would pay four bytes a row for saying
-        which row is where: a third of a small table's bytes, that methods without a second row do not pay.
-        """
-        return iter(for_counting(self._streams[0]))
-
 
 def _placed(stream: Iterable[Batch], length: int) -> Iterator[tuple[float, Batch]]:
     """(place in the epoch, in (0, 1), batch) for every batch."""
     return (((index + 0.5) / length, batch) for index, batch in enumerate(stream))
+
+
+class CountedAs:
+    """Training batches whose rows are counted in others: blocks are those of the training split alone.
+
+    Counted with the validation split ids would no longer be in the order of their frequencies, and blocks would pay
+    four bytes a row for saying which row is where: a third of a small table's bytes, which methods that learn on that
+    split do not pay.
+
+    Args:
+        batches: what is trained on.
+        counted: what is counted, see `dnis_torchrec.data_over_ranks.for_counting`.
+
+    Example:
+        >>> list(CountedAs("abX", "ab")), list(for_counting(CountedAs("abX", "ab")))
+        (['a', 'b', 'X'], ['a', 'b'])
+    """
+
+    def __init__(self, batches: Iterable[Batch], counted: Iterable[Batch]) -> None:
+        self._batches, self._counted = batches, counted
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+    def counted(self) -> Iterator[Batch]:
+        """What is counted of these batches."""
+        return iter(for_counting(self._counted))
 
 
 class JoinsItself(Protocol):
@@ -64,9 +81,9 @@ def train_on_validation(recipe: Recipe) -> Recipe:
     """The recipe with its validation samples among the training samples; selection and test stay as they are.
 
     A training stream that can (see `JoinsItself`) takes the validation stream in; batches of others stand between its
-    own.
+    own. Rows are counted in the training samples alone, see `CountedAs`.
     """
     data = recipe.data
     join = getattr(data.train, "joined_with", None)
-    train = InterleavedBatches(data.train, data.validation) if join is None else join(data.validation)
-    return replace(recipe, data=replace(data, train=train))
+    joined = InterleavedBatches(data.train, data.validation) if join is None else join(data.validation)
+    return replace(recipe, data=replace(data, train=CountedAs(joined, data.train)))
