@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -44,7 +44,9 @@ def expected_blocks(counts: dict[str, list[int]], scope: str, **options) -> dict
         together.setdefault(DIMS[name] if scope == "global" else name, []).append(name)
     blocks = {}
     for names in together.values():
-        merged = blocks_reference([count for name in names for count in counts[name]], **options)
+        rows = [count for name in names for count in counts[name]]
+        wanted = min(options["num_blocks"], len(rows)) if scope == "table" else options["num_blocks"]
+        merged = blocks_reference(rows, **options | {"num_blocks": wanted})
         for name in names:
             blocks[name], merged = merged[: len(counts[name])], merged[len(counts[name]) :]
     return blocks
@@ -66,6 +68,14 @@ def cases(draw):
     return counts, draw(st.sampled_from(["global", "table"])), options
 
 
+@example(
+    (
+        {name: [0, 1, 2] for name in DIMS},
+        "table",
+        {"strategy": "equal_mass", "num_blocks": 4, "keep_ties_together": False},
+    ),
+    1,
+)
 @given(cases(), st.integers(1, 14))
 def test_blocks_of_every_row(case, rows_at_a_time: int) -> None:
     """However many rows are looked at together."""
