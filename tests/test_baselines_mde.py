@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,22 @@ def test_settings_of_the_same_dims_are_trained_once(gloo, tmp_path: Path) -> Non
     assert result.extra_bytes == sum(
         4 * p.numel() for name, p in result.model.named_parameters() if ".matrices." in name
     )
+
+
+def test_projections_learn_at_the_tables_rate(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that learns slowly, because it overfits first, does not hold them still."""
+    initial: list[dict[str, torch.Tensor]] = []
+
+    def noting(model: nn.Module, plan: MdeDims) -> None:
+        project_(model, plan)
+        initial.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+
+    monkeypatch.setattr("dnis_torchrec.baselines.mde.project_", noting)
+    task = make_task(tmp_path, 2, max_epochs=1, num_trials=1)
+    slow = replace(task, build=lambda dim: replace(task.build(dim), dense_learning_rate=1e-6))
+    found = dict(mde(slow).model.named_parameters())
+    moved = {name: float((found[name] - weight).detach().abs().max()) for name, weight in initial[-1].items()}
+    projections = {name for name in moved if ".matrices." in name}
+    network = {name for name in moved if ".embedding_bags." not in name} - projections
+    assert max(moved[name] for name in network) < 1e-4
+    assert min(moved[name] for name in projections) > 1e-3

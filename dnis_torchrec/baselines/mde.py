@@ -201,8 +201,10 @@ def _candidate(task: MethodTask, plan: MdeDims, counts: FrequencyCounts) -> Cand
     recipe = task.build(plan.base_dim)
     torch.manual_seed(task.seed)
     project_(recipe.model, plan)
+    projections = tuple(f"projections.matrices.{name}" for name in plan.projection_shapes())
     return Candidate(
-        recipe=recipe,
+        # Projections are part of the embeddings: a network that overfits, and learns slowly for that, is not for them.
+        recipe=replace(recipe, row_weights=(*recipe.row_weights, *projections)),
         scheme=keep_columns_(recipe.model, plan.blocks, counts, columns_of_dims(plan.blocks, plan.dims)),
         embedding_dim=plan.base_dim,
         extra_bytes=plan.projection_bytes(),
