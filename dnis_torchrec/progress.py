@@ -51,7 +51,7 @@ def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[Search
             run.save_stages(counts, blocks)
             for note in (*notes, *counts.notes()):
                 bar.write(note, file=sys.stderr)
-            curves.start(blocks)
+            curves.start(blocks, counts)
 
         def on_resume(steps: int, history: Sequence[EpochRecord]) -> None:
             bar.update(steps)
@@ -88,13 +88,13 @@ class _Curves:
         self._writer: SummaryWriter | None = None
         self._images: SearchImages | None = None
 
-    def start(self, blocks: RowBlocks) -> None:
+    def start(self, blocks: RowBlocks, counts: FrequencyCounts) -> None:
         """Opens the file of events."""
         from torch.utils.tensorboard import SummaryWriter  # imports slowly; no other job needs it
 
         with self._surviving():
             self._writer = SummaryWriter(str(self._folder))
-            self._images = SearchImages(self._writer, blocks)
+            self._images = SearchImages(self._writer, blocks, counts)
 
     def draw(self, record: EpochRecord) -> None:
         """Adds an epoch to every curve."""

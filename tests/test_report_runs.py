@@ -20,6 +20,7 @@ from dnis_torchrec.report import (
     block_summaries,
     combine,
     count_rows,
+    count_searched_rows,
     named_alpha,
     searched_summaries,
 )
@@ -102,7 +103,9 @@ def test_blocks_are_told_alike_while_searching_and_after(scope: str) -> None:
         name: int((routing.without_rows(COUNTS.never_seen(name)).row_counts() * retained[name].sum(1)).sum())
         for name, routing in blocks.routings.items()
     }
-    after = block_summaries(make_scheme(blocks, retained, area), blocks)
+    scheme = make_scheme(blocks, retained, area)
+    assert torch.equal(count_searched_rows(alpha, blocks, COUNTS).num_rows, count_rows(scheme, COUNTS).num_rows)
+    after = block_summaries(scheme, blocks)
     during = searched_summaries(alpha, blocks)
     told = {(s.table, s.block): (s.occurrences, s.retained_dims, s.embedding_dim) for s in during}
     assert {
@@ -190,6 +193,9 @@ def test_runs_that_cannot_be_compared_are_refused() -> None:
 # Images while searching
 
 
+IMAGES = ("alpha_per_block", "alpha_distribution", "retained_dims_against_frequency", "joint_distribution")
+
+
 class Writer:
     """Takes figures as a SummaryWriter does."""
 
@@ -203,11 +209,10 @@ class Writer:
 def test_images_take_no_more_than_their_share_of_the_time() -> None:
     now = iter([0.0, 0.0, 1.0, 1.5, 9.9, 10.1])
     writer = Writer()
-    images = SearchImages(writer, make_row_blocks("global"), clock=lambda: next(now))
+    images = SearchImages(writer, make_row_blocks("global"), COUNTS, clock=lambda: next(now))
     assert images.is_due()
     images.draw({4: torch.ones(2, 4)}, 7)
-    tags = ("alpha_per_block", "alpha_distribution", "retained_dims_against_frequency")
-    assert writer.written == [(tag, 7) for tag in tags]
+    assert writer.written == [(tag, 7) for tag in IMAGES]
     assert not images.is_due(), "half a second is more than a twentieth of 9.9"
     assert images.is_due()
 
@@ -221,7 +226,7 @@ def test_a_search_leaves_images_and_a_report_of_two_runs(tmp_path: Path) -> None
     log = EventAccumulator(str(tmp_path / "one" / "tensorboard"), size_guidance={"images": 0})
     log.Reload()
     steps = {tag: [event.step for event in log.Images(tag)] for tag in log.Tags()["images"]}
-    assert set(steps) == {"alpha_per_block", "alpha_distribution", "retained_dims_against_frequency"}
+    assert set(steps) == {*IMAGES}
     assert all(found[0] == 10 and found[-1] == 50 for found in steps.values()), "the first epoch and the last"
     page = run_report(tmp_path / "one", [tmp_path / "two"])
     files = {path.name for path in (tmp_path / "one" / "figures").iterdir()}

@@ -18,7 +18,13 @@ from dnis_torchrec.report.figures import (
     save_svg,
     search_history,
 )
-from dnis_torchrec.report.of_run import block_summaries, count_rows, named_alpha, searched_summaries
+from dnis_torchrec.report.of_run import (
+    block_summaries,
+    count_rows,
+    count_searched_rows,
+    named_alpha,
+    searched_summaries,
+)
 from dnis_torchrec.report.page import write_report
 from dnis_torchrec.report.pareto import pareto_chart
 from dnis_torchrec.report.pareto_points import ParetoPoint, pareto_front, pareto_points
@@ -42,6 +48,7 @@ __all__ = [
     "bytes_per_form",
     "combine",
     "count_rows",
+    "count_searched_rows",
     "joint_distribution",
     "named_alpha",
     "pareto_chart",

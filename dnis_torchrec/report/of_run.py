@@ -55,8 +55,7 @@ def searched_summaries(alpha: Mapping[int, Tensor], blocks: RowBlocks) -> tuple[
     """
     summaries = []
     for name, routing in blocks.routings.items():
-        first = blocks.first_alpha_row(name)
-        dims = (alpha[blocks.embedding_dims[name]] > 0).sum(dim=1)[first : first + routing.num_blocks]
+        dims = _alive(alpha, blocks, name)
         for block, rows in enumerate(routing.row_counts()):
             if rows:
                 summaries.append(_summary(name, block, int(rows), blocks, int(dims[block])))
@@ -105,14 +104,43 @@ def count_rows(
             knows just the columns of such a block: the retained dims of a row are then its values that are not 0.
     """
     dims = {name: _retained_dims(table, tables or {}) for name, table in scheme.tables.items()}
+    return _distribution(dims, counts, max(table.embedding_dim for table in scheme.tables.values()))
+
+
+def count_searched_rows(alpha: Mapping[int, Tensor], blocks: RowBlocks, counts: FrequencyCounts) -> RowDistribution:
+    """As `count_rows`, in the middle of a search, see `searched_summaries`.
+
+    Args:
+        alpha: embedding_dim -> ``(A, D)``.
+        blocks: the row blocks.
+        counts: training frequencies.
+    """
+    dims = {
+        name: _of_rows(_alive(alpha, blocks, name), routing.without_rows(counts.never_seen(name)))
+        for name, routing in blocks.routings.items()
+    }
+    return _distribution(dims, counts, max(blocks.embedding_dims.values()))
+
+
+def _distribution(dims: Mapping[str, Tensor], counts: FrequencyCounts, embedding_dim: int) -> RowDistribution:
+    """Of tables whose rows retain so many dims, in pieces that bound the memory."""
     of_tables = (zip(pieces(counts.counts[name]), own.split(ROWS_AT_A_TIME), strict=True) for name, own in dims.items())
-    of_pieces = chain.from_iterable(of_tables)
-    return RowDistribution.of(of_pieces, max(table.embedding_dim for table in scheme.tables.values()))
+    return RowDistribution.of(chain.from_iterable(of_tables), embedding_dim)
+
+
+def _alive(alpha: Mapping[int, Tensor], blocks: RowBlocks, table: str) -> Tensor:
+    """``(S,)`` int64: columns of each block of a table whose alpha is not 0."""
+    first, num_blocks = blocks.first_alpha_row(table), blocks.routings[table].num_blocks
+    return (alpha[blocks.embedding_dims[table]][first : first + num_blocks] > 0).sum(dim=1).cpu()
+
+
+def _of_rows(dims: Tensor, routing: RowRouting) -> Tensor:
+    """``(N,)`` int64: dims of the block of each row; rows of no block retain nothing."""
+    return torch.cat([dims, torch.zeros(1, dtype=torch.int64)])[routing.all_blocks()]
 
 
 def _retained_dims(table: TableScheme, tables: Mapping[str, Tensor]) -> Tensor:
     """``(N,)`` int64; rows of no block retain nothing."""
     if not table.is_block_structured:
         return (tables[table.name] != 0).sum(dim=1)
-    of_block = torch.cat([table.dims, torch.zeros(1, dtype=torch.int64)])
-    return of_block[table.routing.all_blocks()]
+    return _of_rows(table.dims, table.routing)

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from dnis_torchrec.blocking import RowBlocks
-from dnis_torchrec.report.figures import alpha_distribution, alpha_per_block, retained_dims_against_frequency
-from dnis_torchrec.report.of_run import named_alpha, searched_summaries
+from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.report import figures
+from dnis_torchrec.report.of_run import count_searched_rows, named_alpha, searched_summaries
 
 SHARE_OF_TIME = 0.05
 """Images may take this share of the time since the start; where epochs are short, some epochs have none."""
@@ -19,15 +20,20 @@ SHARE_OF_TIME = 0.05
 class SearchImages:
     """Draws alpha per block, its distribution, and retained dims against frequency into a TensorBoard log.
 
+    The last is drawn twice: block by block, and as the paper's joint distribution over all rows.
+
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
         blocks: the row blocks of the search.
+        counts: training frequencies.
         clock: seconds, rising.
     """
 
-    def __init__(self, writer: Any, blocks: RowBlocks, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, writer: Any, blocks: RowBlocks, counts: FrequencyCounts, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._writer = writer
-        self._blocks = blocks
+        self._blocks, self._counts = blocks, counts
         self._clock = clock
         self._started = clock()
         self._spent = 0.0
@@ -44,9 +50,14 @@ class SearchImages:
             step: lower steps that led to it.
         """
         before = self._clock()
-        named = named_alpha(alpha, self._blocks)
-        self._writer.add_figure("alpha_per_block", alpha_per_block(named), step)
-        self._writer.add_figure("alpha_distribution", alpha_distribution(named), step)
-        summaries = searched_summaries(alpha, self._blocks)
-        self._writer.add_figure("retained_dims_against_frequency", retained_dims_against_frequency(summaries), step)
+        named, summaries = named_alpha(alpha, self._blocks), searched_summaries(alpha, self._blocks)
+        rows = count_searched_rows(alpha, self._blocks, self._counts)
+        drawn = {
+            "alpha_per_block": figures.alpha_per_block(named),
+            "alpha_distribution": figures.alpha_distribution(named),
+            "retained_dims_against_frequency": figures.retained_dims_against_frequency(summaries),
+            "joint_distribution": figures.joint_distribution(rows),
+        }
+        for tag, figure in drawn.items():
+            self._writer.add_figure(tag, figure, step)
         self._spent += self._clock() - before
