@@ -55,6 +55,7 @@ def make_result(cell: Cell, loss: float, num_bytes: int, **changes: object) -> C
     )
     fields = {"form": "dense_fp32", "embedding_bytes": num_bytes, "extra_bytes": 0, "selection_loss": loss}
     fields |= {"trials": 4, "seconds_of_trials": 40.0, "settings": {"dim": 2.0}, "device": "cpu", "cells_at_once": 2}
+    fields["resident_bytes"] = {"csr": num_bytes + cell.seed} | ({"dense_int4": num_bytes // 8} if cell.seed else {})
     trained = TrainedCell(**({"row": row, "dense_bytes": 4096} | fields | changes))
     return CellResult(cell=cell, rules={"patience": 3}, versions={"torch": "2"}, trained=trained)
 
@@ -198,9 +199,12 @@ def test_a_cell_measures_what_the_method_made_against_the_uncompressed_tables(gl
     folder = tmp_path / "cells" / cell.name
     assert read_result(folder) == result
     older = json.loads((folder / "result.json").read_text())
-    del older["network_bytes"]
-    assert CellResult.from_json(older).trained == replace(trained, network_bytes=0)
-    assert (folder / "artifact" / "manifest.json").is_file()
+    for name in ("network_bytes", "resident_bytes"):
+        del older[name]
+    assert CellResult.from_json(older).trained == replace(trained, network_bytes=0, resident_bytes={})
+    forms = json.loads((folder / "artifact" / "manifest.json").read_text())["serving_forms"]["forms"]
+    held = {form["form"]: form["resident_bytes"] for form in forms if form["resident_bytes"] is not None}
+    assert trained.resident_bytes == held
     assert not (folder / "work").exists()
 
 
@@ -223,8 +227,8 @@ def test_a_size_that_cannot_be_met_is_a_finished_cell(gloo, tmp_path: Path) -> N
     assert read_result(tmp_path / "cells" / cell.name) == result
     (row,) = comparison_rows([cell], {cell: result}, {}, primary_metric="auc", higher_is_better=True)
     reason = "compression_ratio: expected at most 4, got 8"
-    expected = {"method": "modest", "size": 8.0, "seeds": [], "metrics": {}, "pareto": False, "reason": reason}
-    assert row.to_json() == expected
+    nothing = {"seeds": [], "metrics": {}, "spread": {}, "trials": 0, "pareto": False}
+    assert row.to_json() == {"method": "modest", "size": 8.0, **nothing, "reason": reason}
 
 
 def test_a_method_that_cannot_work_on_the_model_is_a_finished_cell(gloo, tmp_path: Path) -> None:
@@ -370,6 +374,7 @@ def test_rows_hold_means_spread_and_differences_within_each_seed() -> None:
     assert (row["seconds"], row["seconds_of_trials"]) == (11.0, 40.0)
     assert (row["form"], row["embedding_bytes"], row["bytes_ratio"]) == ("dense_fp32", 1024, 4.0)
     assert row["bytes"] == {"dense_fp32": 1024, "csr_fp32": 1027}
+    assert row["resident_bytes"] == {"csr": 1025, "dense_int4": 128}, "means over the seeds that have the form"
     assert "reason" not in row
     assert "missing" not in row
     on_front = {key for key, value in rows.items() if value["pareto"]}

@@ -57,4 +57,4 @@ def test_a_difference_over_fewer_seeds_than_its_row_says_so() -> None:
 def test_costs_have_no_exponent(seconds: float, told: str) -> None:
     rows = tuple(replace(row, seconds_of_trials=seconds) for row in make_rows())
     costs = {line.method: line.cells for line in cost_lines(make_content(rows))}
-    assert costs["uniform"][1][1] == f"4 runs, {told}{TIMES} dense"
+    assert costs["uniform"][1][1] == f"4 runs, the one taken 11.0 s, {told}{TIMES} dense"

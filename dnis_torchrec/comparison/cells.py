@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +112,12 @@ class TrainedCell:
             of models that are built at a smaller D are narrower. 0 in results of older versions.
         selection_loss: what the method chose by.
         trials: runs that it took to choose this one.
-        seconds_of_trials: wall time of all runs.
+        seconds_of_trials: wall time of all runs, added up, whether or not some of them ran at the same time.
         settings: what the method chose.
         device: what it trained on.
         cells_at_once: how many cells shared the machine.
+        resident_bytes: serving form -> bytes of all tables in memory, of the forms that can hold them (see
+            `dnis_torchrec.export.predict_forms`); none in results of older versions.
     """
 
     row: ReportRow
@@ -130,6 +132,7 @@ class TrainedCell:
     device: str
     cells_at_once: int
     network_bytes: int = 0
+    resident_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +179,7 @@ class CellResult:
         if "reason" in described:
             return CellResult(**shared, reason=described["reason"])
         names = [name for name in TrainedCell.__dataclass_fields__ if name != "row"]
-        measured = {"network_bytes": 0} | {name: described[name] for name in names if name in described}
+        measured = {name: described[name] for name in names if name in described}
         return CellResult(**shared, trained=TrainedCell(row=ReportRow.from_json(described), **measured))
 
     def write(self, folder: Path) -> None:

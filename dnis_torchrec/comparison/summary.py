@@ -76,12 +76,19 @@ def _row(
         embedding_bytes=statistics.fmean(value.embedding_bytes for value in measured),
         extra_bytes=statistics.fmean(value.extra_bytes for value in measured),
         network_bytes=statistics.fmean(value.network_bytes for value in measured),
+        resident_bytes=_mean_of_each([value.resident_bytes for value in measured]),
         bytes_ratio=statistics.fmean(value.dense_bytes / max(1, value.embedding_bytes) for value in measured),
         trials=statistics.fmean(value.trials for value in measured),
         seconds_of_trials=statistics.fmean(value.seconds_of_trials for value in measured),
         cells_at_once=max(value.cells_at_once for value in measured),
         difference=_differences(group, RowGroup(method=DENSE, rows=tuple(value.row for value in dense.values()))),
     )
+
+
+def _mean_of_each(sizes: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """name -> mean over the seeds that have it."""
+    names = dict.fromkeys(name for own in sizes for name in own)
+    return {name: statistics.fmean(own[name] for own in sizes if name in own) for name in names}
 
 
 def _differences(group: RowGroup, dense: RowGroup) -> dict[str, Difference]:

@@ -32,6 +32,7 @@ from dnis_torchrec.baselines.projected import is_projected
 from dnis_torchrec.comparison.cells import HELPS, WORK, CellResult, CellTask, TrainedCell, write_crash
 from dnis_torchrec.comparison.registry import load_registry
 from dnis_torchrec.comparison.streams import train_on_validation
+from dnis_torchrec.export.forms import predict_forms
 from dnis_torchrec.export.of_model import export
 from dnis_torchrec.jobs import build_recipe, versions
 from dnis_torchrec.recipe import Recipe, TrainTask
@@ -144,6 +145,7 @@ def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.d
         device=device.type,
         cells_at_once=task.cells_at_once,
         network_bytes=_weights_beside_tables(made.model) - made.extra_bytes,
+        resident_bytes={p.form: p.resident_bytes for p in predict_forms(made.scheme) if p.resident_bytes is not None},
     )
 
 

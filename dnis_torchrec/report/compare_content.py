@@ -26,9 +26,10 @@ class ComparisonRow:
         embedding_bytes: bytes in that form, with everything that serving needs beside it.
         extra_bytes: how many of them lie beside the form.
         network_bytes: of the model's other weights, which are not counted among them; 0 if not known.
+        resident_bytes: serving form -> bytes of all tables in memory; a form that cannot hold them is left out.
         bytes_ratio: bytes of the uncompressed float32 tables over `embedding_bytes`.
         trials: runs that it took to choose the one reported.
-        seconds_of_trials: wall time of all of them; `group.seconds` is that of the one reported.
+        seconds_of_trials: wall time of all of them, added up; `group.seconds` is that of the one reported.
         cells_at_once: how many cells at most shared the machine while it was timed.
         difference: metric -> difference to the uncompressed model.
         pareto: whether no other row is as good in bytes and primary metric and better in one of them; False for a row
@@ -43,6 +44,7 @@ class ComparisonRow:
     embedding_bytes: float = 0.0
     extra_bytes: float = 0.0
     network_bytes: float = 0.0
+    resident_bytes: Mapping[str, float] = field(default_factory=dict)
     bytes_ratio: float = 0.0
     trials: float = 0.0
     seconds_of_trials: float = 0.0
@@ -102,11 +104,11 @@ class ComparisonRow:
     def to_json(self) -> dict[str, Any]:
         """The row as comparison.json holds it: a row of report.json with means over seeds, and more keys.
 
-        An empty row has its method, size, seeds, ``"pareto"`` and ``"reason"``.
+        An empty row has its method, size, ``"pareto"`` and ``"reason"``, no seeds, metrics and spread, and 0 trials.
         """
         head = {"method": self.method, "size": self.size, "seeds": list(self.group.seeds)}
         if self.is_empty:
-            return head | {"metrics": {}, "pareto": False, "reason": self.reason}
+            return head | {"metrics": {}, "spread": {}, "trials": 0, "pareto": False, "reason": self.reason}
         metrics = metric_names(self.group.rows)
         spread = {name: self.group.deviation(name) for name in metrics}
         row = {
@@ -122,6 +124,7 @@ class ComparisonRow:
             "embedding_bytes": round(self.embedding_bytes),
             "extra_bytes": round(self.extra_bytes),
             "network_bytes": round(self.network_bytes),
+            "resident_bytes": {form: round(size) for form, size in self.resident_bytes.items()},
             "bytes_ratio": self.bytes_ratio,
             "trials": round(self.trials),
             "seconds_of_trials": self.seconds_of_trials,

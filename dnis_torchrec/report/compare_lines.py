@@ -8,6 +8,7 @@ from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRo
 from dnis_torchrec.report.content import DENSE
 from dnis_torchrec.report.tables import (
     best_groups,
+    format_count,
     format_difference,
     format_megabytes,
     format_metric,
@@ -29,6 +30,7 @@ class ComparedLine:
     Attributes:
         row: what is printed.
         size: the compression ratio asked for.
+        parameters: retained values of the tables.
         megabytes: bytes in the form that is compared.
         form: that form.
         ratio: what the bytes came to, against the uncompressed tables.
@@ -43,6 +45,7 @@ class ComparedLine:
 
     row: ComparisonRow
     size: str
+    parameters: str = NOTHING
     megabytes: str = NOTHING
     form: str = NOTHING
     ratio: str = NOTHING
@@ -104,6 +107,7 @@ def lines_of_size(content: ComparisonContent, size: float | None) -> list[Compar
             ComparedLine(
                 row=row,
                 size=asked,
+                parameters=format_count(row.group.parameters),
                 megabytes=format_megabytes(row.embedding_bytes),
                 form=", ".join(row.forms),
                 ratio=format_ratio(row.bytes_ratio),
@@ -163,7 +167,7 @@ def cost_lines(content: ComparisonContent) -> list[CostLine]:
 
 
 def _cost(row: ComparisonRow, plain_seconds: float | None) -> tuple[str, str]:
-    told = [f"{row.trials:.0f} runs"] if row.trials > 1 else []
+    told = [f"{row.trials:.0f} runs, the one taken {format_seconds(row.group.seconds)}"] if row.trials > 1 else []
     if plain_seconds:
         told.append(f"{format_ratio(float(f'{row.seconds_of_trials / plain_seconds:.2g}'))} dense")
     return format_seconds(row.seconds_of_trials), ", ".join(told)

@@ -81,6 +81,7 @@ def render_comparison(content: ComparisonContent) -> str:
         filled=lines,
         missing=missing_reasons(content),
         forms=list(dict.fromkeys(form for row in content.rows for form in row.form_names())),
+        serving_forms=list(dict.fromkeys(form for row in content.rows for form in row.resident_bytes)),
         pareto=Markup(pareto_chart(points, metric, higher_is_better=higher)) if points else "",
         has_differences=any(point.difference for point in points),
         has_left_out=len(points) < len(sized),

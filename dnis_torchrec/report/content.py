@@ -180,7 +180,7 @@ def write_rows(path: Path, rows: Iterable[ReportRow], **extra: Any) -> Path:
 
 
 def read_rows(path: Path) -> tuple[ReportRow, ...]:
-    """Reads the rows of a report.json.
+    """Reads the rows of a report.json, or of a comparison.json, whose empty rows are left out.
 
     Raises:
         ValueError: if the file is missing, is not JSON, or holds something else than rows; names the file and the row.
@@ -194,7 +194,13 @@ def read_rows(path: Path) -> tuple[ReportRow, ...]:
     rows = described.get("rows") if isinstance(described, dict) else None
     if not isinstance(rows, list):
         raise ValueError(describe(str(path), "expected an object with a list 'rows'", type(rows).__name__))
-    return tuple(ReportRow.from_json(row, place=f"{path} rows[{index}]") for index, row in enumerate(rows))
+    places = {f"{path} rows[{index}]": row for index, row in enumerate(rows)}
+    return tuple(ReportRow.from_json(row, place=place) for place, row in places.items() if not _is_empty(row))
+
+
+def _is_empty(row: object) -> bool:
+    """Whether it is a row of a comparison that has a reason instead of results."""
+    return isinstance(row, Mapping) and "reason" in row and not row.get("metrics")
 
 
 def json_text(value: object, place: str) -> str:
