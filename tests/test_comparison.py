@@ -20,7 +20,16 @@ from dnis_torchrec.comparison import (
     parse_sizes,
     registry,
 )
-from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, TrainedCell, read_crash, read_result, write_crash
+from dnis_torchrec.comparison.cells import (
+    Cell,
+    CellResult,
+    CellTask,
+    TrainedCell,
+    forget_crash,
+    read_crash,
+    read_result,
+    write_crash,
+)
 from dnis_torchrec.comparison.outputs import joined_versions, missing_lines
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
@@ -262,14 +271,16 @@ def test_a_result_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "result.json").exists()
 
 
-def test_a_new_try_takes_the_crash_away(tmp_path: Path) -> None:
+def test_a_crash_stays_until_it_is_forgotten(tmp_path: Path) -> None:
     write_crash(tmp_path, "Traceback\n  line\nRuntimeError: not today\n")
     assert read_crash(tmp_path) == "RuntimeError: not today"
     cell = Cell(method="uniform", size=2.0, seed=0)
     task = CellTask(cell=cell, rules={"patience": 3}, registry=REGISTRY, cells_at_once=1, artifact=False)
     task.write(tmp_path)
-    assert read_crash(tmp_path) is None
     assert CellTask.read(tmp_path) == task
+    assert read_crash(tmp_path) is not None
+    forget_crash(tmp_path)
+    assert read_crash(tmp_path) is None
 
 
 @pytest.mark.parametrize(

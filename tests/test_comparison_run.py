@@ -63,6 +63,26 @@ def test_what_has_finished_is_never_run_again_and_what_crashed_is(out: Path, sta
     assert len(calls(out)) == 7 + 4
 
 
+def test_a_traceback_stays_until_its_cell_begins_again(
+    out: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = make_comparison(out, methods=("dnis",), sizes=(3.0,), seeds=(0,), jobs=1)
+    [(_, crash)] = run_comparison(comparison).crashes.items()
+    text = crash.read_text()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "run_cells", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_comparison(comparison)
+    assert crash.read_text() == text
+    (out / "calm").touch()
+    assert not run_comparison(comparison).crashes
+    assert not crash.exists()
+
+
 def test_recipes_that_change_or_lack_a_split_are_refused_before_anything_runs(
     out: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

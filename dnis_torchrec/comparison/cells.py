@@ -86,9 +86,8 @@ class CellTask:
     artifact: bool
 
     def write(self, folder: Path) -> None:
-        """Writes task.json and takes away what an earlier try left."""
+        """Writes task.json; what an earlier try left of a crash stays until the next one begins."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "crash.txt").unlink(missing_ok=True)
         write_text(folder / "task.json", json_text(asdict(self), str(folder)) + "\n")
 
     @staticmethod
@@ -214,6 +213,11 @@ def read_crash(folder: Path) -> str | None:
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
     behind = lines[frames[-1] + 1 :] if frames and lines[0].startswith("Traceback") else []
     return next((line for line in behind if line[:1].strip()), lines[-1])
+
+
+def forget_crash(folder: Path) -> None:
+    """Takes away the crash.txt of an earlier try."""
+    (folder / "crash.txt").unlink(missing_ok=True)
 
 
 def write_crash(folder: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from dnis_torchrec.baselines.shared_trials import unclaimed_trials
-from dnis_torchrec.comparison.cells import HELPS, WORK, read_crash, read_result, write_crash
+from dnis_torchrec.comparison.cells import HELPS, WORK, forget_crash, read_crash, read_result, write_crash
 
 COMMAND = (sys.executable, "-m", "dnis_torchrec.comparison.worker")
 SECONDS_TO_END = 15
@@ -131,6 +131,8 @@ class _Processes:
             with self._lock:  # an interrupt finds a process among the running ones, or it is never started
                 if self._stopping.is_set():
                     return
+                if not job.helps:
+                    forget_crash(folder)
                 process = subprocess.Popen(
                     [*self._command, str(folder), *([HELPS] if job.helps else [])],
                     stdin=subprocess.PIPE,
