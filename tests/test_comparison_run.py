@@ -142,10 +142,21 @@ def test_cells_of_other_settings_of_the_recipe_are_refused_before_anything_runs(
     comparison = make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(0,))
     run_comparison(comparison)
     before = calls(out)
-    faster = replace(tiny.make_recipe(), table_learning_rate=0.5)
-    monkeypatch.setattr(tiny, "demo", lambda data, *, seed, embedding_dim: faster)
-    with pytest.raises(ValueError, match=r"settings: expected .*'table_learning_rate': 0.01.* as when it was run, got"):
-        run_comparison(comparison)
+    plain = tiny.make_recipe()
+    of_others = {
+        r"settings\.table_learning_rate: expected 0\.01 as when it was run, got 0\.5": {"table_learning_rate": 0.5},
+        r"settings\.network: expected .*over_arch.* as when it was run, got ": {
+            "model": tiny.make_recipe("deepfm").model,
+        },
+        r"settings\.batch_sizes: expected .*'train': 64.* as when it was run, got .*'train': 16": {
+            "data": replace(plain.data, train=tiny.Repeatable([tiny.make_batch(16, 0)])),
+        },
+    }
+    for told, changes in of_others.items():
+        other = replace(plain, **changes)
+        monkeypatch.setattr(tiny, "demo", lambda data, *, seed, embedding_dim, other=other: other)
+        with pytest.raises(ValueError, match=told):
+            run_comparison(comparison)
     assert calls(out) == before
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,11 @@ from dnis_torchrec.metrics import check_candidates
 from dnis_torchrec.recipe import RankingBatch, Recipe, with_checked_labels
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
 from dnis_torchrec.search import table_configs
+from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import primary_metric
+
+SETTINGS = "settings"
+"""Name of the rule that holds what the recipe says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +148,10 @@ class Comparison:
             result = read_result(folder)
             for name, value in rules.items():
                 there = value if result is None else result.rules.get(name, value)  # an older version knew fewer
-                place = f"{folder}, {name}"
                 remedy = "give the arguments of the older comparison, or another --out"
-                check(there == value, place, f"expected {there!r} as when it was run", repr(value), remedy)
+                for part, before, now in _parts(name, there, value):
+                    place = f"{folder}, {part}"
+                    check(before == now, place, f"expected {before!r} as when it was run", repr(now), remedy)
 
     def check_tables(self, facts: RecipeFacts) -> None:
         """Checks that no finished cell of the first seed had other tables, as another environment may make them.
@@ -186,7 +191,7 @@ class RecipeFacts:
 
     def rules(self) -> dict[str, Any]:
         """What a cell is run under beside the rules of its comparison: rates, blocks and sizes of the recipe."""
-        return {"embedding_dims": dict(self.embedding_dims), "settings": dict(self.settings)}
+        return {"embedding_dims": dict(self.embedding_dims), SETTINGS: dict(self.settings)}
 
 
 def recipe_facts(comparison: Comparison) -> RecipeFacts:
@@ -198,10 +203,12 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
     """
     place = f"recipe {comparison.recipe!r}"
     recipe = build_recipe(comparison.recipe, comparison.data, seed=comparison.seeds[0])
+    batch_sizes: dict[str, int] = {}
     for name in ("train", "validation", "selection", "test"):
         num_batches, queries = 0, []
         for batch in with_checked_labels(getattr(recipe.data, name), recipe.loss, name):
             num_batches += 1
+            batch_sizes.setdefault(name, batch.labels.numel())
             if isinstance(batch, RankingBatch):
                 queries.append(batch.queries)
         remedy = f"give its DataSplits a {name} part of its own"
@@ -214,16 +221,32 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
         dense_bytes=dense_table_bytes(recipe.model),
         primary_metric=metric,
         higher_is_better=higher,
-        settings=_settings_of(recipe),
+        settings=_settings_of(recipe) | {"batch_sizes": batch_sizes},
         notes=tuple(recipe.notes),
     )
 
 
+def _parts(name: str, there: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, what it was, what it is) of a rule; of the recipe's settings, of which there may be more now, of each."""
+    if name != SETTINGS:
+        yield name, there, value
+        return
+    for part in there:
+        if part in value:
+            yield f"{name}.{part}", there[part], value[part]
+
+
 def _settings_of(recipe: Recipe) -> dict[str, Any]:
-    """Every field of a recipe but model, data and notes, as it is read back from JSON."""
+    """What decides how a recipe's model is trained and searched, as it is read back from JSON.
+
+    Every field of the recipe but data and notes; of the model the shapes of all that is no table.
+    """
     names = [part.name for part in fields(recipe) if part.name not in ("model", "data", "loss", "notes")]
     own = {name: getattr(recipe, name) for name in names}
-    return own | {"loss": type(recipe.loss).__name__, "row_weights": list(recipe.row_weights)}
+    of_tables = {id(weight) for module in collections(recipe.model).values() for weight in module.parameters()}
+    network = {name: list(w.shape) for name, w in recipe.model.named_parameters() if id(w) not in of_tables}
+    more = {"loss": type(recipe.loss).__name__, "row_weights": list(recipe.row_weights), "network": network}
+    return own | more
 
 
 def parse_names(text: str, place: str, requirement: str = "expected names with commas between them") -> tuple[str, ...]:
