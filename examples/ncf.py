@@ -1,7 +1,10 @@
-"""Recipes on the leave-one-out files of NCF: top-k recommendation by NeuMF, Table 4 of the paper."""
+"""Recipes on the leave-one-out files of NCF: top-k recommendation by NeuMF, Table 4 of the paper, and by its parts."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -11,7 +14,15 @@ from dnis_torchrec.recipe import Recipe
 from examples.datasets.implicit import FEATURES, candidate_queries, split_leave_one_out
 from examples.datasets.ncf import PUBLISHER, load_leave_one_out
 from examples.datasets.text_files import require_folder
-from examples.models import NeuMF, build_neumf_tables, ncf_tower, seeded
+from examples.models import (
+    MatrixFactorization,
+    MultiLayerPerceptron,
+    NeuMF,
+    build_neumf_tables,
+    build_tables,
+    ncf_tower,
+    seeded,
+)
 
 BATCH_SIZE = 8190
 """Whole groups of one positive and `NUM_NEGATIVES` negatives."""
@@ -22,6 +33,9 @@ SEARCH_RATE = 0.003
 .2673 at D=4."""
 INIT_STD = 0.01
 """As the authors of NCF have it."""
+PART_DIM, PART_TOWER = 64, (64, 32, 16)
+"""Of MF and of the MLP alone: the tables and layers that `neumf_topk` has in its MLP."""
+INITIAL_LOG_ODDS = -math.log(NUM_NEGATIVES)
 
 
 def neumf_topk(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -61,15 +75,67 @@ def neumf_topk_32(data: Path | None, *, seed: int = 0, embedding_dim: int | None
     return _neumf(data, "neumf_topk_32", 32, embedding_dim, seed)
 
 
+def mf_topk(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """Matrix factorisation on the leave-one-out files of NCF, learned and judged as `neumf_topk`.
+
+    Args:
+        data: see `neumf_topk`.
+        seed: see `neumf_topk`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only, and are those of `neumf_topk`.
+
+    Raises:
+        ValueError: as `neumf_topk`.
+    """
+
+    def build(rows: dict[str, int]) -> nn.Module:
+        tables = build_tables(rows, embedding_dim or PART_DIM, init_std=INIT_STD)
+        return MatrixFactorization(tables, global_mean=INITIAL_LOG_ODDS)
+
+    return _topk(data, "mf_topk", build, seed)
+
+
+def mlp_topk(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """NCF's multi-layer perceptron on its leave-one-out files, learned and judged as `neumf_topk`.
+
+    Args:
+        data: see `neumf_topk`.
+        seed: see `neumf_topk`.
+        embedding_dim: D, 64 by default.
+
+    Returns:
+        The recipe; the splits depend on `seed` only, and are those of `neumf_topk`.
+
+    Raises:
+        ValueError: as `neumf_topk`.
+    """
+
+    def build(rows: dict[str, int]) -> nn.Module:
+        tables = build_tables(rows, embedding_dim or PART_DIM, init_std=INIT_STD)
+        return MultiLayerPerceptron(tables, tower=PART_TOWER, initial_bias=INITIAL_LOG_ODDS)
+
+    return _topk(data, "mlp_topk", build, seed)
+
+
 def _neumf(data: Path | None, name: str, default_dim: int, embedding_dim: int | None, seed: int) -> Recipe:
+    def build(rows: dict[str, int]) -> nn.Module:
+        tables = build_neumf_tables(rows, embedding_dim or default_dim, init_std=INIT_STD)
+        # The tower of the default D at every D, so that a comparison of D changes tables only.
+        return NeuMF(tables, tower=ncf_tower(default_dim), turns_gmf=False)
+
+    # The GMF's tables are not turned: a product of columns only sees what both rows retain.
+    return replace(_topk(data, name, build, seed), column_sharing=3.0)
+
+
+def _topk(data: Path | None, name: str, build: Callable[[dict[str, int]], nn.Module], seed: int) -> Recipe:
     folder = require_folder(data, f"examples.ncf:{name}", PUBLISHER)
     protocol = load_leave_one_out(folder)
     check_candidates(candidate_queries(protocol), max(RANKING_KS))
     rows = dict(zip(FEATURES, (protocol.num_users, protocol.num_items), strict=True))
     with seeded(seed):
-        tables = build_neumf_tables(rows, embedding_dim or default_dim, init_std=INIT_STD)
-        # The tower of the default D at every D, so that a comparison of D changes tables only.
-        model = NeuMF(tables, tower=ncf_tower(default_dim), turns_gmf=False)
+        model = build(rows)
     notes = [
         "NCF's leave-one-out: each user's last interaction, ranked among the 99 published negatives; published results "
         "that choose epochs by these metrics have chosen on test, which is not done here."
@@ -90,13 +156,12 @@ def _neumf(data: Path | None, name: str, default_dim: int, embedding_dim: int | 
         ),
         loss=nn.BCEWithLogitsLoss(),
         num_blocks=10,
-        # Chosen on `selection` of seeds 0 and 1, D=16, at compression 2 and 4 (docs/design.md).
+        # Chosen for NeuMF on `selection` of seeds 0 and 1, D=16, at compression 2 and 4 (docs/design.md).
         warm_up_epochs=2,
         ramp_epochs=5,
         release_epochs=12,
         search_table_learning_rate=SEARCH_RATE,
         upper_every=2,
         column_order="importance",
-        column_sharing=3.0,  # the GMF's tables are not turned: a product of columns only sees what both rows retain
         notes=tuple(notes),
     )

@@ -220,6 +220,22 @@ class TestNeuMFTopK:
         sizes = [[layer._linear.out_features for layer in each.tower._mlp] for each in (model, small)]
         assert sizes[0] == sizes[1] == [4 * dim, 2 * dim, dim]
 
+    @pytest.mark.parametrize("recipe", [ncf.mf_topk, ncf.mlp_topk])
+    def test_parts_of_it_have_its_splits_and_start_at_the_share_of_positives(self, folder, recipe, gloo):
+        whole, part = ncf.neumf_topk(folder, seed=1), recipe(folder, seed=1)
+        for split in ("train", "validation", "selection", "test"):
+            (theirs, own) = (next(iter(getattr(each.data, split))) for each in (whole, part))
+            assert torch.equal(theirs.sparse_features.values(), own.sparse_features.values())
+            assert torch.equal(theirs.labels, own.labels)
+        batch = next(iter(part.data.train))
+        shares = TrainTask(part.model, part.loss)(batch)[1][1].sigmoid()
+        torch.testing.assert_close(shares, torch.full_like(shares, 0.2), atol=0.02, rtol=0)
+        small = recipe(folder, embedding_dim=3).model
+        dims = {table.embedding_dim for table in small.embedding_bag_collection.embedding_bag_configs()}
+        assert dims == {3}
+        found = evaluate(TrainTask(part.model, part.loss), part.data.test, part.loss, torch.device("cpu"))
+        assert {f"ndcg@{k}" for k in RANKING_KS} < set(found)
+
     def test_weights_and_splits_depend_on_the_seed_alone(self, folder):
         first, again, other = (ncf.neumf_topk(folder, seed=seed, embedding_dim=2) for seed in (1, 1, 2))
         states = [recipe.model.state_dict() for recipe in (first, again, other)]
@@ -258,7 +274,7 @@ class TestNeuMFTopK:
         with pytest.raises(ValueError, match=re.escape(message)):
             load_leave_one_out(folder)
 
-    @pytest.mark.parametrize("recipe", [ncf.neumf_topk, ncf.neumf_topk_32])
+    @pytest.mark.parametrize("recipe", [ncf.neumf_topk, ncf.neumf_topk_32, ncf.mf_topk, ncf.mlp_topk])
     def test_missing_files(self, recipe, tmp_path):
         with pytest.raises(ValueError, match=rf"recipe 'examples\.ncf:{recipe.__name__}': expected a data folder"):
             recipe(None)
