@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,17 @@ def test_runs_are_sorted_by_what_they_differ_in() -> None:
     alone = combine([runs["first"]])
     assert (alone.rows, alone.by_embedding_dim, alone.by_num_blocks) == (runs["first"].rows, {}, {})
     assert alone.drawn_only == ()
+
+
+def test_a_line_is_of_the_seeds_that_all_of_its_points_have() -> None:
+    """Means over other seeds would be those of other splits."""
+    runs = make_runs()
+    second = replace(runs["first"], name="second", rows=(make_row("dnis", 4.0, seed=1), make_row("dense", 1.0, seed=1)))
+    lines = combine([runs["first"], second, runs["narrow"]]).by_embedding_dim
+    assert all({row.seed for _, row in points} == {0} for points in lines.values())
+    assert {d for d, _ in lines["dense"]} == {4, 8}
+    apart = combine([second, runs["narrow"]]).by_embedding_dim
+    assert sorted((d, row.seed) for d, row in apart["dense"]) == [(4, 0), (8, 1)]
 
 
 def test_runs_that_cannot_be_compared_are_refused() -> None:

@@ -46,7 +46,8 @@ class SeveralRuns:
 
     Attributes:
         rows: results of the runs that differ from the first one in size or seed only, the first one's in front.
-        by_embedding_dim: name of a line -> ``(D, row)`` of the runs with the first one's S; empty for a single D.
+        by_embedding_dim: name of a line -> ``(D, row)`` of the runs with the first one's S; empty for a single D. Rows
+            are of the seeds that every D of the line has, where there are any; so for the next.
         by_num_blocks: name of a line -> ``(S, row)`` of the runs with the first one's D; empty for a single S.
         drawn_only: names of the runs of another D or S, whose rows are in the figures only.
     """
@@ -101,8 +102,20 @@ def _series(runs: Sequence[RunResults], setting: Callable[[RunResults], int], me
             near = [point for point in mine if _ratio(point[1]) <= SAME_SIZE_RATIO * _ratio(mine[0][1])]
             mine = mine[len(near) :]
             mean = sum(_ratio(row) for _, row in near) / len(near)
-            lines[method if method == "dense" else f"{method} at {format_ratio(mean)}"] = tuple(near)
+            lines[method if method == "dense" else f"{method} at {format_ratio(mean)}"] = _of_shared_seeds(near)
     return lines
+
+
+def _of_shared_seeds(points: Sequence[tuple[int, ReportRow]]) -> tuple[tuple[int, ReportRow], ...]:
+    """Those of the seeds that every setting has; all of them if there is none.
+
+    Splits differ in level by more than settings do: a mean over other seeds would draw that.
+    """
+    seeds: dict[int, set[int]] = {}
+    for setting, row in points:
+        seeds.setdefault(setting, set()).add(row.seed)
+    shared = set.intersection(*seeds.values())
+    return tuple(point for point in points if not shared or point[1].seed in shared)
 
 
 def _ratio(row: ReportRow) -> float:
