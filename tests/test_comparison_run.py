@@ -148,7 +148,7 @@ def test_cells_of_other_settings_of_the_recipe_are_refused_before_anything_runs(
         r"settings\.network: expected .*over_arch.* as when it was run, got ": {
             "model": tiny.make_recipe("deepfm").model,
         },
-        r"settings\.batch_sizes: expected .*'train': 64.* as when it was run, got .*'train': 16": {
+        r"settings\.batch_size: expected 64 as when it was run, got 16": {
             "data": replace(plain.data, train=tiny.Repeatable([tiny.make_batch(16, 0)])),
         },
     }
@@ -158,6 +158,21 @@ def test_cells_of_other_settings_of_the_recipe_are_refused_before_anything_runs(
         with pytest.raises(ValueError, match=told):
             run_comparison(comparison)
     assert calls(out) == before
+
+
+def test_another_seed_may_have_other_rows_beside_the_tables(
+    out: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First-order weights and biases have as many as the split's vocabulary."""
+
+    def of_split(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
+        recipe = tiny.make_recipe(seed=seed)
+        recipe.model.register_parameter("biases", torch.nn.Parameter(torch.zeros(10 + seed, 1)))
+        return recipe
+
+    monkeypatch.setattr(tiny, "demo", of_split)
+    for seed in (0, 1):
+        assert not run_comparison(make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(seed,))).crashes
 
 
 def test_tables_of_another_environment_are_refused_before_anything_runs(out: Path, stand_ins: None) -> None:

@@ -103,7 +103,8 @@ def mde(task: MethodTask) -> MethodResult:
     Blocks are those of a search of the same recipe, of scope ``"global"``: dims follow popularity, whichever table a
     row is of. For every setting, lambda, and with it the base dimension, is the largest whose bytes, projections
     included, are within the budget (`solve`). A setting that comes to the same dims as one before is not trained again
-    and is no trial; a smaller `MethodTask.num_trials` takes as many from the front of `SETTINGS`.
+    and is no trial; a smaller `MethodTask.num_trials` takes as many from the front of `SETTINGS`. Projections learn at
+    the tables' rate.
 
     NOTE[DIFF]: the tables keep the recipe's own initial weights (the paper's are Xavier; projections are), so that all
     methods start alike; a block spans tables, and its tables share one projection, which costs fewer bytes.

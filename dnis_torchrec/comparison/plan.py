@@ -221,7 +221,7 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
         dense_bytes=dense_table_bytes(recipe.model),
         primary_metric=metric,
         higher_is_better=higher,
-        settings=_settings_of(recipe) | {"batch_sizes": batch_sizes},
+        settings=_settings_of(recipe) | {"batch_size": batch_sizes["train"]},
         notes=tuple(recipe.notes),
     )
 
@@ -239,12 +239,13 @@ def _parts(name: str, there: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
 def _settings_of(recipe: Recipe) -> dict[str, Any]:
     """What decides how a recipe's model is trained and searched, as it is read back from JSON.
 
-    Every field of the recipe but data and notes; of the model the shapes of all that is no table.
+    Every field of the recipe but data and notes; of the model what each weight beside the tables is named, and its
+    shape but for the first size, which may be rows that a seed's split has. A layer's is the next layer's second.
     """
     names = [part.name for part in fields(recipe) if part.name not in ("model", "data", "loss", "notes")]
     own = {name: getattr(recipe, name) for name in names}
     of_tables = {id(weight) for module in collections(recipe.model).values() for weight in module.parameters()}
-    network = {name: list(w.shape) for name, w in recipe.model.named_parameters() if id(w) not in of_tables}
+    network = {name: list(w.shape[1:]) for name, w in recipe.model.named_parameters() if id(w) not in of_tables}
     more = {"loss": type(recipe.loss).__name__, "row_weights": list(recipe.row_weights), "network": network}
     return own | more
 
