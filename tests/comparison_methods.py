@@ -85,12 +85,13 @@ def sleeper(task: MethodTask) -> MethodResult:
 
 
 def reader(task: MethodTask) -> MethodResult:
-    """Writes the labels that it sees in two epochs of every split, and the rules it was given, to OUT/CELL.json."""
+    """Writes the labels of two epochs of every split, those that a search trains on, and its rules to OUT/CELL.json."""
     data = task.build(None).data
     seen = {
         name: [[batch.labels.tolist() for batch in getattr(data, name)] for _ in range(2)]
         for name in ("train", "validation", "selection", "test")
     }
+    seen["search"] = [[batch.labels.tolist() for batch in task.for_search().build(None).data.train]]
     rules = {"patience": task.patience, "max_epochs": task.max_epochs, "trials": task.num_trials}
     name = task.folder.parent.name
     (out_of(task) / f"{name}.json").write_text(json.dumps({"seen": seen, "rules": rules}))

@@ -13,8 +13,9 @@ from dnis_torchrec.baselines import METHODS, MethodTask, NotApplicableError, Siz
 from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.budget import SizeOutOfReachError
+from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.frequency import count_frequencies
-from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.recipe import DataSplits, Recipe
 from dnis_torchrec.search import SearchConfig, table_configs
 from dnis_torchrec.training import process_group
 from tests import tiny
@@ -22,10 +23,22 @@ from tests import tiny
 RATIO = 3.0
 
 
-def run(name: str, folder: Path, ratio: float = RATIO, *, max_epochs: int = MAX_EPOCHS, **changes: Any) -> MethodResult:
+def run(
+    name: str,
+    folder: Path,
+    ratio: float = RATIO,
+    *,
+    max_epochs: int = MAX_EPOCHS,
+    searches: DataSplits | None = None,
+    **changes: Any,
+) -> MethodResult:
+    def build(dim: int | None) -> Recipe:
+        return replace(tiny.demo(None, seed=0, embedding_dim=dim), **changes)
+
     with process_group() as device:
         task = MethodTask(
-            build=lambda dim: replace(tiny.demo(None, seed=0, embedding_dim=dim), **changes),
+            build=build,
+            build_for_search=None if searches is None else lambda dim: replace(build(dim), data=searches),
             compression_ratio=ratio,
             seed=0,
             device=device,
@@ -118,6 +131,20 @@ def test_retraining_keeps_the_scheme_and_not_the_weights(tmp_path: Path) -> None
         assert torch.equal(table.retained, anew.scheme.tables[name].retained)
     assert found.selection_loss != anew.selection_loss
     assert anew.seconds > 0
+
+
+@pytest.mark.parametrize("name", ["dnis-retrained", "nis-se", "nis-me"])
+def test_a_scheme_is_found_without_the_split_that_its_weights_then_train_on(name: str, tmp_path: Path) -> None:
+    plain = tiny.demo(None)
+    both = train_on_validation(plain)
+    results = []
+    for folder, recipe in ((tmp_path / "alone", plain), (tmp_path / "both", both)):
+        folder.mkdir()
+        results.append(run(name, folder, searches=plain.data, data=recipe.data))
+    alone, with_validation = results
+    assert with_validation.selection_loss != alone.selection_loss
+    for table, found in alone.scheme.tables.items():
+        assert torch.equal(with_validation.scheme.tables[table].retained, found.retained)
 
 
 @pytest.mark.parametrize("name", ["dnis", "dnis-paper"])

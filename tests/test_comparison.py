@@ -185,6 +185,8 @@ def test_rows_with_validation_see_all_of_it_and_nothing_else(gloo, tmp_path: Pat
         assert sorted(seen["reader+validation"]["train"][epoch]) == labels("train", "validation")
         for name in ("selection", "test"):
             assert sorted(seen["reader+validation"][name][epoch]) == labels(name)
+    for row in seen.values():
+        assert sorted(row["search"][0]) == labels("train")
 
 
 def run_task(out: Path, cell: Cell, *, artifact: bool = False) -> CellResult:

@@ -15,7 +15,7 @@ from dnis_torchrec.baselines.method import (
     SizeNotMetError,
     learns_on_validation,
 )
-from dnis_torchrec.baselines.trained_scheme import train_scheme
+from dnis_torchrec.baselines.trained_scheme import Candidate, train_candidate
 from dnis_torchrec.budget import Size, SizeOutOfReachError
 from dnis_torchrec.hypergradient import UnrollingError
 from dnis_torchrec.recipe import TrainTask
@@ -63,20 +63,19 @@ def dnis_unrolled(task: MethodTask) -> MethodResult:
     return _searched(task, SINGLE_VALUES, {**_PAPER, "unrolled": True})
 
 
-@learns_on_validation
 def dnis_retrained(task: MethodTask) -> MethodResult:
-    """The scheme that `dnis` finds, its weights thrown away and trained from scratch.
+    """The scheme that `dnis` finds, its weights thrown away and trained from scratch, as plain tables are.
+
+    With the validation split as training data the scheme is found without it, the weights then learn on both.
 
     Raises:
         SizeNotMetError: if the size is out of reach for whole columns.
     """
-    found, recipe = dnis(task), task.build(None)
-    started = time.monotonic()
-    model, trained = train_scheme(task, recipe, found.scheme)
-    seconds = found.seconds + time.monotonic() - started
-    return replace(
-        found, model=model, selection_loss=trained.selection_loss, seconds=seconds, seconds_of_trials=seconds
-    )
+    found = dnis(task.for_search())
+    candidate = Candidate(recipe=task.build(None), scheme=found.scheme, form=found.form, settings=found.settings)
+    result = train_candidate(task, candidate)
+    seconds = found.seconds + result.seconds
+    return replace(result, seconds=seconds, seconds_of_trials=seconds)
 
 
 _PAPER: dict[str, Any] = {

@@ -8,7 +8,7 @@ and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,8 @@ class MethodTask:
     Attributes:
         build: embedding_dim (None for the recipe's own) -> a fresh recipe of this cell's seed. Its splits are the same
             every time.
+        build_for_search: the same, its training split without the validation split, where that of `build` holds it;
+            None where it does not. See `for_search`.
         compression_ratio: bytes of the uncompressed float32 tables over bytes wanted, above 1; 1 for no compression.
             A result's bytes, in its own form and with index bytes, come to at most the budget of `embedding_bytes`;
             only `uniform` and `low-rank` are rounded up to the next embedding_dim.
@@ -52,6 +54,7 @@ class MethodTask:
     num_trials: int | None = None
     processes: int = 1
     helps: bool = False
+    build_for_search: Callable[[int | None], Recipe] | None = None
 
     def __post_init__(self) -> None:
         check(self.compression_ratio >= 1, "compression_ratio", "expected a number >= 1", self.compression_ratio)
@@ -65,6 +68,10 @@ class MethodTask:
     def embedding_bytes(self) -> int:
         """Bytes that the compressed tables may take."""
         return int(self.dense_bytes() / self.compression_ratio)
+
+    def for_search(self) -> MethodTask:
+        """The task of a part that learns on the validation split: its weights never train on that split."""
+        return self if self.build_for_search is None else replace(self, build=self.build_for_search)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,9 +129,10 @@ _LEARNS = "learns_on_validation"
 
 
 def learns_on_validation(method: Method) -> Method:
-    """Marks a method that learns on the validation split: a comparison gives it that split for nothing else.
+    """Marks a method whose result learnt on the validation split: a comparison gives it that split for nothing else.
 
-    Every other method runs a second time with the validation split as training data, so that nobody wins by data.
+    Every other method runs a second time with the validation split as training data, so that nobody wins by data; one
+    that finds a scheme on that split, and trains it from scratch, too: it searches on `MethodTask.for_search`.
 
     Example:
         >>> @learns_on_validation

@@ -90,12 +90,12 @@ def _method(task: CellTask, device: torch.device, work: Path) -> tuple[Method, M
 
     def build(embedding_dim: int | None) -> Recipe:
         data = None if task.data is None else Path(task.data)
-        recipe = build_recipe(rules["recipe"], data, seed=cell.seed, embedding_dim=embedding_dim)
-        return train_on_validation(recipe) if cell.with_validation else recipe
+        return build_recipe(rules["recipe"], data, seed=cell.seed, embedding_dim=embedding_dim)
 
     torch.manual_seed(cell.seed)
     return load_registry(task.registry)[cell.method], MethodTask(
-        build=build,
+        build=(lambda embedding_dim: train_on_validation(build(embedding_dim))) if cell.with_validation else build,
+        build_for_search=build if cell.with_validation else None,
         compression_ratio=1 if cell.size is None else cell.size,
         seed=cell.seed,
         device=device,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError, learns_on_validation
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.baselines.nis.affordable import most_probable_within, trim
 from dnis_torchrec.baselines.nis.controller import Controller
 from dnis_torchrec.baselines.nis.grid import Grid, multi_size_grid, single_size_grid
@@ -25,7 +25,6 @@ TRIMMED_SHARE = 0.01
 costs half their bytes and some for the index: without it, that choice would be out of reach at compression 2."""
 
 
-@learns_on_validation
 def nis_se(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS) -> MethodResult:
     """Neural Input Search with single-size embeddings: each table keeps its v most frequent blocks at one width.
 
@@ -44,7 +43,6 @@ def nis_se(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS
     return _run(task, lambda *stages: single_size_grid(*stages, num_dimension_blocks=num_dimension_blocks))
 
 
-@learns_on_validation
 def nis_me(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS) -> MethodResult:
     """Neural Input Search with multi-size embeddings: each dimension block is kept for its own v most frequent blocks.
 
@@ -68,8 +66,8 @@ def nis_me(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS
 
 
 def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> MethodResult:
-    """The search lasts as long as the warm-up and the ramp of `dnis` would."""
-    recipe, embedding_bytes = task.build(None), task.embedding_bytes()
+    """The search lasts as long as the warm-up and the ramp of `dnis` would; it never trains weights on validation."""
+    recipe, embedding_bytes = task.for_search().build(None), task.embedding_bytes()
     counts, blocks = row_blocks(task, scope="table")
     grid = make_grid(blocks, byte_budget(task, blocks))
     _check_size(grid, embedding_bytes)
