@@ -33,6 +33,7 @@ from dnis_torchrec.comparison.cells import (
 from dnis_torchrec.comparison.outputs import joined_versions, missing_lines
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
+from dnis_torchrec.data_over_ranks import NotedBatches
 from dnis_torchrec.export import read_manifest
 from dnis_torchrec.jobs import run_evaluate
 from dnis_torchrec.recipe import load_recipe
@@ -210,9 +211,13 @@ def test_a_cell_measures_what_the_method_made_against_the_uncompressed_tables(gl
     folder = tmp_path / "cells" / cell.name
     assert read_result(folder) == result
     older = json.loads((folder / "result.json").read_text())
-    for name in ("network_bytes", "resident_bytes"):
+    newer = {"network_bytes": 0, "resident_bytes": {}, "test_fingerprint": None}
+    for name in newer:
         del older[name]
-    assert CellResult.from_json(older).trained == replace(trained, network_bytes=0, resident_bytes={})
+    assert CellResult.from_json(older).trained == replace(trained, **newer)
+    test = NotedBatches(make_recipe(seed=1).data.test)
+    assert len(list(test)) > 0
+    assert trained.test_fingerprint == test.fingerprint != 0
     forms = json.loads((folder / "artifact" / "manifest.json").read_text())["serving_forms"]["forms"]
     held = {form["form"]: form["resident_bytes"] for form in forms if form["resident_bytes"] is not None}
     assert trained.resident_bytes == held

@@ -18,6 +18,7 @@ from torchrec.datasets.utils import Batch
 import dnis_torchrec.comparison.run as run_module
 from dnis_torchrec import cli
 from dnis_torchrec.comparison import Comparison, run_comparison
+from dnis_torchrec.comparison.plan import recipe_facts
 from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.recipe import Recipe
 from tests import tiny
@@ -173,6 +174,26 @@ def test_another_seed_may_have_other_rows_beside_the_tables(
     monkeypatch.setattr(tiny, "demo", of_split)
     for seed in (0, 1):
         assert not run_comparison(make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(seed,))).crashes
+
+
+def test_other_data_in_the_same_place_is_refused_before_anything_runs(
+    out: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(0,))
+    canned = json.loads((out / "canned.json").read_text())
+    (out / "canned.json").write_text(
+        json.dumps(canned | {"test_fingerprint": recipe_facts(comparison).test_fingerprint})
+    )
+    run_comparison(comparison)
+    run_comparison(comparison)
+    before = calls(out)
+    recipe = tiny.make_recipe()
+    more = replace(recipe, data=replace(recipe.data, test=[*recipe.data.test, tiny.make_batch(12, seed=9)]))
+    monkeypatch.setattr(tiny, "demo", lambda data, *, seed, embedding_dim: more)
+    message = "seed0, test split: expected the samples that it was evaluated on, got others; give another --out"
+    with pytest.raises(ValueError, match=message):
+        run_comparison(replace(comparison, sizes=(2.0, 4.0)))
+    assert calls(out) == before
 
 
 def test_tables_of_another_environment_are_refused_before_anything_runs(out: Path, stand_ins: None) -> None:

@@ -117,6 +117,8 @@ class TrainedCell:
         cells_at_once: how many cells shared the machine.
         resident_bytes: serving form -> bytes of all tables in memory, of the forms that can hold them (see
             `dnis_torchrec.export.predict_forms`); none in results of older versions.
+        test_fingerprint: of the samples of the test split, see `dnis_torchrec.data_over_ranks.NotedBatches`; None in
+            results of older versions.
     """
 
     row: ReportRow
@@ -132,6 +134,7 @@ class TrainedCell:
     cells_at_once: int
     network_bytes: int = 0
     resident_bytes: Mapping[str, int] = field(default_factory=dict)
+    test_fingerprint: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, read_result
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
+from dnis_torchrec.data_over_ranks import SPLITS, NotedBatches
 from dnis_torchrec.jobs import build_recipe
 from dnis_torchrec.metrics import check_candidates
 from dnis_torchrec.recipe import RankingBatch, Recipe, with_checked_labels
@@ -153,20 +154,26 @@ class Comparison:
                     place = f"{folder}, {part}"
                     check(before == now, place, f"expected {before!r} as when it was run", repr(now), remedy)
 
-    def check_tables(self, facts: RecipeFacts) -> None:
-        """Checks that no finished cell of the first seed had other tables, as another environment may make them.
+    def check_first_seed(self, facts: RecipeFacts) -> None:
+        """Checks that no finished cell of the first seed had other tables or other test samples.
 
-        Tables of different seeds may differ, because their splits do.
+        Another environment may make other tables, and data may change where it lies. Those of different seeds may
+        differ, because their splits do.
 
         Raises:
-            ValueError: naming the cell and both sizes.
+            ValueError: naming the cell and what differs.
         """
         for cell, result in self.finished().items():
-            if cell.seed == self.seeds[0] and result.trained is not None:
-                there, here = result.trained.dense_bytes, facts.dense_bytes
-                place = f"{self.folder(cell)}, uncompressed tables"
-                remedy = "set the environment of the older comparison, or give another --out"
-                check(there == here, place, f"expected {there} bytes as when it was run", here, remedy)
+            trained = result.trained
+            if cell.seed != self.seeds[0] or trained is None:
+                continue
+            there, here = trained.dense_bytes, facts.dense_bytes
+            remedy = "set the environment of the older comparison, or give another --out"
+            place = f"{self.folder(cell)}, uncompressed tables"
+            check(there == here, place, f"expected {there} bytes as when it was run", here, remedy)
+            is_same = trained.test_fingerprint in (None, facts.test_fingerprint)
+            requirement, remedy = "expected the samples that it was evaluated on", "give another --out for other data"
+            check(is_same, f"{self.folder(cell)}, test split", requirement, "others", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +185,7 @@ class RecipeFacts:
         dense_bytes: of the uncompressed float32 tables, with the comparison's first seed.
         primary_metric: the metric it is judged by.
         higher_is_better: its direction.
+        test_fingerprint: of the samples of the test split of that seed, see `NotedBatches`.
         settings: what else decides how its model is trained and searched, JSON-able.
         notes: limits of the data.
     """
@@ -186,6 +194,7 @@ class RecipeFacts:
     dense_bytes: int
     primary_metric: str
     higher_is_better: bool
+    test_fingerprint: int
     settings: Mapping[str, Any]
     notes: tuple[str, ...]
 
@@ -204,9 +213,11 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
     place = f"recipe {comparison.recipe!r}"
     recipe = build_recipe(comparison.recipe, comparison.data, seed=comparison.seeds[0])
     batch_sizes: dict[str, int] = {}
-    for name in ("train", "validation", "selection", "test"):
+    test = NotedBatches(recipe.data.test)
+    splits = replace(recipe.data, test=test)
+    for name in SPLITS:
         num_batches, queries = 0, []
-        for batch in with_checked_labels(getattr(recipe.data, name), recipe.loss, name):
+        for batch in with_checked_labels(getattr(splits, name), recipe.loss, name):
             num_batches += 1
             batch_sizes.setdefault(name, batch.labels.numel())
             if isinstance(batch, RankingBatch):
@@ -221,6 +232,7 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
         dense_bytes=dense_table_bytes(recipe.model),
         primary_metric=metric,
         higher_is_better=higher,
+        test_fingerprint=test.fingerprint,
         settings=_settings_of(recipe) | {"batch_size": batch_sizes["train"]},
         notes=tuple(recipe.notes),
     )

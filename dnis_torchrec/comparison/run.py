@@ -48,7 +48,7 @@ def run_comparison(comparison: Comparison) -> Compared:
     facts = recipe_facts(comparison)
     rules = comparison.rules() | facts.rules() | {"registry": comparison.registry}
     comparison.check_rules(rules)
-    comparison.check_tables(facts)
+    comparison.check_first_seed(facts)
     comparison.out.mkdir(parents=True, exist_ok=True)
     with _alone(comparison.out):
         finished = comparison.finished()

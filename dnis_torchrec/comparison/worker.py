@@ -32,6 +32,7 @@ from dnis_torchrec.baselines.projected import is_projected
 from dnis_torchrec.comparison.cells import HELPS, WORK, CellResult, CellTask, TrainedCell, write_crash
 from dnis_torchrec.comparison.registry import load_registry
 from dnis_torchrec.comparison.streams import train_on_validation
+from dnis_torchrec.data_over_ranks import NotedBatches
 from dnis_torchrec.export.forms import predict_forms
 from dnis_torchrec.export.of_model import export
 from dnis_torchrec.jobs import build_recipe, versions
@@ -122,13 +123,13 @@ def _work_folder(folder: Path) -> Iterator[Path]:
 def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.device) -> TrainedCell:
     """Evaluates on the test split and gathers what the method cost."""
     # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
-    uncompressed = dense_parameters(recipe.model)
+    uncompressed, test = dense_parameters(recipe.model), NotedBatches(recipe.data.test)
     row = ReportRow(
         method=task.cell.row_name,
         compression_ratio=uncompressed / max(1, made.scheme.parameters),
         parameters=made.scheme.parameters,
         bytes=made.scheme.form_bytes(),
-        metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), recipe.data.test, recipe.loss, device),
+        metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), test, recipe.loss, device),
         seed=task.cell.seed,
         seconds=made.seconds,
     )
@@ -146,6 +147,7 @@ def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.d
         cells_at_once=task.cells_at_once,
         network_bytes=_weights_beside_tables(made.model) - made.extra_bytes,
         resident_bytes={p.form: p.resident_bytes for p in predict_forms(made.scheme) if p.resident_bytes is not None},
+        test_fingerprint=test.fingerprint,
     )
 
 
