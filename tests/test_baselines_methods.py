@@ -19,7 +19,7 @@ from dnis_torchrec.baselines import METHODS, MethodResult, MethodTask, SizeNotMe
 from dnis_torchrec.jobs import drop_in_
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.training import evaluate
-from tests.tiny import BagsOnly, Repeatable, make_batch, make_recipe
+from tests.tiny import ROWS, BagsOnly, Repeatable, make_batch, make_recipe
 
 CPU = torch.device("cpu")
 DIM = 16
@@ -38,6 +38,14 @@ def make_task(folder: Path, ratio: float, *, make: Callable[[int | None], Recipe
     """A cell that trains in a fraction of a second."""
     defaults = {"seed": 0, "patience": 1, "max_epochs": 2, "num_trials": 2}
     return MethodTask(build=make, compression_ratio=ratio, device=CPU, folder=folder, **defaults | fields)
+
+
+def saying_otherwise(batch: Batch) -> Batch:
+    """Bags of the same lengths with other ids, and the opposite labels."""
+    features = batch.sparse_features
+    ids = features.values().flip(0) % min(ROWS.values())
+    other = KeyedJaggedTensor(keys=features.keys(), values=ids, lengths=features.lengths())
+    return replace(batch, sparse_features=other, labels=1 - batch.labels)
 
 
 def served(result: MethodResult, artifact: Path) -> nn.Module:
@@ -162,6 +170,26 @@ def test_seconds_are_those_of_training_whatever_the_data_takes_to_load(gloo, tmp
         patch.setattr(time, "monotonic", lambda: clock() + sum(loaded))
         result = METHODS[name](make_task(tmp_path, 2, make=loads, max_epochs=3))
     assert 0 < result.seconds <= result.seconds_of_trials < loading
+
+
+@pytest.mark.parametrize("name", ["dnis", "dnis-retrained", "dnis-paper", "dnis-unrolled"])
+def test_a_search_comes_to_the_same_whatever_the_test_split_says(gloo, tmp_path: Path, name: str) -> None:
+    """It reads that split to check its labels and the lengths of its bags; of other methods the split is `BagsOnly`."""
+    results = []
+    for part, says_otherwise in (("as it is", False), ("otherwise", True)):
+        (tmp_path / part).mkdir()
+
+        def make(dim: int | None, says_otherwise: bool = says_otherwise) -> Recipe:
+            recipe = make_recipe(embedding_dim=dim or DIM)
+            test = [saying_otherwise(batch) if says_otherwise else batch for batch in recipe.data.test]
+            short = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
+            return replace(recipe, data=replace(recipe.data, test=Repeatable(test)), **short)
+
+        results.append(METHODS[name](make_task(tmp_path / part, 2, make=make, max_epochs=3)))
+    first, second = results
+    assert first.selection_loss == second.selection_loss
+    for own, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(own, other)
 
 
 def test_random_search_draws_by_the_seed(gloo, tmp_path: Path) -> None:
