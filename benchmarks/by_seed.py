@@ -1,12 +1,13 @@
-"""How far a method is ahead within each seed, from the finished cells of `dnis compare`.
+"""Every row of a comparison seed by seed, and how far a method is ahead there, from the cells of `dnis compare`.
 
     python -m benchmarks.by_seed OUT [OUT2 ..] --method dnis --json FILE
 
-The table of a comparison has means; whether they hold within every seed is said here. Positive is better, whatever the
-metric's direction. A row per size, metric and rival: the uncompressed model; the best uniform tables of any size,
-uncompressed ones counted; the best of all other rows of the same size. The best is sought anew in each seed and for
-each metric, with and without alpha's split as training data. Several folders of one recipe count as one comparison; a
-cell that stands in two of them is taken from the first.
+The table of a comparison has means; whether they hold within every seed is said here. First what each row has, then
+margins, positive where the method is better, whatever the metric's direction: a line per size, metric and rival. Rivals
+are the uncompressed model; the best uniform tables of any size, uncompressed ones counted; the best of all other rows
+of the same size; and each row of that size, or of none, by itself. The best is sought anew in each seed and for each
+metric, with and without alpha's split as training data. Several folders of one recipe count as one comparison; a cell
+that stands in two of them is taken from the first.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Margin:
     Attributes:
         size: compression asked for.
         metric: its name.
-        rival: the uncompressed model, `BEST_UNIFORM` or `BEST_OTHER`.
+        rival: the uncompressed model, `BEST_UNIFORM`, `BEST_OTHER` or the name of another row.
         by_seed: seed -> by how much the method is better; seeds that both have.
     """
 
@@ -51,6 +52,30 @@ class Margin:
     def mean(self) -> float:
         """Mean over seeds."""
         return statistics.fmean(self.by_seed.values())
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation over seeds, 0 of one."""
+        return _deviation(self.by_seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a row has in one metric.
+
+    Attributes:
+        row_name: of the method, such as ``"uniform+validation"``.
+        size: compression asked for, None for a row without size.
+        metric: its name.
+        by_seed: seed -> value.
+        compression: bytes of the uncompressed tables over bytes served, the mean of these seeds.
+    """
+
+    row_name: str
+    size: float | None
+    metric: str
+    by_seed: Mapping[int, float]
+    compression: float
 
 
 def read_cells(folders: Sequence[Path]) -> dict[Cell, CellResult]:
@@ -72,6 +97,25 @@ def read_cells(folders: Sequence[Path]) -> dict[Cell, CellResult]:
                 wanted = f"expected {theirs!r} as in {folders[0]}"
                 check(theirs is None or own == theirs, f"folder {folder}, {rule}", wanted, repr(own))
             found.setdefault(result.cell, result)
+    return found
+
+
+def measured(cells: Mapping[Cell, CellResult]) -> list[Measured]:
+    """What every row has, seed by seed, rows without size first."""
+    of_rows: dict[tuple[float, str], list[CellResult]] = {}
+    for cell, result in cells.items():
+        of_rows.setdefault((cell.size or 0.0, cell.row_name), []).append(result)
+    found = []
+    for (size, row_name), results in sorted(of_rows.items()):
+        trained = {result.cell.seed: with_ranking_mean(result.trained) for result in results if result.trained}
+        metrics = {seed: own.row.metrics for seed, own in sorted(trained.items())}
+        compression = statistics.fmean(own.dense_bytes / max(1, own.embedding_bytes) for own in trained.values())
+        for metric in _metrics_of(metrics.values()):
+            by_seed = {seed: values[metric] for seed, values in metrics.items() if metric in values}
+            own = Measured(
+                row_name=row_name, size=size or None, metric=metric, by_seed=by_seed, compression=compression
+            )
+            found.append(own)
     return found
 
 
@@ -101,6 +145,9 @@ def margins(cells: Mapping[Cell, CellResult], method: str) -> list[Margin]:
             BEST_UNIFORM: [cell for cell in others if cell.method in (DENSE, "uniform", "uniform-grid")],
             BEST_OTHER: [cell for cell in others if cell.size == size],
         }
+        for cell in others:
+            if cell.size in (size, None) and cell.row_name != DENSE:
+                rivals.setdefault(cell.row_name, []).append(cell)
         mine = [cell for cell in ours if cell.size == size]
         for metric in _metrics_of(metrics[cell] for cell in mine):
             # A split of one class has no AUC: such a seed is left out.
@@ -130,25 +177,38 @@ def _ahead(mine: Sequence[Cell], theirs: Sequence[Cell], values: Mapping[Cell, f
     return by_seed
 
 
+def _deviation(by_seed: Mapping[int, float]) -> float:
+    return statistics.stdev(by_seed.values()) if len(by_seed) > 1 else 0.0
+
+
 def main() -> None:
-    """Prints a table, writes the JSON."""
+    """Prints two tables, writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", metavar="OUT", help="what `dnis compare --out` named")
     parser.add_argument("--method", default="dnis", help="whose margins, as the table names it")
     parser.add_argument("--json", type=output_file, dest="json_file")
     arguments = parser.parse_args()
     try:
-        rows = margins(read_cells(arguments.folders), arguments.method)
+        cells = read_cells(arguments.folders)
+        rows = margins(cells, arguments.method)
     except ValueError as error:
         parser.error(str(error))
-    seeds = sorted({seed for row in rows for seed in row.by_seed})
-    print(" | ".join(["size", "metric", "ahead of", *(f"seed {seed}" for seed in seeds), "mean", "least"]))
+    seeds = sorted({cell.seed for cell in cells})
+    names = [f"seed {seed}" for seed in seeds]
+    print(" | ".join(["size", "of bytes", "row", "metric", *names, "mean", "deviation"]))
+    for own in measured(cells):
+        by_seed = [f"{own.by_seed[seed]:.4f}" if seed in own.by_seed else "-" for seed in seeds]
+        ends = [f"{value:.4f}" for value in (statistics.fmean(own.by_seed.values()), _deviation(own.by_seed))]
+        size = "-" if own.size is None else f"{own.size:g}"
+        print(" | ".join([size, f"{own.compression:.2f}", own.row_name, own.metric, *by_seed, *ends]))
+    print("\n" + " | ".join(["size", "metric", "ahead of", *names, "mean", "deviation", "least"]))
     for row in rows:
         by_seed = [format_difference(row.by_seed[seed]) if seed in row.by_seed else "-" for seed in seeds]
-        ends = [format_difference(value) for value in (row.mean, min(row.by_seed.values()))]
-        print(" | ".join([f"{row.size:g}", row.metric, row.rival, *by_seed, *ends]))
+        mean, least = (format_difference(value) for value in (row.mean, min(row.by_seed.values())))
+        print(" | ".join([f"{row.size:g}", row.metric, row.rival, *by_seed, mean, f"{row.deviation:.4f}", least]))
     if arguments.json_file:
         described = {"method": arguments.method, "rows": [asdict(row) | {"mean": row.mean} for row in rows]}
+        described["measured"] = [asdict(own) for own in measured(cells)]
         write_text(arguments.json_file, json_text(described, str(arguments.json_file)) + "\n")
 
 

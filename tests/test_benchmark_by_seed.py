@@ -72,9 +72,15 @@ def test_margins_are_taken_within_each_seed_of_the_best_there_and_positive_is_be
         (4, "auc", "dense"): {0: 0.01, 1: -0.01},
         (4, "auc", by_seed.BEST_UNIFORM): {0: -0.01, 1: -0.01},
         (4, "auc", by_seed.BEST_OTHER): {0: 0.03, 1: 0.015},
+        (4, "auc", "dense+validation"): {0: -0.01, 1: 0.01},
+        (4, "auc", "uniform"): {0: 0.03, 1: 0.03},
+        (4, "auc", "mde"): {0: 0.04, 1: 0.015},
         (4, "logloss", "dense"): {0: 0.02, 1: -0.01},
         (4, "logloss", by_seed.BEST_UNIFORM): {0: -0.01, 1: -0.01},
         (4, "logloss", by_seed.BEST_OTHER): {0: 0.03, 1: 0.03},
+        (4, "logloss", "dense+validation"): {0: 0.01, 1: 0.0},
+        (4, "logloss", "uniform"): {0: 0.04, 1: 0.03},
+        (4, "logloss", "mde"): {0: 0.03, 1: 0.04},
     }
 
 
@@ -138,12 +144,16 @@ def test_the_command_prints_a_table_and_writes_json(
     path = tmp_path / "by_seed.json"
     monkeypatch.setattr("sys.argv", ["by_seed", str(write_cells(tmp_path / "out", CLICKS)), "--json", str(path)])
     by_seed.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "size | metric | ahead of | seed 0 | seed 1 | mean | least"
-    assert lines[1] == f"4 | auc | dense | +0.0100 | {MINUS}0.0100 | 0.0000 | {MINUS}0.0100"
+    values, ahead = (table.splitlines() for table in capsys.readouterr().out.split("\n\n"))
+    assert values[0] == "size | of bytes | row | metric | seed 0 | seed 1 | mean | deviation"
+    assert values[1] == "- | 1.00 | dense | auc | 0.8100 | 0.8100 | 0.8100 | 0.0000"
+    assert values[-4] == "4 | 1.00 | mde | auc | 0.7800 | 0.7850 | 0.7825 | 0.0035"
+    assert ahead[0] == "size | metric | ahead of | seed 0 | seed 1 | mean | deviation | least"
+    assert ahead[1] == f"4 | auc | dense | +0.0100 | {MINUS}0.0100 | 0.0000 | 0.0141 | {MINUS}0.0100"
     written = json.loads(path.read_text())
     assert written["method"] == "dnis"
-    assert len(written["rows"]) == len(lines) - 1 == 6
+    assert len(written["rows"]) == len(ahead) - 1 == 12
+    assert len(written["measured"]) == len(values) - 1 == 12
 
 
 def test_the_command_says_what_is_wrong_without_a_traceback(
