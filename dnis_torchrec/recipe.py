@@ -115,6 +115,9 @@ class Recipe:
         row_weights: names of the model's parameters that hold numbers for rows beside the tables, such as first-order
             weights: they learn (by Adam) at `table_learning_rate`, in a search, too: no alpha holds them back, so what
             slows or speeds its tables is not for them.
+        search_row_learning_rate: that of `row_weights` in a search with pressure, its release too; None takes
+            `table_learning_rate`. Where they are most of what a model knows, and learn fast, they have overfitted
+            before the tables are found.
         column_sharing: how much blocks keep the same columns, see `dnis_torchrec.alpha_optimizer.Pressure`.
         column_order: which columns die first, see `order` there: ``"alpha"``, ``"importance"`` or
             ``"free_importance"``.
@@ -143,6 +146,7 @@ class Recipe:
     release_table_learning_rate: float | None = None
     release_dense_learning_rate: float | None = None
     row_weights: tuple[str, ...] = ()
+    search_row_learning_rate: float | None = None
     column_sharing: float = 0.0
     column_order: str = "alpha"
     alpha_learning_rate: float | None = None

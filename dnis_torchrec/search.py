@@ -92,6 +92,7 @@ class SearchConfig:
             `BatchParts`). On several ranks each takes its slice of every part.
         search_table_learning_rate: see `Recipe`; for searches with pressure.
         search_dense_learning_rate: see `Recipe`; for searches with pressure.
+        search_row_learning_rate: see `Recipe`; for searches with pressure.
         release_table_learning_rate: see `Recipe`; for searches with pressure.
         release_dense_learning_rate: see `Recipe`; for searches with pressure.
         alpha_learning_rate: see `AlphaOptimizer`.
@@ -117,6 +118,7 @@ class SearchConfig:
     upper_batch_parts: int = 2
     search_table_learning_rate: float | None = None
     search_dense_learning_rate: float | None = None
+    search_row_learning_rate: float | None = None
     release_table_learning_rate: float | None = None
     release_dense_learning_rate: float | None = None
     alpha_learning_rate: float | None = None
@@ -126,7 +128,8 @@ class SearchConfig:
         epochs = ("warm_up_epochs", "ramp_epochs", "release_epochs", "patience")
         for name in ("num_blocks", *epochs, "upper_every", "upper_batch_parts"):
             check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
-        for name in (f"{phase}_{part}_learning_rate" for phase in ("search", "release") for part in ("table", "dense")):
+        for part in ("search_table", "search_dense", "search_row", "release_table", "release_dense"):
+            name = f"{part}_learning_rate"
             rate = getattr(self, name)
             check(rate is None or rate > 0, name, "expected a number above 0", rate)
         check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
@@ -186,6 +189,7 @@ class SearchConfig:
             "alpha_learning_rate",
             "search_table_learning_rate",
             "search_dense_learning_rate",
+            "search_row_learning_rate",
             "release_table_learning_rate",
             "release_dense_learning_rate",
             "upper_every",
@@ -436,13 +440,15 @@ def _set_rates_(
 ) -> None:
     """Sets the learning rates of an epoch; checkpoints do not have them, so a search that goes on needs it too."""
     tables, dense = recipe.table_learning_rate, recipe.dense_learning_rate
+    rows = tables
     if config.pressure:
         tables = config.search_table_learning_rate or tables
         dense = config.search_dense_learning_rate or dense
+        rows = config.search_row_learning_rate or rows
         if epoch >= config.warm_up_epochs + config.ramp_epochs:
             tables = config.release_table_learning_rate or tables
             dense = config.release_dense_learning_rate or dense
-    set_learning_rates_(model, optimizer, tables=tables, dense=dense)
+    set_learning_rates_(model, optimizer, tables=tables, dense=dense, rows=rows)
     if config.unrolled:
         pipeline.set_unrolled_step(_highest_rate(optimizer))
 

@@ -191,21 +191,20 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
 
 
 def set_learning_rates_(
-    model: DistributedModelParallel, optimizer: KeyedOptimizerWrapper, *, tables: float, dense: float
+    model: DistributedModelParallel, optimizer: KeyedOptimizerWrapper, *, tables: float, dense: float, rows: float
 ) -> None:
     """Lets a model learn at other rates from the next step on. Local; to be called on all ranks alike.
-
-    Numbers for rows beside the tables (`Recipe.row_weights`) keep the rate that `shard` gave them.
 
     Args:
         model: as `shard` made it.
         optimizer: as `shard` made it.
         tables: rate of the tables.
         dense: rate of everything else.
+        rows: rate of numbers for rows beside the tables (`Recipe.row_weights`).
     """
-    rates = {OF_TABLES: tables, OF_REST: dense}
+    rates = {OF_TABLES: tables, OF_REST: dense, OF_ROWS: rows}
     for group in optimizer.param_groups:
-        group["lr"] = rates.get(group[PART], group["lr"])
+        group["lr"] = rates[group[PART]]
     for group in model.fused_optimizer.param_groups:
         group["lr"] = tables
     # Where TorchRec's fused optimizers hand their rate on to the kernels; there are no gradients to clear.

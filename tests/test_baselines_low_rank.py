@@ -44,7 +44,7 @@ def test_the_cut_itself_is_kept_where_training_on_does_not_help(
 ) -> None:
     def at_no_rate_that_helps(model, optimizer, *, mask=None, **options) -> PlainTraining:
         if mask is not None:
-            set_learning_rates_(model, optimizer, tables=10.0, dense=10.0)
+            set_learning_rates_(model, optimizer, tables=10.0, dense=10.0, rows=10.0)
         return train_plainly(model, optimizer, mask=mask, **options)
 
     monkeypatch.setattr(low_rank, "train_plainly", at_no_rate_that_helps)

@@ -71,7 +71,7 @@ def test_a_pruned_run_that_training_on_makes_worse_stays_as_it_is(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def at_no_rate_that_helps(model, optimizer, *arguments, **options):
-        set_learning_rates_(model, optimizer, tables=10.0, dense=10.0)
+        set_learning_rates_(model, optimizer, tables=10.0, dense=10.0, rows=10.0)
         return train_plainly(model, optimizer, *arguments, **options)
 
     monkeypatch.setattr(prune_job, "train_plainly", at_no_rate_that_helps)

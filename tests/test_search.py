@@ -69,6 +69,7 @@ def test_a_configuration_takes_from_the_recipe_whatever_both_know(column_order: 
     values |= {"column_sharing": column_sharing, "alpha_learning_rate": 0.25, "release_table_learning_rate": 0.125}
     values |= {"release_dense_learning_rate": 0.0625, "scope": "table", "column_order": column_order}
     values |= {"search_table_learning_rate": 0.375, "search_dense_learning_rate": 0.1875}
+    values |= {"search_row_learning_rate": 0.75}
     assert values.keys() == {f.name for f in fields(Recipe)} & {f.name for f in fields(SearchConfig)}
     recipe = replace(make_recipe(), **values)
     config = SearchConfig.of(recipe, Size(compression_ratio=2), {"ramp_epochs": 8})
@@ -166,7 +167,8 @@ def test_no_epoch_before_the_columns_are_settled_is_the_best_one(
 
 
 RELEASE_RATES = ["release_table_learning_rate", "release_dense_learning_rate"]
-RATES = ["search_table_learning_rate", "search_dense_learning_rate", *RELEASE_RATES]
+SEARCH_RATES = [f"search_{part}_learning_rate" for part in ("table", "dense", "row")]
+RATES = [*SEARCH_RATES, *RELEASE_RATES]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
@@ -199,12 +201,31 @@ def test_a_search_has_rates_of_its_own_until_the_release(
     assert histories[0] == histories[1]
 
 
+def test_weights_of_rows_have_the_tables_plain_rate_in_a_search_or_their_own(gloo, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    rows = next(name for name, _ in recipe.model.named_parameters() if name.startswith("over_arch") and "bias" in name)
+    histories = []
+    for plain, own in ((0.02, None), (0.001, 0.02), (0.001, None)):
+        recipe = replace(make_recipe(), table_learning_rate=plain, row_weights=(rows,))
+        rates = {
+            "search_table_learning_rate": 0.01,
+            "search_row_learning_rate": own,
+            "release_table_learning_rate": 0.1,
+        }
+        config = SearchConfig(size=Size(compression_ratio=4), **rates, **SHORT)
+        histories.append(search(recipe, config, tmp_path / f"{plain} {own}", CPU).history)
+    assert histories[0] == histories[1]
+    assert histories[0][0] != histories[2][0]
+    assert histories[0][-1] != histories[2][-1]
+
+
 def test_without_pressure_there_is_no_release(gloo, tmp_path: Path) -> None:
     histories = []
     for rate in (None, 0.1):
         settings = {"pressure": False, "structure": "element", **dict.fromkeys(RATES, rate)}
         config = SearchConfig(size=Size(compression_ratio=4), **settings, **SHORT)
-        histories.append(search(make_recipe(), config, tmp_path / str(rate), CPU).history)
+        recipe = replace(make_recipe(), row_weights=("over_arch.model.1.bias",))
+        histories.append(search(recipe, config, tmp_path / str(rate), CPU).history)
     assert histories[0] == histories[1]
 
 
