@@ -116,8 +116,8 @@ class Recipe:
             weights: they learn (by Adam) at `table_learning_rate`, in a search, too: no alpha holds them back, so what
             slows or speeds its tables is not for them.
         search_row_learning_rate: that of `row_weights` in a search with pressure, its release too; None takes
-            `table_learning_rate`. Where they are most of what a model knows, and learn fast, they have overfitted
-            before the tables are found.
+            `table_learning_rate`. A search goes on for longer than plain training, and may want them slower where they
+            are most of what a model knows.
         column_sharing: how much blocks keep the same columns, see `dnis_torchrec.alpha_optimizer.Pressure`.
         column_order: which columns die first, see `order` there: ``"alpha"``, ``"importance"`` or
             ``"free_importance"``.
