@@ -281,7 +281,7 @@ class UnrollingError(NotImplementedError):
 def _check_ordinary_gradients(model: nn.Module) -> None:
     """Refuses tables and weights that would be stepped inside the backward pass, or averaged by nobody."""
     supported = "supported for one-step unrolling is the dense compute kernel in data_parallel sharding"
-    remedy = "shard the tables so, as training.shard does for Adam on a CPU, or take the first order (None)"
+    remedy = "shard the tables so, as training.shard does for replicated Adam, or take the first order (None)"
     for module in model.modules():
         if not isinstance(module, ShardedEmbeddingBagCollection):
             continue

@@ -99,9 +99,10 @@ def shard(
     """Shards a model as the recipe's table optimizer needs it.
 
     ``"adam"`` on a CPU runs in the dense compute kernel and steps whole shards, not only rows that were looked up
-    (FBGEMM's fused CPU kernels know SGD and Adagrad only); on a GPU it is fused into the tables' backward, as
-    ``"rowwise_adagrad"`` is on both. On several ranks tables are sharded as TorchRec's planner sees fit, the row-wise
-    family included on CPUs too. A plan that cannot be made raises on every rank alike (see `sharding`).
+    (FBGEMM's fused CPU kernels know SGD and Adagrad only); on a GPU it is fused into the tables' backward unless
+    they are replicated, as ``"rowwise_adagrad"`` always is. On several ranks tables are sharded as TorchRec's
+    planner sees fit, the row-wise family included on CPUs too. A plan that cannot be made raises on every rank
+    alike (see `sharding`).
 
     On a CPU a search over multi-hot features has a fused kernel for every table: the pieces of one table at a time are
     in memory then (see `shard_selection`). Where operators are compiled each reads one key per feature, and soft
@@ -112,7 +113,8 @@ def shard(
         recipe: optimizers and learning rates.
         device: where to train.
         whole_rows: tables whose rows no plan may cut.
-        replicated: hold all tables whole on every rank, where none is fused; one-step unrolled gradients want that.
+        replicated: hold tables that learn by Adam whole on every rank, and fuse none of them; one-step unrolled
+            gradients want that.
         prefetched: set tables up for a pipeline that prefetches, where the planner leaves them in host memory behind a
             cache on the GPU.
 
@@ -122,7 +124,7 @@ def shard(
     Raises:
         ValueError: on all ranks alike, if there is no plan for the tables.
     """
-    fused = recipe.table_optimizer == "rowwise_adagrad" or device.type == "cuda"
+    fused = recipe.table_optimizer == "rowwise_adagrad" or (device.type == "cuda" and not replicated)
     wrappers = soft_selection_modules(task).values()
     is_multi_hot = any(wrapper.bag_splitter is not None for wrapper in wrappers)
     splits_in_lookups = is_multi_hot and fused and device.type == "cpu" and are_compiled()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.block_operators import are_compiled
@@ -23,7 +24,7 @@ from dnis_torchrec.search import table_configs
 from dnis_torchrec.swap import prepare_
 from dnis_torchrec.table_shards import TableShard, collections, local_shards, soft_selection_modules
 from dnis_torchrec.training import EarlyStopping, evaluate, primary_metric, set_learning_rates_, shard, train_plainly
-from tests.tiny import make_batch, make_collection, make_recipe
+from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 
 CPU = torch.device("cpu")
 
@@ -52,6 +53,25 @@ def test_tables_are_not_held_twice_once_they_are_sharded(gloo, optimizer: str) -
     gc.collect()
     assert [weight() for weight in weights] == [None] * len(weights)
     assert sharded
+
+
+@pytest.mark.parametrize(("optimizer", "is_dense"), [("adam", True), ("rowwise_adagrad", False)])
+def test_replicated_tables_that_learn_by_adam_are_fused_on_no_gpu_either(
+    gloo, monkeypatch: pytest.MonkeyPatch, optimizer: str, is_dense: bool
+) -> None:
+    """A one-step unrolled gradient needs them so; what the planner is asked for can be seen without a GPU."""
+    asked: list[ParameterConstraints] = []
+
+    def refuse(*_: object, constraints: dict[str, ParameterConstraints]) -> None:
+        asked.extend(constraints.values())
+        raise ValueError("asked")
+
+    monkeypatch.setattr("dnis_torchrec.training.make_sharding_plan", refuse)
+    recipe = make_recipe(optimizer=optimizer)
+    with pytest.raises(ValueError, match="asked"):
+        shard(TrainTask(recipe.model, recipe.loss), recipe, torch.device("cuda"), replicated=True)
+    assert [own.sharding_types == ["data_parallel"] for own in asked] == [is_dense] * len(ROWS)
+    assert [own.compute_kernels == ["dense"] for own in asked] == [is_dense] * len(ROWS)
 
 
 @pytest.mark.parametrize("most_ids", [1, 3])
