@@ -60,7 +60,7 @@ def _load() -> bool:
     of_packed = ("find_pieces", "pack_ids", "select_packed", "spread_packed_gradient", "sum_packed_alpha_gradient")
     for name in (*of_blocks, *of_packed):  # they write to their arguments
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: None)
-    for name in ("spread_gradient", "are_single_ids"):
+    for name in ("spread_gradient", "are_good_bags"):
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: True)
     return True
 
@@ -215,21 +215,22 @@ def fill_rows_(
     return rows
 
 
-def are_single_ids(ids: Tensor, lengths: Tensor, bounds: Tensor) -> bool:
-    """Whether every bag holds exactly one id, and that one is at least 0 and below the bound of its key. CPU, compiled.
+def are_good_bags(ids: Tensor, lengths: Tensor, bounds: Tensor, longest: Tensor) -> bool:
+    """Whether no bag is longer than allowed, and every id is at least 0 and below the bound of its key. CPU, compiled.
 
     Args:
         ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
         lengths: ``(keys * B,)`` int32 or int64.
         bounds: ``(keys,)`` int64.
+        longest: ``(keys,)`` int64, ids that a bag of the key may hold.
 
     Example:
         >>> if are_compiled():
-        ...     ids, lengths = torch.tensor([3, 0, 9]), torch.tensor([1, 1, 1])
-        ...     assert are_single_ids(ids, lengths, torch.tensor([4, 1, 10]))
-        ...     assert not are_single_ids(ids, lengths, torch.tensor([4, 1, 9]))
+        ...     ids, lengths, bounds = torch.tensor([3, 0, 9]), torch.tensor([1, 2]), torch.tensor([4, 10])
+        ...     assert are_good_bags(ids, lengths, bounds, torch.tensor([1, 2]))
+        ...     assert not are_good_bags(ids, lengths, bounds, torch.tensor([1, 1]))
     """
-    return torch.ops.dnis_torchrec.are_single_ids(ids.contiguous(), lengths.contiguous(), bounds)
+    return torch.ops.dnis_torchrec.are_good_bags(ids.contiguous(), lengths.contiguous(), bounds, longest)
 
 
 def split_bags(

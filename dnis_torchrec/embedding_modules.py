@@ -28,7 +28,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.bag_splitting import BagSplitter, FeatureSplit
-from dnis_torchrec.block_operators import are_compiled, are_single_ids, fill_rows_, select_pieces
+from dnis_torchrec.block_operators import are_compiled, are_good_bags, fill_rows_, select_pieces
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.pooled_pieces import PooledFeature, PooledPieces, jagged_by_key
@@ -56,6 +56,7 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         embedding_bag_collection: the child; DistributedModelParallel shards it.
         blocks: the blocks it was built with.
         alpha: see `Alpha`.
+        multiplies_tables: see `read_whole_features_`.
 
     Shape:
         - Input: KeyedJaggedTensor, keys in any order, stride B.
@@ -98,6 +99,7 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.embedding_bag_collection = _child(embedding_bag_collection, self._tables, self._outputs, self.bag_splitter)
         self.alpha = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
         self.selection: WatchedOutputs = SelectPooled(self._outputs, blocks, self.alpha)
+        self.multiplies_tables = False
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks bags up and multiplies them by alpha.
@@ -117,12 +119,17 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         pooled = self.embedding_bag_collection(split)
         return self.selection(pooled, features, split)
 
-    def read_whole_features_(self) -> None:
+    def read_whole_features_(self, *, multiply_tables: bool = False) -> None:
         """Gives the child one key per feature, whatever its blocks, for lookups that split bags for themselves.
 
         FBGEMM's CPU kernels learn a table that several keys read by a slower path. Call it before sharding, and
         `dnis_torchrec.shard_selection.select_on_shards_` right after: in between the wrapper cannot be called.
+
+        Args:
+            multiply_tables: let kernels whose optimizer is not fused multiply whole tables by alpha, where they can:
+                quicker for tables of fewer numbers than a batch's pooled embeddings (`dnis_torchrec.table_selection`).
         """
+        self.multiplies_tables = multiply_tables
         if self.bag_splitter is not None:
             keys = {output.name: (output.whole_key,) for output in self._outputs}
             self.embedding_bag_collection = _reading(self.embedding_bag_collection, self._tables, self._outputs, keys)
@@ -422,7 +429,7 @@ class BagCheck(nn.Module):
     def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
         super().__init__()
         self._outputs = outputs
-        self._bounds: dict[tuple[str, ...], Tensor] = {}
+        self._limits: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
 
     def forward(self, features: KeyedJaggedTensor) -> None:
         """Checks lengths of single-id bags and the range of every id.
@@ -433,7 +440,7 @@ class BagCheck(nn.Module):
         """
         if features.variable_stride_per_key():
             raise NotImplementedError(describe("features", "supported are batches of one size for all keys", "several"))
-        if self._all_single_and_in_range(features):
+        if self._are_good(features):
             return
         jagged = jagged_by_key(features)
         for output in self._outputs:
@@ -447,23 +454,32 @@ class BagCheck(nn.Module):
             elif ids.numel():
                 _check_on_cpu(output, ids, lengths, place)
 
-    def _all_single_and_in_range(self, features: KeyedJaggedTensor) -> bool:
-        """The usual case on a CPU, every bag of exactly one good id, decided by one operation for all features."""
+    def _are_good(self, features: KeyedJaggedTensor) -> bool:
+        """The usual case on a CPU, decided for all features at once; False where each has to be looked at."""
         ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
-        if ids.device.type != "cpu" or ids.numel() != lengths.numel() or not ids.numel():
+        if ids.device.type != "cpu":
             return False
-        if keys not in self._bounds:
+        if keys not in self._limits:
             if not {output.feature for output in self._outputs} <= set(keys):
                 return False
-            bounds = dict.fromkeys(keys, torch.iinfo(torch.int64).max)
-            for output in self._outputs:
-                bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
-            self._bounds[keys] = torch.tensor([bounds[key] for key in keys])
+            self._limits[keys] = self._limits_of(keys)
+        bounds, longest = self._limits[keys]
         if are_compiled():
-            return are_single_ids(ids, lengths, self._bounds[keys])
+            return are_good_bags(ids, lengths, bounds, longest)
+        if ids.numel() != lengths.numel() or not ids.numel() or int(lengths.max()) > 1:
+            return False
         lowest, highest = torch.aminmax(ids.view(len(keys), -1), dim=1)
-        are_in_range = bool((lowest >= 0).all()) and bool((highest < self._bounds[keys]).all())
-        return are_in_range and int(lengths.max()) == 1
+        return bool((lowest >= 0).all()) and bool((highest < bounds).all())
+
+    def _limits_of(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Of every key the rows of its smallest table, and how many ids a bag may hold; no limits where none reads."""
+        unlimited = torch.iinfo(torch.int64).max
+        bounds, longest = dict.fromkeys(keys, unlimited), dict.fromkeys(keys, unlimited)
+        for output in self._outputs:
+            bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
+            if not output.is_multi_hot:
+                longest[output.feature] = 1
+        return torch.tensor(list(bounds.values())), torch.tensor(list(longest.values()))
 
 
 def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: str) -> None:

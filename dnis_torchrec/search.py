@@ -10,14 +10,12 @@ Without pressure (the paper's search) there is no ramp: alpha learns on validati
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
@@ -30,21 +28,21 @@ from dnis_torchrec.batch_parts import BatchParts
 from dnis_torchrec.blocking import SCOPES, RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.cached_tables import PrefetchedTables
+from dnis_torchrec.checked_counts import count_training_data
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data_over_ranks import check_same, fingerprints, for_counting, noting, split_over_ranks
-from dnis_torchrec.frequency import FrequencyCounts, longest_bags
+from dnis_torchrec.data_over_ranks import check_same, fingerprints, noting, split_over_ranks
+from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
-from dnis_torchrec.metrics import check_candidates
 from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.pruning import STRUCTURES, prune
 from dnis_torchrec.ranks import together
-from dnis_torchrec.recipe import DataSplits, RankingBatch, Recipe, TrainTask, with_checked_labels
+from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search_loop import EpochRecord, Saving, SearchEvents, SearchInterrupted, SearchLoop
 from dnis_torchrec.storage import Address
-from dnis_torchrec.streaming import CountLimits, count_stream
+from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.swap import merge_, prepare_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
@@ -252,60 +250,6 @@ def dense_parameters(model: nn.Module) -> int:
     return sum(table.num_embeddings * table.embedding_dim for table in table_configs(model))
 
 
-def count_training_data(
-    data: DataSplits,
-    loss: nn.Module,
-    tables: Sequence[EmbeddingBagConfig],
-    *,
-    limits: CountLimits | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> FrequencyCounts:
-    """Counts the training split in bounded memory, and checks labels, ids and queries of all splits on the way.
-
-    The longest bags are those of all splits, so that a feature that holds several ids only once, in another split than
-    training's, is a multi-hot one from the start.
-
-    Distributed: each rank reads its part, and all have the counts of all parts; see `count_stream`.
-
-    Args:
-        data: of this rank.
-        loss: decides which labels are allowed.
-        tables: the tables to count.
-        limits: what counting may cost.
-        process_group: of the ranks that count together; None for this process alone.
-
-    Raises:
-        ValueError: on all ranks, for an empty split, a label outside the loss's domain, an id outside its table, or a
-            query of fewer candidates than the largest k of the ranking metrics.
-    """
-    longest: Counter[str] = Counter()
-    queries = {name: [torch.zeros(0, dtype=torch.int64)] for name in ("selection", "test")}
-    with together(process_group):
-        for name in ("validation", *queries):
-            num_batches, batches = 0, getattr(data, name)
-            for batch in with_checked_labels(for_counting(batches) if name == "validation" else batches, loss, name):
-                longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {num_batches}"))
-                num_batches += 1
-                if name in queries and isinstance(batch, RankingBatch):
-                    queries[name].append(batch.queries.cpu().long())
-            check(num_batches > 0, f"{name} stream", "expected at least one batch", 0, "check the data splits")
-    _check_queries(queries, Ranks(process_group))
-    train = with_checked_labels(for_counting(data.train), loss, "train")
-    features = (batch.sparse_features for batch in train)
-    counts = count_stream(features, tables, limits=limits, process_group=process_group)
-    of_all = torch.tensor([max(length, longest[name]) for name, length in counts.max_bag_lengths.items()])
-    lengths = Ranks(process_group).max_(of_all).tolist()
-    return replace(counts, max_bag_lengths=dict(zip(counts.max_bag_lengths, lengths, strict=True)))
-
-
-def _check_queries(queries: Mapping[str, list[torch.Tensor]], ranks: Ranks) -> None:
-    """Every query of a ranked split has candidates enough, those of all ranks counted."""
-    for name, own in queries.items():
-        of_all = ranks.concatenate(torch.cat(own))
-        if of_all.numel():
-            check_candidates(of_all, place=f"{name} split")
-
-
 def search(
     recipe: Recipe,
     config: SearchConfig,
@@ -356,10 +300,7 @@ def search(
     with together():
         events.on_start(steps_per_epoch, counts, blocks)
     turned = [table for group in rotation_groups(recipe.model) for table in group.tables] if config.rotate else []
-    task = TrainTask(prepare_(recipe.model, blocks), recipe.loss)
-    model, optimizer = shard(
-        task, recipe, device, whole_rows=turned, replicated=config.unrolled, prefetched=not config.unrolled
-    )
+    model, optimizer = _sharded(recipe, blocks, config, device, turned, counts.num_samples // steps_per_epoch)
     pipeline, stream = _pipeline(model, optimizer, device, recipe, config, steps_per_epoch)
     model.train()
     loop = SearchLoop(
@@ -390,6 +331,26 @@ def search(
         history=tuple(loop.history),
         best_epoch=loop.best.epoch,
         seconds_before=loop.seconds_before,
+    )
+
+
+def _sharded(
+    recipe: Recipe,
+    blocks: RowBlocks,
+    config: SearchConfig,
+    device: torch.device,
+    turned: Sequence[str],
+    batch_size: int,
+) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
+    """The recipe's model, prepared, and the optimizer of what is not fused."""
+    return shard(
+        TrainTask(prepare_(recipe.model, blocks), recipe.loss),
+        recipe,
+        device,
+        whole_rows=turned,
+        replicated=config.unrolled,
+        prefetched=not config.unrolled,
+        batch_size=batch_size,
     )
 
 

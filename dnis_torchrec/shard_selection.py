@@ -13,6 +13,8 @@ kernels, and gives the collection the input_dist and output_dist of whole bags. 
 added up before the next kernel runs, and in the backward pass its gradient has been used before the next one's is made:
 with a kernel for every table (TorchRec's fused parameter ``use_one_tbe_per_table``) that is the pieces of one table.
 
+Kernels of small tables whose optimizer is not fused may multiply the tables instead, see `table_selection`.
+
 It does so for every sharding type, kernel and device whose lookup is a GroupedPooledEmbeddingsLookup: all those that
 ShardedEmbeddingBagCollection trains with. Elsewhere (a model that is not sharded, or sharded by a sharder with lookups
 of its own, or whose rows are prefetched, which FBGEMM wants to know the ids of as its kernel will read them) bags are
@@ -38,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
@@ -58,6 +61,7 @@ from dnis_torchrec.packed_bags import Packing, pack_bags, select_packed
 from dnis_torchrec.pooled_pieces import PooledFeature, jagged_by_key
 from dnis_torchrec.row_routing import RowRouter
 from dnis_torchrec.soft_selection import Alpha, select_per_block, select_per_sample
+from dnis_torchrec.table_selection import TableSelection
 from dnis_torchrec.table_shards import soft_selection_modules
 
 
@@ -89,8 +93,9 @@ def _select_on_shards_(wrapper: SoftSelectionEmbeddingBagCollection, collection:
         travels = kind != ShardingType.DATA_PARALLEL.value
         division = collection._env.world_size if travels else 1
         for part, features in _parts_of(lookup, wrapper.outputs, routers):
+            tables = _table_selection(part, features) if wrapper.multiplies_tables else None
             # as TorchRec's pipelines replace forwards: no module, and so no name, changes
-            part.forward = ShardSelection(part.forward, features, wrapper.alpha, division)
+            part.forward = ShardSelection(part.forward, features, wrapper.alpha, division, tables)
     collection._embedding_shardings = [
         _sharding_of_whole_bags(collection, kind, wrapper.outputs) for kind in collection._sharding_types
     ]
@@ -154,6 +159,7 @@ class ShardFeature:
         output: what stands behind the feature.
         router: row of the table -> block.
         first_row: row of the table that the shard begins with: what id 0 is here.
+        num_rows: rows of the shard.
         first_column: column of the table that the shard begins with.
         num_columns: its columns.
         keys: that the lookup reads for it: one; or one per block of a multi-hot feature.
@@ -162,6 +168,7 @@ class ShardFeature:
     output: PooledFeature
     router: RowRouter
     first_row: int
+    num_rows: int
     first_column: int
     num_columns: int
     keys: tuple[str, ...]
@@ -186,6 +193,7 @@ def _features_of(
                 output=output,
                 router=routers[table.name],
                 first_row=row,
+                num_rows=table.local_rows,
                 first_column=column,
                 num_columns=table.local_cols,
                 keys=tuple(itertools.islice(keys, 1 if is_whole else len(output.block_keys))),
@@ -193,6 +201,24 @@ def _features_of(
             for output in own
         ]
     return features
+
+
+def _table_selection(part: nn.Module, features: Sequence[ShardFeature]) -> TableSelection | None:
+    """For a kernel whose tables may be multiplied whole: not fused, compiled for, and all of the same columns."""
+    if not isinstance(part, BatchedDenseEmbeddingBag) or not are_compiled():
+        return None
+    weights = part.emb_module.weights
+    columns = {(own.output.embedding_dim, own.first_column, own.num_columns) for own in features}
+    if weights.device.type != "cpu" or weights.dtype not in (torch.float32, torch.float64) or len(columns) != 1:
+        return None
+    rows, first_rows, num_rows = [], [], 0
+    for own, last in zip(features, [None, *features], strict=False):
+        if last is None or own.output.table != last.output.table:
+            blocks = own.router(torch.arange(own.first_row, own.first_row + own.num_rows))
+            rows.append(torch.where(blocks < own.output.num_blocks, own.output.first_alpha_row + blocks, -1))
+            num_rows += own.num_rows
+        first_rows.append(num_rows - own.num_rows)
+    return TableSelection(part.emb_module, torch.cat(rows), first_rows, features[0].num_columns)
 
 
 class ShardSelection:
@@ -205,6 +231,7 @@ class ShardSelection:
         features: of whole bags, in the order in which it reads them.
         alpha: of the model.
         gradient_division: by how much TorchRec divides the gradients that come back to this lookup.
+        tables: multiplies the tables instead of what is looked up; None where that is not wanted or cannot be.
     """
 
     def __init__(
@@ -213,11 +240,13 @@ class ShardSelection:
         features: Sequence[ShardFeature],
         alpha: Alpha,
         gradient_division: int,
+        tables: TableSelection | None = None,
     ) -> None:
         self._lookup = lookup
         self._features = list(features)
         self._alpha = alpha
         self._gradient_division = gradient_division
+        self._tables = tables
         # As in the lookup's own list of features, a name occurs once for every shard that reads it.
         self._keys = [key for feature in features for key in feature.keys]
         self._num_keys = [feature.num_keys for feature in features]
@@ -248,6 +277,8 @@ class ShardSelection:
         Returns:
             ``(B, sum of the shards' columns over features)``, as the plain model's lookup.
         """
+        if self._tables is not None:
+            return self._select_on_tables(features, self._tables)
         is_for_compiled = features.values().device.type == "cpu" and are_compiled()
         return self._select_packed(features) if is_for_compiled else self._select_by_torch(features)
 
@@ -260,6 +291,15 @@ class ShardSelection:
         """Alpha by embedding_dim; its gradient is multiplied by what TorchRec has divided it by."""
         factor = self._gradient_division if get_gradient_division() else 1
         return {dim: _ScaleGradient.apply(self._alpha.of(dim), factor) for dim in self._alpha.dims}
+
+    def _select_on_tables(self, features: KeyedJaggedTensor, tables: TableSelection) -> Tensor:
+        """By multiplying the tables themselves."""
+        first = self._features[0]
+        dim, columns = first.output.embedding_dim, slice(first.first_column, first.first_column + first.num_columns)
+        alpha = self._alphas()[dim][:, columns]
+        if self._alpha.is_upper:
+            self._alpha.record_hits(dim, tables.rows_of(features))
+        return tables.look_up(self._lookup, features, alpha, weights_learn=not self._alpha.is_upper)
 
     def _select_packed(self, features: KeyedJaggedTensor) -> Tensor:
         """By the compiled operators, blocks that do not occur left out."""

@@ -34,6 +34,7 @@ from dnis_torchrec.block_operators import are_compiled
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.denormals import flushing_denormals
+from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.finite import REMEDY, FiniteGuard, NonFiniteError
 from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
@@ -95,6 +96,7 @@ def shard(
     whole_rows: Collection[str] = (),
     replicated: bool = False,
     prefetched: bool = False,
+    batch_size: int | None = None,
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     """Shards a model as the recipe's table optimizer needs it.
 
@@ -106,7 +108,7 @@ def shard(
 
     On a CPU a search over multi-hot features has a fused kernel for every table: the pieces of one table at a time are
     in memory then (see `shard_selection`). Where operators are compiled each reads one key per feature, and soft
-    selection is on the shards already.
+    selection is on the shards already, as it is where small tables are multiplied whole.
 
     Args:
         task: the model with its loss; prepared or not. Its tables are moved into TorchRec's kernels.
@@ -117,6 +119,8 @@ def shard(
             gradients want that.
         prefetched: set tables up for a pipeline that prefetches, where the planner leaves them in host memory behind a
             cache on the GPU.
+        batch_size: samples of a batch of all ranks, where known: tables that are small beside it, and not fused, are
+            multiplied by alpha whole (see `table_selection`).
 
     Returns:
         The sharded model, with the weights that `task` had, and the optimizer of everything that is not fused.
@@ -127,10 +131,12 @@ def shard(
     fused = recipe.table_optimizer == "rowwise_adagrad" or (device.type == "cuda" and not replicated)
     wrappers = soft_selection_modules(task).values()
     is_multi_hot = any(wrapper.bag_splitter is not None for wrapper in wrappers)
-    splits_in_lookups = is_multi_hot and fused and device.type == "cpu" and are_compiled()
-    if splits_in_lookups:
+    may_select_in_lookups = is_multi_hot and device.type == "cpu" and are_compiled()
+    multiplies = may_select_in_lookups and not replicated and _are_small(wrappers, batch_size)
+    selects_in_lookups = multiplies or (may_select_in_lookups and fused)
+    if selects_in_lookups:
         for wrapper in wrappers:
-            wrapper.read_whole_features_()
+            wrapper.read_whole_features_(multiply_tables=multiplies)
     plain = [module for module in task.modules() if isinstance(module, EmbeddingBagCollection)]
     # Not by apply_optimizer_in_backward: torch then keeps what it was applied to, and every table would be held twice.
     fused_params = {"optimizer": FUSED_OPTIMIZERS[recipe.table_optimizer], "learning_rate": recipe.table_learning_rate}
@@ -157,9 +163,16 @@ def shard(
         if prefetched and sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
             sharding.cache_params = replace(sharding.cache_params or CacheParams(), prefetch_pipeline=True)
     model = shard_model(task, device, plan, sharders)
-    if splits_in_lookups:
+    if selects_in_lookups:
         select_on_shards_(model)
     return model, rest_optimizer(model, recipe)
+
+
+def _are_small(wrappers: Collection[SoftSelectionEmbeddingBagCollection], batch_size: int | None) -> bool:
+    """Whether all tables together hold at most as many numbers as what a batch of all ranks is pooled to."""
+    tables = [table for wrapper in wrappers for table in wrapper.embedding_bag_configs()]
+    pooled = sum(table.embedding_dim * len(table.feature_names) for table in tables) * (batch_size or 0)
+    return sum(table.num_embeddings * table.embedding_dim for table in tables) <= pooled
 
 
 def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOptimizerWrapper:

@@ -28,8 +28,9 @@ LAYERS = (
         "scheme",
         "soft_selection",
         "streaming",
+        "table_selection",
     },
-    {"budget", "column_importance", "embedding_modules", "narrow_tables", "serving"},
+    {"budget", "checked_counts", "column_importance", "embedding_modules", "narrow_tables", "serving"},
     {"cached_tables", "column_order", "table_shards"},
     {"alpha_optimizer"},
     {

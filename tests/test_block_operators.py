@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec import bag_splitting, block_operators, embedding_modules
 from dnis_torchrec.block_operators import (
     are_compiled,
-    are_single_ids,
+    are_good_bags,
     fill_rows_,
     instruction_set,
     select_pieces,
@@ -211,18 +211,30 @@ def test_unknown_instruction_set() -> None:
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("length_dtype", [torch.int32, torch.int64])
-@given(st.lists(st.lists(st.integers(-1, 4), max_size=2), min_size=4, max_size=4))
+@given(st.lists(st.lists(st.integers(-1, 4), max_size=3), min_size=4, max_size=4))
 @example([[3], [0], [2], [0]])
 @example([[3], [4], [2], [0]])
 @example([[3], [0], [3], [0]])
 @example([[3], [0], [-1], [0]])
-@example([[3], [0, 1], [], [0]])
-def test_single_ids_within_bounds(length_dtype, id_dtype, bags: list[list[int]]) -> None:
-    """Two features of two bags, of tables of 4 and of 3 rows."""
+@example([[3], [0, 1], [2], [0]])
+@example([[3], [], [0, 1], [2]])
+@example([[3], [0], [0, 1, 2], [2]])
+@example([[], [], [], []])
+def test_bags_within_bounds(length_dtype, id_dtype, bags: list[list[int]]) -> None:
+    """Two features of two bags, of tables of 4 and of 3 rows; bags of at most one id, and of at most two."""
     ids = torch.tensor([row for bag in bags for row in bag], dtype=id_dtype)
     lengths = torch.tensor([len(bag) for bag in bags], dtype=length_dtype)
-    expected = all(len(bag) == 1 and 0 <= bag[0] < rows for bag, rows in zip(bags, (4, 4, 3, 3), strict=True))
-    assert are_single_ids(ids, lengths, torch.tensor([4, 3])) == expected
+    limits = ((4, 1), (4, 1), (3, 2), (3, 2))
+    expected = all(
+        len(bag) <= most and all(0 <= row < rows for row in bag) for bag, (rows, most) in zip(bags, limits, strict=True)
+    )
+    assert are_good_bags(ids, lengths, torch.tensor([4, 3]), torch.tensor([1, 2])) == expected
+
+
+def test_bags_whose_lengths_are_not_those_of_the_ids() -> None:
+    bounds = longest = torch.tensor([4])
+    for lengths in ([1, 1, 1], [1], [3, -1]):
+        assert not are_good_bags(torch.tensor([0, 1]), torch.tensor(lengths), bounds, longest)
 
 
 @given(

@@ -132,9 +132,7 @@ class SharedTrials:
 
     def drop_beaten(self, *, num_bytes: int) -> None:
         """Removes the states of finished trials that cannot be the best any more, so that few lie on disk at a time."""
-        finished = (
-            self.finished()
-        )  # read once: what another process finishes meanwhile may be better than the best here
+        finished = self.finished()  # once: what another process finishes meanwhile may be better than the best here
         for index in finished.keys() - {_best(finished, num_bytes)}:
             shutil.rmtree(self.folder(index), ignore_errors=True)
 

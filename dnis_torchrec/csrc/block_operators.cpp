@@ -271,19 +271,28 @@ void fill_rows(Tensor ids, Tensor lengths, std::vector<Tensor> routings, std::ve
   });
 }
 
-// Whether every bag holds exactly one id, in 0 .. the bound of its key.
-bool are_single_ids(Tensor ids, Tensor lengths, Tensor bounds) {
-  const int64_t num_keys = bounds.numel(), num_bags = lengths.numel();
+// Whether no bag is longer than the longest of its key, and every id lies in 0 .. the bound of its key.
+bool are_good_bags(Tensor ids, Tensor lengths, Tensor bounds, Tensor longest) {
+  const int64_t num_keys = bounds.numel(), num_bags = lengths.numel(), num_ids = ids.numel();
   const int64_t* bound = numbers<int64_t>(bounds, ScalarType::Long, "bounds");
-  check(num_keys > 0 && num_bags % num_keys == 0, "bounds", "one for each key");
-  bool are_good = ids.numel() == num_bags;
-  if (!are_good) return false;
+  const int64_t* most = numbers<int64_t>(longest, ScalarType::Long, "longest");
+  check(num_keys > 0 && num_bags % num_keys == 0 && longest.numel() == num_keys, "bounds", "one for each key");
+  bool are_good = true;
   with_integers(ids, "ids", [&](const auto* id) {
     with_integers(lengths, "lengths", [&](const auto* length) {
-      for (int64_t key = 0; key < num_keys; ++key) {
-        for (int64_t b = 0; b < num_bags / num_keys; ++b, ++id, ++length)
-          are_good &= (*length == 1) & (*id >= 0) & (static_cast<int64_t>(*id) < bound[key]);
+      int64_t left = num_ids;
+      for (int64_t key = 0; key < num_keys && are_good; ++key) {
+        int64_t count = 0;
+        for (int64_t b = 0; b < num_bags / num_keys; ++b, ++length) {
+          are_good &= (*length >= 0) & (static_cast<int64_t>(*length) <= most[key]);
+          count += static_cast<int64_t>(*length);
+        }
+        are_good &= count <= left;
+        left -= count;
+        for (int64_t i = 0; are_good && i < count; ++i, ++id)
+          are_good = *id >= 0 && static_cast<int64_t>(*id) < bound[key];
       }
+      are_good &= left == 0;
     });
   });
   return are_good;
@@ -397,7 +406,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
       "sum_alpha_gradient(Tensor grad, Tensor pooled, Tensor rows, Tensor? divisors, Tensor layout, "
       "Tensor(a!) grad_alpha) -> ()");
   library.def("fill_rows(Tensor ids, Tensor lengths, Tensor[] routings, int[] places, Tensor(a!) rows) -> ()");
-  library.def("are_single_ids(Tensor ids, Tensor lengths, Tensor bounds) -> bool");
+  library.def("are_good_bags(Tensor ids, Tensor lengths, Tensor bounds, Tensor longest) -> bool");
   library.def(
       "split_bags(Tensor ids, Tensor lengths, Tensor? weights, Tensor[] routings, Tensor pieces, int[] first_of, "
       "int batch_size, Tensor(a!) split_ids, Tensor(b!) split_lengths, Tensor(c!)? split_weights) -> ()");
@@ -408,6 +417,6 @@ STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CPU, library) {
   library.impl("spread_gradient", TORCH_BOX(&spread_gradient));
   library.impl("sum_alpha_gradient", TORCH_BOX(&sum_alpha_gradient));
   library.impl("fill_rows", TORCH_BOX(&fill_rows));
-  library.impl("are_single_ids", TORCH_BOX(&are_single_ids));
+  library.impl("are_good_bags", TORCH_BOX(&are_good_bags));
   library.impl("split_bags", TORCH_BOX(&split_bags));
 }

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.block_operators import are_compiled
@@ -48,6 +50,14 @@ WHOLE_FEATURES = {
     "whole features, kernel_per_table": {"a": "column_wise", "b": "row_wise", "c": "table_wise"},
 }
 """Where the lookups read one key per feature, for which the operators have to be compiled."""
+MULTIPLIED_TABLES = {
+    "multiplied tables, kernel_per_table": {"a": "column_wise", "b": "row_wise", "c": "table_wise"},
+    "multiplied tables, rows, kernel_per_table": SHARDINGS["row_wise"],
+    "multiplied tables, data_parallel, kernel_per_table": SHARDINGS["data_parallel"],
+    "multiplied tables of two dims": SHARDINGS["table_wise"],
+}
+"""Where no optimizer is fused, and whole tables are multiplied; those of two dims in one kernel cannot be."""
+WHOLE_FEATURES |= MULTIPLIED_TABLES
 if are_compiled():
     SHARDINGS |= WHOLE_FEATURES
 ANY_SIZE = ("table_wise", "column_wise", "data_parallel")
@@ -70,13 +80,13 @@ def tables() -> list[EmbeddingBagConfig]:
     ]
 
 
-def make_model(weighted: bool) -> nn.Module:
+def make_model(weighted: bool, *, scope: str = "global") -> nn.Module:
     """The prepared collection, with the same weights and the same alpha in every process."""
     torch.manual_seed(1)
     configs = tables()
     counts = FrequencyCounts({n: torch.randint(0, 9, (rows,)) for n, rows in ROWS.items()}, LENGTHS, 30)
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs, is_weighted=weighted)})
-    prepared = prepare_(model, blocks_from_counts(counts, configs, num_blocks=3))
+    prepared = prepare_(model, blocks_from_counts(counts, configs, num_blocks=3, scope=scope))
     for dim in prepared["ebc"].alpha.dims:
         prepared["ebc"].alpha.of(dim).uniform_(0.1, 1)
     return prepared
@@ -103,18 +113,26 @@ def no_samples(weighted: bool) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=list(LENGTHS), values=none, lengths=none, weights=weights, stride=0)
 
 
+def is_fused(kind: str, table: str) -> bool:
+    """Whether a table learns in its backward pass."""
+    return SHARDINGS[kind][table] != "data_parallel" and kind not in MULTIPLIED_TABLES
+
+
 def shard(model: nn.Module, kind: str, group: dist.ProcessGroup) -> nn.Module:
-    """The model sharded over a group, plain SGD fused into its tables."""
+    """The model sharded over a group, plain SGD fused into its tables where `is_fused`."""
     if kind in WHOLE_FEATURES:
-        model["ebc"].read_whole_features_()
+        model["ebc"].read_whole_features_(multiply_tables=kind in MULTIPLIED_TABLES)
     for name, bag in model["ebc"].embedding_bag_collection.embedding_bags.items():
-        if SHARDINGS[kind][name] != "data_parallel":
+        if is_fused(kind, name):
             apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": LEARNING_RATE})
     sharders = [CpuEmbeddingBagCollectionSharder({USE_ONE_TBE_PER_TABLE: kind.endswith("kernel_per_table")})]
     constraints = {
         name: ParameterConstraints(sharding_types=[own], min_partition=4) for name, own in SHARDINGS[kind].items()
     }
     plan = make_sharding_plan(model, CPU, sharders, constraints=constraints, process_group=group)
+    for name, own in plan.plan["ebc.embedding_bag_collection"].items():
+        if not is_fused(kind, name):
+            own.compute_kernel = EmbeddingComputeKernel.DENSE.value
     return shard_model(model, CPU, plan, sharders, process_group=group)
 
 
@@ -145,7 +163,8 @@ def compare(
 
     One of the ranks may have none, which an unsharded collection of TorchRec does not take.
     """
-    whole = make_model(weighted)["ebc"]
+    scope = "table" if kind in MULTIPLIED_TABLES else "global"
+    whole = make_model(weighted, scope=scope)["ebc"]
     parts = [
         no_samples(weighted) if other == empty_rank else make_features(other, weighted) for other in range(world_size)
     ]
@@ -157,13 +176,16 @@ def compare(
         name: bag.weight.detach() - LEARNING_RATE * bag.weight.grad
         for name, bag in whole.embedding_bag_collection.embedding_bags.items()
     }
-    sharded = shard(make_model(weighted), kind, group)
+    sharded = shard(make_model(weighted, scope=scope), kind, group)
     before = list(sharded.state_dict())
     select_on_shards_(sharded)
     wrapper = soft_selection_modules(sharded)["ebc"]
     loss = loss_of(got := wrapper(parts[rank]))
     upper = upper_gradients(wrapper, parts[rank])
     loss.backward()
+    not_fused = [weight for _, weight in in_backward_optimizer_filter(wrapper.named_parameters())]
+    if not_fused:
+        torch.optim.SGD(not_fused, lr=LEARNING_RATE).step()
     alpha_error, hit_errors = 0.0, 0
     for index, dim in enumerate(wrapper.alpha.dims):
         gradient, hits = upper[0][index].clone(), upper[1][dim].int()
@@ -176,11 +198,7 @@ def compare(
     for part in local_shards(wrapper):
         rows = slice(part.first_row, part.first_row + part.weight.shape[0])
         columns = slice(part.first_column, part.first_column + part.weight.shape[1])
-        weight = part.weight
-        if SHARDINGS[kind][part.table] == "data_parallel":
-            parameters = dict(wrapper.embedding_bag_collection.named_parameters())
-            weight = weight - LEARNING_RATE * parameters[f"embedding_bags.{part.table}.weight"].grad.view_as(weight)
-        table_error = max(table_error, float((weight - trained[part.table][rows, columns]).abs().max()))
+        table_error = max(table_error, float((part.weight - trained[part.table][rows, columns]).abs().max()))
     return {
         "keys": got.keys() == [output.name for output in whole.outputs],
         "state": before == list(sharded.state_dict()),
