@@ -218,8 +218,8 @@ def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
     def build(samples: Samples, bias: float) -> nn.Module:
         return FactorizationMachine(_clicks_tables(samples, embedding_dim), initial_bias=bias)
 
-    # So that a search takes about three plain trainings; one of 27 epochs, tables at .003 before the release, is better
-    # at compression 20 by .002 (docs/design.md).
+    # So that a search takes less than three plain trainings; one of 27 epochs, tables at .003 before the release, is
+    # better at compression 20 (docs/design.md).
     return replace(
         _clicks(data, "ctr_fm", build, seed),
         scope="table",
@@ -227,7 +227,7 @@ def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
         search_table_learning_rate=CLICKS_RELEASE_RATE,
         release_table_learning_rate=CLICKS_RELEASE_RATE,
         warm_up_epochs=2,
-        ramp_epochs=3,
+        ramp_epochs=4,
         release_epochs=5,
         upper_every=2,
     )
