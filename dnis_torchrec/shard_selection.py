@@ -213,7 +213,7 @@ def _table_selection(part: nn.Module, features: Sequence[ShardFeature]) -> Table
         return None
     rows, first_rows, num_rows = [], [], 0
     for own, last in zip(features, [None, *features], strict=False):
-        if last is None or own.output.table != last.output.table:
+        if last is None or (own.output.table, own.first_row) != (last.output.table, last.first_row):
             blocks = own.router(torch.arange(own.first_row, own.first_row + own.num_rows))
             rows.append(torch.where(blocks < own.output.num_blocks, own.output.first_alpha_row + blocks, -1))
             num_rows += own.num_rows

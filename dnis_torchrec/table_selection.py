@@ -24,7 +24,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class _MultiplyRows(torch.autograd.Function):
-    """out[n] = weights[n] * alpha[rows[n]], zero where rows[n] is -1."""
+    """out[n] = weights[n] * alpha[rows[n]], zero where rows[n] is -1.
+
+    Not `select_pieces`, which may take the memory of what it is given for its result: these are the weights.
+    """
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
