@@ -7,7 +7,8 @@ Whoever wants to write and finds the file watches it. If it changes, its writer 
 if it does not for `DEAD_SECONDS`, the writer is dead, and the newcomer takes its place. No clocks are compared. Two
 jobs that begin within the same moment may both look before either has written: each looks again when it has, and the
 one whose sign is gone is refused. A writer looks before each sign of life: one that was taken for dead, as after a
-suspended machine or a network that was away, has lost its claim and does not take it back.
+suspended machine or a network that was away, has lost its claim and does not take it back. A sign of life that was on
+its way while the newcomer wrote goes over the newcomer's claim: then that one is refused, or loses what it had.
 """
 
 from __future__ import annotations
