@@ -112,6 +112,8 @@ class Recipe:
         release_table_learning_rate: that of a search's tables after the ramp; None keeps the one before. By then alpha,
             which learns on data that the weights do not see, holds tables back: they may run faster than without it.
         release_dense_learning_rate: the same of everything else, which alpha does not hold back.
+        release_decay: what all these rates of the release are multiplied by from one of its epochs to the next, so that
+            it ends with small steps. Plain training stops where it gets worse and has no such end.
         row_weights: names of the model's parameters that hold numbers for rows beside the tables, such as first-order
             weights: they learn (by Adam) at `table_learning_rate`, in a search, too: no alpha holds them back, so what
             slows or speeds its tables is not for them.
@@ -145,6 +147,7 @@ class Recipe:
     search_dense_learning_rate: float | None = None
     release_table_learning_rate: float | None = None
     release_dense_learning_rate: float | None = None
+    release_decay: float = 1.0
     row_weights: tuple[str, ...] = ()
     search_row_learning_rate: float | None = None
     column_sharing: float = 0.0

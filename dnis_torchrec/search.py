@@ -93,6 +93,7 @@ class SearchConfig:
         search_row_learning_rate: see `Recipe`; for searches with pressure.
         release_table_learning_rate: see `Recipe`; for searches with pressure.
         release_dense_learning_rate: see `Recipe`; for searches with pressure.
+        release_decay: see `Recipe`; for searches with pressure.
         alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
     """
@@ -119,6 +120,7 @@ class SearchConfig:
     search_row_learning_rate: float | None = None
     release_table_learning_rate: float | None = None
     release_dense_learning_rate: float | None = None
+    release_decay: float = 1.0
     alpha_learning_rate: float | None = None
     alpha_averaging: float = 0.98
 
@@ -130,6 +132,8 @@ class SearchConfig:
             name = f"{part}_learning_rate"
             rate = getattr(self, name)
             check(rate is None or rate > 0, name, "expected a number above 0", rate)
+        decay = self.release_decay
+        check(0 < decay <= 1, "release_decay", "expected a number above 0 and at most 1", decay)
         check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
         check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
         CountLimits(exact_rows=self.exact_count_rows)
@@ -190,6 +194,7 @@ class SearchConfig:
             "search_row_learning_rate",
             "release_table_learning_rate",
             "release_dense_learning_rate",
+            "release_decay",
             "upper_every",
         )
         config = SearchConfig(size=size, **{name: getattr(recipe, name) for name in names} | dict(settings or {}))
@@ -406,9 +411,12 @@ def _set_rates_(
         tables = config.search_table_learning_rate or tables
         dense = config.search_dense_learning_rate or dense
         rows = config.search_row_learning_rate or rows
-        if epoch >= config.warm_up_epochs + config.ramp_epochs:
+        epochs_of_release = epoch - config.warm_up_epochs - config.ramp_epochs
+        if epochs_of_release >= 0:
             tables = config.release_table_learning_rate or tables
             dense = config.release_dense_learning_rate or dense
+            decay = config.release_decay**epochs_of_release
+            tables, dense, rows = tables * decay, dense * decay, rows * decay
     set_learning_rates_(model, optimizer, tables=tables, dense=dense, rows=rows)
     if config.unrolled:
         pipeline.set_unrolled_step(_highest_rate(optimizer))

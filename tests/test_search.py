@@ -16,6 +16,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load, search_loop
+from dnis_torchrec import search as search_module
 from dnis_torchrec.batch_slices import slice_of
 from dnis_torchrec.checkpoint import LocalCheckpointFolder, transfer
 from dnis_torchrec.finite import NonFiniteError
@@ -69,7 +70,7 @@ def test_a_configuration_takes_from_the_recipe_whatever_both_know(column_order: 
     values |= {"column_sharing": column_sharing, "alpha_learning_rate": 0.25, "release_table_learning_rate": 0.125}
     values |= {"release_dense_learning_rate": 0.0625, "scope": "table", "column_order": column_order}
     values |= {"search_table_learning_rate": 0.375, "search_dense_learning_rate": 0.1875}
-    values |= {"search_row_learning_rate": 0.75}
+    values |= {"search_row_learning_rate": 0.75, "release_decay": 0.875}
     assert values.keys() == {f.name for f in fields(Recipe)} & {f.name for f in fields(SearchConfig)}
     recipe = replace(make_recipe(), **values)
     config = SearchConfig.of(recipe, Size(compression_ratio=2), {"ramp_epochs": 8})
@@ -182,6 +183,45 @@ def test_the_release_has_rates_of_its_own(gloo, tmp_path: Path, optimizer: str, 
     before = SHORT["warm_up_epochs"] + SHORT["ramp_epochs"]
     same = [mine == other for mine, other in zip(*losses.values(), strict=True)]
     assert same == [True] * before + [False] * SHORT["release_epochs"]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+@pytest.mark.parametrize("pressure", [True, False], ids=["pressure", "no pressure"])
+def test_rates_fall_in_the_release_from_its_second_epoch_on(
+    gloo, tmp_path: Path, monkeypatch, optimizer: str, pressure: bool
+) -> None:
+    recipe, rates = replace(make_recipe(optimizer=optimizer), row_weights=("over_arch.model.1.bias",)), []
+    set_rates = search_module.set_learning_rates_
+
+    def noting(*model_and_optimizer: object, **of_parts: float) -> None:
+        rates.append((of_parts["tables"], of_parts["dense"], of_parts["rows"]))
+        set_rates(*model_and_optimizer, **of_parts)
+
+    monkeypatch.setattr(search_module, "set_learning_rates_", noting)
+    settings = {
+        "search_table_learning_rate": 0.02,
+        "search_row_learning_rate": 0.04,
+        "release_table_learning_rate": 0.08,
+        "release_decay": 0.5,
+        "pressure": pressure,
+    }
+    settings |= {} if pressure else {"structure": "element"}
+    config = SearchConfig(size=Size(compression_ratio=4), **settings, **{**SHORT, "release_epochs": 3})
+    search(recipe, config, tmp_path, CPU)
+    table, dense = recipe.table_learning_rate, recipe.dense_learning_rate
+    if pressure:
+        before = config.warm_up_epochs + config.ramp_epochs
+        falling = [(0.08 * share, dense * share, 0.04 * share) for share in (1, 0.5, 0.25)]
+        assert rates == [(0.02, dense, 0.04)] * before + falling[: len(rates) - before]
+        assert len(rates) >= before + 2
+    else:
+        assert set(rates) == {(table, dense, table)}
+
+
+@pytest.mark.parametrize("decay", [0.0, -0.5, 1.5, float("nan")])
+def test_a_decay_is_a_share(decay: float) -> None:
+    with pytest.raises(ValueError, match=f"release_decay: expected a number above 0 and at most 1, got {decay}"):
+        SearchConfig(size=Size(compression_ratio=4), release_decay=decay)
 
 
 @pytest.mark.parametrize("part", ["table", "dense"])
