@@ -59,9 +59,6 @@ RELEASE_NETWORK_RATE = 1e-4
 SEARCH_NETWORK_RATE = 3e-4
 """Of a network that overfits before its tables do, in a search before its release: a search is longer than plain
 training, which loses by that rate."""
-RELEASE_DECAY = 0.7
-"""Of a release that ends with small steps. On `selection` at compression 20 rates that stay are worse by .0008, in the
-mean of DeepFM's seeds 0 to 7, each of them, and of Wide & Deep's 3 and 4 (docs/design.md)."""
 _RATINGS_WITH_TOWER = {
     "column_order": "importance",
     "warm_up_epochs": 5,
@@ -118,11 +115,10 @@ _WITH_TOWER = _WITH_NETWORK | {
 a slower tower they do: on `selection` of seed 0, at compression 6 and 20, better than tables and tower at .001. By
 importance tables may have blocks of their own, each its worth; in the order of alpha DeepFM lost by it. Wide & Deep
 wants a ramp that long, and an upper step every lower one (docs/design.md)."""
-_WIDE_DEEP = _WITH_TOWER | {"release_decay": RELEASE_DECAY}
-_DEEPFM = _WIDE_DEEP | {"alpha_learning_rate": 0.006, "ramp_epochs": 4}
+_DEEPFM = _WITH_TOWER | {"alpha_learning_rate": 0.006, "ramp_epochs": 4, "release_decay": 0.7}
 """So that a search takes at most three plain trainings, which are shorter at that rate; larger upper steps, as the ramp
 is half as long. On `selection` at compression 20 an upper step every second lower one at .012 is worse by .0008 in the
-mean of seven seeds (docs/design.md)."""
+mean of seven seeds, and rates that stay in the release by .0008 in the mean of eight, each of them (docs/design.md)."""
 _DLRM_DCN = _WITH_TOWER | _FEWER_UPPER_STEPS | {"ramp_epochs": 4, "search_dense_learning_rate": None}
 """Its cross network wants plain training's rate in a search, too: on `selection` of seed 0 at compression 6, with all
 other settings those of DLRM, .5134, where its slow rate has .518. By importance, without `column_sharing` and with
@@ -257,7 +253,7 @@ def ctr_wide_deep(data: Path | None, *, seed: int = 0, embedding_dim: int | None
     def build(samples: Samples, bias: float) -> nn.Module:
         return WideDeep(_clicks_tables(samples, embedding_dim), tower=CLICKS_TOWER, initial_bias=bias)
 
-    return replace(_clicks(data, "ctr_wide_deep", build, seed), **_WIDE_DEEP)
+    return replace(_clicks(data, "ctr_wide_deep", build, seed), **_WITH_TOWER)
 
 
 def ctr_deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
