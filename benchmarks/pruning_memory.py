@@ -25,6 +25,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from benchmarks.cpu_ranks import hidden_gpus
 from benchmarks.files import output_file
 from dnis_torchrec import FrequencyCounts, Size, blocks_from_counts, export, prune
 from dnis_torchrec.jobs import versions
@@ -84,7 +85,7 @@ def rows_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for sharding in SHARDINGS:
         for structure in STRUCTURES:
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory() as folder, hidden_gpus():
                 mp.spawn(measure, args=(arguments, sharding, structure, folder), nprocs=arguments.ranks)
                 ranks = [
                     json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("rank*.json"))

@@ -1,6 +1,6 @@
 """What pruned tables cost in service: latency beside dense tables, bytes beside what no encoding could do without.
 
-    python -m benchmarks.serving [--quick] [--artifact PATH] --json FILE
+    python -m benchmarks.serving [--quick] [--artifact PATH] [--device cuda] --json FILE
 
 Cases: `simulated`, 95 % of all values pruned one by one (one table of 1M rows, or 26 of 40,000; D = 64);
 `simulated_blocks`, 26 tables whose blocks retain fewer columns the rarer their rows; and any artifact: each collection,
@@ -12,7 +12,8 @@ In every round all forms take turns, in random order, on the same fresh ids. `la
 of a form's time over the dense one's of the same round, `ratio_quartiles` its middle half. `bytes_over_floor` counts
 every byte of the module's tables and indices over 4 bytes per non-zero value plus the entropy of the mask, taken per
 block and column. Run it with OMP_WAIT_POLICY=passive, and two threads on an otherwise idle machine only: a core that
-somebody else needs makes torch's threads wait for each other, whichever form is looked up.
+somebody else needs makes torch's threads wait for each other, whichever form is looked up. On a GPU a turn ends when
+the GPU has done its last call; its ids lie there before it begins, as in a model that is served there as a whole.
 """
 
 from __future__ import annotations
@@ -61,13 +62,17 @@ the other forms drove from the caches, as in a service, where nobody takes turns
 
 @dataclass
 class Case:
-    """Pruned tables, and the forms that serve them; `is_plain`: without KeyedJaggedTensor, beside nn.EmbeddingBag."""
+    """Pruned tables, and the forms that serve them; `is_plain`: without KeyedJaggedTensor, beside nn.EmbeddingBag.
+
+    `tables` lie on the CPU, `forms`, the dense ones and the ids on `device`.
+    """
 
     name: str
     scheme: MixedDimensionScheme
     tables: dict[str, Tensor]
     forms: dict[str, nn.Module]
     rows_by_frequency: dict[str, Tensor]
+    device: torch.device
     is_plain: bool = False
 
     @property
@@ -76,7 +81,7 @@ class Case:
         return [(feature, table) for table in self.scheme.tables.values() for feature in table.feature_names]
 
 
-def simulated(num_tables: int, num_embeddings: int, forms: Sequence[str]) -> Case:
+def simulated(num_tables: int, num_embeddings: int, forms: Sequence[str], device: torch.device) -> Case:
     """Tables whose values were pruned one by one, at random."""
     torch.manual_seed(0)
     routing = RowRouting(num_embeddings, 1, boundaries=torch.tensor([0, num_embeddings]))
@@ -85,10 +90,10 @@ def simulated(num_tables: int, num_embeddings: int, forms: Sequence[str]) -> Cas
     for index in range(num_tables):
         tables[f"t{index}"] = torch.randn(num_embeddings, EMBEDDING_DIM)
         tables[f"t{index}"][torch.rand(num_embeddings, EMBEDDING_DIM) >= DENSITY] = 0
-    return serve("simulated", tables, routing, retained, forms)
+    return serve("simulated", tables, routing, retained, forms, device)
 
 
-def simulated_blocks(num_tables: int, num_embeddings: int, forms: Sequence[str]) -> Case:
+def simulated_blocks(num_tables: int, num_embeddings: int, forms: Sequence[str], device: torch.device) -> Case:
     """Tables of which whole columns of blocks were pruned."""
     torch.manual_seed(0)
     boundaries = torch.tensor([0, *(round(end * num_embeddings) for end in BLOCK_ENDS)])
@@ -97,10 +102,17 @@ def simulated_blocks(num_tables: int, num_embeddings: int, forms: Sequence[str])
     retained = retained[:, torch.randperm(EMBEDDING_DIM)]
     mask = retained[routing.all_blocks()]
     tables = {f"t{index}": torch.randn(num_embeddings, EMBEDDING_DIM) * mask for index in range(num_tables)}
-    return serve("simulated_blocks", tables, routing, retained, forms)
+    return serve("simulated_blocks", tables, routing, retained, forms, device)
 
 
-def serve(name: str, tables: dict[str, Tensor], routing: RowRouting, retained: Tensor, forms: Sequence[str]) -> Case:
+def serve(
+    name: str,
+    tables: dict[str, Tensor],
+    routing: RowRouting,
+    retained: Tensor,
+    forms: Sequence[str],
+    device: torch.device,
+) -> Case:
     """The modules of a simulated case."""
     scheme = MixedDimensionScheme(
         {
@@ -120,10 +132,13 @@ def serve(name: str, tables: dict[str, Tensor], routing: RowRouting, retained: T
         }
     )
     rows = {table: torch.arange(routing.num_embeddings) for table in tables}
-    return Case(name, scheme, tables, modules_of(scheme, tables, forms), rows, is_plain=len(tables) == 1)
+    modules = modules_of(scheme, tables, forms, device)
+    return Case(name, scheme, tables, modules, rows, device, is_plain=len(tables) == 1)
 
 
-def modules_of(scheme: MixedDimensionScheme, tables: dict[str, Tensor], forms: Sequence[str]) -> dict[str, nn.Module]:
+def modules_of(
+    scheme: MixedDimensionScheme, tables: dict[str, Tensor], forms: Sequence[str], device: torch.device
+) -> dict[str, nn.Module]:
     """A serving module of every form, made as an artifact's reader makes it."""
     modules = {}
     for name in forms:
@@ -132,11 +147,11 @@ def modules_of(scheme: MixedDimensionScheme, tables: dict[str, Tensor], forms: S
             weight, num_rows = tables[table], fields.num_embeddings
             tensors = form.encode(fields, lambda first, last, weight=weight: weight[first:last], 0, num_rows)
             shards[table] = [Shard(place=table, first_row=0, num_rows=num_rows, tensors=tensors)]
-        modules[EXACT_FORMS.get(name, name)] = form.build(scheme, shards, device="cpu", unknown_ids="error")
+        modules[EXACT_FORMS.get(name, name)] = form.build(scheme, shards, device=device, unknown_ids="error")
     return modules
 
 
-def of_artifact(path: Path) -> Iterator[Case]:
+def of_artifact(path: Path, device: torch.device) -> Iterator[Case]:
     """Each unweighted collection of an artifact, then each of its tables; rows that retain most count as the most
     frequent.
     """
@@ -151,7 +166,7 @@ def of_artifact(path: Path) -> Iterator[Case]:
             tables = {name: table.to_dense() for name, table in sparse.items()}
             name = ":".join([path.resolve().name, collection, *(part if part is not whole else ())])
             part_scheme = MixedDimensionScheme(part)
-            yield Case(name, part_scheme, tables, modules_of(part_scheme, tables, forms), rows)
+            yield Case(name, part_scheme, tables, modules_of(part_scheme, tables, forms, device), rows, device)
 
 
 def floor_bytes(case: Case) -> float:
@@ -198,7 +213,7 @@ def dense_collection(case: Case) -> EmbeddingBagCollection:
     ]
     collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     for name, bag in collection.embedding_bags.items():
-        bag.weight = nn.Parameter(case.tables[name])
+        bag.weight = nn.Parameter(case.tables[name].to(case.device))
     return collection
 
 
@@ -209,7 +224,7 @@ def contenders(case: Case) -> tuple[str, dict[str, Callable[[Any], Any]]]:
         return "torchrec.EmbeddingBagCollection", modules
     ((name, weight),) = case.tables.items()
     mode = case.scheme.tables[name].pooling
-    dense = nn.EmbeddingBag.from_pretrained(weight, mode=mode, include_last_offset=True)
+    dense = nn.EmbeddingBag.from_pretrained(weight.to(case.device), mode=mode, include_last_offset=True)
     calls: dict[str, Callable[[Any], Any]] = {"dense": lambda batch: dense(*batch)}
     for form, module in case.forms.items():
         if isinstance(module, CsrEmbeddingBagCollection):  # the other forms know KeyedJaggedTensors only
@@ -222,7 +237,8 @@ def measure(case: Case, batch_size: int, pooling: int, rounds: int) -> tuple[str
     baseline, calls = contenders(case)
     keys = [feature for feature, _ in case.features]
     num_bags = len(keys) * batch_size
-    lengths, offsets = torch.full((num_bags,), pooling), torch.arange(0, num_bags * pooling + 1, pooling)
+    lengths = torch.full((num_bags,), pooling, device=case.device)
+    offsets = torch.arange(0, num_bags * pooling + 1, pooling, device=case.device)
     per_turn = max(CALLS_PER_TURN, BAGS_PER_TURN // batch_size)
     times: dict[str, list[float]] = {name: [] for name in calls}
 
@@ -233,23 +249,32 @@ def measure(case: Case, batch_size: int, pooling: int, rounds: int) -> tuple[str
 
     with torch.inference_mode():
         for index in range(-2, rounds):
-            all_ids = [draw_ids(case, batch_size, pooling) for _ in range(1 + per_turn)]
+            all_ids = [draw_ids(case, batch_size, pooling).to(case.device) for _ in range(1 + per_turn)]
             for name in random.sample(list(calls), len(calls)):
                 call, (first, *turn) = calls[name], batches(all_ids)
                 call(first)
+                wait_for(case.device)
                 start = time.perf_counter()
                 for batch in turn:
                     call(batch)
+                wait_for(case.device)
                 seconds = time.perf_counter() - start
                 if index >= 0:
                     times[name].append(1e6 * seconds / per_turn)
     return baseline, times
 
 
+def wait_for(device: torch.device) -> None:
+    """Until everything that was asked of a GPU is done; a CPU has done it already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def check_equal(case: Case) -> None:
     """Every exact form gives what the dense tables give: a fast wrong answer is not worth a row."""
     keys = [feature for feature, _ in case.features]
     batch = KeyedJaggedTensor(keys=keys, values=draw_ids(case, 16, 3), lengths=torch.full((16 * len(keys),), 3))
+    batch = batch.to(case.device)
     expected = dense_collection(case)(batch).values()
     for form, module in case.forms.items():
         if form in EXACT_FORMS.values():
@@ -275,6 +300,7 @@ def rows_of(case: Case, poolings: Sequence[int], threads: Sequence[int], rounds:
                         "form": form,
                         "batch": batch_size,
                         "pooling": pooling,
+                        "device": case.device.type,
                         "threads": num_threads,
                         "tables": len(case.scheme.tables),
                         "latency_ratio": round(statistics.median(ratios), 3),
@@ -308,24 +334,29 @@ def main(argv: list[str] | None = None) -> None:
     quick = "7 rounds, not 200, of batches above 64; several tables: pooling 1"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--artifact", type=Path, help="an artifact with form csr, measured too, table by table")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="what serves: cpu, or cuda, one GPU")
     parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)
+    device = arguments.device
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
-    poolings_of_many, threads = (POOLINGS[:1] if arguments.quick else POOLINGS), THREADS
+    poolings_of_many = POOLINGS[:1] if arguments.quick else POOLINGS
+    threads = THREADS if device.type == "cpu" else THREADS[:1]
     compiled = instruction_set() if load_operator() else "not compiled"
+    if device.type == "cuda":
+        compiled = f"Triton on {torch.cuda.get_device_name(device)}"
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores, CSR lookup: {compiled}")
     print(f"{'case':>18} {'form':>20} tables threads pooling batch   latency          ratio to dense bytes/floor")
     torch.set_num_threads(1)
-    rows = rows_of(simulated(1, NUM_EMBEDDINGS, CSR_FORMS), POOLINGS, threads, rounds)
+    rows = rows_of(simulated(1, NUM_EMBEDDINGS, CSR_FORMS, device), POOLINGS, threads, rounds)
     torch.set_num_threads(1)
-    many = simulated(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr", "csr_int8"])
+    many = simulated(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr", "csr_int8"], device)
     rows += rows_of(many, poolings_of_many, threads, rounds)
     del many
     torch.set_num_threads(1)
-    blocks = simulated_blocks(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr", "mixed_dimension"])
+    blocks = simulated_blocks(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr", "mixed_dimension"], device)
     rows += rows_of(blocks, poolings_of_many, threads, rounds)
     if arguments.artifact:
-        for case in of_artifact(arguments.artifact):
+        for case in of_artifact(arguments.artifact, device):
             torch.set_num_threads(1)
             rows += rows_of(case, poolings_of_many, threads, rounds)
     if arguments.json:

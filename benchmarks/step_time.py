@@ -45,6 +45,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.cpu_ranks import hidden_gpus
 from benchmarks.files import output_file
 from benchmarks.step_breakdown import PARTS, STEPS, breakdown, record_modules, recorded
 from dnis_torchrec import (
@@ -296,7 +297,7 @@ def measure_over_ranks(shape: Shape, rounds: int, profiled_rounds: int) -> Measu
     """`measure` in as many processes as the shape has ranks; here if that is one."""
     if shape.ranks == 1:
         return measure(shape, rounds, profiled_rounds)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, hidden_gpus():
         torch.multiprocessing.spawn(measure_on_rank, (shape, rounds, profiled_rounds, folder), nprocs=shape.ranks)
         return Measured(**json.loads((Path(folder) / "measured.json").read_text(encoding="utf-8")))
 
@@ -304,7 +305,7 @@ def measure_over_ranks(shape: Shape, rounds: int, profiled_rounds: int) -> Measu
 def peak_memory(shape: Shape, which: str) -> int:
     """Bytes that a fresh process takes above its imports, for some steps of one kind of pipeline."""
     command = [sys.executable, "-m", "benchmarks.step_time", "--memory-of", which, json.dumps(asdict(shape))]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return int(done.stdout.split()[-1])
 
 
@@ -319,13 +320,18 @@ def memory_ratios(shapes: Sequence[Shape], num_runs: int, at_once: int) -> list[
 
 
 def run_for_memory(shape: Shape, which: str) -> int:
-    """Takes steps of one kind of pipeline in this process; returns by how many bytes its peak has grown."""
+    """Takes steps of one kind of pipeline in this process; returns by how many bytes its peak has grown.
+
+    Of the GPU's memory if there is one: what torch has given out there at most.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     train, validation = make_batches(shape, 4, seed=0), make_batches(shape, 2, seed=1)
     with process_group() as device:
         pipeline = (Plain if which == "plain" else Bilevel)(shape, train, validation, device)
         for _ in range(STEPS_FOR_MEMORY):
             pipeline.step()
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 

@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 import torchrec
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from benchmarks.cpu_ranks import hidden_gpus
 from benchmarks.files import output_file
 from benchmarks.step_time import (
     SHAPES,
@@ -89,7 +90,7 @@ def sharding_types(bilevel: Bilevel) -> dict[str, int]:
 
 def measure(shape: Shape, world_size: int, rounds: int) -> dict[str, Any]:
     """A row of the JSON file: the rounds in processes of their own."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, hidden_gpus():
         mp.start_processes(
             run_rank, args=(world_size, folder, shape, rounds), nprocs=world_size, start_method=START_METHOD
         )

@@ -31,7 +31,8 @@ from dnis_torchrec.bag_splitting import BagSplitter, FeatureSplit
 from dnis_torchrec.block_operators import are_compiled, are_good_bags, fill_rows_, select_pieces
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.pooled_pieces import PooledFeature, PooledPieces, jagged_by_key
+from dnis_torchrec.jagged import jagged_by_key
+from dnis_torchrec.pooled_pieces import PooledFeature, PooledPieces
 from dnis_torchrec.row_routing import RowRouter
 from dnis_torchrec.soft_selection import Alpha, select_per_block, select_per_sample
 

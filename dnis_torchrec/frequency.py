@@ -6,6 +6,7 @@ seen and can be dropped (pruning/). Ids are counted after hashing, that is, as t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ def count_frequencies(batches: Iterable[KeyedJaggedTensor], tables: Sequence[Emb
     max_bag_lengths = {feature: 0 for table in tables for feature in table.feature_names}
     num_samples = 0
     for index, features in enumerate(batches):
-        jagged = features.to_dict()
+        jagged = copy.copy(features).to_dict()  # the batch itself is left as it was: see jagged_by_key
         for table in tables:
             for feature, (ids, longest) in bags_of(table, jagged, f"batch {index}").items():
                 counts[table.name].scatter_add_(0, ids, torch.ones_like(ids))
@@ -175,7 +176,7 @@ def longest_bags(features: KeyedJaggedTensor, tables: Sequence[EmbeddingBagConfi
         >>> longest_bags(kjt, [table], "test batch 0")
         {'f': 2}
     """
-    jagged = features.to_dict()
+    jagged = copy.copy(features).to_dict()  # the batch itself is left as it was: see jagged_by_key
     return {feature: length for table in tables for feature, (_, length) in bags_of(table, jagged, place).items()}
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.jagged import jagged_by_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,20 +150,3 @@ class PooledPieces:
             if output.divides:
                 divisors[:, index] = jagged[output.feature].lengths().clamp(min=1)
         return divisors
-
-
-def jagged_by_key(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-    """The bags of every key: what `KeyedJaggedTensor.to_dict` gives, which takes no batch of 0 samples.
-
-    Args:
-        features: the bags, perhaps none.
-
-    Example:
-        >>> none = torch.empty(0, dtype=torch.int64)
-        >>> jagged_by_key(KeyedJaggedTensor(keys=["f"], values=none, lengths=none, stride=0))["f"].lengths().tolist()
-        []
-    """
-    if features.lengths().numel():
-        return features.to_dict()
-    nothing = JaggedTensor(values=features.values(), lengths=features.lengths(), weights=features.weights_or_none())
-    return dict.fromkeys(features.keys(), nothing)

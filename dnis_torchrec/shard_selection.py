@@ -57,8 +57,9 @@ from dnis_torchrec.embedding_modules import (
     WatchedOutputs,
     one_per_bag,
 )
+from dnis_torchrec.jagged import jagged_by_key
 from dnis_torchrec.packed_bags import Packing, pack_bags, select_packed
-from dnis_torchrec.pooled_pieces import PooledFeature, jagged_by_key
+from dnis_torchrec.pooled_pieces import PooledFeature
 from dnis_torchrec.row_routing import RowRouter
 from dnis_torchrec.soft_selection import Alpha, select_per_block, select_per_sample
 from dnis_torchrec.table_selection import TableSelection

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection, get_unwrapped_module
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline.utils import TrainPipelineContext
 from torchrec.streamable import Pipelineable
 
@@ -38,6 +37,7 @@ from dnis_torchrec.checkpoint import (
     set_rng_,
 )
 from dnis_torchrec.checks import describe
+from dnis_torchrec.detachable_pipeline import DetachableTrainPipeline
 from dnis_torchrec.finite import FiniteGuard
 from dnis_torchrec.hypergradient import (
     UnrolledHypergradient,
@@ -90,7 +90,7 @@ class _SharedGradient:
     work: dist.Work | None
 
 
-class BilevelTrainPipeline(TrainPipelineSparseDist):
+class BilevelTrainPipeline(DetachableTrainPipeline):
     """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6).
 
         min over alpha of L_validation(Theta*(alpha), alpha),   Theta* = argmin over Theta of L_train(Theta, alpha)
@@ -326,24 +326,6 @@ class BilevelTrainPipeline(TrainPipelineSparseDist):
         if enqueued:
             self.contexts[-1].level = dataloader_iter.last_level
         return enqueued
-
-    def detach(self) -> nn.Module:
-        """Takes the model out of the pipeline, as the base class does, bag splitters included.
-
-        torchrec 1.6 puts a nested module that it has pipelined back under its dotted name, where nothing calls it: a
-        detached model would split the bags of an old batch. Where torchrec does it right this changes nothing.
-
-        Returns:
-            The model.
-        """
-        model = super().detach()
-        plain = get_unwrapped_module(model)
-        for pipelined in self._pipelined_postprocs:
-            parent, _, name = pipelined.fqn.rpartition(".")
-            if parent:
-                plain._modules.pop(pipelined.fqn, None)
-            setattr(plain.get_submodule(parent), name, pipelined.postproc_module)
-        return model
 
     @contextmanager
     def detached(self) -> Iterator[nn.Module]:

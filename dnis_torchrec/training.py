@@ -24,7 +24,6 @@ from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ModuleSharder, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -34,6 +33,7 @@ from dnis_torchrec.block_operators import are_compiled
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.denormals import flushing_denormals
+from dnis_torchrec.detachable_pipeline import DetachableTrainPipeline
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.finite import REMEDY, FiniteGuard, NonFiniteError
 from dnis_torchrec.metrics import metrics_of
@@ -376,7 +376,7 @@ def train_plainly(
     """
     started = time.monotonic()
     stepper = optimizer if mask is None else _MaskedOptimizer(optimizer, mask)
-    pipeline = TrainPipelineSparseDist(model, stepper, device, pipeline_postproc=True)
+    pipeline = DetachableTrainPipeline(model, stepper, device, pipeline_postproc=True)
     stopping, guard = EarlyStopping(folder / BEST_STATE, patience), FiniteGuard(model, model._env.process_group)
     start, loss_before = folder / "start", math.inf
     if starts_trained:

@@ -61,7 +61,7 @@ def test_rows_of_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_floor_is_four_bytes_per_value_and_the_entropy_of_the_mask() -> None:
-    case = serving.simulated(1, 1000, ["csr"])
+    case = serving.simulated(1, 1000, ["csr"], torch.device("cpu"))
     values = int(case.tables["t0"].count_nonzero())
     share = values / (1000 * 64)
     column_shares = (case.tables["t0"] != 0).double().mean(dim=0)

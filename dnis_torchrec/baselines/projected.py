@@ -21,6 +21,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check_known
 from dnis_torchrec.embedding_modules import PooledFeature, SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.jagged import jagged_by_key
 from dnis_torchrec.row_routing import RowRouter
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.table_shards import collections, table_configs_of
@@ -210,7 +211,7 @@ class ProjectPooled(nn.Module):
             pooled: what the child returned for the split bags.
             features: the bags as the user gave them.
         """
-        by_key, bags = pooled.to_dict(), features.to_dict()
+        by_key, bags = pooled.to_dict(), jagged_by_key(features)
         parts = [
             self._multi_hot(output, [by_key[key] for key in output.block_keys], bags[output.feature])
             if output.is_multi_hot

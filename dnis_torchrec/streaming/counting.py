@@ -6,6 +6,7 @@ as many distinct ids as fit, exactly, and the rest in a count-min sketch, which 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ def _count(
     max_bag_lengths = {feature: 0 for table in tables for feature in table.feature_names}
     num_samples = 0
     for index, features in enumerate(batches):
-        jagged = features.to_dict()
+        jagged = copy.copy(features).to_dict()  # the batch itself is left as it was: see jagged_by_key
         for table in tables:
             own = counts[table.name]
             for feature, (ids, longest) in bags_of(table, jagged, f"batch {index}").items():

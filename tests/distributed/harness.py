@@ -111,10 +111,12 @@ def running_ranks(
     Yields:
         name -> one result per rank.
     """
-    # A server that has imported everything forks ranks in no time; CUDA may not be forked.
+    # A server that has imported everything forks ranks in no time; CUDA may not be forked, and what is to run on CPUs
+    # is to see no GPU.
     start_method = "spawn" if backend == "nccl" else "forkserver"
     set_forkserver_preload(["dnis_torchrec", "dnis_torchrec.training"])
-    with _environment(OMP_NUM_THREADS="1"):
+    hidden = {} if backend == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
+    with _environment(OMP_NUM_THREADS="1", **hidden):
         context = mp.start_processes(
             _run_rank,
             args=(world_size, dict(scenarios), str(folder), backend, local_world_size or world_size),

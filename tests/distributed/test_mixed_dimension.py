@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.detachable_pipeline import DetachableTrainPipeline
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from tests.distributed.harness import Rank, RankResults, Results, run_on_ranks
@@ -89,7 +89,7 @@ def train(kind: str, at: Rank) -> Results:
     found: Results = {"type": type(model.module.sparse.blocks).__name__}
     with torch.no_grad():
         found["before"] = model(make_batch(0, halves))[1]
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, pipeline_postproc=True)
+    pipeline = DetachableTrainPipeline(model, optimizer, CPU, pipeline_postproc=True)
     batches = iter([make_batch(step, halves) for step in range(STEPS)])
     found["while"] = torch.stack([pipeline.progress(batches).detach() for _ in range(STEPS)])
     found["pipelined"] = [module.forward.name for module in pipeline._pipelined_modules]

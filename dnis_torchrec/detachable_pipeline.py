@@ -1,0 +1,31 @@
+"""TorchRec's train pipeline, whose model works as before once it is taken out of it, on every release of torchrec."""
+
+from __future__ import annotations
+
+from torch import nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+
+class DetachableTrainPipeline(TrainPipelineSparseDist):
+    """`TrainPipelineSparseDist` that puts modules of the input's way, such as bag splitters, back where they were.
+
+    torchrec 1.6 puts a nested module that it has pipelined back under its dotted name, where nothing calls it: a
+    detached model would go on with what that module made of an old batch. Later releases do it right, and this changes
+    nothing there.
+    """
+
+    def detach(self) -> nn.Module:
+        """Takes the model out of the pipeline; batches in flight stay with it.
+
+        Returns:
+            The model.
+        """
+        model = super().detach()
+        plain = get_unwrapped_module(model)
+        for pipelined in self._pipelined_postprocs:
+            parent, _, name = pipelined.fqn.rpartition(".")
+            if parent:
+                plain._modules.pop(pipelined.fqn, None)
+            setattr(plain.get_submodule(parent), name, pipelined.postproc_module)
+        return model
