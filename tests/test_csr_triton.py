@@ -70,11 +70,11 @@ def test_shards_are_refused() -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, nothing is compiled")
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize(
-    ("value_bytes", "column_bytes", "id_dtype", "pointer"),
-    [(4, 1, "i64", "u8"), (2, 1, "i64", "u8"), (1, 2, "i32", "i32")],
+    ("value_bytes", "column_bytes", "id_dtype", "pointer_bytes"),
+    [(4, 1, "i64", 1), (2, 1, "i64", 8), (1, 2, "i32", 4)],
 )
 def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
-    value_bytes: int, column_bytes: int, id_dtype: str, pointer: str, is_weighted: bool
+    value_bytes: int, column_bytes: int, id_dtype: str, pointer_bytes: int, is_weighted: bool
 ) -> None:
     """No multiplication is fused into an addition, and nothing is added atomically."""
     from triton.backends.compiler import GPUTarget
@@ -82,15 +82,15 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
     from triton.compiler import compile as compile_kernel
 
     pointers = {"ids": id_dtype, "offsets": "i64", "weights": "fp32" if is_weighted else id_dtype}
-    pointers |= {"rows": "u8", "row_pointers": pointer, "out": "fp32"}
-    numbers = {"first_offset": "i64", "num_rows": "i64", "width": "i32", "first_column": "i32", "embedding_dim": "i32"}
-    fixed = {"is_mean": True, "has_weights": is_weighted, "value_bytes": value_bytes, "column_bytes": column_bytes}
-    fixed |= {"scale_bytes": RowLayout(value_bytes, column_bytes).scale_bytes}
-    fixed |= {"is_compact": pointer == "u8", "record_bytes": 64, "start_bytes": 8, "rows_per_record": 56}
-    fixed |= {"columns_per_program": csr_triton.COLUMNS_PER_PROGRAM, "values_per_step": csr_triton.VALUES_PER_STEP}
+    pointers |= {"features": "i64", "unknown": "i32", "out": "fp32"}
+    numbers = {"batch_size": "i32", "width": "i32"}
+    fixed = {"has_weights": is_weighted, "checks_ids": True, "value_bytes": value_bytes, "column_bytes": column_bytes}
+    fixed |= {"scale_bytes": RowLayout(value_bytes, column_bytes).scale_bytes, "pointer_bytes": pointer_bytes}
+    fixed |= {"record_bytes": 64, "start_bytes": 8, "rows_per_record": 56, "fields_per_feature": 7}
+    fixed |= {"columns_per_program": 64, "values_per_step": csr_triton.VALUES_PER_STEP}
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | numbers | dict.fromkeys(fixed, "constexpr")
     source = ASTSource(fn=csr_triton._kernel, signature=signature, constexprs=fixed)
-    options = {"enable_fp_fusion": False}  # as the launch says
+    options = {"enable_fp_fusion": False, "num_warps": csr_triton.WARPS_PER_PROGRAM}  # as the launch says
     assembly = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert "st.global" in assembly
     assert "fma" not in assembly

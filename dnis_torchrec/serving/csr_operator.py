@@ -162,7 +162,7 @@ def torch_csr_embedding_bag(
 
 def _cuda_csr_embedding_bag(*arguments: Any) -> Tensor:
     layout = arguments[4]
-    whole = bool((layout[:, 1] == 1).all())
+    whole = all(num_shards == 1 for num_shards in layout[:, 1].tolist())
     return (csr_triton.triton_csr_embedding_bag if whole else torch_csr_embedding_bag)(*arguments)
 
 

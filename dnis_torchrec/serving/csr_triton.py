@@ -1,15 +1,14 @@
 """The CSR lookup on a GPU: a Triton kernel with the bits of the CPU's operator.
 
-NOTE: written against Triton 3.9, compiled for sm_90 and tested through Triton's interpreter, on the CPU; it was not run
-on a GPU yet.
-
 Shapes: B batch, F features, I ids of a batch, n rows of a shard, D embedding_dim, V values of a shard.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +23,32 @@ try:
 except ImportError:  # a CPU build of torch comes without
     triton = None
 
-COLUMNS_PER_PROGRAM = 128
-"""Output columns that one program adds up; wider tables take several programs per bag."""
-VALUES_PER_STEP = 16
+MOST_COLUMNS_PER_PROGRAM = 128
+"""Output columns that one program adds up at most; wider tables take several programs per bag."""
+VALUES_PER_STEP = 4
 """Values of a row that a program takes at a time."""
+WARPS_PER_PROGRAM = 1
+"""A bag is a chain of loads that wait for each other: many small programs hide that, large ones do not."""
+
+
+class _Encoding(NamedTuple):
+    """What the kernel is compiled for: features that have it in common share a launch."""
+
+    value_bytes: int
+    column_bytes: int
+    pointer_bytes: int
+
+
+class _Feature(NamedTuple):
+    """What the kernel reads about a feature; addresses are of the GPU's memory."""
+
+    rows: int
+    row_pointers: int
+    num_rows: int
+    key: int
+    first_column: int
+    embedding_dim: int
+    is_mean: int
 
 
 def triton_csr_embedding_bag(
@@ -45,7 +66,7 @@ def triton_csr_embedding_bag(
 
     One program per bag and feature adds the rows of the bag in the order of its ids; nothing is added atomically, so
     the result is the same every time. Where a row's values belong is found by comparing its columns with all of the
-    output's: no two threads ever write to one place.
+    output's: no two threads ever write to one place. All features whose tables are encoded alike take one launch.
 
     Args:
         ids: ``(I,)``; this and all that follows as for `torch_csr_embedding_bag`, every tensor on the GPU.
@@ -67,51 +88,70 @@ def triton_csr_embedding_bag(
         NotImplementedError: for tables of several shards.
     """
     out = torch.empty(batch_size, width, device=ids.device)
-    for feature, fields in enumerate(layout.tolist()):
-        first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
-        if num_shards != 1:
-            raise NotImplementedError(f"feature {feature}: supported on a GPU is one shard per table, got {num_shards}")
-        rows, row_pointers = tables[2 * first_shard : 2 * first_shard + 2]
-        layout_of_row = RowLayout(*row_layout)
-        first_offset = (feature if keys is None else keys[feature]) * batch_size
-        num_rows = num_rows_of(row_pointers)
-        if not zero_unknown:
-            _assert_rows(ids, offsets, first_offset, batch_size, num_rows)
-        if batch_size == 0 or embedding_dim == 0:
-            continue
-        _kernel[(batch_size, triton.cdiv(embedding_dim, COLUMNS_PER_PROGRAM))](
+    unknown = None if zero_unknown else torch.zeros(1, dtype=torch.int32, device=ids.device)
+    for encoding, features in _by_encoding(tables, layout, keys).items():
+        if batch_size == 0:
+            break
+        widest = max(feature.embedding_dim for feature in features)
+        columns_per_program = min(MOST_COLUMNS_PER_PROGRAM, triton.next_power_of_2(max(widest, 1)))
+        programs_per_bag = triton.cdiv(max(widest, 1), columns_per_program)  # one at D = 0, too: its ids are checked
+        _kernel[(batch_size, len(features), programs_per_bag)](
             ids,
             offsets,
             ids if per_sample_weights is None else per_sample_weights,
-            rows,
-            row_pointers,
+            _on_device(tuple(features), ids.device),
+            ids if unknown is None else unknown,
             out,
-            first_offset,
-            num_rows,
+            batch_size,
             width,
-            first_column,
-            embedding_dim,
-            is_mean=bool(is_mean),
             has_weights=per_sample_weights is not None,
-            value_bytes=layout_of_row.value_bytes,
-            column_bytes=layout_of_row.column_bytes,
-            scale_bytes=layout_of_row.scale_bytes,
-            is_compact=row_pointers.dtype == torch.uint8,
+            checks_ids=unknown is not None,
+            value_bytes=encoding.value_bytes,
+            column_bytes=encoding.column_bytes,
+            scale_bytes=RowLayout(encoding.value_bytes, encoding.column_bytes).scale_bytes,
+            pointer_bytes=encoding.pointer_bytes,
             record_bytes=RECORD_BYTES,
             start_bytes=START_BYTES,
             rows_per_record=ROWS_PER_RECORD,
-            columns_per_program=COLUMNS_PER_PROGRAM,
+            fields_per_feature=len(_Feature._fields),
+            columns_per_program=columns_per_program,
             values_per_step=VALUES_PER_STEP,
+            num_warps=WARPS_PER_PROGRAM,
             enable_fp_fusion=False,  # a fused multiply-add would round otherwise than the CPU's operator
         )
+    if unknown is not None:
+        torch._assert_async(unknown == 0)
     return out
 
 
-def _assert_rows(ids: Tensor, offsets: Tensor, first_offset: int, batch_size: int, num_rows: int) -> None:
-    """Asserts, without waiting for the GPU, that the ids of one feature are rows of its table."""
-    position = torch.arange(ids.numel(), device=ids.device)
-    of_others = (position < offsets[first_offset]) | (position >= offsets[first_offset + batch_size])
-    torch._assert_async(((ids >= 0) & (ids < num_rows) | of_others).all())
+def _by_encoding(
+    tables: Sequence[Tensor], layout: Tensor, keys: Sequence[int] | None
+) -> dict[_Encoding, list[_Feature]]:
+    features = defaultdict(list)
+    for index, fields in enumerate(layout.tolist()):
+        first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
+        if num_shards != 1:
+            raise NotImplementedError(f"feature {index}: supported on a GPU is one shard per table, got {num_shards}")
+        rows, row_pointers = tables[2 * first_shard : 2 * first_shard + 2]
+        value_bytes, column_bytes = row_layout
+        features[_Encoding(value_bytes, column_bytes, row_pointers.element_size())].append(
+            _Feature(
+                rows=rows.data_ptr(),
+                row_pointers=row_pointers.data_ptr(),
+                num_rows=num_rows_of(row_pointers),
+                key=index if keys is None else keys[index],
+                first_column=first_column,
+                embedding_dim=embedding_dim,
+                is_mean=is_mean,
+            )
+        )
+    return features
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(features: tuple[_Feature, ...], device: torch.device) -> Tensor:
+    """What the kernel reads about features; the same for every batch of a module, so that few calls copy anything."""
+    return torch.tensor(features, dtype=torch.int64).to(device)
 
 
 def _number_at(start, mask, num_bytes: tl.constexpr):  # type: ignore[no-untyped-def]  # as below
@@ -126,23 +166,28 @@ def _row_bounds(  # type: ignore[no-untyped-def]
     row_pointers,
     row,
     is_row,
-    is_compact: tl.constexpr,
+    pointer_bytes: tl.constexpr,
     record_bytes: tl.constexpr,
     start_bytes: tl.constexpr,
     rows_per_record: tl.constexpr,
 ):
-    """Row pointer of a row, and of the next; of an id that is no row 0 and 0."""
-    if is_compact:
-        # the bytes of the record's start, little-endian, and the lengths of the rows before this one
+    """Row pointer of a row, and of the next, from the address of all; of an id that is no row 0 and 0."""
+    if pointer_bytes == 1:
+        # compact: the bytes of the record's start, little-endian, and the lengths of the rows before this one
+        records = row_pointers.to(tl.pointer_type(tl.uint8))
         record = row // rows_per_record * record_bytes
         place = tl.arange(0, record_bytes)
         own = tl.where(is_row, start_bytes + row % rows_per_record, 0)
-        content = tl.load(row_pointers + record + place, mask=place < own, other=0).to(tl.int64)
+        content = tl.load(records + record + place, mask=place < own, other=0).to(tl.int64)
         first = tl.sum(content << tl.where(place < start_bytes, 8 * place, 0).to(tl.int64), axis=0)
-        last = first + tl.load(row_pointers + record + own, mask=is_row, other=0).to(tl.int64)
+        last = first + tl.load(records + record + own, mask=is_row, other=0).to(tl.int64)
     else:
-        first = tl.load(row_pointers + row, mask=is_row, other=0).to(tl.int64)
-        last = tl.load(row_pointers + row + 1, mask=is_row, other=0).to(tl.int64)
+        if pointer_bytes == 4:
+            pointers = row_pointers.to(tl.pointer_type(tl.int32))
+        else:
+            pointers = row_pointers.to(tl.pointer_type(tl.int64))
+        first = tl.load(pointers + row, mask=is_row, other=0).to(tl.int64)
+        last = tl.load(pointers + row + 1, mask=is_row, other=0).to(tl.int64)
     return first, last
 
 
@@ -168,36 +213,42 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     ids,
     offsets,
     weights,
-    rows,
-    row_pointers,
+    features,
+    unknown,
     out,
-    first_offset,
-    num_rows,
+    batch_size,
     width,
-    first_column,
-    embedding_dim,
-    is_mean: tl.constexpr,
     has_weights: tl.constexpr,
+    checks_ids: tl.constexpr,
     value_bytes: tl.constexpr,
     column_bytes: tl.constexpr,
     scale_bytes: tl.constexpr,
-    is_compact: tl.constexpr,
+    pointer_bytes: tl.constexpr,
     record_bytes: tl.constexpr,
     start_bytes: tl.constexpr,
     rows_per_record: tl.constexpr,
+    fields_per_feature: tl.constexpr,
     columns_per_program: tl.constexpr,
     values_per_step: tl.constexpr,
 ):
     """Pools one bag of one feature, into `columns_per_program` columns of the output."""
     bag = tl.program_id(0).to(tl.int64)
-    begin = tl.load(offsets + first_offset + bag).to(tl.int64)
-    end = tl.load(offsets + first_offset + bag + 1).to(tl.int64)
-    own_columns = tl.program_id(1) * columns_per_program + tl.arange(0, columns_per_program)
+    feature = features + tl.program_id(1) * fields_per_feature  # fields in the order of _Feature
+    rows = tl.load(feature).to(tl.pointer_type(tl.uint8))
+    row_pointers = tl.load(feature + 1)
+    num_rows = tl.load(feature + 2)
+    first_bag = tl.load(feature + 3) * batch_size
+    first_column, embedding_dim, is_mean = tl.load(feature + 4), tl.load(feature + 5), tl.load(feature + 6)
+    bounds = offsets + first_bag + bag
+    begin, end = tl.load(bounds).to(tl.int64), tl.load(bounds + 1).to(tl.int64)
+    own_columns = tl.program_id(2) * columns_per_program + tl.arange(0, columns_per_program)
     pooled = tl.zeros((columns_per_program,), tl.float32)
     for i in range(begin, end):
         row = tl.load(ids + i).to(tl.int64)
         is_row = (row >= 0) & (row < num_rows)
-        first, last = _bounds(row_pointers, row, is_row, is_compact, record_bytes, start_bytes, rows_per_record)
+        if checks_ids:
+            tl.store(unknown, 1, mask=is_row == 0)
+        first, last = _bounds(row_pointers, row, is_row, pointer_bytes, record_bytes, start_bytes, rows_per_record)
         count = last - first
         start = rows + first * (value_bytes + column_bytes) + tl.where(is_row, row, 0) * scale_bytes
         factor = 1.0
@@ -215,7 +266,7 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
             hit = (column[:, None] == own_columns[None, :]) & inside[:, None]
             # columns differ within a row, so at most one value is added to each: no order of additions to choose
             pooled += tl.sum(tl.where(hit, value[:, None], 0.0), axis=0)
-    if is_mean:
+    if is_mean != 0:
         length = tl.maximum(end - begin, 1).to(tl.float32)
         pooled = tl.div_rn(pooled, tl.zeros_like(pooled) + length)
     tl.store(out + bag * width + first_column + own_columns, pooled, mask=own_columns < embedding_dim)
