@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dnis_torchrec.baselines import METHODS, MethodTask, NotApplicableError, SizeNotMetError
+from dnis_torchrec.baselines.dnis import RATE_FACTORS
 from dnis_torchrec.baselines.method import MAX_EPOCHS, MethodResult
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.budget import SizeOutOfReachError
@@ -29,6 +30,7 @@ def run(
     ratio: float = RATIO,
     *,
     max_epochs: int = MAX_EPOCHS,
+    num_trials: int | None = 1,
     searches: DataSplits | None = None,
     **changes: Any,
 ) -> MethodResult:
@@ -44,7 +46,7 @@ def run(
             device=device,
             folder=folder,
             max_epochs=max_epochs,
-            num_trials=1,
+            num_trials=num_trials,
         )
         return METHODS[name](task)
 
@@ -63,6 +65,28 @@ def test_a_result_is_within_its_bytes_and_nearly_uses_them(name: str, tmp_path: 
 def test_a_search_takes_no_more_epochs_than_a_training_may(max_epochs: int, tmp_path: Path) -> None:
     result = run("dnis", tmp_path, max_epochs=max_epochs)
     assert result.settings["epochs"] <= max_epochs
+
+
+def test_the_best_of_several_searches_is_chosen_on_selection(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "all").mkdir()
+    one = run("dnis-tuned", tmp_path / "one", max_epochs=3)
+    assert one.trials == 1
+    tuned = run("dnis-tuned", tmp_path / "all", max_epochs=3, num_trials=None)
+    rate = tiny.demo(None).table_learning_rate
+    factor = tuned.settings["table_rate_factor"]
+    losses = {}
+    for other in RATE_FACTORS:
+        folder = tmp_path / f"{other}"
+        folder.mkdir()
+        losses[other] = run("dnis", folder, max_epochs=3, search_table_learning_rate=rate * other).selection_loss
+    assert losses[1.0] == one.selection_loss
+    assert len(set(losses.values())) > 1
+    assert (tuned.selection_loss, factor) == min((loss, other) for other, loss in losses.items())
+    assert tuned.trials == len(RATE_FACTORS) == 5
+    assert tuned.seconds_of_trials > 2 * tuned.seconds
+    assert list((tmp_path / "all").iterdir()) == []
+    assert tuned.embedding_bytes() <= tuned.scheme.form_bytes()["dense_fp32"] / RATIO
 
 
 def test_the_paper_prunes_single_values_and_never_releases(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ METHODS: Mapping[str, Method] = {
     "dnis-paper": dnis.dnis_paper,
     "dnis-unrolled": dnis.dnis_unrolled,
     "dnis": dnis.dnis,
+    "dnis-tuned": dnis.dnis_tuned,
     "dnis-retrained": dnis.dnis_retrained,
 }
 """Every method of a comparison by its name."""

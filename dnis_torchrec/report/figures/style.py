@@ -25,6 +25,7 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 METHOD_STYLES = {
     "dnis": (BLUE, "o"),
+    "dnis-tuned": (BLUE, "D"),
     "dnis-retrained": (BLUE, "P"),
     "uniform": (ORANGE, "s"),
     "uniform-grid": (ORANGE, "D"),
