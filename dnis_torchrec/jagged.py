@@ -15,6 +15,7 @@ def jagged_by_key(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         features: the bags, perhaps none.
 
     Example:
+        >>> import torch
         >>> none = torch.empty(0, dtype=torch.int64)
         >>> jagged_by_key(KeyedJaggedTensor(keys=["f"], values=none, lengths=none, stride=0))["f"].lengths().tolist()
         []
