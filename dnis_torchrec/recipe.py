@@ -129,6 +129,8 @@ class Recipe:
             larger.
         least_compression: a search with pressure presses at least so far, whatever larger size it may have; for a model
             that overfits with larger tables. 1 presses to the size asked for.
+        redraw: number 1, 2, .. -> the model again with other initial weights, the same ones for the same number, on
+            every rank; None where they are given, as by a checkpoint. For methods that choose among several searches.
         notes: limits of the data, shown beside every figure that comes from it.
     """
 
@@ -155,6 +157,7 @@ class Recipe:
     alpha_learning_rate: float | None = None
     upper_every: int = 1
     least_compression: float = 1.0
+    redraw: Callable[[int], nn.Module] | None = None
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

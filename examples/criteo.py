@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchrec.datasets.criteo import DEFAULT_INT_NAMES
 from torchrec.models.deepfm import SimpleDeepFMNN
-from torchrec.models.dlrm import DLRM
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.recipe import Recipe
@@ -29,7 +28,7 @@ from examples.datasets.criteo import PUBLISHER, load_criteo
 from examples.datasets.in_memory import Samples, split_rows
 from examples.datasets.scalars import bucketised, weighted
 from examples.datasets.text_files import require_folder
-from examples.models import DeepFM, FactorizationMachine, WideDeep, build_dlrm, build_tables, log_odds, seeded
+from examples.models import DeepFM, FactorizationMachine, WideDeep, build_dlrm, build_tables, draws, log_odds
 
 BATCH_SIZE = 4096
 EMBEDDING_DIM = 64
@@ -162,18 +161,21 @@ def simple_deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None
         ValueError: if `data` is None or does not hold the file.
     """
     samples = load_criteo(require_folder(data, "examples.criteo:simple_deepfm", PUBLISHER), seed=seed)
-    with seeded(seed):
+
+    def build() -> nn.Module:
         model = SimpleDeepFMNN(
             num_dense_features=samples.dense.shape[1],
             embedding_bag_collection=build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM),
             hidden_layer_size=128,
             deep_fm_dimension=64,
         )
-    # SimpleDeepFMNN ends with a sigmoid, although it documents logits; BCEWithLogitsLoss applies its own.
-    model.over_arch.model = model.over_arch.model[:1]
+        # SimpleDeepFMNN ends with a sigmoid, although it documents logits; BCEWithLogitsLoss applies its own.
+        model.over_arch.model = model.over_arch.model[:1]
+        return model
+
     # Its second-order term adds all D products of all fields into one number, so at D=64 tables learning at 1e-3 throw
     # the logits about: their best logloss on `selection` of the 137,139-line sample is .536, and .492 with 1e-4.
-    return replace(_recipe(model, samples, seed), table_learning_rate=1e-4)
+    return replace(_recipe(draws(build, seed), samples, seed), table_learning_rate=1e-4)
 
 
 def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -191,8 +193,8 @@ def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
         ValueError: if `data` is None or does not hold the file.
     """
     samples = load_criteo(require_folder(data, "examples.criteo:dlrm", PUBLISHER), seed=seed)
-    model = _new_dlrm(samples, embedding_dim or EMBEDDING_DIM, DENSE_LAYERS, OVER_LAYERS, seed)
-    return _suited(_recipe(model, samples, seed), samples, DLRM_ON_SAMPLE)
+    draw = _draws_of_dlrm(samples, embedding_dim or EMBEDDING_DIM, DENSE_LAYERS, OVER_LAYERS, seed)
+    return _suited(_recipe(draw, samples, seed), samples, DLRM_ON_SAMPLE)
 
 
 def dlrm_from_checkpoint(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -226,11 +228,13 @@ def dlrm_from_checkpoint(data: Path | None, *, seed: int = 0, embedding_dim: int
     complete = bool(dense_layers and over_layers) and first_table in weights
     check(complete, place, "expected a state dict of torchrec's DLRM", f"keys {sorted(weights)[:4]}")
     checkpoint_dim = weights[first_table].shape[-1]
-    model = _new_dlrm(samples, embedding_dim or checkpoint_dim, dense_layers[:-1], over_layers, seed)
+    draw = _draws_of_dlrm(samples, embedding_dim or checkpoint_dim, dense_layers[:-1], over_layers, seed)
+    recipe = _suited(_recipe(draw, samples, seed), samples, DLRM_ON_SAMPLE)
     if (embedding_dim or checkpoint_dim) == checkpoint_dim:
-        _check_fits(weights, model.state_dict(), place)
-        model.load_state_dict(weights)
-    return _suited(_recipe(model, samples, seed), samples, DLRM_ON_SAMPLE)
+        _check_fits(weights, recipe.model.state_dict(), place)
+        recipe.model.load_state_dict(weights)
+        recipe = replace(recipe, redraw=None)
+    return recipe
 
 
 def _of_fields(
@@ -254,27 +258,29 @@ def _of_fields(
         samples = weighted(samples, DEFAULT_INT_NAMES)
     else:
         samples = bucketised(samples, DEFAULT_INT_NAMES, train_rows)
-    with seeded(seed):
+
+    def draw() -> nn.Module:
         dim, scalar_names = embedding_dim or EMBEDDING_DIM, samples.scalar_names
         tables = build_tables(samples.num_embeddings, dim, scalar_names=scalar_names)
-        model = build(tables, initial_bias=log_odds(samples.labels[train_rows]))
+        return build(tables, initial_bias=log_odds(samples.labels[train_rows]))
+
     # Of ramps of 1, 2 and 6 epochs the best for FM on `selection` of seed 0: a search much longer than a plain
     # training, which has its best epoch after two or three, overfits.
-    recipe = replace(_recipe(model, samples, seed), ramp_epochs=2, release_epochs=6)
+    recipe = replace(_recipe(draws(draw, seed), samples, seed), ramp_epochs=2, release_epochs=6)
     return _suited(recipe, samples, on_sample or {})
 
 
-def _new_dlrm(samples: Samples, embedding_dim: int, dense_layers: list[int], over_layers: list[int], seed: int) -> DLRM:
-    with seeded(seed):
-        return build_dlrm(
-            build_tables(samples.num_embeddings, embedding_dim),
-            dense_in_features=samples.dense.shape[1],
-            dense_layers=dense_layers,
-            over_layers=over_layers,
-        )
+def _draws_of_dlrm(
+    samples: Samples, embedding_dim: int, dense_layers: list[int], over_layers: list[int], seed: int
+) -> Callable[[int], nn.Module]:
+    def build() -> nn.Module:
+        tables, num_dense = build_tables(samples.num_embeddings, embedding_dim), samples.dense.shape[1]
+        return build_dlrm(tables, dense_in_features=num_dense, dense_layers=dense_layers, over_layers=over_layers)
+
+    return draws(build, seed)
 
 
-def _recipe(model: nn.Module, samples: Samples, seed: int) -> Recipe:
+def _recipe(draw: Callable[[int], nn.Module], samples: Samples, seed: int) -> Recipe:
     notes = ["Criteo Kaggle: a random 8:1:1 split of lines in time order, so the future helps to predict the past."]
     if _is_sample(samples):
         notes.append(
@@ -283,7 +289,8 @@ def _recipe(model: nn.Module, samples: Samples, seed: int) -> Recipe:
             "logloss .4842."
         )
     return Recipe(
-        model=model,
+        model=draw(0),
+        redraw=draw,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
         num_blocks=6,

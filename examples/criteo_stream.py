@@ -24,7 +24,7 @@ from dnis_torchrec.storage import cache_folder
 from dnis_torchrec.streaming import ParsedStream, StreamSchema, split_stream
 from examples.datasets.criteo import PUBLISHER
 from examples.datasets.text_files import require_folder
-from examples.models import build_dlrm, build_tables, seeded
+from examples.models import build_dlrm, build_tables, draws
 
 BATCH_SIZE = 4096
 EMBEDDING_DIM = 64
@@ -65,16 +65,17 @@ def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
         ValueError: if `data` is None or holds none of the files.
     """
     stream = open_stream(require_folder(data, "examples.criteo_stream:dlrm", PUBLISHER))
-    with seeded(seed):
-        model = build_dlrm(
-            build_tables(stream.schema.num_embeddings, embedding_dim or EMBEDDING_DIM),
-            dense_in_features=len(DEFAULT_INT_NAMES),
-            dense_layers=DENSE_LAYERS,
-            over_layers=OVER_LAYERS,
-        )
+
+    def build() -> nn.Module:
+        tables = build_tables(stream.schema.num_embeddings, embedding_dim or EMBEDDING_DIM)
+        num_dense = len(DEFAULT_INT_NAMES)
+        return build_dlrm(tables, dense_in_features=num_dense, dense_layers=DENSE_LAYERS, over_layers=OVER_LAYERS)
+
+    draw = draws(build, seed)
     rows = max(stream.schema.num_embeddings.values())
     return Recipe(
-        model=model,
+        model=draw(0),
+        redraw=draw,
         data=split_stream(stream, batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
         num_blocks=6,

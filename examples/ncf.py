@@ -21,8 +21,8 @@ from examples.models import (
     NeuMF,
     build_neumf_tables,
     build_tables,
+    draws,
     ncf_tower,
-    seeded,
 )
 
 BATCH_SIZE = 8190
@@ -143,8 +143,7 @@ def _topk(data: Path | None, name: str, build: Callable[[dict[str, int]], nn.Mod
     protocol = load_leave_one_out(folder)
     check_candidates(candidate_queries(protocol), max(RANKING_KS))
     rows = dict(zip(FEATURES, (protocol.num_users, protocol.num_items), strict=True))
-    with seeded(seed):
-        model = build(rows)
+    draw = draws(lambda: build(rows), seed)
     notes = [
         "NCF's leave-one-out: each user's last interaction, ranked among the 99 published negatives; published results "
         "that choose epochs by these metrics have chosen on test, which is not done here."
@@ -155,7 +154,8 @@ def _topk(data: Path | None, name: str, build: Callable[[dict[str, int]], nn.Mod
             "was dropped: those cases have one candidate less."
         )
     return Recipe(
-        model=model,
+        model=draw(0),
+        redraw=draw,
         data=split_leave_one_out(
             protocol,
             num_negatives=NUM_NEGATIVES,

@@ -10,7 +10,7 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.recipe import Recipe
 from examples.datasets.in_memory import split_rows
 from examples.datasets.synthetic import PLANTED_BLOCKS, generate
-from examples.models import build_dlrm, build_tables, seeded
+from examples.models import build_dlrm, build_tables, draws
 
 BATCH_SIZE = 1024
 EMBEDDING_DIM = 16
@@ -36,15 +36,16 @@ def demo(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
     check(data is None, "recipe 'examples.synthetic:demo'", "expected no data folder", data, "leave out --data")
     samples = generate(NUM_SAMPLES, seed=DATA_SEED).samples
     samples = samples.sorted_by_frequency(split_rows(NUM_SAMPLES, seed=seed)[0])
-    with seeded(seed):
-        model = build_dlrm(
-            build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=0.1),
-            dense_in_features=samples.dense.shape[1],
-            dense_layers=[32],
-            over_layers=[64],
-        )
+
+    def build() -> nn.Module:
+        tables = build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=0.1)
+        num_dense = samples.dense.shape[1]
+        return build_dlrm(tables, dense_in_features=num_dense, dense_layers=[32], over_layers=[64])
+
+    draw = draws(build, seed)
     return Recipe(
-        model=model,
+        model=draw(0),
+        redraw=draw,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
         num_blocks=len(PLANTED_BLOCKS),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dnis_torchrec.baselines import METHODS, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.baselines.dnis import RATE_FACTORS
@@ -67,7 +68,7 @@ def test_a_search_takes_no_more_epochs_than_a_training_may(max_epochs: int, tmp_
     assert result.settings["epochs"] <= max_epochs
 
 
-def test_the_best_of_several_searches_is_chosen_on_selection(tmp_path: Path) -> None:
+def test_the_best_of_searches_at_several_rates_is_chosen_on_selection(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "all").mkdir()
     one = run("dnis-tuned", tmp_path / "one", max_epochs=3)
@@ -87,6 +88,32 @@ def test_the_best_of_several_searches_is_chosen_on_selection(tmp_path: Path) -> 
     assert tuned.seconds_of_trials > 2 * tuned.seconds
     assert list((tmp_path / "all").iterdir()) == []
     assert tuned.embedding_bytes() <= tuned.scheme.form_bytes()["dense_fp32"] / RATIO
+    assert "initial_weights" not in tuned.settings
+
+
+def test_a_search_is_tuned_over_initial_weights_too(tmp_path: Path) -> None:
+    def redraw(number: int) -> nn.Module:
+        torch.manual_seed(number)
+        return tiny.make_model("dlrm")
+
+    rate = tiny.demo(None).table_learning_rate
+    losses = []
+    for number, factor in enumerate((*RATE_FACTORS, *RATE_FACTORS[:2])):
+        (tmp_path / f"{number}").mkdir()
+        changes = {"search_table_learning_rate": rate * factor} | ({"model": redraw(number)} if number else {})
+        losses.append(run("dnis", tmp_path / f"{number}", max_epochs=3, **changes).selection_loss)
+    best = min(range(7), key=losses.__getitem__)
+    assert len(set(losses)) == 7
+    (tmp_path / "all").mkdir()
+    tuned = run("dnis-tuned", tmp_path / "all", max_epochs=3, num_trials=7, redraw=redraw)
+    assert tuned.selection_loss == losses[best]
+    chosen = (tuned.settings["initial_weights"], tuned.settings["table_rate_factor"])
+    assert chosen == (best, RATE_FACTORS[best % 5])
+    assert tuned.trials == 7
+
+
+def test_without_other_weights_there_are_no_more_searches_than_rates(tmp_path: Path) -> None:
+    assert run("dnis-tuned", tmp_path, max_epochs=3, num_trials=16).trials == len(RATE_FACTORS)
 
 
 def test_the_paper_prunes_single_values_and_never_releases(tmp_path: Path) -> None:

@@ -102,8 +102,26 @@ def test_weights_depend_on_the_seed_alone(build):
     assert torch.equal(torch.random.get_rng_state(), state)
     torch.manual_seed(2)
     again, other = build(seed=7).model.state_dict(), build(seed=8).model.state_dict()
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    assert any(first[key].shape != other[key].shape or not torch.equal(first[key], other[key]) for key in first)
+    assert same_weights(first, again)
+    assert not same_weights(first, other)
+
+
+def test_other_initial_weights_are_drawn_from_the_seed_and_their_number(build):
+    recipe, again, other_seed = build(seed=7), build(seed=7), build(seed=8)
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    drawn = recipe.redraw(1).state_dict()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert same_weights(drawn, again.redraw(1).state_dict())
+    own, second, of_other_seed = recipe.model.state_dict(), recipe.redraw(2), other_seed.redraw(1)
+    assert {key: value.shape for key, value in drawn.items()} == {key: value.shape for key, value in own.items()}
+    assert not same_weights(drawn, own)
+    assert not same_weights(drawn, second.state_dict())
+    assert not same_weights(drawn, of_other_seed.state_dict())
+
+
+def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(value.shape == other[key].shape and torch.equal(value, other[key]) for key, value in one.items())
 
 
 @pytest.mark.parametrize("name", ["wide_deep", "deepfm", "dlrm"])
@@ -297,6 +315,7 @@ class TestDlrmFromCheckpoint:
         loaded = recipe.model.state_dict()
         assert all(torch.equal(loaded[key], value + 1) for key, value in weights.items())
         assert recipe.dense_learning_rate == criteo.dlrm(data).dense_learning_rate < 1e-3
+        assert recipe.redraw is None
 
     def test_torch_file_of_a_wrapper_named_in_the_environment(self, data, weights, monkeypatch, tmp_path_factory):
         path = tmp_path_factory.mktemp("elsewhere") / "dlrm.pt"
@@ -308,7 +327,9 @@ class TestDlrmFromCheckpoint:
 
     def test_another_embedding_dim_starts_from_scratch(self, data, weights):
         save_file(weights, data / "checkpoint.safetensors")
-        tables = tables_of(criteo.dlrm_from_checkpoint(data, embedding_dim=3).model)
+        recipe = criteo.dlrm_from_checkpoint(data, embedding_dim=3)
+        tables = tables_of(recipe.model)
+        assert recipe.redraw is not None
         assert {config.embedding_dim for config in tables.embedding_bag_configs()} == {3}
 
     @pytest.mark.parametrize(

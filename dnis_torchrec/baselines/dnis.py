@@ -25,7 +25,9 @@ from dnis_torchrec.training import evaluate
 
 WHOLE_COLUMNS, SINGLE_VALUES = "mixed_dimension_fp32", "csr_fp32"
 RATE_FACTORS = (1.0, 0.8, 1.25, 0.64, 1.5625)
-"""Of the tables' rate in the searches of `dnis_tuned`: five searches cost about what 16 trainings do."""
+"""What the tables' rate is multiplied by in the searches of `dnis_tuned`, again from the first one after the last."""
+NUM_SEARCHES = len(RATE_FACTORS)
+"""Of `dnis_tuned`, if not told otherwise: so many cost about what 16 trainings do."""
 
 
 @learns_on_validation
@@ -40,29 +42,35 @@ def dnis(task: MethodTask) -> MethodResult:
 
 @learns_on_validation
 def dnis_tuned(task: MethodTask) -> MethodResult:
-    """The best, on the selection split, of five searches as `dnis` has one, whose tables learn at other rates.
+    """The best, on the selection split, of several searches as `dnis` has one, of other initial weights and rates.
 
-    They cost about what the 16 trainings of `random` and `mde` do, which choose in the same way: beside those it is the
-    search with as many trials. The rates are the recipe's, before the release, times `RATE_FACTORS`; a smaller
-    `MethodTask.num_trials` takes as many from the front, so that one trial is `dnis`. One after the other, in one
-    process.
+    Five cost about what the 16 trainings of `random` and `mde` do, which choose in the same way;
+    `MethodTask.num_trials` may be smaller, or larger. The first is `dnis` itself. The others begin with weights drawn
+    anew (`dnis_torchrec.recipe.Recipe.redraw`), where the recipe can; their tables learn at the recipe's rate, before
+    the release, times `RATE_FACTORS`. One after the other, in one process. Where the recipe cannot draw, there are no
+    more searches than rates.
 
     Raises:
         SizeNotMetError: if the size is out of reach for whole columns.
     """
     recipe = task.build(None)
     rate = recipe.search_table_learning_rate or recipe.table_learning_rate
-    best, seconds, factors = None, 0.0, RATE_FACTORS[: task.num_trials]
-    for factor in factors:
-        folder = task.folder / f"tables-at-{factor}"
+    num_searches = task.num_trials or NUM_SEARCHES
+    if recipe.redraw is None:
+        num_searches = min(num_searches, len(RATE_FACTORS))
+    best, seconds = None, 0.0
+    for number in range(num_searches):
+        factor, folder = RATE_FACTORS[number % len(RATE_FACTORS)], task.folder / f"search-{number}"
         folder.mkdir()
-        found = _searched(replace(task, folder=folder), WHOLE_COLUMNS, {"search_table_learning_rate": rate * factor})
+        settings = {"search_table_learning_rate": rate * factor}
+        found = _searched(replace(task, folder=folder), WHOLE_COLUMNS, settings, initial_weights=number)
         shutil.rmtree(folder)
         seconds += found.seconds
         if best is None or found.selection_loss < best.selection_loss:
-            best = replace(found, settings={**found.settings, "table_rate_factor": factor})
+            chosen = {"table_rate_factor": factor} | ({"initial_weights": number} if recipe.redraw else {})
+            best = replace(found, settings={**found.settings, **chosen})
     assert best is not None  # there is at least one trial
-    return replace(best, trials=len(factors), seconds_of_trials=seconds)
+    return replace(best, trials=num_searches, seconds_of_trials=seconds)
 
 
 @learns_on_validation
@@ -120,8 +128,10 @@ _PAPER: dict[str, Any] = {
 }
 
 
-def _searched(task: MethodTask, form: str, settings: dict[str, Any]) -> MethodResult:
+def _searched(task: MethodTask, form: str, settings: dict[str, Any], *, initial_weights: int = 0) -> MethodResult:
     recipe = task.build(None)
+    if initial_weights and recipe.redraw is not None:
+        recipe = replace(recipe, model=recipe.redraw(initial_weights))
     size = Size(embedding_bytes=task.embedding_bytes(), form=form)
     config = SearchConfig.of(recipe, size, {"patience": task.patience, **settings}).within(task.max_epochs)
     if not config.pressure:  # a warm-up is for what comes after it: rotation and the ramp

@@ -254,7 +254,7 @@ def _settings_of(recipe: Recipe) -> dict[str, Any]:
     Every field of the recipe but data and notes; of the model what each weight beside the tables is named, and its
     shape but for the first size, which may be rows that a seed's split has. A layer's is the next layer's second.
     """
-    names = [part.name for part in fields(recipe) if part.name not in ("model", "data", "loss", "notes")]
+    names = [part.name for part in fields(recipe) if part.name not in ("model", "data", "loss", "redraw", "notes")]
     own = {name: getattr(recipe, name) for name in names}
     of_tables = {id(weight) for module in collections(recipe.model).values() for weight in module.parameters()}
     network = {name: list(w.shape[1:]) for name, w in recipe.model.named_parameters() if id(w) not in of_tables}

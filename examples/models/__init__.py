@@ -1,6 +1,6 @@
 """Latent factor models on a TorchRec EmbeddingBagCollection, all called as torchrec's DLRM is.
 
-tables.py         embedding tables, seeds
+tables.py         embedding tables, draws of initial weights
 first_order.py    weights beside the tables, one per row
 collaborative.py  two sides, user and item: MatrixFactorization, MultiLayerPerceptron, NeuMF
 factorization.py  any number of fields: FactorizationMachine, WideDeep, DeepFM
@@ -20,6 +20,6 @@ from examples.models.first_order import log_odds as log_odds
 from examples.models.tables import SCALARS as SCALARS
 from examples.models.tables import build_neumf_tables as build_neumf_tables
 from examples.models.tables import build_tables as build_tables
-from examples.models.tables import seeded as seeded
+from examples.models.tables import draws as draws
 from examples.models.torchrec_dlrm import build_dlrm as build_dlrm
 from examples.models.torchrec_dlrm import build_dlrm_dcn as build_dlrm_dcn
