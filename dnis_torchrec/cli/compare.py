@@ -67,7 +67,7 @@ def compare(
 ) -> None:
     """Compares methods at the same bytes: methods x sizes x seeds, same splits, same early stopping.
 
-    Methods that learn nothing on the validation split get it as training data in a second row, METHOD+validation.
+    Methods whose weights may train on the validation split do so in a second row, METHOD+validation.
 
     Writes OUT/comparison.json, .csv and .html. Run again, it goes on where it stopped and tries again what crashed.
     """

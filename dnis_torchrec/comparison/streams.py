@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import itemgetter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torchrec.datasets.utils import Batch
 
@@ -70,6 +70,7 @@ class CountedAs:
         return iter(for_counting(self._counted))
 
 
+@runtime_checkable
 class JoinsItself(Protocol):
     """A training stream whose samples depend on what else is trained on, such as one that draws negatives."""
 
@@ -83,7 +84,6 @@ def train_on_validation(recipe: Recipe) -> Recipe:
     A training stream that can (see `JoinsItself`) takes the validation stream in; batches of others stand between its
     own. Rows are counted in the training samples alone, see `CountedAs`.
     """
-    data = recipe.data
-    join = getattr(data.train, "joined_with", None)
-    joined = InterleavedBatches(data.train, data.validation) if join is None else join(data.validation)
-    return replace(recipe, data=replace(data, train=CountedAs(joined, data.train)))
+    train, validation = recipe.data.train, recipe.data.validation
+    joined = train.joined_with(validation) if isinstance(train, JoinsItself) else InterleavedBatches(train, validation)
+    return replace(recipe, data=replace(recipe.data, train=CountedAs(joined, train)))

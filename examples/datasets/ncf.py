@@ -39,7 +39,6 @@ class LeaveOneOut:
     Attributes:
         train_users: ``(n,)`` int64.
         train_items: ``(n,)`` int64.
-        train_ratings: ``(n,)`` float32.
         test_users: ``(cases,)`` int64.
         test_items: ``(cases,)`` int64: the positive.
         negatives: per case the negatives, the positive never among them.
@@ -51,7 +50,6 @@ class LeaveOneOut:
 
     train_users: Tensor
     train_items: Tensor
-    train_ratings: Tensor
     test_users: Tensor
     test_items: Tensor
     negatives: Bags
@@ -95,7 +93,6 @@ def load_leave_one_out(folder: Path, *, name: str = "ml-1m") -> LeaveOneOut:
     return LeaveOneOut(
         train_users=_column(train, "user"),
         train_items=_column(train, "item"),
-        train_ratings=torch.tensor(train["rating"].to_numpy(), dtype=torch.float32),
         test_users=_column(test, "user"),
         test_items=_column(test, "item"),
         negatives=Bags(all_items, offsets),

@@ -20,17 +20,17 @@ from dnis_torchrec.checks import describe
 from dnis_torchrec.search import SearchConfig
 
 NUM_DIMENSION_BLOCKS = 4
+"""T, widths that a table's controllers choose from."""
 TRIMMED_SHARE = 0.01
 """Share of the budget by which a choice may overshoot it before columns are taken off. Half the width of all tables
 costs half their bytes and some for the index: without it, that choice would be out of reach at compression 2."""
 
 
-def nis_se(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS) -> MethodResult:
+def nis_se(task: MethodTask) -> MethodResult:
     """Neural Input Search with single-size embeddings: each table keeps its v most frequent blocks at one width.
 
     Args:
         task: what to make.
-        num_dimension_blocks: T, widths to choose from; 4 by default.
 
     Returns:
         The chosen scheme, trained from scratch to its own best epoch. `seconds` counts the search too.
@@ -40,10 +40,10 @@ def nis_se(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS
         ValueError: for a recipe without a validation stream.
         NonFiniteError: if a training loss is NaN or infinite.
     """
-    return _run(task, lambda *stages: single_size_grid(*stages, num_dimension_blocks=num_dimension_blocks))
+    return _run(task, lambda *stages: single_size_grid(*stages, num_dimension_blocks=NUM_DIMENSION_BLOCKS))
 
 
-def nis_me(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS) -> MethodResult:
+def nis_me(task: MethodTask) -> MethodResult:
     """Neural Input Search with multi-size embeddings: each dimension block is kept for its own v most frequent blocks.
 
     NOTE[DIFF]: the paper projects every width to a common one with learned matrices. Here absent dimensions are zero,
@@ -52,7 +52,6 @@ def nis_me(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS
 
     Args:
         task: what to make.
-        num_dimension_blocks: T, dimension blocks of a table; 4 by default.
 
     Returns:
         The chosen scheme, trained from scratch to its own best epoch. `seconds` counts the search too.
@@ -62,7 +61,7 @@ def nis_me(task: MethodTask, *, num_dimension_blocks: int = NUM_DIMENSION_BLOCKS
         ValueError: for a recipe without a validation stream.
         NonFiniteError: if a training loss is NaN or infinite.
     """
-    return _run(task, lambda *stages: multi_size_grid(*stages, num_dimension_blocks=num_dimension_blocks))
+    return _run(task, lambda *stages: multi_size_grid(*stages, num_dimension_blocks=NUM_DIMENSION_BLOCKS))
 
 
 def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> MethodResult:
