@@ -64,6 +64,9 @@ class RowBlocks:
     def first_alpha_row(self, table: str) -> int:
         """Row of alpha that belongs to block 0 of `table`; 0 for every table of scope ``"global"``.
 
+        Args:
+            table: its name.
+
         Raises:
             ValueError: if the table has no blocks.
         """
@@ -96,7 +99,11 @@ class RowBlocks:
         return total
 
     def save(self, path: Path) -> None:
-        """Writes one safetensors file, whole or not at all."""
+        """Writes one safetensors file, whole or not at all.
+
+        Args:
+            path: of the file, in an existing folder; an older one is replaced.
+        """
         tensors, described = {}, {}
         for table, routing in self.routings.items():
             described[table] = [routing.num_embeddings, routing.num_blocks, self.embedding_dims[table]]
@@ -111,7 +118,11 @@ class RowBlocks:
     def load(path: Path) -> RowBlocks:
         """Reads what `save` wrote.
 
+        Args:
+            path: of the file.
+
         Raises:
+            FileNotFoundError: if there is none.
             ValueError: if the file is damaged or holds something else.
         """
         tensors, described = read_tensors(path, "row_blocks")

@@ -133,12 +133,23 @@ class Budget:
         return Budget(float(amount), costs, unit)
 
     def share(self, blocks: RowBlocks) -> float:
-        """The budget as a share of what all columns of all blocks together cost."""
+        """The budget as a share of what all columns of all blocks together cost.
+
+        Args:
+            blocks: those that the budget was made for.
+
+        Returns:
+            At most 1.
+        """
         total = sum(float(self.column_costs[t].sum()) * blocks.embedding_dims[t] for t in self.column_costs)
         return min(1.0, self.amount / total)
 
     def cost_per_alpha_row(self, blocks: RowBlocks) -> dict[int, Tensor]:
-        """embedding_dim -> ``(A,)`` float64: the cost of one dimension of each row of alpha."""
+        """embedding_dim -> ``(A,)`` float64: the cost of one dimension of each row of alpha.
+
+        Args:
+            blocks: those that the budget was made for; what tables share a row of alpha adds up.
+        """
         return {dim: blocks.per_alpha_row(dim, self.column_costs) for dim in blocks.alpha_shapes}
 
 

@@ -37,6 +37,13 @@ def describe(place: str, requirement: str, received: object, remedy: str = "") -
 def check(condition: bool, place: str, requirement: str, received: object, remedy: str = "") -> None:
     """Raises a ValueError in the package's wording unless `condition` holds.
 
+    Args:
+        condition: what has to hold.
+        place: see `describe`.
+        requirement: see `describe`.
+        received: see `describe`.
+        remedy: see `describe`.
+
     Raises:
         ValueError: if `condition` is false.
 
@@ -49,6 +56,11 @@ def check(condition: bool, place: str, requirement: str, received: object, remed
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     """Names the known names that look most like `name`.
+
+    Args:
+        name: what was given.
+        known: the names that exist.
+        limit: close names in the phrase, at most; 3 by default.
 
     Returns:
         A phrase for the remedy of an error: the closest names, or all of them when none is close.

@@ -55,10 +55,10 @@ class RampState:
     """How far a ramp has come.
 
     Attributes:
-        progress: share of its upper steps.
-        mean: of alpha.
-        line: where the mean is led.
-        mean_gradient: of the living columns, normalised and averaged.
+        progress: share of its upper steps that have been taken, in (0, 1].
+        mean: of alpha, weighted by cost.
+        line: where the mean is led, at this step.
+        mean_gradient: mean over the living columns of alpha's normalised, averaged gradients, weighted by cost.
         learning_rate: step length of alpha.
     """
 
@@ -69,7 +69,14 @@ class RampState:
     learning_rate: float
 
     def pressure_towards(self, line: float) -> float:
-        """What takes the mean of alpha back to a line against what validation does to it; may be negative."""
+        """What takes the mean of alpha back to a line against what validation does to it; may be negative.
+
+        Args:
+            line: mean of alpha to go to.
+
+        Returns:
+            lambda for one upper step: `CORRECTED_AT_ONCE` of the way, were all columns alive and no alpha clipped.
+        """
         return CORRECTED_AT_ONCE * (self.mean - line) / self.learning_rate - self.mean_gradient
 
 
@@ -110,6 +117,9 @@ class ColumnOrder(ABC):
         """``(A, D)``, not negative: columns of small scores die first.
 
         o[s, k] + column_sharing * mean over s of o[s, k], weighted by cost, for the own scores o.
+
+        Args:
+            embedding_dim: D of the alpha.
         """
         own, costs = self._own_scores(embedding_dim), self._costs[embedding_dim]
         return own + self._column_sharing * ((costs / costs.sum()).to(own) @ own)
@@ -134,7 +144,11 @@ class ColumnOrder(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores what `state_dict` gave.
+
+        Args:
+            state: name -> tensor; may hold what belongs to others, too.
+        """
 
 
 class AlphaOrder(ColumnOrder):

@@ -89,6 +89,9 @@ class FiniteGuard:
     def watch_gradients(self, place: str) -> Iterator[None]:
         """Checks the gradients of pooled embeddings, table by table, during the backward pass inside.
 
+        Args:
+            place: the step.
+
         Raises:
             NonFiniteError: naming the step and the table, before a fused optimizer has applied the gradient.
         """
@@ -114,6 +117,9 @@ class FiniteGuard:
     def check_dense_gradients(self, place: str) -> None:
         """Checks the gradients of everything that is not a table.
 
+        Args:
+            place: the step.
+
         Raises:
             NonFiniteError: naming the step and the parameter.
         """
@@ -131,6 +137,11 @@ class FiniteGuard:
 
     def check_alpha_gradient(self, gradient: Tensor, embedding_dim: int, place: str) -> None:
         """Checks the all-reduced gradient of an alpha, so that all ranks stop alike.
+
+        Args:
+            gradient: ``(A, D)``, the same on all ranks.
+            embedding_dim: D.
+            place: the step.
 
         Raises:
             NonFiniteError: naming the step and the tables that this alpha multiplies.

@@ -32,6 +32,12 @@ ROWS_AT_A_TIME = 1 << 20
 def pieces(counts: RowCounts) -> Iterator[Tensor]:
     """Counts of all rows, `ROWS_AT_A_TIME` at a time.
 
+    Args:
+        counts: of one table, exact or estimated.
+
+    Yields:
+        ``(n,)`` int64, in the order of the rows.
+
     Example:
         >>> [piece.tolist() for piece in pieces(torch.tensor([2, 0, 1]))]
         [[2, 0, 1]]
@@ -56,6 +62,12 @@ class FrequencyCounts:
 
     def never_seen(self, table: str) -> Tensor:
         """``(N,)`` bool: rows of `table` that training never looked up.
+
+        Args:
+            table: its name.
+
+        Returns:
+            Of a table whose counts are estimates perhaps not all such rows, but no others.
 
         Raises:
             ValueError: if the table was not counted.
@@ -96,7 +108,11 @@ class FrequencyCounts:
         return {name: counts for name, counts in self.counts.items() if isinstance(counts, EstimatedCounts)}
 
     def save(self, path: Path) -> None:
-        """Writes one safetensors file, whole or not at all; what is estimated stays as small as it is."""
+        """Writes one safetensors file, whole or not at all; what is estimated stays as small as it is.
+
+        Args:
+            path: of the file, in an existing folder; an older one is replaced.
+        """
         estimated = self._estimated()
         head = {"max_bag_lengths": dict(self.max_bag_lengths), "num_samples": self.num_samples}
         head |= {"tables": list(self.counts), "estimated": list(estimated)}
@@ -109,7 +125,11 @@ class FrequencyCounts:
     def load(path: Path) -> FrequencyCounts:
         """Reads what `save` wrote.
 
+        Args:
+            path: of the file.
+
         Raises:
+            FileNotFoundError: if there is none.
             ValueError: if the file is damaged or holds something else.
         """
         tensors, head = read_tensors(path, "frequency_counts")
@@ -246,6 +266,12 @@ def _ids_of_column(column: pd.Series) -> tuple[Tensor, int]:
 
 def merge_counts(parts: Sequence[FrequencyCounts]) -> FrequencyCounts:
     """Adds up counts of disjoint parts of the training data, as several ranks or days make them.
+
+    Args:
+        parts: at least one, of the same tables and features, all exact.
+
+    Returns:
+        New counts: sums, the longest bags, all samples.
 
     Raises:
         ValueError: if there are no parts or they count different tables or features.

@@ -177,6 +177,9 @@ class UnrolledHypergradient:
     def set_step(self, step: float) -> None:
         """Sets xi for the next call.
 
+        Args:
+            step: xi, above 0; how much of it each weight goes, the class says.
+
         Raises:
             ValueError: if it is not above 0.
         """
@@ -298,7 +301,11 @@ def _check_ordinary_gradients(model: nn.Module) -> None:
 
 @contextmanager
 def without_synchronisation(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """DistributedDataParallel, where it is among the modules of a model, does not prepare for a backward pass."""
+    """DistributedDataParallel, where it is among the modules of a model, does not prepare for a backward pass.
+
+    Args:
+        modules: all modules of the model.
+    """
     with ExitStack() as stack:
         for module in modules:
             if isinstance(module, DistributedDataParallel):
@@ -308,7 +315,11 @@ def without_synchronisation(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Normalisation takes the batch's statistics, as in training, and leaves the running ones alone."""
+    """Normalisation takes the batch's statistics, as in training, and leaves the running ones alone.
+
+    Args:
+        modules: all modules of the model; those without running statistics are left alone.
+    """
     with ExitStack() as stack:
         for module in modules:
             if isinstance(module, _NormBase) and module.track_running_stats:
@@ -318,13 +329,21 @@ def frozen_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def fused_kernels(model: nn.Module) -> list[Any]:
-    """FBGEMM's kernels that count their forward passes, as fused optimizers want for bias correction. Local."""
+    """FBGEMM's kernels that count their forward passes, as fused optimizers want for bias correction. Local.
+
+    Args:
+        model: sharded or not.
+    """
     return [part for lookup in lookups(model) for part in lookup.modules() if hasattr(part, "iter_cpu")]
 
 
 @contextmanager
 def frozen_counters(kernels: Iterable[Any]) -> Iterator[None]:
-    """Forward passes meanwhile are none of a training step: kernels of `fused_kernels` count them and forget them."""
+    """Forward passes meanwhile are none of a training step: kernels of `fused_kernels` count them and forget them.
+
+    Args:
+        kernels: from `fused_kernels`.
+    """
     counted = [counter for kernel in kernels for counter in (kernel.iter, kernel.iter_cpu)]
     before = [counter.clone() for counter in counted]
     try:

@@ -51,20 +51,36 @@ class LevelSchedule:
         check(self.upper_every >= 1, "upper_every", "expected at least 1", self.upper_every)
 
     def level(self, step: int) -> Level:
-        """Level of the step with this number, both levels counted, from 0."""
+        """Level of the step with this number, both levels counted, from 0.
+
+        Args:
+            step: its number.
+        """
         return Level.UPPER if self.is_upper(step) else Level.LOWER
 
     def is_upper(self, step: int) -> bool:
-        """Whether the step with this number is an upper step."""
+        """Whether the step with this number is an upper step.
+
+        Args:
+            step: its number, both levels counted, from 0.
+        """
         since = step - self.warm_up_steps
         return since >= 0 and since % (self.upper_every + 1) == self.upper_every
 
     def steps_for(self, lower_steps: int) -> int:
-        """Steps of both levels that contain this many lower steps and every upper step up to and after the last one."""
+        """Steps of both levels that contain this many lower steps and every upper step up to and after the last one.
+
+        Args:
+            lower_steps: at least 0.
+        """
         return lower_steps + self.upper_steps_for(lower_steps)
 
     def upper_steps_for(self, lower_steps: int) -> int:
-        """Upper steps among `steps_for` as many lower steps."""
+        """Upper steps among `steps_for` as many lower steps.
+
+        Args:
+            lower_steps: at least 0.
+        """
         return max(0, lower_steps - self.warm_up_steps) // self.upper_every
 
 
@@ -150,6 +166,9 @@ class BilevelStream(Generic[T]):
 
         The batches are not compared with those of the run. That takes a pass over all of them, which a search makes
         anyway, to count (see `dnis_torchrec.data_over_ranks.fingerprints`).
+
+        Args:
+            state: what `state_dict` gave; the schedule is no part of it.
 
         Returns:
             The last training batch before that place, or None at the very beginning.

@@ -76,7 +76,14 @@ def has_parts(folder: Path) -> bool:
 
 
 def delete_parts(folder: Address) -> None:
-    """Deletes what several ranks have written, so that nobody takes it for the model of a later attempt."""
+    """Deletes what several ranks have written, so that nobody takes it for the model of a later attempt.
+
+    Args:
+        folder: path or URL; it need not exist.
+
+    Raises:
+        StorageError: if storage does not answer.
+    """
     for name in file_names(folder):
         if fnmatchcase(name, part_name("*")):
             remove_file(inside(folder, name))

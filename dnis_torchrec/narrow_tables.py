@@ -147,8 +147,11 @@ class NarrowTables:
     def from_json(text: str) -> NarrowTables:
         """Reads `to_json` back.
 
+        Args:
+            text: JSON.
+
         Raises:
-            ValueError: if the text is none, of a newer version, or describes no tables.
+            ValueError: if the text is none, of another format version, or describes no tables.
         """
         try:
             fields = json.loads(text)
@@ -160,8 +163,11 @@ class NarrowTables:
     def from_yaml(text: str) -> NarrowTables:
         """Reads `to_yaml` back.
 
+        Args:
+            text: YAML; read as plain lists, mappings and scalars.
+
         Raises:
-            ValueError: if the text is none, of a newer version, or describes no tables.
+            ValueError: if the text is none, of another format version, or describes no tables.
         """
         try:
             fields = yaml.safe_load(text)
@@ -325,7 +331,14 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return module
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up and puts them back on D columns."""
+        """Looks bags up and puts them back on D columns.
+
+        Args:
+            features: at least the collection's features, stride B, with weights if the collection is weighted.
+
+        Returns:
+            KeyedTensor of ``(B, sum of D over features)``.
+        """
         pooled = self.narrow(features).to_dict()
         dims = [table.logical_dim for table, _ in self._readers]
         if len(self.projections):

@@ -132,7 +132,11 @@ class PooledPieces:
         return known
 
     def places(self, keys: Sequence[str]) -> list[tuple[int, int, int]]:
-        """Piece, position of its key among `keys`, and row of alpha of block 0, of every single-id feature."""
+        """Piece, position of its key among `keys`, and row of alpha of block 0, of every single-id feature.
+
+        Args:
+            keys: of a batch, every single-id feature among them.
+        """
         position = {key: index for index, key in enumerate(keys)}
         return [(k, position[output.feature], output.first_alpha_row) for k, output in self.single_id]
 

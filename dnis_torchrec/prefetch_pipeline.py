@@ -55,7 +55,14 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def fill_pipeline(self, dataloader_iter: Iterator[Pipelineable]) -> None:
-        """Puts the first batch through all that comes before its forward pass, and begins with the second."""
+        """Puts the first batch through all that comes before its forward pass, and begins with the second.
+
+        Args:
+            dataloader_iter: a BilevelStream; not read where batches are queued already.
+
+        Raises:
+            TypeError: if it is to be read and is something else.
+        """
         if self.batches or not self.enqueue_batch(dataloader_iter):
             return
         self._init_pipelined_modules(self.batches[0], self.contexts[0], self._pipelined_forward_type)
@@ -67,11 +74,16 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
     def progress(self, dataloader_iter: Iterator[Pipelineable]) -> Any:
         """One step, of the level that is next.
 
+        Args:
+            dataloader_iter: a BilevelStream.
+
         Returns:
-            What the model gave: loss and output.
+            The output that the model gave beside the loss.
 
         Raises:
             StopIteration: when the stream is over.
+            TypeError: if it is something else.
+            NonFiniteError: if a loss or gradient is NaN or infinite; see `FiniteGuard`.
         """
         if not self._model_attached:
             self.attach(self._model)

@@ -17,12 +17,20 @@ _ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, NotImplementedErr
 
 
 def rank_of(process_group: dist.ProcessGroup | None = None) -> int:
-    """This process's number in a group: 0 without one."""
+    """This process's number in a group: 0 without one.
+
+    Args:
+        process_group: the group; None for that of all processes.
+    """
     return dist.get_rank(process_group) if dist.is_initialized() else 0
 
 
 def world_size_of(process_group: dist.ProcessGroup | None = None) -> int:
-    """How many processes a group has: 1 without one."""
+    """How many processes a group has: 1 without one.
+
+    Args:
+        process_group: the group; None for that of all processes.
+    """
     return dist.get_world_size(process_group) if dist.is_initialized() else 1
 
 

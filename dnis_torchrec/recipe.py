@@ -197,6 +197,9 @@ class TrainTask(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Computes the loss of a batch.
 
+        Args:
+            batch: on the model's device, with labels ``(B,)`` of any dtype.
+
         Returns:
             ``(loss, (detached loss, detached predictions (B,), labels (B,)))``.
         """
@@ -289,8 +292,15 @@ EXAMPLE = "name one such as 'examples.synthetic:demo'"
 def load_recipe(spec: str) -> Callable[..., Recipe]:
     """Finds the recipe function named by ``module:function``, looking in the current folder first.
 
+    Args:
+        spec: the name. The current folder is put in front of sys.path, unless it is there already.
+
+    Returns:
+        The function, not called.
+
     Raises:
         ValueError: if the spec has no colon, the module cannot be found, or it has no such function.
+        ModuleNotFoundError: if the module itself imports one that is missing.
     """
     module_name, colon, function_name = spec.partition(":")
     place = f"recipe {spec!r}"

@@ -71,6 +71,9 @@ class Ranks:
     def gather_texts(self, text: str) -> list[str]:
         """Gives every rank the texts of all ranks, in their order: two all_gathers, and nothing to unpickle.
 
+        Args:
+            text: this rank's, of any length.
+
         Example:
             >>> Ranks().gather_texts("alone")
             ['alone']

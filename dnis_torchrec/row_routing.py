@@ -134,6 +134,9 @@ class RowRouting:
     def row_counts(self, *, include_unassigned: bool = False) -> Tensor:
         """Rows per block.
 
+        Args:
+            include_unassigned: count the rows of no block, too; not by default.
+
         Returns:
             ``(S,)`` int64, or ``(S + 1,)`` with the rows of no block last.
         """
@@ -193,6 +196,11 @@ class RowRouting:
     def from_tensors(num_embeddings: int, num_blocks: int, tensors: dict[str, Tensor]) -> RowRouting:
         """Rebuilds a routing from `to_tensors`.
 
+        Args:
+            num_embeddings: N.
+            num_blocks: S.
+            tensors: ``boundaries`` or ``block_of_row``; others are passed over.
+
         Raises:
             ValueError: if the tensors do not describe `num_embeddings` rows in `num_blocks` blocks.
         """
@@ -225,7 +233,14 @@ class RowRouter(nn.Module):
         self.register_buffer("block_of_row", routing.block_of_row, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Blocks of the given rows, as `RowRouting.block_of`."""
+        """Blocks of the given rows, as `RowRouting.block_of`.
+
+        Args:
+            ids: row ids, any shape, on the module's device; 0 <= id < N (the caller checks).
+
+        Returns:
+            int64 of the same shape, values 0..S; S means "no block".
+        """
         return _block_of(ids, self.cuts, self.block_of_row)
 
     def routing_tensor(self) -> Tensor:

@@ -112,6 +112,9 @@ class RunFolder:
     def open(path: Path) -> RunFolder:
         """Opens the folder of a finished search.
 
+        Args:
+            path: the folder.
+
         Raises:
             ValueError: if it is none, was written by a newer version, or its search did not finish.
         """
@@ -177,6 +180,9 @@ class RunFolder:
     def check_same(self, fields: Mapping[str, Any]) -> None:
         """Checks that the run was started with the recipe and settings that it is to be resumed with.
 
+        Args:
+            fields: what the run is to be resumed with, as `write_head` takes it; JSON-able.
+
         Raises:
             ValueError: naming every difference.
         """
@@ -230,7 +236,12 @@ class RunFolder:
             put_file(inside(self._url, "run.json"), partial(shutil.copyfile, self.path / "run.json"))
 
     def save_stages(self, counts: FrequencyCounts, blocks: RowBlocks) -> None:
-        """Writes counts and blocks, as soon as they are known."""
+        """Writes counts and blocks, as soon as they are known.
+
+        Args:
+            counts: training frequencies.
+            blocks: row blocks.
+        """
         counts.save(self.path / "counts.safetensors")
         blocks.save(self.path / "blocks.safetensors")
 
@@ -239,8 +250,15 @@ class RunFolder:
 
         Distributed: all ranks of a sharded model call it; each writes its own shards, rank 0 the rest.
 
+        Args:
+            model: plain or sharded, merged and pruned.
+            scheme: its retained dims, the same on every rank.
+            alpha: embedding_dim -> ``(A, D)`` before merging.
+
         Raises:
             OSError: on all ranks, if one of them cannot write.
+            SafetensorError: on rank 0, if it is one of its own files that cannot be written; RuntimeError on the other
+                ranks.
             StorageError: if storage does not answer; RuntimeError on the other ranks.
         """
         ranks = ranks_of(*collections(model).values())
@@ -294,7 +312,11 @@ class RunFolder:
         return read_rows(self.path / "report.json")
 
     def write_rows(self, rows: list[ReportRow]) -> None:
-        """Writes report.json."""
+        """Writes report.json.
+
+        Args:
+            rows: in the order in which they should be read.
+        """
         write_rows(self.path / "report.json", rows)
 
     def _tensors(self, name: str) -> dict[str, Tensor]:

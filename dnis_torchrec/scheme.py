@@ -83,7 +83,11 @@ class TableScheme:
         return self.num_retained == self.block_area
 
     def columns(self, block: int) -> Tensor:
-        """Retained columns of one block, ``(R,)`` int64, rising."""
+        """Retained columns of one block, ``(R,)`` int64, rising.
+
+        Args:
+            block: its number, 0..S-1.
+        """
         return self.retained[block].nonzero().squeeze(1)
 
     def form_bytes(self) -> dict[str, int]:
@@ -180,8 +184,13 @@ class MixedDimensionScheme:
     def from_parts(described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MixedDimensionScheme:
         """Rebuilds a scheme from `to_json` and `to_tensors`.
 
+        Args:
+            described: table name -> what `to_json` says of it.
+            tensors: ``"<table>/<field>"`` -> tensor; others are passed over.
+
         Raises:
-            ValueError: if a field is missing or the tensors do not fit the description.
+            KeyError: if the description of a table lacks its collection, pooling, feature_names or is_weighted.
+            ValueError: if it lacks a number, retained columns are missing, or the tensors do not fit the description.
         """
         tables = {}
         for name, fields in described.items():

@@ -145,7 +145,14 @@ class SearchConfig:
         return self.warm_up_epochs + self.ramp_epochs + self.release_epochs
 
     def pressure_over(self, ramp_steps: int) -> Pressure:
-        """What leads a search of so many upper steps of ramp to its size."""
+        """What leads a search of so many upper steps of ramp to its size.
+
+        Args:
+            ramp_steps: upper steps of the ramp, at least 1.
+
+        Raises:
+            ValueError: if the number of steps, `column_sharing` or `column_order` is out of range.
+        """
         sharing, order = self.column_sharing, self.column_order
         return Pressure(size=self.size, ramp_steps=ramp_steps, column_sharing=sharing, order=order)
 
@@ -231,6 +238,12 @@ class SearchOutcome:
 def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
     """Configs of all tables of an unsharded model.
 
+    Args:
+        model: not sharded, with any number of collections.
+
+    Returns:
+        In the model's order.
+
     Raises:
         TypeError: if a collection of it is sharded.
     """
@@ -245,6 +258,12 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
 
 def dense_parameters(model: nn.Module) -> int:
     """Parameters of all tables of an unsharded model: the sum of N D.
+
+    Args:
+        model: not sharded.
+
+    Raises:
+        TypeError: if a collection of it is sharded.
 
     Example:
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection

@@ -69,7 +69,11 @@ class CountMinSketch:
             np.add.at(row, columns, counts)
 
     def estimate(self, ids: np.ndarray) -> np.ndarray:
-        """``(n,)`` int64 estimates, none too low."""
+        """``(n,)`` int64 estimates, none too low.
+
+        Args:
+            ids: ``(n,)`` integers >= 0.
+        """
         estimates = np.full(len(ids), np.iinfo(np.int64).max, dtype=np.int64)
         for row, columns in zip(self.table, self._columns(ids), strict=True):
             np.minimum(estimates, row[columns], out=estimates)
@@ -129,7 +133,11 @@ class BoundedCounter:
         return 0.0 if self.sketch is None else self.epsilon * self.sketch.total
 
     def add(self, ids: np.ndarray) -> None:
-        """Counts ids, each as often as it occurs; ``(n,)`` integers >= 0."""
+        """Counts ids, each as often as it occurs; ``(n,)`` integers >= 0.
+
+        Args:
+            ids: in any order; copied, and counted once as many as `exact_ids` wait, or somebody asks.
+        """
         self._waiting.append(ids.astype(np.int64))
         # New ids go in by copying the table, which pays for many at a time only.
         if sum(map(len, self._waiting)) >= self.exact_ids:
@@ -175,7 +183,15 @@ class BoundedCounter:
         self.ids, self.counts, self.before = self.ids[kept], self.counts[kept], self.before[kept]
 
     def parts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Occurrences of ids as ``(counted exactly, by the sketch alone)``, both ``(n,)`` int64."""
+        """Occurrences of ids as ``(counted exactly, by the sketch alone)``, both ``(n,)`` int64.
+
+        Args:
+            ids: ``(n,)`` integers >= 0.
+
+        Returns:
+            For an id of the table its count there, and what the sketch said when it came; for any other 0, and what the
+            sketch says.
+        """
         self.settle()
         exact = np.zeros(len(ids), np.int64)
         sketched = np.zeros(len(ids), np.int64) if self.sketch is None else self.sketch.estimate(ids)
@@ -184,7 +200,11 @@ class BoundedCounter:
         return exact, sketched
 
     def estimate(self, ids: np.ndarray) -> np.ndarray:
-        """``(n,)`` int64: occurrences of ids, exact or too high by at most `error_bound`, never too low."""
+        """``(n,)`` int64: occurrences of ids, exact or too high by at most `error_bound`, never too low.
+
+        Args:
+            ids: ``(n,)`` integers >= 0.
+        """
         exact, sketched = self.parts(ids)
         return exact + sketched
 
@@ -250,7 +270,11 @@ class EstimatedCounts:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> EstimatedCounts:
-        """Rebuilds the counts from `to_tensors`."""
+        """Rebuilds the counts from `to_tensors`.
+
+        Args:
+            tensors: what `to_tensors` gave; their memory is shared, not copied.
+        """
         parts = {name: tensor.numpy() for name, tensor in tensors.items()}
         num_embeddings, exact_ids = parts["size"].tolist()
         epsilon, delta = parts["limits"].tolist()

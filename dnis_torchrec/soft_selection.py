@@ -52,7 +52,14 @@ class Alpha(nn.Module):
         return self._dims
 
     def of(self, embedding_dim: int) -> Tensor:
-        """alpha of the tables of one embedding_dim, ``(A, D)``."""
+        """alpha of the tables of one embedding_dim, ``(A, D)``.
+
+        Args:
+            embedding_dim: D, one of `dims`.
+
+        Returns:
+            The live buffer: writing to it changes the model.
+        """
         return getattr(self, f"dim{embedding_dim}")
 
     @property
@@ -91,11 +98,20 @@ class Alpha(nn.Module):
             hits |= torch.bincount(rows.flatten() + 1, minlength=len(hits) + 1)[1:] > 0
 
     def density(self, rows_per_alpha_row: Mapping[int, Tensor]) -> float:
-        """Share of table values whose alpha is not zero, each row of alpha weighted by the table rows it serves."""
+        """Share of table values whose alpha is not zero, each row of alpha weighted by the table rows it serves.
+
+        Args:
+            rows_per_alpha_row: embedding_dim -> ``(A,)`` float64 on the CPU: how much each row of alpha counts, by rows
+                or by their cost.
+        """
         return self.weighted({dim: (self.of(dim) > 0).double() for dim in self.dims}, rows_per_alpha_row)
 
     def mean(self, rows_per_alpha_row: Mapping[int, Tensor]) -> float:
-        """Mean of alpha over all table values: the quantity that pressure leads down."""
+        """Mean of alpha over all table values: the quantity that pressure leads down.
+
+        Args:
+            rows_per_alpha_row: as for `density`.
+        """
         return self.weighted({dim: self.of(dim).double() for dim in self.dims}, rows_per_alpha_row)
 
     def weighted(self, values: Mapping[int, Tensor], rows_per_alpha_row: Mapping[int, Tensor]) -> float:

@@ -143,6 +143,9 @@ def unshard_(model: nn.Module) -> nn.Module:
 def fold_(model: nn.Module) -> None:
     """Folds alpha into the tables and sets alpha to 1; the wrappers stay. Local, no collective.
 
+    Args:
+        model: prepared, sharded or not; changed in place.
+
     Raises:
         RuntimeError: if the model is not prepared.
     """

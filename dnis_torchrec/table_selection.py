@@ -118,7 +118,11 @@ class TableSelection:
             return lookup(features)
 
     def rows_of(self, features: KeyedJaggedTensor) -> Tensor:
-        """Row of alpha of every id, ``(I,)``, -1 for an id of no block."""
+        """Row of alpha of every id, ``(I,)``, -1 for an id of no block.
+
+        Args:
+            features: as the lookup takes them.
+        """
         ids = features.values().split(features.length_per_key())
         rows = [self._rows[own.long() + first] for own, first in zip(ids, self._first_rows, strict=True)]
         return torch.cat(rows).squeeze(1)

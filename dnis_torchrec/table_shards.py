@@ -59,7 +59,11 @@ class TableShard:
 
 
 def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionEmbeddingBagCollection]:
-    """The wrappers in a model by their FQN inside DistributedModelParallel and DDP."""
+    """The wrappers in a model by their FQN inside DistributedModelParallel and DDP.
+
+    Args:
+        model: prepared, sharded or not; one that is not prepared has none.
+    """
     return {
         fqn: module
         for fqn, module in get_unwrapped_module(model).named_modules()
@@ -68,7 +72,15 @@ def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionEmbedding
 
 
 def collections(model: nn.Module) -> dict[str, nn.Module]:
-    """The collections in a model by FQN: wrapped, sharded or plain, the outermost of each."""
+    """The collections in a model by FQN: wrapped, sharded or plain, the outermost of each.
+
+    Args:
+        model: sharded or not.
+
+    Returns:
+        FQN inside DistributedModelParallel and DDP -> collection, in the model's order; the FQN is empty where the
+        model itself is one.
+    """
     found: dict[str, nn.Module] = {}
     kinds = (SoftSelectionEmbeddingBagCollection, ShardedEmbeddingBagCollection, EmbeddingBagCollection)
     for fqn, module in get_unwrapped_module(model).named_modules():
@@ -158,7 +170,11 @@ def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
-    """Everything in a model's state_dict that is no table and no alpha, named as in the plain model. Local."""
+    """Everything in a model's state_dict that is no table and no alpha, named as in the plain model. Local.
+
+    Args:
+        model: sharded or not.
+    """
     holders = list(collections(model))
     state = get_unwrapped_module(model).state_dict()
     return {name: value for name, value in state.items() if not any(_is_inside(name, fqn) for fqn in holders)}

@@ -62,10 +62,18 @@ class DenseOptimizer(Protocol):
     """What TorchRec's pipelines need of an optimizer: torch.optim.Optimizer and KeyedOptimizer both have it."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients."""
+        """Clears gradients.
+
+        Args:
+            set_to_none: drop gradients, as by default, instead of filling them with zeros.
+        """
 
     def step(self, closure: Any = None) -> Any:
-        """Applies gradients."""
+        """Applies gradients.
+
+        Args:
+            closure: evaluates the model anew; the pipelines give none.
+        """
 
 
 @dataclass
@@ -286,7 +294,16 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
         return values
 
     def restore_weights(self, path: Address) -> None:
-        """Takes weights, buffers and alpha, and nothing else, from a checkpoint of this run (see `read_checkpoint`)."""
+        """Takes weights, buffers and alpha, and nothing else, from a checkpoint of this run (see `read_checkpoint`).
+
+        Distributed: the collectives of `read_checkpoint`.
+
+        Args:
+            path: the checkpoint, or its URL.
+
+        Raises:
+            ValueError: if the checkpoint is damaged or of another run.
+        """
         own = TrainingState(tensors=model_tensors(self._model), tables=describe_tables(self._model))
         read_checkpoint(path, own, self._process_group, kinds=("table", "model"))
         finish_load_(self._model, own.tensors)
@@ -313,6 +330,12 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
 
     def enqueue_batch(self, dataloader_iter: Iterator[Pipelineable]) -> bool:
         """Queues the next batch of a BilevelStream with its level.
+
+        Args:
+            dataloader_iter: the BilevelStream.
+
+        Returns:
+            Whether there was one.
 
         Raises:
             TypeError: if the iterator does not know levels.

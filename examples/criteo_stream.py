@@ -95,8 +95,14 @@ def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
 def open_stream(folder: Path) -> ParsedStream:
     """The samples of a folder; what is parsed of them is kept in the cache folder (``DNIS_CACHE``).
 
+    Args:
+        folder: see above.
+
     Raises:
-        ValueError: if the folder holds none of the files.
+        ValueError: if the folder holds none of the files, one of them is missing or empty, or the environment variable
+            holds no integer above 1.
+        FileNotFoundError: if there is no such folder.
+        StorageError: if storage does not answer.
     """
     files = find_files(folder)
     return ParsedStream(files, make_schema(categories_of(files)), cache=cache_folder() / "streams")
@@ -145,8 +151,12 @@ def find_files(folder: Path) -> list[str]:
 
     A file that is there both plain and packed is the same lines twice, so the plain one is taken.
 
+    Args:
+        folder: see above.
+
     Raises:
         ValueError: if there are none.
+        FileNotFoundError: if there is no such folder.
     """
     listed = folder / "urls.txt"
     if listed.is_file():

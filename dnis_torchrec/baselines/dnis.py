@@ -34,6 +34,12 @@ NUM_SEARCHES = len(RATE_FACTORS)
 def dnis(task: MethodTask) -> MethodResult:
     """The search with pressure (`dnis_torchrec.search.search`): one run, whole columns of blocks, no fine-tuning.
 
+    Args:
+        task: what to search, how large; its num_trials is not looked at.
+
+    Returns:
+        The merged and pruned model with its scheme, in the form ``"mixed_dimension_fp32"``.
+
     Raises:
         SizeNotMetError: if the size is out of reach for whole columns.
     """
@@ -49,6 +55,13 @@ def dnis_tuned(task: MethodTask) -> MethodResult:
     anew (`dnis_torchrec.recipe.Recipe.redraw`), where the recipe can; their tables learn at the recipe's rate, before
     the release, times `RATE_FACTORS`. One after the other, in one process. Where the recipe cannot draw, there are no
     more searches than rates.
+
+    Args:
+        task: what to search, how large, and in how many searches: `NUM_SEARCHES` where its num_trials is None.
+
+    Returns:
+        The best search, with its rate factor and, where the recipe can draw, the number of its initial weights among
+        its settings; the number and the wall time of all searches.
 
     Raises:
         SizeNotMetError: if the size is out of reach for whole columns.
@@ -84,6 +97,12 @@ def dnis_paper(task: MethodTask) -> MethodResult:
     from the first step. The number of blocks and the learning rates of tables and network are the recipe's, as for
     every other method, which may be others than the paper's.
 
+    Args:
+        task: what to search, how large.
+
+    Returns:
+        The merged and pruned model with its scheme of single values, in the form ``"csr_fp32"``.
+
     Raises:
         SizeNotMetError: if the size is out of reach.
     """
@@ -93,6 +112,12 @@ def dnis_paper(task: MethodTask) -> MethodResult:
 @learns_on_validation
 def dnis_unrolled(task: MethodTask) -> MethodResult:
     """As `dnis_paper`, with the gradient of alpha through one unrolled step of the weights (second order).
+
+    Args:
+        task: what to search, how large; its recipe's tables have to learn by ``"adam"``.
+
+    Returns:
+        As `dnis_paper`.
 
     Raises:
         SizeNotMetError: if the size is out of reach.
@@ -105,6 +130,12 @@ def dnis_retrained(task: MethodTask) -> MethodResult:
     """The scheme that `dnis` finds, its weights thrown away and trained from scratch, as plain tables are.
 
     With the validation split as training data the scheme is found without it, the weights then learn on both.
+
+    Args:
+        task: what to search and to train, how large; searched on `MethodTask.for_search`, trained on the task itself.
+
+    Returns:
+        The retrained model with the scheme; its seconds are those of search and training together.
 
     Raises:
         SizeNotMetError: if the size is out of reach for whole columns.

@@ -155,6 +155,11 @@ def magnitude_iterative(task: MethodTask) -> MethodResult:
 def stage_sizes(num_all: int, num_keep: int, num_stages: int) -> list[int]:
     """Values to keep in each stage: a geometric series from all of them, exclusive, to `num_keep`, inclusive.
 
+    Args:
+        num_all: values before the first stage, at least 1.
+        num_keep: values after the last one, at most `num_all`.
+        num_stages: how many stages, at least 1.
+
     Example:
         >>> stage_sizes(1000, 125, 3)
         [500, 250, 125]

@@ -53,6 +53,9 @@ class MdeSetting:
     def round(self, values: Tensor) -> Tensor:
         """Rounds positive numbers to int64, to at least 1.
 
+        Args:
+            values: any shape.
+
         Example:
             >>> MdeSetting(temperature=0.3, rounding="power of two").round(torch.tensor([0.2, 5.0, 6.0])).tolist()
             [1, 4, 8]
@@ -62,7 +65,14 @@ class MdeSetting:
         return rounded.add(0.5).floor().long()
 
     def edges(self, largest: int) -> Tensor:
-        """Where rounding jumps, from 1 to beyond `largest`."""
+        """Where rounding jumps, from 1 to beyond `largest`.
+
+        Args:
+            largest: number up to which the jumps are wanted, at least 1.
+
+        Returns:
+            ``(n,)`` float64, rising; the last one lies beyond `largest`.
+        """
         if self.rounding == "integer":
             return torch.arange(1, largest + 1, dtype=torch.float64) + 0.5
         return 2 ** (torch.arange(math.ceil(math.log2(largest)) + 1, dtype=torch.float64) + 0.5)
@@ -89,7 +99,11 @@ class MdeDims(ProjectedDims):
     base_dim: int
 
     def table_bytes(self, budget: Budget) -> float:
-        """Bytes of the tables, without their fixed index bytes."""
+        """Bytes of the tables, without their fixed index bytes.
+
+        Args:
+            budget: of the same tables, in bytes: what a column of each block costs.
+        """
         return sum(float(budget.column_costs[table] @ dims.double()) for table, dims in self.dims.items())
 
     def projection_bytes(self) -> int:
@@ -175,6 +189,9 @@ def solve(
 
 def popularity(blocks: RowBlocks) -> dict[str, Tensor]:
     """Mean occurrences of the seen rows of each block, over those of the most popular block.
+
+    Args:
+        blocks: of scope ``"global"``, with their training frequencies.
 
     Returns:
         table -> ``(S,)`` float64 in 0..1, equal for all tables of one D.

@@ -49,7 +49,14 @@ class ProjectedDims:
         }
 
     def projection_names(self, table: str) -> list[str | None]:
-        """The projection of each block of a table; None where the block is as wide as the base, or never seen."""
+        """The projection of each block of a table; None where the block is as wide as the base, or never seen.
+
+        Args:
+            table: name of one of the tables of `dims`.
+
+        Returns:
+            One entry per block, S in all.
+        """
         dim, first = self.blocks.embedding_dims[table], self.blocks.first_alpha_row(table)
         seen = self.blocks.seen_rows[table].tolist()
         return [
@@ -172,7 +179,14 @@ class ProjectedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.project_pooled = ProjectPooled(soft.outputs, plan.blocks, projections)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up and projects them; raises as `SoftSelectionEmbeddingBagCollection` does."""
+        """Looks bags up and projects them; raises as `SoftSelectionEmbeddingBagCollection` does.
+
+        Args:
+            features: at least the collection's features, stride B, with weights if the collection is weighted.
+
+        Returns:
+            KeyedTensor of ``(B, sum of D over output keys)``.
+        """
         self.bag_check(features)
         split = features if self.bag_splitter is None else self.bag_splitter(features)
         pooled = self.embedding_bag_collection(split)

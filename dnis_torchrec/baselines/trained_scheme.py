@@ -65,6 +65,10 @@ def row_blocks(task: MethodTask, *, scope: str | None = None) -> tuple[Frequency
 def byte_budget(task: MethodTask, blocks: RowBlocks) -> Budget:
     """What a task lets the tables cost in the mixed-dimension form, column by column.
 
+    Args:
+        task: how large, as `MethodTask.embedding_bytes` says.
+        blocks: blocks of its tables, at its recipe's own embedding_dim.
+
     Raises:
         SizeNotMetError: if not even one column of the cheapest block fits.
     """

@@ -128,6 +128,12 @@ def nearest_dim(task: MethodTask) -> int:
 def dense_table_bytes(model: nn.Module) -> int:
     """Bytes of a plain model's tables in float32: the sum of 4 N D.
 
+    Args:
+        model: plain, not sharded.
+
+    Raises:
+        TypeError: if a collection of the model is sharded.
+
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -141,6 +147,9 @@ def dense_table_bytes(model: nn.Module) -> int:
 def trainable_dim(embedding_dim: int) -> int:
     """The smallest embedding_dim, not below the given one, that every kernel trains.
 
+    Args:
+        embedding_dim: at least 1.
+
     Example:
         >>> [trainable_dim(dim) for dim in (1, 4, 13)]
         [4, 4, 16]
@@ -149,7 +158,14 @@ def trainable_dim(embedding_dim: int) -> int:
 
 
 def table_widths(model: nn.Module) -> dict[str, int]:
-    """table -> embedding_dim of a plain model."""
+    """table -> embedding_dim of a plain model.
+
+    Args:
+        model: plain, not sharded.
+
+    Raises:
+        TypeError: if a collection of the model is sharded.
+    """
     return {table.name: table.embedding_dim for table in table_configs(model)}
 
 

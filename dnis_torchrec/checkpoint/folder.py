@@ -78,7 +78,11 @@ def step_of(name: str) -> int | None:
 
 
 def latest_text(path: Address) -> str:
-    """What `LATEST` says when a checkpoint is the latest."""
+    """What `LATEST` says when a checkpoint is the latest.
+
+    Args:
+        path: of the checkpoint, or its URL; its name alone is told.
+    """
     return json.dumps({"checkpoint": os.path.basename(path)}) + "\n"
 
 
@@ -134,7 +138,11 @@ class CheckpointFolder(ABC):
 
     @abstractmethod
     def begin(self, step: int) -> None:
-        """Prepares what all ranks write into."""
+        """Prepares what all ranks write into.
+
+        Args:
+            step: the checkpoint.
+        """
 
     @abstractmethod
     def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:

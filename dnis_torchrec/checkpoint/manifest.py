@@ -113,7 +113,14 @@ class Manifest:
 
 
 def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """`Manifest.tensors` of a checkpoint whose storage_data names the file of every chunk."""
+    """`Manifest.tensors` of a checkpoint whose storage_data names the file of every chunk.
+
+    Args:
+        metadata: of torch.distributed.checkpoint.
+
+    Raises:
+        TypeError: if the checkpoint holds anything but tensors.
+    """
     entries: dict[str, dict[str, Any]] = {}
     for key, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):

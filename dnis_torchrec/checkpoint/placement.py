@@ -69,7 +69,11 @@ class PlacedTensor:
 
     @staticmethod
     def of(value: Tensor | ShardedTensor) -> PlacedTensor:
-        """A tensor that every rank holds whole, or the local shards of a sharded one."""
+        """A tensor that every rank holds whole, or the local shards of a sharded one.
+
+        Args:
+            value: shares its memory with the result; a single number becomes ``(1,)``.
+        """
         if isinstance(value, ShardedTensor):
             shards = [(part.metadata.shard_offsets, part.tensor.detach()) for part in value.local_shards()]
             return PlacedTensor(tuple(value.metadata().size), tuple(Chunk(tuple(at), part) for at, part in shards))
@@ -120,7 +124,14 @@ class TrainingState:
 
 
 def model_tensors(model: nn.Module) -> dict[str, PlacedTensor]:
-    """Tables, dense weights, alpha and buffers of a model, sharded or not."""
+    """Tables, dense weights, alpha and buffers of a model, sharded or not.
+
+    Args:
+        model: sharded or not.
+
+    Returns:
+        Key (see the head of this module) -> live tensor; what several modules share stands there once.
+    """
     placed = {f"table/{name}": PlacedTensor.of(value) for name, value in _tables(model)}
     known: set[int] = set()  # wrappers share one alpha: it is saved once
     for name, value in model.state_dict().items():
@@ -174,7 +185,11 @@ def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
 
 
 def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
-    """What a checkpoint has to agree with, table by table."""
+    """What a checkpoint has to agree with, table by table.
+
+    Args:
+        model: sharded or not, prepared or not.
+    """
     blocks: dict[str, str] = {}
     for module in collections(model).values():
         if isinstance(module, SoftSelectionEmbeddingBagCollection):
@@ -192,7 +207,14 @@ def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
 
 
 def rng_tensors(device: torch.device) -> dict[str, PlacedTensor]:
-    """State of this rank's random number generators."""
+    """State of this rank's random number generators.
+
+    Args:
+        device: where the model is; the CPU's generator is always among them.
+
+    Returns:
+        Key with this rank's number -> state.
+    """
     prefix = f"rank{rank_of()}/rng"
     placed = {f"{prefix}/cpu": PlacedTensor.of(torch.get_rng_state())}
     if device.type == "cuda":
@@ -201,7 +223,12 @@ def rng_tensors(device: torch.device) -> dict[str, PlacedTensor]:
 
 
 def set_rng_(tensors: Mapping[str, PlacedTensor], device: torch.device) -> None:
-    """Gives this rank's random number generators the states that `rng_tensors` named."""
+    """Gives this rank's random number generators the states that `rng_tensors` named.
+
+    Args:
+        tensors: with this rank's states; others are passed over.
+        device: where the model is.
+    """
     prefix = f"rank{rank_of()}/rng"
     torch.set_rng_state(tensors[f"{prefix}/cpu"].chunks[0].tensor)
     if device.type == "cuda":

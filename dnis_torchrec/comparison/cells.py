@@ -86,13 +86,28 @@ class CellTask:
     artifact: bool
 
     def write(self, folder: Path) -> None:
-        """Writes task.json; what an earlier try left of a crash stays until the next one begins."""
+        """Writes task.json; what an earlier try left of a crash stays until the next one begins.
+
+        Args:
+            folder: of the cell; made, with its parents, where it is missing.
+
+        Raises:
+            TypeError: if a rule is not JSON-able.
+            ValueError: if a rule is a number that is not finite.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "task.json", json_text(asdict(self), str(folder)) + "\n")
 
     @staticmethod
     def read(folder: Path) -> CellTask:
-        """Reads task.json."""
+        """Reads task.json.
+
+        Args:
+            folder: of the cell.
+
+        Raises:
+            FileNotFoundError: if it has no task.json.
+        """
         fields = json.loads((folder / "task.json").read_text(encoding="utf-8"))
         return CellTask(**(fields | {"cell": Cell(**fields["cell"])}))
 
@@ -168,6 +183,9 @@ class CellResult:
     def from_json(described: Mapping[str, Any]) -> CellResult:
         """Reads what `to_json` gave.
 
+        Args:
+            described: what a result.json holds.
+
         Raises:
             KeyError, TypeError, ValueError: if it is something else.
         """
@@ -187,14 +205,22 @@ class CellResult:
     def write(self, folder: Path) -> None:
         """Writes result.json, whole or not at all.
 
+        Args:
+            folder: of the cell, existing.
+
         Raises:
-            ValueError: if a number is not finite.
+            TypeError: if a rule or setting is not JSON-able.
+            ValueError: if a number is not finite, or the folder does not exist.
         """
         write_text(folder / "result.json", json_text(self.to_json(), str(folder)) + "\n")
 
 
 def read_result(folder: Path) -> CellResult | None:
-    """The result of a cell, None if it has none or the file is damaged; such a cell is to be run again."""
+    """The result of a cell, None if it has none or the file is damaged; such a cell is to be run again.
+
+    Args:
+        folder: of the cell; it need not exist.
+    """
     try:
         return CellResult.from_json(json.loads((folder / "result.json").read_text(encoding="utf-8")))
     except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError):
@@ -206,6 +232,9 @@ def read_crash(folder: Path) -> str | None:
 
     A message may have many lines, as those of CUDA have: the first one says what it is. Of a process that ended without
     a traceback it is the last line.
+
+    Args:
+        folder: of the cell; it need not exist.
     """
     file = folder / "crash.txt"
     if not file.is_file():
@@ -224,5 +253,13 @@ def forget_crash(folder: Path) -> None:
 
 
 def write_crash(folder: Path, text: str) -> None:
-    """Writes crash.txt."""
+    """Writes crash.txt.
+
+    Args:
+        folder: of the cell, existing.
+        text: the traceback, or what else is known of the end.
+
+    Raises:
+        ValueError: if the folder does not exist.
+    """
     write_text(folder / "crash.txt", text.rstrip() + "\n")

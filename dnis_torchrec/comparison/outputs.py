@@ -56,14 +56,22 @@ def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None =
 
 
 def missing_lines(rows: Iterable[ComparisonRow]) -> list[str]:
-    """What is missing and why, one line per row that has not all its seeds."""
+    """What is missing and why, one line per row that has not all its seeds.
+
+    Args:
+        rows: of a comparison, in the order of the lines.
+    """
     return [
         f"{row.method}{'' if row.size is None else f' at {row.size:g}'}: {row.reason}" for row in rows if row.missing
     ]
 
 
 def rows_frame(rows: Iterable[ComparisonRow]) -> pd.DataFrame:
-    """One line per row with the keys of its JSON; nested ones joined by a dot (``metrics.mse``), lists by a space."""
+    """One line per row with the keys of its JSON; nested ones joined by a dot (``metrics.mse``), lists by a space.
+
+    Args:
+        rows: of a comparison; empty ones have a line too.
+    """
     lines = []
     for row in rows:
         fields = row.to_json() | {"seeds": " ".join(map(str, row.group.seeds)), "reason": row.reason}
@@ -93,7 +101,11 @@ def write_json(path: Path, content: ComparisonContent) -> Path:
 
 
 def joined_versions(results: Sequence[CellResult]) -> Mapping[str, str]:
-    """package -> version of all cells; where they differ, all of them with commas between."""
+    """package -> version of all cells; where they differ, all of them with commas between.
+
+    Args:
+        results: of all finished cells; none gives an empty mapping.
+    """
     versions: dict[str, dict[str, None]] = {}
     for result in results:
         for package, version in result.versions.items():

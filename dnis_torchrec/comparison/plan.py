@@ -100,11 +100,22 @@ class Comparison:
         return tuple(cells)
 
     def folder(self, cell: Cell) -> Path:
-        """Folder of a cell."""
+        """Folder of a cell.
+
+        Args:
+            cell: any; its folder need not exist.
+        """
         return self.out / "cells" / cell.name
 
     def task(self, cell: Cell, rules: Mapping[str, Any], *, cells_at_once: int) -> CellTask:
-        """What the process of a cell is asked for."""
+        """What the process of a cell is asked for.
+
+        Args:
+            cell: one of `cells`.
+            rules: what all cells share, see `CellTask.rules`.
+            cells_at_once: how many cells run at a time, at least 1; each has an equal share of `num_jobs`, one process
+                at least.
+        """
         return CellTask(
             cell=cell,
             rules=rules,
@@ -142,6 +153,10 @@ class Comparison:
     def check_rules(self, rules: Mapping[str, Any]) -> None:
         """Checks that no finished cell below `out` was run under other rules.
 
+        Args:
+            rules: name -> value, as it is read back from JSON. A rule, or one of the recipe's settings, that an older
+                version did not know is not compared.
+
         Raises:
             ValueError: naming the cell, the rule and both values.
         """
@@ -159,6 +174,9 @@ class Comparison:
 
         Another environment may make other tables, and data may change where it lies. Those of different seeds may
         differ, because their splits do.
+
+        Args:
+            facts: of the recipe as it is now.
 
         Raises:
             ValueError: naming the cell and what differs.
@@ -206,9 +224,13 @@ class RecipeFacts:
 def recipe_facts(comparison: Comparison) -> RecipeFacts:
     """Builds the recipe once and reads all of its splits, so that no method is trained on data that another refuses.
 
+    Args:
+        comparison: names recipe and data; the recipe is built with the first of its seeds.
+
     Raises:
-        ValueError: if the recipe refuses the data, a split is empty, a label is outside the loss's domain, or a query
-            of a ranking has fewer candidates than the largest k.
+        ValueError: if the recipe cannot be found or refuses the data, a split is empty, a label is outside the loss's
+            domain, or a query of a ranking has fewer candidates than the largest k.
+        TypeError: if the function returns no Recipe.
     """
     place = f"recipe {comparison.recipe!r}"
     recipe = build_recipe(comparison.recipe, comparison.data, seed=comparison.seeds[0])
@@ -285,8 +307,12 @@ def parse_names(text: str, place: str, requirement: str = "expected names with c
 def parse_sizes(text: str, place: str) -> tuple[float, ...]:
     """Numbers between commas.
 
+    Args:
+        text: what was given, blanks around numbers allowed.
+        place: where it stands, for the error.
+
     Raises:
-        ValueError: if one is no number.
+        ValueError: if a part is empty or no number; sizes as such are checked by `Comparison`.
 
     Example:
         >>> parse_sizes("2,4.5", "--sizes")
@@ -298,6 +324,10 @@ def parse_sizes(text: str, place: str) -> tuple[float, ...]:
 
 def parse_seeds(text: str, place: str) -> tuple[int, ...]:
     """How many seeds from 0 on, or, with a comma in it, the seeds themselves.
+
+    Args:
+        text: what was given; a comma at the end makes a single number a seed.
+        place: where it stands, for the error.
 
     Raises:
         ValueError: if one is no integer, or there is none.

@@ -14,8 +14,12 @@ REGISTRY = "dnis_torchrec.baselines:METHODS"
 def load_registry(spec: str) -> Mapping[str, Method]:
     """The mapping from method name to method that stands at ``module:name``; a process finds it by that name again.
 
+    Args:
+        spec: ``module:name``; the module has to be importable.
+
     Raises:
-        ValueError: if there is none.
+        ValueError: if the spec has another form, there is no such module, or what stands there is no mapping.
+        ModuleNotFoundError: if the module itself imports one that is missing.
     """
     module, _, name = spec.partition(":")
     place, remedy = f"registry {spec!r}", f"name one such as {REGISTRY!r}"

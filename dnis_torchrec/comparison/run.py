@@ -40,9 +40,16 @@ class Compared:
 def run_comparison(comparison: Comparison) -> Compared:
     """Runs the cells that have not finished, each in its own process, and writes tables and page into `out`.
 
+    Args:
+        comparison: what to run; cells that have finished in its `out` are taken as they are, crashed ones run again.
+
+    Returns:
+        The rows, and the cells that crashed, which leave the others alone.
+
     Raises:
-        ValueError: before anything is trained, if the recipe refuses the data or lacks a split, if cells in `out` were
-            run under other rules, or if another comparison is at work there.
+        ValueError: before anything is trained, if the recipe cannot be found, refuses the data or lacks a split, if
+            cells in `out` were run under other rules, or if another comparison is at work there.
+        TypeError: before anything is trained, if the recipe's function returns no Recipe.
         KeyboardInterrupt: on Ctrl-C; the processes have ended, finished cells stay.
     """
     facts = recipe_facts(comparison)

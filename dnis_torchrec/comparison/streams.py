@@ -75,7 +75,11 @@ class JoinsItself(Protocol):
     """A training stream whose samples depend on what else is trained on, such as one that draws negatives."""
 
     def joined_with(self, validation: Iterable[Batch]) -> Iterable[Batch]:
-        """The training stream of both splits together."""
+        """The training stream of both splits together.
+
+        Args:
+            validation: the validation split of the same recipe.
+        """
 
 
 def train_on_validation(recipe: Recipe) -> Recipe:
@@ -83,6 +87,12 @@ def train_on_validation(recipe: Recipe) -> Recipe:
 
     A training stream that can (see `JoinsItself`) takes the validation stream in; batches of others stand between its
     own. Rows are counted in the training samples alone, see `CountedAs`.
+
+    Args:
+        recipe: stays as it is; its model and streams are shared, not copied.
+
+    Returns:
+        A new recipe, whose validation split is still what it was.
     """
     train, validation = recipe.data.train, recipe.data.validation
     joined = train.joined_with(validation) if isinstance(train, JoinsItself) else InterleavedBatches(train, validation)

@@ -45,7 +45,14 @@ def comparison_rows(
 
 
 def with_ranking_mean(trained: TrainedCell) -> TrainedCell:
-    """What a cell measured, with `RANKING_MEAN` in front where it is a ranking, which is judged by several metrics."""
+    """What a cell measured, with `RANKING_MEAN` in front where it is a ranking, which is judged by several metrics.
+
+    Args:
+        trained: of one cell; stays as it is.
+
+    Returns:
+        `trained` itself where it has no ranking metric.
+    """
     mean = ranking_mean(trained.row.metrics)
     if mean is None:
         return trained

@@ -291,6 +291,9 @@ def count_values(table: TableScheme, weight: Tensor, first_row: int) -> int:
 def as_json(run: Mapping[str, Any]) -> Any:
     """`run` as it will stand in the manifest.
 
+    Args:
+        run: what describes where the tables come from.
+
     Raises:
         ValueError: if it holds what JSON cannot.
     """

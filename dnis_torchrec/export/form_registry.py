@@ -42,6 +42,9 @@ class Shard:
     def check_names(self, expected: set[str]) -> None:
         """Checks that the shard holds just the tensors that its form has.
 
+        Args:
+            expected: their names.
+
         Raises:
             ValueError: if one is missing or too many.
         """
@@ -92,6 +95,12 @@ FORMS: dict[str, Form] = {}
 def register(form: Form) -> Form:
     """Makes a form known to `write_artifact` and `load`.
 
+    Args:
+        form: with a name of its own.
+
+    Returns:
+        `form`.
+
     Raises:
         ValueError: if another form has its name.
     """
@@ -102,6 +111,9 @@ def register(form: Form) -> Form:
 
 def form_named(name: str) -> Form:
     """The registered form of that name.
+
+    Args:
+        name: as in the manifest.
 
     Raises:
         ValueError: if there is none; shows the nearest.

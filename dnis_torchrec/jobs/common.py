@@ -14,6 +14,12 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 def build_recipe(spec: str, data: Path | None, *, seed: int, embedding_dim: int | None = None) -> Recipe:
     """Calls a recipe function.
 
+    Args:
+        spec: ``module:function``, see `load_recipe`.
+        data: folder of the data, or None for a recipe that makes its own.
+        seed: of weights, splits and batch order.
+        embedding_dim: D to build the tables with, or None for the recipe's own.
+
     Raises:
         ValueError: if it cannot be found or refuses the data.
         TypeError: if it returns no Recipe.
@@ -27,7 +33,18 @@ def build_recipe(spec: str, data: Path | None, *, seed: int, embedding_dim: int 
 def scheme_row(
     method: str, scheme: MixedDimensionScheme, metrics: dict[str, float], seed: int, seconds: float
 ) -> ReportRow:
-    """The row of a model whose tables follow a scheme."""
+    """The row of a model whose tables follow a scheme.
+
+    Args:
+        method: what the row is called.
+        scheme: retained dims of all tables: they give parameters and bytes.
+        metrics: metric -> value on the test split.
+        seed: of splits and initial weights.
+        seconds: wall time of the training, search included.
+
+    Raises:
+        TypeError, ValueError: as `ReportRow`.
+    """
     return ReportRow(
         method=method,
         compression_ratio=scheme.finite_compression_ratio,

@@ -61,6 +61,9 @@ def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
 def read_runs(paths: Sequence[Path]) -> SeveralRuns:
     """What the report of finished runs shows of each, the first one being what it is about.
 
+    Args:
+        paths: run folders, at least one.
+
     Raises:
         ValueError: as `run_report`.
     """

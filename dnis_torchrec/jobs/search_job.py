@@ -86,6 +86,9 @@ def run_search(job: SearchJob) -> list[ReportRow]:
     With `Saving.resume`, a run that was interrupted goes on from its latest checkpoint, and of one that has finished
     only the missing baselines are trained.
 
+    Args:
+        job: what is asked for, the same on every rank.
+
     Returns:
         The rows of report.json, the search's own first.
 

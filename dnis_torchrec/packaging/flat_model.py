@@ -60,7 +60,11 @@ class Signature:
 
     @staticmethod
     def of_batch(batch: Batch) -> Signature:
-        """The signature of a model that takes batches like this one."""
+        """The signature of a model that takes batches like this one.
+
+        Args:
+            batch: any one that the model takes.
+        """
         features = batch.sparse_features
         return Signature(
             feature_names=tuple(features.keys()),
@@ -76,8 +80,14 @@ class Signature:
     def flatten(self, batch: Batch) -> tuple[Tensor, ...]:
         """A batch as the packaged model takes it.
 
+        Args:
+            batch: with just the features of the signature, in its order.
+
+        Returns:
+            dense, values, lengths and, if `is_weighted`, weights, as described above.
+
         Raises:
-            ValueError: if the batch has other features.
+            ValueError: if the batch has other features, or the same in another order.
         """
         features = batch.sparse_features
         check(
@@ -91,7 +101,14 @@ class Signature:
         return batch.dense_features.float(), features.values().long(), lengths, *weights
 
     def example(self, batch_size: int) -> tuple[Tensor, ...]:
-        """Zeros of the right kind: every bag holds id 0 once."""
+        """Zeros of the right kind: every bag holds id 0 once.
+
+        Args:
+            batch_size: B.
+
+        Returns:
+            The inputs, on the CPU; weights are 1.
+        """
         num_ids = len(self.feature_names) * batch_size
         weights = (torch.ones(num_ids),) if self.is_weighted else ()
         return (
@@ -104,9 +121,12 @@ class Signature:
     def check_inputs(self, inputs: Sequence[Tensor]) -> None:
         """Checks what a packaged model does not: wrong inputs would be read as something else.
 
+        Args:
+            inputs: in the order of `input_names`.
+
         Raises:
             TypeError: for a wrong dtype.
-            ValueError: for a wrong number of inputs or wrong shapes.
+            ValueError: for a wrong number of inputs, wrong shapes, or lengths that do not add up to the number of ids.
         """
         names = self.input_names
         check(len(inputs) == len(names), "inputs", f"expected {names}", f"{len(inputs)} of them")
@@ -144,7 +164,17 @@ class FlatModel(nn.Module):
         self._keys = list(signature.feature_names)
 
     def forward(self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Predicts."""
+        """Predicts.
+
+        Args:
+            dense: ``(B, num_dense)`` float32.
+            values: ``(I,)`` int64, feature by feature.
+            lengths: ``(F, B)`` int32.
+            weights: ``(I,)`` float32; None where ids carry none.
+
+        Returns:
+            What the model gives: ``(B,)`` or ``(B, 1)``.
+        """
         of_bags = lengths.reshape(-1)
         # given along, so that TorchRec does not reach for FBGEMM to sum lengths up
         offsets = torch.cat([of_bags.new_zeros(1, dtype=torch.int64), of_bags.cumsum(0, dtype=torch.int64)])
@@ -212,6 +242,10 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
 
 
 def operator_libraries(program: ExportedProgram) -> set[str]:
-    """Namespaces of the operators that a program calls."""
+    """Namespaces of the operators that a program calls.
+
+    Args:
+        program: as torch.export gave it.
+    """
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     return {target.namespace for target in targets if isinstance(target, torch._ops.OpOverload)}

@@ -21,7 +21,16 @@ FIELDS = ("kind", "model", "inputs", "feature_names", "num_dense", "is_weighted"
 
 
 def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Writes package.json, adding format, version, and size and sha256 of every file that is there."""
+    """Writes package.json, adding format, version, and size and sha256 of every file that is there.
+
+    Args:
+        folder: the package's, with all other files in it.
+        fields: at least `FIELDS` without ``files``; JSON-able.
+
+    Raises:
+        TypeError: if a field is not JSON-able.
+        ValueError: if a number is not finite.
+    """
     names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     manifest = {
         "format": FORMAT,

@@ -181,6 +181,9 @@ def _check_equal(packaged: PackagedModel, model: nn.Module, inputs: Sequence[Ten
 def first_sample(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The first sample of a batch of flat inputs.
 
+    Args:
+        inputs: as `Signature` describes them, of one sample at least.
+
     Example:
         >>> dense, values, lengths = torch.zeros(2, 1), torch.tensor([7, 8, 9]), torch.tensor([[1, 1], [0, 1]])
         >>> [tensor.tolist() for tensor in first_sample((dense, values, lengths))]

@@ -70,7 +70,14 @@ class Cluster:
         return _usable(hbm) + _usable(self.ddr_bytes)
 
     def resized(self, world_size: int) -> Cluster:
-        """The same machines, another number of them."""
+        """The same machines, another number of them.
+
+        Args:
+            world_size: W.
+
+        Raises:
+            ValueError: if that does not fill its hosts.
+        """
         return replace(self, world_size=world_size)
 
     def topology(self) -> Topology:

@@ -94,7 +94,11 @@ def compare_plans(before: Sequence[PlannedTable], after: Sequence[PlannedTable],
 
 
 def plan_table(comparison: PlanComparison) -> Table:
-    """The comparison as a terminal table; what it rests on stands below."""
+    """The comparison as a terminal table; what it rests on stands below.
+
+    Args:
+        comparison: from `compare_plans`.
+    """
     cluster = comparison.cluster
     memory = f"{decimal(cluster.hbm_bytes)} HBM" if cluster.compute == "cuda" else f"{decimal(cluster.ddr_bytes)} DDR"
     if cluster.compute == "cuda" and cluster.ddr_bytes:

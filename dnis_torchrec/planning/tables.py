@@ -46,6 +46,9 @@ class PlannedTable:
     def training_bytes(self, optimizer: str) -> int:
         """Bytes of the fp32 table and its optimizer state.
 
+        Args:
+            optimizer: one of `dnis_torchrec.planning.cluster.OPTIMIZERS`.
+
         Example:
             >>> PlannedTable(name="t", num_embeddings=10, embedding_dim=4).training_bytes("rowwise_adagrad")
             200
@@ -56,6 +59,9 @@ class PlannedTable:
 
 def parse_tables(texts: Iterable[str]) -> tuple[list[PlannedTable], list[PlannedTable]]:
     """Tables in numbers: ``NAME=NxD``, and the blocks that are left of one, ``NAME=NxD:ROWSxR,ROWSxR``.
+
+    Args:
+        texts: one per table.
 
     Returns:
         The tables, and their blocks' tables; a table without blocks is in both.

@@ -51,14 +51,24 @@ def kept_columns(
 
 @torch.no_grad()
 def keep_columns_(table: PrunedTable, kept: Tensor) -> None:
-    """Zeroes the other columns, and rows of no block, in this rank's shards. Local, no collective."""
+    """Zeroes the other columns, and rows of no block, in this rank's shards. Local, no collective.
+
+    Args:
+        table: its local shards change.
+        kept: ``(S, D)`` bool.
+    """
     padded = torch.cat([kept, torch.zeros(1, kept.shape[1], dtype=torch.bool)])
     for part, rows, columns in table.chunks():
         part.mul_(padded[table.blocks_of(rows), columns].to(part.device))
 
 
 def nonzero_columns(table: PrunedTable, ranks: Ranks) -> Tensor:
-    """``(S, D)`` bool: columns of blocks with at least one value that is not zero. One reduction over ranks."""
+    """``(S, D)`` bool: columns of blocks with at least one value that is not zero. One reduction over ranks.
+
+    Args:
+        table: to look at; rows never seen in training do not count.
+        ranks: that hold it; all of them call this.
+    """
     return _largest_squares(table, ranks) > 0
 
 
@@ -68,6 +78,10 @@ def mean_squares(table: PrunedTable, ranks: Ranks) -> Tensor:
     Floating point sums depend on their order, and so on how rows are spread over ranks. Here every square is an integer
     multiple of 2^-56 of (the power of two above) the largest square of its column, kept in two integers, whose sums do
     not: any sharding gives the same bits.
+
+    Args:
+        table: to look at.
+        ranks: that hold it; all of them call this.
 
     Returns:
         ``(S, D)`` float64.

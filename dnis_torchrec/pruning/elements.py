@@ -90,7 +90,12 @@ def keep_largest_of_tables_(tables: list[PrunedTable], num_keep: int, ranks: Ran
 
 @torch.no_grad()
 def keep_above_(tables: list[PrunedTable], threshold: float) -> None:
-    """Zeroes magnitudes up to a threshold. Local, no collective."""
+    """Zeroes magnitudes up to a threshold. Local, no collective.
+
+    Args:
+        tables: their local shards change.
+        threshold: the largest magnitude that is dropped.
+    """
     for table in tables:
         for part, _, _ in table.chunks():
             part.mul_(part.abs() > threshold)
@@ -98,6 +103,13 @@ def keep_above_(tables: list[PrunedTable], threshold: float) -> None:
 
 def num_elements(size: Size, blocks: RowBlocks) -> int:
     """How many single values a size affords.
+
+    Args:
+        size: what the user asked for.
+        blocks: of all tables; they tell N and D, blocks themselves do not matter.
+
+    Returns:
+        At most the number of all values.
 
     Raises:
         ValueError: for a compression ratio that cannot be met.

@@ -71,7 +71,11 @@ class PrunedTable:
             yield from shard.chunks()
 
     def blocks_of(self, rows: slice) -> Tensor:
-        """Blocks of some rows, int64; S for "no block"."""
+        """Blocks of some rows, int64; S for "no block".
+
+        Args:
+            rows: a run of rows of the whole table.
+        """
         return self.routing.block_of(torch.arange(rows.start, rows.stop))
 
 
@@ -79,6 +83,11 @@ def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
     """The tables of a merged model that have blocks, in its table order, and the ranks that hold them.
 
     Two collectives, of one number per table each, where the tables are spread over ranks.
+
+    Args:
+        model: merged; every rank that holds shards of it calls this.
+        blocks: of the whole tables, the same on every rank.
+        counts: training counts of the whole tables, the same on every rank.
 
     Raises:
         RuntimeError: if a collection is not merged yet.
@@ -122,7 +131,11 @@ def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
 
 @torch.no_grad()
 def zero_never_seen_(tables: list[PrunedTable]) -> None:
-    """Zeroes the rows that training never looked up. Local, no collective."""
+    """Zeroes the rows that training never looked up. Local, no collective.
+
+    Args:
+        tables: their local shards change.
+    """
     for table in tables:
         for part, rows, _ in table.chunks():
             part[(table.counts[rows] == 0).to(part.device)] = 0

@@ -72,6 +72,10 @@ def ranked_rows(content: ComparisonContent, size: float | None) -> list[Comparis
     """The rows of a size, the best primary metric first; then those that lack it in some seed, then empty ones.
 
     A mean over fewer seeds is one of other splits, which differ in level: it has no place among the others.
+
+    Args:
+        content: the comparison.
+        size: one of `sizes_of`.
     """
     sign = -1 if content.higher_is_better else 1
 
@@ -155,7 +159,14 @@ class CostLine:
 
 
 def cost_lines(content: ComparisonContent) -> list[CostLine]:
-    """What every method costs at every size of `sizes_of`, in the order in which the methods were asked for."""
+    """What every method costs at every size of `sizes_of`, in the order in which the methods were asked for.
+
+    Args:
+        content: the comparison.
+
+    Returns:
+        One line per method that has a row with results, and in it a cell per size.
+    """
     rows = {(row.method, row.size): row for row in content.rows if not row.is_empty}
     plain = next((row.group.seconds for row in content.rows if row.method == DENSE and not row.is_empty), None)
     lines = []

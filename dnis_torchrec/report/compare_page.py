@@ -60,14 +60,30 @@ class Winner:
 def write_comparison(path: Path, content: ComparisonContent) -> Path:
     """Writes the page as one HTML file, atomically; the same content gives the same bytes.
 
+    Args:
+        path: of the page; an older one is replaced.
+        content: what it shows.
+
+    Returns:
+        `path`.
+
     Raises:
-        ValueError: if the folder does not exist.
+        TypeError: if the rules are not JSON-able.
+        ValueError: if the folder does not exist, or a number of the rules is not finite.
     """
     return write_text(path, render_comparison(content))
 
 
 def render_comparison(content: ComparisonContent) -> str:
-    """The page of `write_comparison` as a string."""
+    """The page of `write_comparison` as a string.
+
+    Args:
+        content: what the page shows.
+
+    Raises:
+        TypeError: if the rules are not JSON-able.
+        ValueError: if a number of the rules is not finite.
+    """
     lines = [line for line in compared_lines(content) if not line.row.is_empty]
     drawn = comparison_figures(content)
     metric, higher = content.primary_metric, content.higher_is_better
@@ -116,6 +132,9 @@ def comparison_figures(content: ComparisonContent) -> dict[str, Figure]:
 
     ``"quality"``: every method at every size in bytes. ``"pruning-rate"``: DNIS beside network pruning by the share of
     parameters that is gone, the paper's comparison.
+
+    Args:
+        content: the comparison; rows that lack the primary metric under a seed are not drawn.
     """
     metric, higher, drawn = content.primary_metric, content.higher_is_better, {}
     whole = [row for row in content.rows if row.point(metric) is not None]

@@ -146,6 +146,13 @@ class ReportRow:
 def write_text(path: Path, text: str) -> Path:
     """Writes a UTF-8 text file atomically: readers see the old file or the new one, never a part.
 
+    Args:
+        path: of the file; an older one is replaced.
+        text: what it is to hold.
+
+    Returns:
+        `path`.
+
     Raises:
         ValueError: if the folder does not exist.
     """
@@ -153,7 +160,18 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def write_content(path: Path, content: bytes) -> Path:
-    """Writes a file atomically, as `write_text`."""
+    """Writes a file atomically, as `write_text`.
+
+    Args:
+        path: of the file; an older one is replaced.
+        content: what it is to hold.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: if the folder does not exist.
+    """
     path = Path(path)
     check(path.parent.is_dir(), str(path), "expected an existing folder", str(path.parent), "create it first")
     with written_whole(path) as unfinished:
@@ -182,6 +200,12 @@ def write_rows(path: Path, rows: Iterable[ReportRow], **extra: Any) -> Path:
 def read_rows(path: Path) -> tuple[ReportRow, ...]:
     """Reads the rows of a report.json, or of a comparison.json, whose empty rows are left out.
 
+    Args:
+        path: of the file.
+
+    Returns:
+        The rows, in the order of the file.
+
     Raises:
         ValueError: if the file is missing, is not JSON, or holds something else than rows; names the file and the row.
     """
@@ -205,6 +229,10 @@ def _is_empty(row: object) -> bool:
 
 def json_text(value: object, place: str) -> str:
     """Indented JSON of `value`, strict: no NaN, no infinity.
+
+    Args:
+        value: what JSON can hold.
+        place: what it is of, for the error.
 
     Raises:
         TypeError: if a value is not JSON-able.
@@ -265,6 +293,10 @@ class RowGroup:
     def difference(self, other: RowGroup, metric: str) -> tuple[float, int] | None:
         """Mean over the shared seeds of this group's metric minus the other's; levels differ between splits.
 
+        Args:
+            other: the group that is subtracted.
+            metric: its name; seeds that lack it in either group are left out.
+
         Returns:
             ``(difference, number of shared seeds)``, or None if no seed is shared.
         """
@@ -279,6 +311,9 @@ class RowGroup:
 
 def seed_groups(rows: Iterable[ReportRow]) -> tuple[RowGroup, ...]:
     """Groups rows of one method, of the same size within 5 %, and of different seeds; sorted by compression ratio.
+
+    Args:
+        rows: of any methods, sizes and seeds, in any order. Two of the same seed are never in one group.
 
     Example:
         >>> row = dict(method="dnis", parameters=1, bytes={}, metrics={}, seconds=0)
@@ -404,6 +439,9 @@ class ReportContent:
 
 def check_alpha(alpha: Mapping[str, Tensor]) -> None:
     """Checks that each alpha is an ``(S, D)`` matrix of values in [0, 1].
+
+    Args:
+        alpha: key -> ``(S, D)``.
 
     Raises:
         ValueError: naming the key and what was found.

@@ -90,7 +90,11 @@ def write_report(path: Path, content: ReportContent, *, figure_folder: Path | No
 
 
 def render_report(content: ReportContent) -> str:
-    """The page of `write_report` as a string."""
+    """The page of `write_report` as a string.
+
+    Args:
+        content: what the page shows.
+    """
     return _page(content, draw_figures(content))
 
 
@@ -130,7 +134,11 @@ def _write_figures(folder: Path, drawn: Mapping[str, Figure]) -> None:
 
 
 def draw_figures(content: ReportContent) -> dict[str, Figure]:
-    """Draws the figures for which there is something to show; names are of `FIGURES`."""
+    """Draws the figures for which there is something to show; names are of `FIGURES`.
+
+    Args:
+        content: what is drawn; a part of it that is empty has no figure.
+    """
     drawn: dict[str, Figure] = {}
     metric, higher = content.primary_metric, content.higher_is_better
     measured = [row for row in content.rows if metric in row.metrics]

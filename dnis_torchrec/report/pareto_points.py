@@ -91,7 +91,15 @@ class ParetoPoint:
 
 
 def pareto_points(groups: Iterable[RowGroup], metric: str) -> tuple[ParetoPoint, ...]:
-    """The points of groups of rows, each at its smallest export form; groups without the metric or bytes have none."""
+    """The points of groups of rows, each at its smallest export form; groups without the metric or bytes have none.
+
+    Args:
+        groups: of at least one row each; the first row decides which form is the smallest.
+        metric: its name.
+
+    Returns:
+        In the order of the groups; bytes are means over the seeds that have the form.
+    """
     points = []
     for group in groups:
         sizes = {form: size for form, size in group.rows[0].bytes.items() if size > 0}
@@ -118,6 +126,10 @@ def pareto_points(groups: Iterable[RowGroup], metric: str) -> tuple[ParetoPoint,
 def pareto_front(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tuple[int, ...]:
     """Positions of the points that no other one beats: none is as small and better, or smaller and as good.
 
+    Args:
+        points: in any order.
+        higher_is_better: direction of their metric.
+
     Returns:
         Positions, by rising bytes; of equal points the first.
 
@@ -143,6 +155,10 @@ def metric_range(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tu
     Where a few of more than `FEW` points are so much worse than the others that they would press them together, the
     axis ends before them: those more than `FAR` times as far from the best mean as the median mean is, if that saves a
     third.
+
+    Args:
+        points: at least one.
+        higher_is_better: direction of their metric.
 
     Returns:
         Lower and upper end, the former below the latter.

@@ -21,6 +21,9 @@ def rows_frame(rows: Iterable[ReportRow]) -> pd.DataFrame:
 
     A form or metric that a row does not have is NaN. Columns stand in a fixed order: fields, forms, metrics.
 
+    Args:
+        rows: in the order of the lines.
+
     Example:
         >>> row = ReportRow(method="dnis", compression_ratio=4.0, parameters=10, bytes={"csr_fp32": 90},
         ...     metrics={"auc": 0.8}, seed=0, seconds=1.5)
@@ -88,7 +91,12 @@ def form_names(rows: Iterable[ReportRow]) -> list[str]:
 
 
 def group_metric(group: RowGroup, metric: str) -> str:
-    """Mean of a metric, with its standard deviation over seeds if there are several; a dash where it is absent."""
+    """Mean of a metric, with its standard deviation over seeds if there are several; a dash where it is absent.
+
+    Args:
+        group: rows of one method and size, a seed each.
+        metric: its name; seeds that lack it are left out.
+    """
     mean, deviation = group.mean(metric), group.deviation(metric)
     if mean is None:
         return "-"
@@ -106,6 +114,10 @@ def smallest_form(group: RowGroup) -> str:
 
 def of_fewer_seeds(num_seeds: int, num_rows: int) -> str:
     """What stands behind a mean over fewer seeds than its row has, nothing behind the others.
+
+    Args:
+        num_seeds: seeds of the mean.
+        num_rows: seeds of its row.
 
     Example:
         >>> of_fewer_seeds(2, 3), of_fewer_seeds(3, 3)
@@ -127,6 +139,9 @@ def format_seeds(seeds: Sequence[int]) -> str:
 def is_higher_better(metric: str) -> bool | None:
     """Direction of a metric known by name, a prefix such as ``test_`` or a suffix such as ``@10`` aside.
 
+    Args:
+        metric: its name, in upper or lower case.
+
     Returns:
         True, False, or None for a name that is not known.
 
@@ -141,7 +156,16 @@ def is_higher_better(metric: str) -> bool | None:
 
 
 def best_groups(groups: Sequence[RowGroup], metric: str, higher_is_better: bool) -> frozenset[int]:
-    """Positions of the groups with the best mean of a metric, as it is printed, so that ties share the first place."""
+    """Positions of the groups with the best mean of a metric, as it is printed, so that ties share the first place.
+
+    Args:
+        groups: to choose from.
+        metric: its name.
+        higher_is_better: its direction.
+
+    Returns:
+        Positions in `groups`; none where no group has the metric.
+    """
     means = {index: mean for index, group in enumerate(groups) if (mean := group.mean(metric)) is not None}
     if not means:
         return frozenset()

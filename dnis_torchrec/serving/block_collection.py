@@ -24,6 +24,9 @@ from dnis_torchrec.serving.mixed_dimension_operator import BlockLayout, load_mix
 def stored_blocks(table: TableScheme) -> dict[int, tuple[int, int]]:
     """Blocks that the mixed-dimension form stores: those with rows and retained dims.
 
+    Args:
+        table: scheme of the table.
+
     Returns:
         Block -> shape ``(rows, R)`` of its table.
     """
@@ -33,6 +36,10 @@ def stored_blocks(table: TableScheme) -> dict[int, tuple[int, int]]:
 
 def stored_width(dim: int, multiple: int) -> int:
     """Columns that a block of R retained dims takes in a kernel that wants multiples.
+
+    Args:
+        dim: R, at least 0.
+        multiple: at least 1.
 
     Example:
         >>> stored_width(5, 4), stored_width(8, 4)

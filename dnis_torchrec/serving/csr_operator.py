@@ -167,7 +167,14 @@ def _cuda_csr_embedding_bag(*arguments: Any) -> Tensor:
 
 
 def split_shards(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Rows and row pointers of each shard, from the operator's list."""
+    """Rows and row pointers of each shard, from the operator's list.
+
+    Args:
+        tensors: rows and row pointers of every shard in turn, see `tables` of `torch_csr_embedding_bag`.
+
+    Raises:
+        ValueError: if the last shard lacks its row pointers.
+    """
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 

@@ -207,7 +207,12 @@ class CsrTable:
         return interleaved(self.values, self.columns, self.row_pointers, self.scales, rows_per_chunk=step)
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Rows ``first <= i < last`` as dense ``(last - first, D)`` float32; no others are read."""
+        """Rows ``first <= i < last`` as dense ``(last - first, D)`` float32; no others are read.
+
+        Args:
+            first: row to begin with, 0..N.
+            last: the row after the last one, `first`..N.
+        """
         pointers = self.row_pointers[first : last + 1].long()
         begin, end = int(pointers[0]), int(pointers[-1])
         row = torch.repeat_interleave(torch.arange(last - first), pointers.diff())
@@ -316,6 +321,9 @@ class CsrTable:
 def column_dtype(embedding_dim: int) -> torch.dtype:
     """Smallest dtype for column numbers: uint8 up to D = 256, else uint16.
 
+    Args:
+        embedding_dim: D.
+
     Raises:
         NotImplementedError: above D = 65,536.
 
@@ -330,6 +338,9 @@ def column_dtype(embedding_dim: int) -> torch.dtype:
 
 def pointer_dtype(num_values: int) -> torch.dtype:
     """Smallest dtype for row pointers: int32 below 2^31 values, else int64.
+
+    Args:
+        num_values: V.
 
     Example:
         >>> pointer_dtype(2**31 - 1), pointer_dtype(2**31)

@@ -39,7 +39,12 @@ class RowLayout(NamedTuple):
 
     @classmethod
     def of(cls, values: torch.dtype, columns: torch.dtype) -> RowLayout:
-        """The layout of values and columns of these dtypes."""
+        """The layout of values and columns of these dtypes.
+
+        Args:
+            values: float32, float16 or int8.
+            columns: uint8 or uint16.
+        """
         return cls(values.itemsize, columns.itemsize)
 
     @property
@@ -53,7 +58,12 @@ class RowLayout(NamedTuple):
         return self.value_bytes + self.column_bytes
 
     def num_bytes(self, num_rows: int, num_values: int) -> int:
-        """Bytes of n rows with V values together."""
+        """Bytes of n rows with V values together.
+
+        Args:
+            num_rows: n; with int8 values each has a scale.
+            num_values: V, of all rows together.
+        """
         return num_rows * self.scale_bytes + num_values * self.entry_bytes
 
 

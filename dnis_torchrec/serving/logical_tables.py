@@ -52,6 +52,9 @@ class LogicalTables:
     def of(scheme: MixedDimensionScheme) -> LogicalTables:
         """The logical tables of a scheme.
 
+        Args:
+            scheme: the tables of ONE collection.
+
         Raises:
             ValueError: if the scheme holds no table, or tables of several collections.
         """
@@ -84,11 +87,21 @@ class LogicalTables:
         return torch.tensor([table.num_embeddings for table in self.tables], dtype=torch.int64)
 
     def keyed(self, pooled: Tensor) -> KeyedTensor:
-        """The output of a lookup, ``(B, sum of D over features)``, by key."""
+        """The output of a lookup, ``(B, sum of D over features)``, by key.
+
+        Args:
+            pooled: in the order of `names`; not copied.
+        """
         return KeyedTensor(keys=self.names, length_per_key=self.dims, values=pooled)
 
     def positions(self, features: KeyedJaggedTensor) -> list[int]:
         """Position of every feature among the keys of a batch.
+
+        Args:
+            features: at least the collection's features, in any order.
+
+        Returns:
+            One position per entry of `features`.
 
         Raises:
             ValueError: if one is missing.
@@ -100,6 +113,12 @@ class LogicalTables:
 
     def weights_of(self, features: KeyedJaggedTensor) -> Tensor | None:
         """The per-sample weights, if the collection takes any.
+
+        Args:
+            features: the batch.
+
+        Returns:
+            ``(I,)``, or None where the collection takes none, whatever the batch has.
 
         Raises:
             ValueError: if it does and there are none.

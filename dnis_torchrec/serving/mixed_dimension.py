@@ -35,6 +35,12 @@ VALUES_PER_CHUNK = 2**22
 def rows_per_chunk(embedding_dim: int) -> int:
     """Rows of a dense table that are handled at a time, so that `VALUES_PER_CHUNK` is not exceeded.
 
+    Args:
+        embedding_dim: D, at least 1.
+
+    Returns:
+        At least 1.
+
     Example:
         >>> rows_per_chunk(64)
         65536

@@ -38,6 +38,9 @@ class Precision:
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of so many columns, a multiple of `dim_multiple`; scale and bias are counted.
 
+        Args:
+            columns: of the row, those that fill up the multiple counted.
+
         Example:
             >>> PRECISIONS["int8"].row_bytes(64), PRECISIONS["int4"].row_bytes(64), PRECISIONS["fp32"].row_bytes(64)
             (68, 36, 256)
@@ -56,6 +59,9 @@ PRECISIONS = {
 
 def precision_named(name: str) -> Precision:
     """The precision of that name.
+
+    Args:
+        name: a key of `PRECISIONS`.
 
     Raises:
         ValueError: for another one.

@@ -41,6 +41,9 @@ class StorageError(RuntimeError):
 def is_url(address: str | os.PathLike[str]) -> bool:
     """Whether an address names storage through fsspec, and not a path of this machine.
 
+    Args:
+        address: path or URL.
+
     Example:
         >>> is_url("s3://bucket/run"), is_url("/data/run"), is_url("run")
         (True, False, False)
@@ -50,6 +53,9 @@ def is_url(address: str | os.PathLike[str]) -> bool:
 
 def local_path(address: str | os.PathLike[str]) -> Path | None:
     """The path that an address names on this machine, or None for one on storage.
+
+    Args:
+        address: path or URL.
 
     Example:
         >>> local_path("run"), local_path("file:///run"), local_path("s3://bucket/run")
@@ -63,6 +69,9 @@ def local_path(address: str | os.PathLike[str]) -> Path | None:
 
 def filesystem(address: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of an address, and the path in it.
+
+    Args:
+        address: path or URL; relative paths begin at the current folder.
 
     Raises:
         ValueError: if the protocol is unknown, or its package is not installed; the package is named.
@@ -145,6 +154,9 @@ def version_of(info: dict[str, Any]) -> str:
 def exists(address: str | os.PathLike[str]) -> bool:
     """Whether a file or folder is there.
 
+    Args:
+        address: of the file or folder.
+
     Raises:
         StorageError: if storage does not answer.
     """
@@ -154,6 +166,12 @@ def exists(address: str | os.PathLike[str]) -> bool:
 
 def expand(addresses: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
     """The files that addresses and globs stand for, each once, in the order given, those of a glob or a folder by name.
+
+    Args:
+        addresses: files, folders (their files, not those of folders in them) and globs (``*``, ``?``, ``[..]``).
+
+    Returns:
+        Absolute paths of this machine, URLs of what lies on storage.
 
     Raises:
         ValueError: if an address or a glob stands for no file.

@@ -92,7 +92,11 @@ class Claim:
             self._refuse(now, unless=now == self._told)
 
     def renew_until(self, done: threading.Event) -> None:
-        """Shows that this process is alive, until it is done; what fails is tried again the next time."""
+        """Shows that this process is alive, until it is done; what fails is tried again the next time.
+
+        Args:
+            done: set by another thread when the claim is to end.
+        """
         while self._lost_to is None and not done.wait(RENEW_SECONDS):
             try:
                 found = self._read()

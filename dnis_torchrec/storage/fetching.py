@@ -32,7 +32,11 @@ def cache_folder() -> Path:
 
 
 def local_copy_of(url: str) -> Path:
-    """The folder of the cache that stands for a URL; it need not exist."""
+    """The folder of the cache that stands for a URL; it need not exist.
+
+    Args:
+        url: of a folder or file; a slash at its end does not matter.
+    """
     name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rstrip("/").rsplit("/", 1)[-1]) or "root"
     return cache_folder() / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16] / name
 

@@ -25,6 +25,10 @@ Address = str | os.PathLike[str]
 def inside(folder: Address, name: str) -> Path | str:
     """The address of a file in a folder.
 
+    Args:
+        folder: path or URL.
+        name: of the file, slashes between the folders that lead to it.
+
     Example:
         >>> inside("s3://bucket/run", "a.json"), inside(Path("run"), "a.json")
         ('s3://bucket/run/a.json', PosixPath('run/a.json'))
@@ -88,6 +92,12 @@ def upload(files: AbstractFileSystem, local: Path, remote: str, place: str) -> N
 def local_file(address: Address) -> Iterator[Path]:
     """A local path with a file's content while the block runs: itself if it is local.
 
+    Args:
+        address: of the file.
+
+    Yields:
+        The file itself where it is local, which is not looked for; else a copy that is gone afterwards.
+
     Raises:
         ValueError: if there is no such file on storage.
         StorageError: if storage does not answer.
@@ -103,6 +113,9 @@ def local_file(address: Address) -> Iterator[Path]:
 def remove_file(address: Address) -> None:
     """Removes a file that may be there.
 
+    Args:
+        address: of the file.
+
     Raises:
         StorageError: if storage does not answer.
     """
@@ -113,6 +126,9 @@ def remove_file(address: Address) -> None:
 
 def file_size(address: Address) -> int | None:
     """Bytes of a file; None if there is none.
+
+    Args:
+        address: of the file; a folder is none.
 
     Raises:
         StorageError: if storage does not answer.
@@ -128,6 +144,12 @@ def file_size(address: Address) -> int | None:
 
 def file_names(folder: Address) -> list[str]:
     """Names of all files in a folder and in those below it, relative to it; none where there is no folder.
+
+    Args:
+        folder: path or URL.
+
+    Returns:
+        Sorted, slashes between the folders that lead to a file.
 
     Raises:
         StorageError: if storage does not answer.

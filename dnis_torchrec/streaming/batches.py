@@ -218,6 +218,9 @@ class StreamedBatches:
         Exact with any number of workers. Another world_size cannot be exact in the midst of an epoch, because each rank
         has read a run of its own: the epoch goes on at the same share of it, and a warning says so.
 
+        Args:
+            state: what `state_dict` gave, on this rank or another one.
+
         Raises:
             ValueError: if it is a position in another stream or order; what differs is named, nothing is changed.
         """
@@ -283,6 +286,10 @@ def samples_per_chunk(stream: ParsedStream, part: Part) -> np.ndarray:
     """How many samples of a part each chunk has.
 
     By sample number nothing is read for it; by a column (`StreamSchema.split_by`) every chunk is, once, into the cache.
+
+    Args:
+        stream: the samples.
+        part: which of them.
 
     Returns:
         ``(num_chunks,)`` int64.

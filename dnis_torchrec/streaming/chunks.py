@@ -77,7 +77,11 @@ class ChunkIndex:
 
 
 def is_parquet(address: str) -> bool:
-    """Whether a file is read as Parquet; every other one is text."""
+    """Whether a file is read as Parquet; every other one is text.
+
+    Args:
+        address: of the file; its ending decides, ``.parquet`` or ``.pq``.
+    """
     return address.endswith((".parquet", ".pq"))
 
 

@@ -93,13 +93,24 @@ class EpochOrder:
         return first + (last - first) * batches // self.num_batches
 
     def window_bounds(self, window: int) -> np.ndarray:
-        """Where the batches of a window begin and end, counted from the window's first sample."""
+        """Where the batches of a window begin and end, counted from the window's first sample.
+
+        Args:
+            window: its number, 0..num_windows - 1.
+
+        Returns:
+            ``(batches of the window + 1,)`` int64, rising from 0.
+        """
         first = window * self.window_batches
         bounds = self.bounds[first : first + self.window_batches + 1]
         return bounds - bounds[0]
 
     def pieces(self, epoch: int, window: int) -> list[tuple[int, int, int]]:
         """What a window is put together from.
+
+        Args:
+            epoch: its number, from 0.
+            window: its number, 0..num_windows - 1.
 
         Returns:
             ``(chunk, first, last)``: of the part's samples in that chunk, those from first to before last.
@@ -120,7 +131,15 @@ class EpochOrder:
         ]
 
     def permutation(self, epoch: int, window: int) -> np.ndarray:
-        """The order of a window's samples, counted from the window's first one; int64."""
+        """The order of a window's samples, counted from the window's first one; int64.
+
+        Args:
+            epoch: its number, from 0.
+            window: its number, 0..num_windows - 1.
+
+        Returns:
+            ``(samples of the window,)``.
+        """
         num_samples = int(self.window_bounds(window)[-1])
         if not self.shuffle:
             return np.arange(num_samples)

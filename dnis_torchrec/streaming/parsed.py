@@ -67,6 +67,9 @@ class ParsedStream:
     def chunk(self, number: int) -> ParsedChunk:
         """The samples of one chunk, memory-mapped if they are in the cache; they are put there if they are not.
 
+        Args:
+            number: of the chunk, in `index`.
+
         Raises:
             ValueError: if the chunk is malformed, see `parse_chunk`.
             StorageError: if storage does not answer.

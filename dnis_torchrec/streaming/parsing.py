@@ -51,7 +51,12 @@ class ParsedChunk:
         return self.labels.numel()
 
     def slice(self, first: int, last: int) -> ParsedChunk:
-        """The samples from first to before last, without copying; without what splits."""
+        """The samples from first to before last, without copying; without what splits.
+
+        Args:
+            first: the first sample.
+            last: the one after the last.
+        """
         bags = {}
         for feature, (values, offsets) in self.bags.items():
             begin, end = int(offsets[first]), int(offsets[last])
@@ -67,7 +72,15 @@ class ParsedChunk:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor], schema: StreamSchema) -> ParsedChunk:
-        """What `to_tensors` gave."""
+        """What `to_tensors` gave.
+
+        Args:
+            tensors: by name.
+            schema: what they were parsed with; it names the multi-hot features.
+
+        Raises:
+            KeyError: if one that every chunk of this schema has is missing.
+        """
         bags = {feature: (tensors[f"values/{feature}"], tensors[f"offsets/{feature}"]) for feature in schema.multi_hot}
         return ParsedChunk(tensors["dense"], tensors["ids"], tensors["labels"], bags, tensors.get("split_keys"))
 

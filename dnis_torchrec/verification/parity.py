@@ -37,6 +37,9 @@ Row = Callable[[str, int], Tensor]
 def precision_of(form: str) -> str:
     """What values of a form are stored as.
 
+    Args:
+        form: its name; one that ends with no precision is fp32.
+
     Example:
         >>> precision_of("csr_int8"), precision_of("mixed_dimension")
         ('int8', 'fp32')
@@ -57,7 +60,12 @@ class Oracle:
     row: Row
 
     def expected(self, bags: Bags, row_error: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Output key -> pooled ``(B, D)`` in float64, and how far a form may be off, ``(B, 1)``."""
+        """Output key -> pooled ``(B, D)`` in float64, and how far a form may be off, ``(B, 1)``.
+
+        Args:
+            bags: feature -> its bags, as many of every feature.
+            row_error: how far a stored value may be off, as a share of its row's largest magnitude (see `ROW_ERRORS`).
+        """
         names = get_embedding_names_by_table([logical_config(table) for table in self.scheme.tables.values()])
         pooled, allowed = {}, {}
         for table, names_of_table in zip(self.scheme.tables.values(), names, strict=True):
@@ -137,7 +145,14 @@ def bag_cases(scheme: MixedDimensionScheme) -> dict[str, Bags]:
 
 
 def unknown_bags(scheme: MixedDimensionScheme) -> Bags:
-    """Bags with ids that are no rows, beside ones that are."""
+    """Bags with ids that are no rows, beside ones that are.
+
+    Args:
+        scheme: the tables of one collection.
+
+    Returns:
+        Feature -> three bags, in each of which one id is no row of any of its tables.
+    """
     most: dict[str, int] = {}
     for table in scheme.tables.values():
         for feature in table.feature_names:
@@ -146,7 +161,11 @@ def unknown_bags(scheme: MixedDimensionScheme) -> Bags:
 
 
 def rows_of_features(scheme: MixedDimensionScheme) -> dict[str, int]:
-    """Feature -> rows that every table that it is read from has."""
+    """Feature -> rows that every table that it is read from has.
+
+    Args:
+        scheme: the tables of one collection.
+    """
     rows: dict[str, int] = {}
     for table in scheme.tables.values():
         for feature in table.feature_names:
@@ -155,7 +174,12 @@ def rows_of_features(scheme: MixedDimensionScheme) -> dict[str, int]:
 
 
 def keyed_jagged_tensor(bags: Bags, *, is_weighted: bool) -> KeyedJaggedTensor:
-    """Bags as TorchRec takes them."""
+    """Bags as TorchRec takes them.
+
+    Args:
+        bags: feature -> its bags, as many of every feature.
+        is_weighted: whether ids carry their weights; else these are left out.
+    """
     entries = [entry for of_feature in bags.values() for bag in of_feature for entry in bag]
     return KeyedJaggedTensor(
         keys=list(bags),

@@ -75,7 +75,12 @@ def resident_bytes() -> int:
 
 
 def measure_here(artifact: Path, form: str) -> Resident:
-    """Loads a form in this process, looks every row up, and says by how much RSS grew."""
+    """Loads a form in this process, looks every row up, and says by how much RSS grew.
+
+    Args:
+        artifact: its folder.
+        form: one that it holds, or one of `BASELINES`.
+    """
     parts = collections_of(read_scheme(artifact))
     before = resident_bytes()
     modules = {fqn: served_module(artifact, form, fqn, part) for fqn, part in parts.items()}
@@ -88,7 +93,14 @@ def measure_here(artifact: Path, form: str) -> Resident:
 
 
 def every_row(scheme: MixedDimensionScheme) -> Iterator[KeyedJaggedTensor]:
-    """Batches that look up every row of every table of a collection, one id a bag."""
+    """Batches that look up every row of every table of a collection, one id a bag.
+
+    Args:
+        scheme: the tables of one collection.
+
+    Yields:
+        Batches of at most `ROWS_AT_A_TIME` samples; smaller tables repeat their last row.
+    """
     longest = max(table.num_embeddings for table in scheme.tables.values())
     rows = {feature: t.num_embeddings for t in scheme.tables.values() for feature in t.feature_names}
     is_weighted = next(iter(scheme.tables.values())).is_weighted

@@ -33,7 +33,11 @@ def served_module(artifact: Path, form: str, collection: str, scheme: MixedDimen
 
 
 def collections_of(scheme: MixedDimensionScheme) -> dict[str, MixedDimensionScheme]:
-    """FQN -> the scheme of that collection's tables."""
+    """FQN -> the scheme of that collection's tables.
+
+    Args:
+        scheme: of an artifact.
+    """
     names = sorted({table.collection for table in scheme.tables.values()})
     return {
         name: MixedDimensionScheme({t: table for t, table in scheme.tables.items() if table.collection == name})

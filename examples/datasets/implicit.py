@@ -47,7 +47,15 @@ class KnownPositives:
         check(leaves_one, f"user {most}", f"expected an item of {num_items} left to be a negative", "none")
 
     def contains(self, users: Tensor, items: Tensor) -> Tensor:
-        """Whether each pair is known, bool."""
+        """Whether each pair is known, bool.
+
+        Args:
+            users: int64, any shape.
+            items: int64 in 0..num_items - 1, as many.
+
+        Returns:
+            Of the same shape.
+        """
         if not self._pairs.numel():
             return torch.zeros_like(users, dtype=torch.bool)
         pairs = users * self.num_items + items
@@ -55,7 +63,14 @@ class KnownPositives:
         return self._pairs[place] == pairs
 
     def joined_with(self, other: KnownPositives) -> KnownPositives:
-        """The pairs that either of them knows, of the same catalogue."""
+        """The pairs that either of them knows, of the same catalogue.
+
+        Args:
+            other: of the same users and items.
+
+        Raises:
+            ValueError: if a user then knows every item.
+        """
         pairs = torch.cat([self._pairs, other._pairs])
         users, items = pairs.div(self.num_items, rounding_mode="floor"), pairs % self.num_items
         return KnownPositives(users, items, self.num_items)
@@ -259,7 +274,14 @@ def split_leave_one_out(
 
 
 def candidate_queries(protocol: LeaveOneOut) -> Tensor:
-    """The test case that each candidate belongs to: first of every case's positive, then of all negatives."""
+    """The test case that each candidate belongs to: first of every case's positive, then of all negatives.
+
+    Args:
+        protocol: the cases.
+
+    Returns:
+        ``(candidates,)`` int64: numbers of the cases.
+    """
     sizes = protocol.negatives.offsets.diff()
     cases = torch.arange(sizes.numel())
     return torch.cat([cases, cases.repeat_interleave(sizes)])

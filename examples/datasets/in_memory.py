@@ -137,6 +137,13 @@ class Samples:
 def frequency_rank(ids: Tensor, num_embeddings: int) -> Tensor:
     """Row -> its place in falling order of frequency, int64; ties keep their order.
 
+    Args:
+        ids: what is counted, any number of them.
+        num_embeddings: N; every id is below it.
+
+    Returns:
+        ``(N,)``.
+
     Example:
         >>> frequency_rank(torch.tensor([2, 2, 1]), 4).tolist()
         [2, 1, 0, 3]

@@ -115,6 +115,9 @@ class Column:
     def parse(self, field: str) -> int | float | str:
         """One field's value.
 
+        Args:
+            field: text between two separators.
+
         Raises:
             ValueError: with the requirement, if the field does not meet it.
         """
@@ -135,7 +138,11 @@ class Column:
         return value
 
     def accepts(self, values: pd.Series) -> bool:
-        """Whether every parsed value meets the requirement."""
+        """Whether every parsed value meets the requirement.
+
+        Args:
+            values: of dtype `dtype`; empty fields are NaN, or "" for str.
+        """
         if self.kind is str:
             distinct = values.unique().tolist()
             empty = self.optional or "" not in distinct
@@ -199,7 +206,17 @@ class TextTable:
         return pd.concat(frames, ignore_index=True), found
 
     def chunks(self, path: Path) -> Iterator[tuple[pd.DataFrame, list[MalformedLine]]]:
-        """Reads a file in chunks of about 64 MiB, for whoever must not hold all of its text at once."""
+        """Reads a file in chunks of about 64 MiB, for whoever must not hold all of its text at once.
+
+        Args:
+            path: a plain or ``.gz`` file.
+
+        Yields:
+            ``(good lines, one row each; malformed ones)`` of every chunk. Nothing is reported.
+
+        Raises:
+            ValueError: if the file is packed and damaged or cut off.
+        """
         first_line = 1
         for chunk in line_chunks(path):
             if first_line == 1 and self.header is not None:
@@ -265,6 +282,12 @@ class TextTable:
 def line_chunks(path: Path) -> Iterator[bytes]:
     """Pieces of a plain or ``.gz`` file, each ending with a line.
 
+    Args:
+        path: of the file; its suffix says whether it is packed.
+
+    Yields:
+        About `CHUNK_BYTES`, unpacked; the last piece what is left.
+
     Raises:
         ValueError: if the file is packed and damaged or cut off.
     """
@@ -299,6 +322,14 @@ def find_file(folder: Path, names: Sequence[str], publisher: str) -> Path:
 
 def require_folder(data: Path | None, recipe: str, publisher: str) -> Path:
     """The data folder of a recipe that cannot do without, as an absolute path.
+
+    Args:
+        data: what the recipe was given.
+        recipe: ``module:function``, for the error.
+        publisher: where to get the data, for the error.
+
+    Returns:
+        The path; whether it exists is not looked at.
 
     Raises:
         ValueError: if none was given.

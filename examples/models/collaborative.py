@@ -60,7 +60,15 @@ class MatrixFactorization(nn.Module):
         self.register_buffer("global_mean", torch.tensor(float(global_mean)))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Predicts a rating per sample."""
+        """Predicts a rating per sample.
+
+        Args:
+            dense_features: ``(B, any)``, not read.
+            sparse_features: stride B, exactly one id per bag of the two features.
+
+        Returns:
+            ``(B,)``.
+        """
         pooled = self.embedding_bag_collection(sparse_features).to_dict()
         left, right = self._features
         interaction = (pooled[left] * pooled[right]).sum(dim=1)
@@ -110,7 +118,15 @@ class MultiLayerPerceptron(nn.Module):
         self.over = _last_layer(tower[-1], initial_bias)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Predicts a rating, or the logit of an interaction, per sample."""
+        """Predicts a rating, or the logit of an interaction, per sample.
+
+        Args:
+            dense_features: ``(B, any)``, not read.
+            sparse_features: at least the two features, stride B.
+
+        Returns:
+            ``(B,)``.
+        """
         pooled = self.embedding_bag_collection(sparse_features).to_dict()
         hidden = self.tower(torch.cat([pooled[self._left], pooled[self._right]], dim=1))
         return self.over(hidden).squeeze(1)
@@ -171,7 +187,15 @@ class NeuMF(nn.Module):
         self._turns_gmf = turns_gmf
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Predicts a rating, or the logit of an interaction, per sample."""
+        """Predicts a rating, or the logit of an interaction, per sample.
+
+        Args:
+            dense_features: ``(B, any)``, not read.
+            sparse_features: at least the two features, stride B.
+
+        Returns:
+            ``(B,)``.
+        """
         pooled = self.embedding_bag_collection(sparse_features).to_dict()
         product = pooled[self._gmf_left] * pooled[self._gmf_right]
         hidden = self.tower(torch.cat([pooled[self._mlp_left], pooled[self._mlp_right]], dim=1))
@@ -186,6 +210,9 @@ class NeuMF(nn.Module):
 
 def ncf_tower(num_factors: int) -> tuple[int, int, int]:
     """Hidden layers of NCF for so many factors: 4, 2 and 1 times as many; its tables for the MLP have 4 times as many.
+
+    Args:
+        num_factors: factors as NCF counts them, the width of its last layer.
 
     Example:
         >>> ncf_tower(16)

@@ -58,7 +58,15 @@ class FactorizationMachine(nn.Module):
         self.first_order = _first_order(embedding_bag_collection, initial_bias)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Predicts the logit of a click per sample."""
+        """Predicts the logit of a click per sample.
+
+        Args:
+            dense_features: ``(B, any)``, not read.
+            sparse_features: at least the tables' features, stride B; with weights if the collection is weighted.
+
+        Returns:
+            ``(B,)``.
+        """
         fields = self.fields(self.embedding_bag_collection(sparse_features))
         return self.first_order(sparse_features) + sum_of_pairs(fields)
 
@@ -107,7 +115,15 @@ class WideDeep(nn.Module):
         self.deep = _deep(self.fields.width, tower)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Predicts the logit of a click per sample."""
+        """Predicts the logit of a click per sample.
+
+        Args:
+            dense_features: ``(B, any)``, not read.
+            sparse_features: at least the tables' features, stride B; with weights if the collection is weighted.
+
+        Returns:
+            ``(B,)``.
+        """
         fields = self.fields(self.embedding_bag_collection(sparse_features))
         return self.first_order(sparse_features) + self.deep(fields.flatten(1)).squeeze(1)
 
@@ -157,7 +173,15 @@ class DeepFM(nn.Module):
         self.deep = _deep(self.fields.width, tower)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Predicts the logit of a click per sample."""
+        """Predicts the logit of a click per sample.
+
+        Args:
+            dense_features: ``(B, any)``, not read.
+            sparse_features: at least the tables' features, stride B; with weights if the collection is weighted.
+
+        Returns:
+            ``(B,)``.
+        """
         fields = self.fields(self.embedding_bag_collection(sparse_features))
         return self.first_order(sparse_features) + sum_of_pairs(fields) + self.deep(fields.flatten(1)).squeeze(1)
 

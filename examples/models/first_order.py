@@ -37,7 +37,18 @@ class SingleIdBiases(nn.Module):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Sums the biases of every sample's ids."""
+        """Sums the biases of every sample's ids.
+
+        Args:
+            features: at least these features, stride B, exactly one id per bag.
+
+        Returns:
+            ``(B,)``.
+
+        Raises:
+            ValueError: if a feature is missing.
+            NotImplementedError: if the features of the batch differ in stride.
+        """
         ids = select_features(features, self._features).values().view(len(self._features), -1)
         # Not by calling nn.Embedding, whose backward handles every row of one number as a vector.
         numbers = [self.biases[name].weight.squeeze(1) for name in self._features]
@@ -83,7 +94,18 @@ class FirstOrderWeights(nn.Module):
         self.bias = nn.Parameter(torch.tensor([float(initial_bias)]))
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Sums the weights of every sample's ids."""
+        """Sums the weights of every sample's ids.
+
+        Args:
+            features: at least the tables' features, stride B, bags of any length; with weights if `is_weighted`.
+
+        Returns:
+            ``(B,)``, the bias in each.
+
+        Raises:
+            ValueError: if a feature is missing.
+            NotImplementedError: if the features of the batch differ in stride.
+        """
         bags = select_features(features, self._features)
         ids, lengths, batch_size = bags.values(), bags.lengths(), bags.stride()
         bag = torch.repeat_interleave(

@@ -29,6 +29,13 @@ def groups_of_tower(tables: Sequence[EmbeddingBagConfig], tower: nn.Module) -> l
 
 
 def joined(groups: Sequence[RotationGroup]) -> RotationGroup:
-    """One group of all tables, for those that also meet in dot products."""
+    """One group of all tables, for those that also meet in dot products.
+
+    Args:
+        groups: as `groups_of_tower` gives them, of distinct tables.
+
+    Returns:
+        A group with the readers of all of them.
+    """
     readers = {table: own for group in groups for table, own in group.readers.items()}
     return RotationGroup(tables=tuple(readers), readers=readers)

@@ -39,6 +39,9 @@ def retained_dims_against_frequency(blocks: Sequence[BlockSummary]) -> Figure:
 
     Blocks whose rows never occur stand apart at the left edge. More than `MOST_TABLES` tables look alike.
 
+    Args:
+        blocks: of all tables, in any order; colours follow the tables' first appearance.
+
     Raises:
         ValueError: if there are no blocks.
     """
@@ -92,6 +95,9 @@ def joint_distribution(rows: RowDistribution) -> Figure:
 
     Darker cells hold more rows (log scale); the line is the mean of the retained dims at a frequency. Rows that never
     occur stand apart at the left edge.
+
+    Args:
+        rows: of all tables together.
     """
     num_rows = rows.num_rows.numpy()
     num_bins, dims = len(num_rows), np.arange(rows.embedding_dim + 1)

@@ -70,7 +70,11 @@ _P = ParamSpec("_P")
 
 
 def styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
-    """Decorates a function that draws a figure: it draws in the style of the report, whatever the user's own is."""
+    """Decorates a function that draws a figure: it draws in the style of the report, whatever the user's own is.
+
+    Args:
+        draw: makes and returns the figure.
+    """
 
     @functools.wraps(draw)
     def drawn(*args: _P.args, **kwargs: _P.kwargs) -> Figure:
@@ -84,6 +88,12 @@ def method_styles(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Colour and marker of every method, in the order in which a legend names them: known ones first.
 
     A method and its row with the validation split have the same; figures draw the latter hollow and dashed.
+
+    Args:
+        methods: names of rows, repeated or not, in any order.
+
+    Returns:
+        name -> (colour, marker), each name once.
 
     Example:
         >>> method_styles(["mine", "uniform+validation", "dnis"])
@@ -100,6 +110,10 @@ def method_styles(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 def short(name: str, limit: int = 26) -> str:
     """A name cut to a length that fits beside a figure.
+
+    Args:
+        name: any text.
+        limit: characters that fit, the ellipsis counted; 26 by default.
 
     Example:
         >>> len(short("x" * 40))
@@ -119,14 +133,27 @@ def direction(metric: str, higher_is_better: bool) -> str:
 
 
 def legend_beside(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], title: str) -> Legend:
-    """A legend beside the axes; with handles and labels given, names that begin with an underscore are shown too."""
+    """A legend beside the axes; with handles and labels given, names that begin with an underscore are shown too.
+
+    Args:
+        figure: with a constrained layout, which makes room.
+        handles: what is explained.
+        labels: one per handle.
+        title: stands above them.
+    """
     return figure.legend(
         handles, labels, loc="outside right upper", title=title, alignment="left", fontsize=8.5, title_fontsize=9
     )
 
 
 def metric_axis(axis: Axes, metric: str, higher_is_better: bool) -> None:
-    """Makes the y axis show a metric: round ticks, no offset, the direction in the label."""
+    """Makes the y axis show a metric: round ticks, no offset, the direction in the label.
+
+    Args:
+        axis: changed in place.
+        metric: name of the metric, cut where it is long.
+        higher_is_better: its direction.
+    """
     axis.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
     axis.ticklabel_format(axis="y", style="plain", useOffset=False)
     axis.grid(axis="y")
@@ -134,7 +161,15 @@ def metric_axis(axis: Axes, metric: str, higher_is_better: bool) -> None:
 
 
 def log_axis(axis: Axes, low: float, high: float, tick_text: Callable[[float], str], *, first: float = 0.0) -> None:
-    """Makes the x axis logarithmic from `low` to `high`, with round ticks from `first` on."""
+    """Makes the x axis logarithmic from `low` to `high`, with round ticks from `first` on.
+
+    Args:
+        axis: changed in place.
+        low: left end, above 0.
+        high: right end, above `low`.
+        tick_text: value -> what stands at its tick.
+        first: no tick stands to the left of it; 0 by default, so that ticks begin with `low`.
+    """
     axis.set_xscale("log")
     axis.set_xlim(low, high)
     axis.xaxis.set_major_locator(FixedLocator(ticks_with_room(axis, log_ticks(max(low, first), high), tick_text)))
@@ -144,7 +179,16 @@ def log_axis(axis: Axes, low: float, high: float, tick_text: Callable[[float], s
 
 
 def ticks_with_room(axis: Axes, values: Sequence[float], tick_text: Callable[[float], str]) -> list[float]:
-    """Those of rising values whose texts have room beside each other on a logarithmic axis, the largest in any case."""
+    """Those of rising values whose texts have room beside each other on a logarithmic axis, the largest in any case.
+
+    Args:
+        axis: logarithmic, its limits set.
+        values: above 0, at least one.
+        tick_text: value -> what stands at its tick; the longest one decides the room.
+
+    Returns:
+        The values kept, rising.
+    """
     low, high = axis.get_xlim()
     room = TICK_CHARACTER * (1 + max(len(tick_text(value)) for value in values)) * math.log(high / low)
     kept = [values[-1]]
@@ -156,6 +200,13 @@ def ticks_with_room(axis: Axes, values: Sequence[float], tick_text: Callable[[fl
 
 def log_ticks(low: float, high: float) -> list[float]:
     """Round numbers between two bounds: decades for a wide range, finer steps until at least three fit.
+
+    Args:
+        low: above 0.
+        high: at least `low`.
+
+    Returns:
+        Rising; where no round number lies between the bounds, their geometric mean alone.
 
     Example:
         >>> log_ticks(1, 1000), log_ticks(3, 30)
