@@ -17,6 +17,13 @@ from dnis_torchrec.row_routing import RowRouting
 
 FORMS = ("dense_fp32", "csr_fp32", "mixed_dimension_fp32")
 """Export forms whose size a scheme can tell before anything is written."""
+_DESCRIBED = frozenset(
+    {
+        *("collection", "num_embeddings", "embedding_dim", "pooling"),
+        *("feature_names", "is_weighted", "num_blocks", "num_retained"),
+    }
+)
+"""What `MixedDimensionScheme.to_json` says of a table."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,12 +196,12 @@ class MixedDimensionScheme:
             tensors: ``"<table>/<field>"`` -> tensor; others are passed over.
 
         Raises:
-            KeyError: if the description of a table lacks its collection, pooling, feature_names or is_weighted.
-            ValueError: if it lacks a number, retained columns are missing, or the tensors do not fit the description.
+            ValueError: if the description of a table lacks a field, its retained columns are missing, or the tensors do
+                not fit the description.
         """
         tables = {}
         for name, fields in described.items():
-            missing = {"num_embeddings", "num_blocks", "embedding_dim", "num_retained"} - set(fields)
+            missing = _DESCRIBED - set(fields)
             check(not missing, f"table {name!r}", "expected a complete description", f"none of {sorted(missing)}")
             routing_tensors = {
                 key: tensors[f"{name}/{key}"] for key in ("boundaries", "block_of_row") if f"{name}/{key}" in tensors

@@ -101,7 +101,6 @@ def open_stream(folder: Path) -> ParsedStream:
     Raises:
         ValueError: if the folder holds none of the files, one of them is missing or empty, or the environment variable
             holds no integer above 1.
-        FileNotFoundError: if there is no such folder.
         StorageError: if storage does not answer.
     """
     files = find_files(folder)
@@ -155,9 +154,10 @@ def find_files(folder: Path) -> list[str]:
         folder: see above.
 
     Raises:
-        ValueError: if there are none.
-        FileNotFoundError: if there is no such folder.
+        ValueError: if there are none, or no such folder.
     """
+    place, remedy = str(folder), f"get it from {PUBLISHER}"
+    check(folder.is_dir(), place, "expected a folder", "none", remedy)
     listed = folder / "urls.txt"
     if listed.is_file():
         addresses = [line.strip() for line in listed.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -169,7 +169,7 @@ def find_files(folder: Path) -> list[str]:
     if texts:
         return [str(path) for path in texts if path.suffix != ".gz" or path.with_suffix("") not in texts]
     wanted = "expected urls.txt, *.parquet, train.txt[.gz] or day_*[.gz]"
-    raise ValueError(describe(str(folder), wanted, "none of them", f"get it from {PUBLISHER}"))
+    raise ValueError(describe(place, wanted, "none of them", remedy))
 
 
 def _in_order(path: Path) -> tuple[int, str]:

@@ -74,6 +74,13 @@ class TestKnownPositives:
             KnownPositives(users, items, num_items=3)
         KnownPositives(users, items, num_items=4)
 
+    def test_another_catalogue_is_not_joined(self):
+        one, other = torch.tensor([0]), torch.tensor([1])
+        known = KnownPositives(one, other, num_items=3)
+        assert known.joined_with(KnownPositives(one, one, num_items=3)).contains(one, one)
+        with pytest.raises(ValueError, match="known pairs: expected 3 items, got 4"):
+            known.joined_with(KnownPositives(one, one, num_items=4))
+
     def test_repeated_interactions_count_once(self):
         KnownPositives(torch.zeros(5, dtype=torch.int64), torch.tensor([0, 0, 0, 1, 1]), num_items=3)
 

@@ -162,3 +162,15 @@ def test_serves_every_form() -> None:
         serve(scheme, {"movie/seen": tables["movie/seen"]}, "csr")
     with pytest.raises(ValueError, match=r"table 'movie/seen': expected shape \(10, 5\)"):
         serve(scheme, tables | {"movie/seen": torch.zeros(10, 4)}, "csr")
+
+
+def test_an_incomplete_description_of_a_scheme_is_refused() -> None:
+    retained = torch.ones(1, 4, dtype=torch.bool)
+    routing = RowRouting(3, 1, boundaries=torch.tensor([0, 3]))
+    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained, num_retained=12)})
+    described, tensors = scheme.to_json(), scheme.to_tensors()
+    assert MixedDimensionScheme.from_parts(described, tensors).to_json() == described
+    for field in described["t"]:
+        fewer = {"t": {key: value for key, value in described["t"].items() if key != field}}
+        with pytest.raises(ValueError, match=rf"table 't': expected a complete description, got none of \['{field}'\]"):
+            MixedDimensionScheme.from_parts(fewer, tensors)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,15 @@ def test_a_torchscript_package_is_a_triton_repository(artifact: Path, tmp_path: 
     with torch.inference_mode():
         expected = FlatModel(model_of(artifact, "csr"), SIGNATURE)(*inputs)
     torch.testing.assert_close(load_package(out)(*inputs), expected)
+
+
+def test_a_batch_that_is_not_what_the_model_takes_is_named() -> None:
+    batch = tiny.make_batch(4, seed=0)
+    assert [part.shape[0] for part in SIGNATURE.flatten(batch)[::2]] == [4, 2]
+    with pytest.raises(ValueError, match="batch: expected a weight for every id, got none; the model's bags are"):
+        replace(SIGNATURE, is_weighted=True).flatten(batch)
+    with pytest.raises(ValueError, match=r"batch: expected features \['genre', 'user'\], got \['user', 'genre'\]"):
+        replace(SIGNATURE, feature_names=("genre", "user")).flatten(batch)
 
 
 def test_the_triton_config_names_inputs_by_position() -> None:

@@ -75,6 +75,8 @@ def test_files_are_found_packed_by_day_and_by_address(data: Path) -> None:
         assert torch.equal(torch.cat([chunk.ids for chunk in chunks], dim=1), wanted.chunk(0).ids)
     with pytest.raises(ValueError, match=r"expected urls.txt, \*.parquet, train.txt"):
         criteo_stream.open_stream(data.parent)
+    with pytest.raises(ValueError, match="nowhere: expected a folder, got none; get it from"):
+        criteo_stream.open_stream(data / "nowhere")
 
 
 def test_tables_are_as_large_as_the_fields_of_the_log_that_is_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,17 @@ from typer.testing import CliRunner
 
 from dnis_torchrec.cli import app
 from dnis_torchrec.export import FORMS, load, load_csr, read_scheme
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.verification import Finding, parity, verify
 from dnis_torchrec.verification.latency import BATCH_SIZES, measure_latency
-from dnis_torchrec.verification.parity import Oracle, bag_cases, keyed_jagged_tensor, precision_of, unknown_bags
-from dnis_torchrec.verification.resident import measure_resident
+from dnis_torchrec.verification.parity import (
+    Oracle,
+    bag_cases,
+    keyed_jagged_tensor,
+    precision_of,
+    unknown_bags,
+)
+from dnis_torchrec.verification.resident import every_row, measure_resident
 from dnis_torchrec.verification.served import BASELINES, baseline
 from tests.serving_reference import pool
 from tests.tiny_artifact import write_tiny_artifact
@@ -215,6 +223,19 @@ def test_memory_is_measured_in_a_fresh_process(small: Path) -> None:
     rows = measure_resident(small, ["uncompressed_fp32", "csr"])
     assert [row.form for row in rows] == ["uncompressed_fp32", "csr"]
     assert all(row.touched_bytes >= 0 for row in rows)
+
+
+def test_every_row_is_looked_up_that_all_tables_of_a_feature_have(small: Path) -> None:
+    tables = read_scheme(small).tables
+    (batch,) = every_row(MixedDimensionScheme(tables))
+    assert {key: jagged.values().unique().tolist() for key, jagged in batch.to_dict().items()} == {
+        "user": list(range(40)),
+        "genre": list(range(12)),
+    }
+    for order in (tables.items(), reversed(tables.items())):
+        shared = {name: replace(table, feature_names=("shared",)) for name, table in order}
+        (batch,) = every_row(MixedDimensionScheme(shared))
+        assert batch["shared"].values().tolist() == list(range(12))
 
 
 def test_latency_has_a_row_for_every_form_and_batch(small: Path) -> None:

@@ -87,7 +87,7 @@ class Signature:
             dense, values, lengths and, if `is_weighted`, weights, as described above.
 
         Raises:
-            ValueError: if the batch has other features, or the same in another order.
+            ValueError: if the batch has other features, or the same in another order, or lacks weights.
         """
         features = batch.sparse_features
         check(
@@ -97,8 +97,12 @@ class Signature:
             features.keys(),
         )
         lengths = features.lengths().int().view(len(self.feature_names), -1)
-        weights = (features.weights(),) if self.is_weighted else ()
-        return batch.dense_features.float(), features.values().long(), lengths, *weights
+        inputs = batch.dense_features.float(), features.values().long(), lengths
+        if not self.is_weighted:
+            return inputs
+        weights = features.weights_or_none()
+        check(weights is not None, "batch", "expected a weight for every id", "none", "the model's bags are weighted")
+        return *inputs, features.weights()
 
     def example(self, batch_size: int) -> tuple[Tensor, ...]:
         """Zeros of the right kind: every bag holds id 0 once.

@@ -26,6 +26,7 @@ from dnis_torchrec.checks import describe
 from dnis_torchrec.export import read_scheme, write_artifact
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.verification.parity import rows_of_features
 from dnis_torchrec.verification.served import BASELINES, collections_of, served_module
 
 ROWS_AT_A_TIME = 4096
@@ -95,14 +96,16 @@ def measure_here(artifact: Path, form: str) -> Resident:
 def every_row(scheme: MixedDimensionScheme) -> Iterator[KeyedJaggedTensor]:
     """Batches that look up every row of every table of a collection, one id a bag.
 
+    Where several tables read one feature, those rows that all of them have: any other is unknown to one of them.
+
     Args:
         scheme: the tables of one collection.
 
     Yields:
         Batches of at most `ROWS_AT_A_TIME` samples; smaller tables repeat their last row.
     """
-    longest = max(table.num_embeddings for table in scheme.tables.values())
-    rows = {feature: t.num_embeddings for t in scheme.tables.values() for feature in t.feature_names}
+    rows = rows_of_features(scheme)
+    longest = max(rows.values())
     is_weighted = next(iter(scheme.tables.values())).is_weighted
     for first in range(0, longest, ROWS_AT_A_TIME):
         ids = torch.arange(first, min(first + ROWS_AT_A_TIME, longest))

@@ -69,8 +69,9 @@ class KnownPositives:
             other: of the same users and items.
 
         Raises:
-            ValueError: if a user then knows every item.
+            ValueError: if the other has another number of items, or a user then knows every item.
         """
+        check(other.num_items == self.num_items, "known pairs", f"expected {self.num_items} items", other.num_items)
         pairs = torch.cat([self._pairs, other._pairs])
         users, items = pairs.div(self.num_items, rounding_mode="floor"), pairs % self.num_items
         return KnownPositives(users, items, self.num_items)
