@@ -42,7 +42,7 @@ from dnis_torchrec.report import ReportRow, read_rows, write_rows
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.storage import Address, inside, put_file, remove_file
 from dnis_torchrec.table_shards import collections, ranks_of
-from dnis_torchrec.whole_files import PARTIAL
+from dnis_torchrec.whole_files import PARTIAL, unshared
 
 FORMAT = "dnis-torchrec-run"
 FORMAT_VERSION = 1
@@ -265,10 +265,10 @@ class RunFolder:
         with together(ranks.group):
             if rank_of() == 0:
                 self._save("alpha", {f"dim{dim}": value for dim, value in alpha.items()})
-                self._save("scheme", _own(scheme.to_tensors()))
+                self._save("scheme", unshared(scheme.to_tensors()))
                 delete_parts(self._written_by_ranks)
                 if ranks.world_size == 1:
-                    self._save("model", _own(model.state_dict()))
+                    self._save("model", unshared(model.state_dict()))
         if ranks.world_size > 1:
             save_parts(self._written_by_ranks, model, ranks)
 
@@ -326,17 +326,6 @@ class RunFolder:
             return load_file(file)
         except SafetensorError as error:
             raise ValueError(describe(str(file), "expected a whole safetensors file", str(error))) from error
-
-
-def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors without shared storage (tied weights), as safetensors wants them."""
-    seen: set[int] = set()
-    owned = {}
-    for name, value in tensors.items():
-        tied = value.data_ptr() in seen
-        seen.add(value.data_ptr())
-        owned[name] = value.detach().clone() if tied else value.detach().contiguous()
-    return owned
 
 
 def _is_unused(path: Path) -> bool:

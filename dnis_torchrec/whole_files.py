@@ -63,6 +63,28 @@ def write_json(path: Path, content: Any, *, by_many: bool = False) -> Path:
     return write_text(path, json.dumps(content, indent=1) + "\n", by_many=by_many)
 
 
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors without shared storage (tied weights), as safetensors wants them.
+
+    Args:
+        tensors: name -> tensor; what shares its storage with one before it is copied.
+
+    Example:
+        >>> import torch
+        >>> tied = torch.zeros(2)
+        >>> apart = unshared({"a": tied, "b": tied})
+        >>> apart["a"].data_ptr() == tied.data_ptr(), apart["b"].data_ptr() == tied.data_ptr()
+        (True, False)
+    """
+    seen: set[int] = set()
+    owned = {}
+    for name, value in tensors.items():
+        is_shared = value.data_ptr() in seen
+        seen.add(value.data_ptr())
+        owned[name] = value.detach().clone() if is_shared else value.detach().contiguous()
+    return owned
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], kind: str, head: Mapping[str, Any]) -> None:
     """Writes a safetensors file with a JSON head whole or not at all, see `written_whole`.
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from dnis_torchrec.baselines.best_trial import best_of
 from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, SizeNotMetError, learns_on_validation
-from dnis_torchrec.baselines.trained_scheme import Candidate, best_of
+from dnis_torchrec.baselines.trained_scheme import Candidate
 from dnis_torchrec.baselines.uniform import uniform_candidate
 from dnis_torchrec.comparison.worker import help_cell
 from dnis_torchrec.recipe import Recipe

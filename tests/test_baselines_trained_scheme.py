@@ -15,14 +15,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec import export
 from dnis_torchrec.baselines import METHODS, Method, SizeNotMetError, train_scheme
+from dnis_torchrec.baselines.best_trial import best_of
 from dnis_torchrec.baselines.random_search import random_dims
 from dnis_torchrec.baselines.trained_scheme import (
     Candidate,
-    best_of,
     columns_of_dims,
     keep_columns_,
     row_blocks,
-    train_candidate,
     uniform_scheme_,
 )
 from dnis_torchrec.baselines.uniform import dense_table_bytes, smallest_dim, uniform, uniform_candidate, uniform_grid
@@ -84,7 +83,7 @@ def test_a_scheme_of_single_elements_is_retrained_by_whole_columns(gloo, tmp_pat
     task = make_task(tmp_path, 4)
     pruned = METHODS["magnitude"](task)
     assert not all(table.is_block_structured for table in pruned.scheme.tables.values())
-    retrained = train_candidate(task, Candidate(recipe=task.build(None), scheme=pruned.scheme))
+    retrained = Candidate(recipe=task.build(None), scheme=pruned.scheme).train(task)
     assert all(table.is_block_structured for table in retrained.scheme.tables.values())
     export(retrained.model, retrained.scheme, tmp_path / "artifact")
 

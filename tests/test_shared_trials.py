@@ -15,10 +15,15 @@ import pytest
 import torch
 
 from dnis_torchrec.baselines import METHODS, MethodTask
-from dnis_torchrec.baselines.method import HelpIsOverError
+from dnis_torchrec.baselines.best_trial import best_of
+from dnis_torchrec.baselines.dnis import RATE_FACTORS, TunedSearch
+from dnis_torchrec.baselines.method import HelpIsOverError, MethodResult, SizeNotMetError
 from dnis_torchrec.baselines.shared_trials import FinishedTrial, SharedTrials, unclaimed_trials
-from dnis_torchrec.baselines.trained_scheme import Candidate, best_of, train_candidate
+from dnis_torchrec.baselines.trained_scheme import Candidate
 from dnis_torchrec.baselines.uniform import uniform_candidate
+from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.training import evaluate
+from tests import tiny
 from tests.test_baselines_methods import make_task
 from tests.test_baselines_trained_scheme import tables_of
 from tests.test_cli import ROOT, environment
@@ -124,7 +129,7 @@ def grid(task: MethodTask, helper: MethodTask | None = None) -> dict[str, partia
 
 def test_with_help_comes_out_what_comes_out_alone(gloo, tmp_path: Path) -> None:
     task = make_task(tmp_path, 1, max_epochs=3)
-    alone = [train_candidate(task, candidate()) for candidate in grid(task).values()]
+    alone = [candidate().train(task) for candidate in grid(task).values()]
     best = min(alone, key=lambda result: result.selection_loss)
     assert best is not alone[0]  # what the helper trained is the best, so its state is loaded
     for helper in (None, replace(task, helps=True)):
@@ -136,6 +141,49 @@ def test_with_help_comes_out_what_comes_out_alone(gloo, tmp_path: Path) -> None:
         assert all(torch.equal(value, expected[name]) for name, value in result.model.state_dict().items())
         assert tables_of(result.model)
     assert not list(tmp_path.glob("*trials-*"))
+
+
+def test_searches_are_shared_as_trainings_are(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def demo(embedding_dim: int | None) -> Recipe:
+        return tiny.demo(None, embedding_dim=embedding_dim)
+
+    task, train, trained_by_helper = make_task(tmp_path, 3, make=demo, num_trials=3), TunedSearch.train, []
+    alone = METHODS["dnis-tuned"](task)
+
+    def helped(search: TunedSearch, own: MethodTask) -> MethodResult:
+        """As the first search begins a helper comes, and trains all others."""
+        if own.helps:
+            trained_by_helper.append(search.number)
+        elif not trained_by_helper:
+            with pytest.raises(HelpIsOverError):
+                METHODS["dnis-tuned"](replace(task, helps=True))
+        return train(search, own)
+
+    monkeypatch.setattr(TunedSearch, "train", helped)
+    result = METHODS["dnis-tuned"](task)
+    assert trained_by_helper == [1, 2]
+    assert result.settings["table_rate_factor"] in RATE_FACTORS[1:3]  # so what the helper left is read
+    assert (result.selection_loss, result.settings, result.trials) == (alone.selection_loss, alone.settings, 3)
+    assert result.scheme.to_json() == alone.scheme.to_json()
+    expected = alone.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in result.model.state_dict().items())
+    evaluated = evaluate(
+        TrainTask(result.model, demo(None).loss), demo(None).data.selection, demo(None).loss, task.device
+    )
+    assert evaluated["loss"] == pytest.approx(result.selection_loss)
+
+
+def test_help_with_a_size_out_of_reach_is_over(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_reach(search: TunedSearch, own: MethodTask) -> MethodResult:
+        raise SizeNotMetError("too small")
+
+    monkeypatch.setattr(TunedSearch, "train", out_of_reach)
+    task = make_task(tmp_path, 3)
+    with SharedTrials(tmp_path, ["search 0", "search 1"]).leading(threads=1), pytest.raises(HelpIsOverError):
+        METHODS["dnis-tuned"](replace(task, helps=True))
+    with pytest.raises(SizeNotMetError, match="too small"):
+        METHODS["dnis-tuned"](task)
+    assert not list(tmp_path.iterdir())
 
 
 def test_threads_are_shared_by_the_processes_that_may_train_and_given_back(gloo, tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from dnis_torchrec.baselines.best_trial import best_of
 from dnis_torchrec.baselines.method import (
     MethodResult,
     MethodTask,
@@ -16,18 +18,22 @@ from dnis_torchrec.baselines.method import (
     SizeNotMetError,
     learns_on_validation,
 )
-from dnis_torchrec.baselines.trained_scheme import Candidate, train_candidate
+from dnis_torchrec.baselines.shared_trials import FinishedTrial
+from dnis_torchrec.baselines.trained_scheme import Candidate
 from dnis_torchrec.budget import Size, SizeOutOfReachError
 from dnis_torchrec.hypergradient import UnrollingError
 from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search import SearchConfig, search
 from dnis_torchrec.training import evaluate
+from dnis_torchrec.whole_files import read_tensors, unshared, write_tensors
 
 WHOLE_COLUMNS, SINGLE_VALUES = "mixed_dimension_fp32", "csr_fp32"
 RATE_FACTORS = (1.0, 0.8, 1.25, 0.64, 1.5625)
 """What the tables' rate is multiplied by in the searches of `dnis_tuned`, again from the first one after the last."""
 NUM_SEARCHES = len(RATE_FACTORS)
 """Of `dnis_tuned`, if not told otherwise: so many cost about what 16 trainings do."""
+_FOUND = "search.safetensors"
 
 
 @learns_on_validation
@@ -53,8 +59,7 @@ def dnis_tuned(task: MethodTask) -> MethodResult:
     Five cost about what the 16 trainings of `random` and `mde` do, which choose in the same way;
     `MethodTask.num_trials` may be smaller, or larger. The first is `dnis` itself. The others begin with weights drawn
     anew (`dnis_torchrec.recipe.Recipe.redraw`), where the recipe can; their tables learn at the recipe's rate, before
-    the release, times `RATE_FACTORS`. One after the other, in one process. Where the recipe cannot draw, there are no
-    more searches than rates.
+    the release, times `RATE_FACTORS`. Where the recipe cannot draw, there are no more searches than rates.
 
     Args:
         task: what to search, how large, and in how many searches: `NUM_SEARCHES` where its num_trials is None.
@@ -66,24 +71,69 @@ def dnis_tuned(task: MethodTask) -> MethodResult:
     Raises:
         SizeNotMetError: if the size is out of reach for whole columns.
     """
-    recipe = task.build(None)
-    rate = recipe.search_table_learning_rate or recipe.table_learning_rate
     num_searches = task.num_trials or NUM_SEARCHES
-    if recipe.redraw is None:
+    if task.build(None).redraw is None:
         num_searches = min(num_searches, len(RATE_FACTORS))
-    best, seconds = None, 0.0
-    for number in range(num_searches):
-        factor, folder = RATE_FACTORS[number % len(RATE_FACTORS)], task.folder / f"search-{number}"
-        folder.mkdir()
-        settings = {"search_table_learning_rate": rate * factor}
-        found = _searched(replace(task, folder=folder), WHOLE_COLUMNS, settings, initial_weights=number)
-        shutil.rmtree(folder)
-        seconds += found.seconds
-        if best is None or found.selection_loss < best.selection_loss:
-            chosen = {"table_rate_factor": factor} | ({"initial_weights": number} if recipe.redraw else {})
-            best = replace(found, settings={**found.settings, **chosen})
-    assert best is not None  # there is at least one trial
-    return replace(best, trials=num_searches, seconds_of_trials=seconds)
+    return best_of(task, {f"search {number}": partial(TunedSearch, number) for number in range(num_searches)})
+
+
+@dataclass(frozen=True)
+class TunedSearch:
+    """One of the searches of `dnis_tuned`, see `dnis_torchrec.baselines.best_trial.Trial`.
+
+    Attributes:
+        number: of the initial weights, from 0; the table's rate follows from it.
+    """
+
+    number: int
+
+    def train(self, task: MethodTask) -> MethodResult:
+        """Searches, and writes what was found to the task's folder.
+
+        Args:
+            task: with an empty folder of this search's own.
+
+        Raises:
+            SizeNotMetError: if the size is out of reach for whole columns.
+        """
+        recipe = task.build(None)
+        factor = RATE_FACTORS[self.number % len(RATE_FACTORS)]
+        settings = {"table_rate_factor": factor}
+        if recipe.redraw is not None:
+            settings["initial_weights"] = self.number
+        rate = factor * (recipe.search_table_learning_rate or recipe.table_learning_rate)
+        changes = {"search_table_learning_rate": rate}
+        found = _searched(task, WHOLE_COLUMNS, changes, initial_weights=self.number)
+        found = replace(found, settings={**found.settings, **settings})
+        tensors = {f"model/{name}": value for name, value in found.model.state_dict().items()}
+        tensors |= {f"scheme/{name}": value for name, value in found.scheme.to_tensors().items()}
+        head = {"scheme": found.scheme.to_json(), "settings": dict(found.settings)}
+        write_tensors(task.folder / _FOUND, unshared(tensors), "tuned_search", head)
+        return found
+
+    def restore(self, task: MethodTask, finished: FinishedTrial) -> MethodResult:
+        """Reads what `train` wrote.
+
+        Args:
+            task: with the folder that `train` had.
+            finished: what the search came to.
+        """
+        tensors, head = read_tensors(task.folder / _FOUND, "tuned_search")
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "scheme": {}}
+        for path, value in tensors.items():
+            part, name = path.split("/", 1)
+            parts[part][name] = value
+        model = task.build(None).model
+        model.load_state_dict(parts["model"])
+        return MethodResult(
+            model=model,
+            scheme=MixedDimensionScheme.from_parts(head["scheme"], parts["scheme"]),
+            form=WHOLE_COLUMNS,
+            selection_loss=finished.selection_loss,
+            seconds=finished.seconds,
+            seconds_of_trials=finished.seconds,
+            settings=head["settings"],
+        )
 
 
 @learns_on_validation
@@ -142,7 +192,7 @@ def dnis_retrained(task: MethodTask) -> MethodResult:
     """
     found = dnis(task.for_search())
     candidate = Candidate(recipe=task.build(None), scheme=found.scheme, form=found.form, settings=found.settings)
-    result = train_candidate(task, candidate)
+    result = candidate.train(task)
     seconds = found.seconds + result.seconds
     return replace(result, seconds=seconds, seconds_of_trials=seconds)
 

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dnis_torchrec.baselines.best_trial import best_of
 from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.baselines.trained_scheme import (
     Candidate,
-    best_of,
     byte_budget,
     columns_of_dims,
     keep_columns_,

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -23,12 +22,12 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from dnis_torchrec.baselines.method import HelpIsOverError, MethodResult, MethodTask, SizeNotMetError
-from dnis_torchrec.baselines.shared_trials import FinishedTrial, SharedTrials
+from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.baselines.shared_trials import FinishedTrial
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.budget import Budget, Size, SizeOutOfReachError
 from dnis_torchrec.checkpoint import load_checkpoint
-from dnis_torchrec.checks import check_known, describe
+from dnis_torchrec.checks import check_known
 from dnis_torchrec.data_over_ranks import for_counting
 from dnis_torchrec.frequency import FrequencyCounts, count_frequencies, longest_bags
 from dnis_torchrec.pruning import RetainedMask, prune
@@ -168,14 +167,29 @@ class Candidate:
     extra_bytes: int = 0
     settings: Mapping[str, float | str] = field(default_factory=dict)
 
-    def result(self, model: nn.Module, *, selection_loss: float, seconds: float) -> MethodResult:
-        """A method's result, of one trial.
+    def train(self, task: MethodTask) -> MethodResult:
+        """Trains it from scratch (`train_scheme`): a method's result of one trial.
 
         Args:
-            model: trained, plain.
-            selection_loss: see `MethodResult`.
-            seconds: see `MethodResult`.
+            task: see `train_scheme`.
         """
+        started = time.monotonic()
+        model, trained = train_scheme(task, self.recipe, self.scheme)
+        return self._result(model, selection_loss=trained.selection_loss, seconds=time.monotonic() - started)
+
+    def restore(self, task: MethodTask, finished: FinishedTrial) -> MethodResult:
+        """See `dnis_torchrec.baselines.best_trial.Trial`.
+
+        Args:
+            task: with the folder that `train` had.
+            finished: what the training came to.
+        """
+        model, _ = _sharded(task, self.recipe, self.scheme)
+        load_checkpoint(task.folder / BEST_STATE, model)
+        plain = cast(TrainTask, unshard_(model)).model
+        return self._result(plain, selection_loss=finished.selection_loss, seconds=finished.seconds)
+
+    def _result(self, model: nn.Module, *, selection_loss: float, seconds: float) -> MethodResult:
         tables = self.scheme.tables.items()
         return MethodResult(
             model=model,
@@ -214,80 +228,6 @@ def train_scheme(task: MethodTask, recipe: Recipe, scheme: MixedDimensionScheme)
         mask=None if is_full else RetainedMask(model),
     )
     return cast(TrainTask, unshard_(model)).model, trained
-
-
-def train_candidate(task: MethodTask, candidate: Candidate) -> MethodResult:
-    """Trains a candidate from scratch (`train_scheme`) and makes a method's result of it, of one trial.
-
-    Args:
-        task: see `train_scheme`.
-        candidate: what to train.
-    """
-    started = time.monotonic()
-    model, trained = train_scheme(task, candidate.recipe, candidate.scheme)
-    return candidate.result(model, selection_loss=trained.selection_loss, seconds=time.monotonic() - started)
-
-
-def best_of(task: MethodTask, trials: Mapping[str, Callable[[], Candidate]]) -> MethodResult:
-    """Trains several candidates, and gives the one of the lowest selection loss among those within a task's size.
-
-    Candidates are made one after the other, as they are trained, and states of all but the best few are dropped. Other
-    processes that run the same task (`MethodTask.helps`) train some of them, if there are any.
-
-    Args:
-        task: how large; trials of more bytes are counted, never chosen.
-        trials: name -> makes the candidate, the same one in every process. Earlier ones are first among equals.
-
-    Returns:
-        The best one, with the number and the wall time of all trials.
-
-    Raises:
-        SizeNotMetError: if none is within the size.
-        HelpIsOverError: in a process that helps, when there is nothing left to train.
-    """
-    shared, num_bytes = SharedTrials(task.folder, list(trials)), task.embedding_bytes()
-    candidates = list(trials.values())
-    if task.helps:
-        with suppress(FileNotFoundError):  # the one that leads has ended, and the folder is gone
-            if threads := shared.threads():
-                _train_shared(task, candidates, shared, num_bytes=num_bytes, threads=threads)
-        raise HelpIsOverError(
-            describe("trials", "expected some to train", "none", "the process that leads has the result")
-        )
-    threads = max(1, torch.get_num_threads() // min(len(trials), task.processes))
-    with shared.leading(threads=threads):
-        _train_shared(task, candidates, shared, num_bytes=num_bytes, threads=threads)
-        finished, index = shared.finished(), shared.best(num_bytes=num_bytes)
-        if index is None:
-            raise SizeNotMetError(f"none of {len(trials)} trials comes to at most {num_bytes} bytes; ask for more")
-        best, candidate = finished[index], candidates[index]()
-        model, _ = _sharded(task, candidate.recipe, candidate.scheme)
-        load_checkpoint(shared.folder(index) / BEST_STATE, model)
-    plain = cast(TrainTask, unshard_(model)).model
-    result = candidate.result(plain, selection_loss=best.selection_loss, seconds=best.seconds)
-    seconds = sum(trial.seconds for trial in finished.values())
-    return replace(result, trials=len(trials), seconds_of_trials=seconds)
-
-
-def _train_shared(
-    task: MethodTask,
-    candidates: Sequence[Callable[[], Candidate]],
-    shared: SharedTrials,
-    *,
-    num_bytes: int,
-    threads: int,
-) -> None:
-    """Trains this process's share of the trials."""
-    own_threads = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for index in shared.to_train(until_all_have_finished=not task.helps):
-            result = train_candidate(replace(task, folder=shared.folder(index)), candidates[index]())
-            loss, size = result.selection_loss, result.embedding_bytes()
-            shared.finish(index, FinishedTrial(selection_loss=loss, embedding_bytes=size, seconds=result.seconds))
-            shared.drop_beaten(num_bytes=num_bytes)
-    finally:
-        torch.set_num_threads(own_threads)
 
 
 def _sharded(

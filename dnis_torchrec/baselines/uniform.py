@@ -7,8 +7,9 @@ from functools import partial
 
 from torch import nn
 
+from dnis_torchrec.baselines.best_trial import best_of
 from dnis_torchrec.baselines.method import MethodResult, MethodTask, SizeNotMetError
-from dnis_torchrec.baselines.trained_scheme import Candidate, best_of, train_candidate, uniform_scheme_
+from dnis_torchrec.baselines.trained_scheme import Candidate, uniform_scheme_
 from dnis_torchrec.checks import describe
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.report import ReportRow
@@ -29,7 +30,7 @@ def dense(task: MethodTask) -> MethodResult:
     Args:
         task: what to train; its compression_ratio is not looked at.
     """
-    return train_candidate(task, uniform_candidate(task, None))
+    return uniform_candidate(task, None).train(task)
 
 
 def no_embeddings(task: MethodTask) -> MethodResult:
@@ -42,7 +43,7 @@ def no_embeddings(task: MethodTask) -> MethodResult:
     """
     recipe = task.build(None)
     scheme = uniform_scheme_(recipe.model, dict.fromkeys(table_widths(recipe.model), 0))
-    return train_candidate(task, Candidate(recipe=recipe, scheme=scheme))
+    return Candidate(recipe=recipe, scheme=scheme).train(task)
 
 
 def uniform(task: MethodTask) -> MethodResult:
@@ -58,7 +59,7 @@ def uniform(task: MethodTask) -> MethodResult:
     Raises:
         SizeNotMetError: if even tables of embedding_dim 1 take more than the budget; before training.
     """
-    return train_candidate(task, uniform_candidate(task, rounded_up_dim(task, "uniform")))
+    return uniform_candidate(task, rounded_up_dim(task, "uniform")).train(task)
 
 
 def uniform_grid(task: MethodTask) -> MethodResult:
@@ -200,7 +201,7 @@ def nearest_uniform_row(task: MethodTask) -> ReportRow:
     Returns:
         Their row: test metrics, parameters, bytes, seconds.
     """
-    result, recipe = train_candidate(task, uniform_candidate(task, nearest_dim(task))), task.build(None)
+    result, recipe = uniform_candidate(task, nearest_dim(task)).train(task), task.build(None)
     parameters = result.scheme.parameters
     return ReportRow(
         method="uniform",

@@ -13,7 +13,7 @@ from dnis_torchrec.baselines.nis.affordable import most_probable_within, trim
 from dnis_torchrec.baselines.nis.controller import Controller
 from dnis_torchrec.baselines.nis.grid import Grid, multi_size_grid, single_size_grid
 from dnis_torchrec.baselines.nis.supernet import train_controller
-from dnis_torchrec.baselines.trained_scheme import Candidate, byte_budget, keep_columns_, row_blocks, train_candidate
+from dnis_torchrec.baselines.trained_scheme import Candidate, byte_budget, keep_columns_, row_blocks
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.checks import describe
@@ -86,7 +86,7 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
     final = task.build(None)
     scheme = keep_columns_(final.model, blocks, counts, retained)
     dims = {f"dims of {table}": " ".join(map(str, mask.sum(1).tolist())) for table, mask in retained.items()}
-    result = train_candidate(task, Candidate(recipe=final, scheme=scheme, settings=dims | {"choice": how}))
+    result = Candidate(recipe=final, scheme=scheme, settings=dims | {"choice": how}).train(task)
     seconds += result.seconds
     return replace(result, seconds=seconds, seconds_of_trials=seconds)
 
