@@ -65,6 +65,7 @@ def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[Search
             bar.update()
 
         def on_epoch(record: EpochRecord) -> None:
+            run.drop_replaced()
             curves.draw(record)
             losses = f"train loss {record.train_loss:.4f}, selection loss {record.selection_loss:.4f}"
             alpha = f"alpha mean {record.alpha_mean:.3f}, density {record.alpha_density:.3f}"

@@ -9,6 +9,7 @@ model.safetensors      the plain model, merged and pruned; model.rank<r>.safeten
 report.json            rows of results
 checkpoints/           the last states while training, and the best one
 lock                   held by the job that writes the run
+replaced.partial/      the run that stood here before, until this one has a checkpoint
 
 Where ranks on several hosts search and the run is to lie at a URL, they share no folder: rank 0 has one, and what
 every rank writes (`WRITTEN_BY_RANKS`) each puts at the URL by itself.
@@ -21,6 +22,7 @@ import json
 import os
 import shutil
 import socket
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -48,6 +50,8 @@ FORMAT = "dnis-torchrec-run"
 FORMAT_VERSION = 1
 WRITTEN_BY_RANKS = ("checkpoints/*", part_name("*"))
 """Patterns of the files that every rank writes; rank 0 writes the others."""
+REPLACED = f"replaced{PARTIAL}"
+"""Where a new run keeps the one that it replaces; no part of what is published."""
 
 
 class RunWriteError(RuntimeError):
@@ -93,17 +97,19 @@ class RunFolder:
         Args:
             path: where; parents are made.
             url: see `RunFolder`. What ranks have put there is removed: it is of a run that is no more.
-            overwrite: delete a run that stands there. A folder that is no run is never deleted.
+            overwrite: replace a run that stands there. It is kept within the new one until `drop_replaced`, and
+                `delete` puts it back; with a URL, where parts of it are removed, it is deleted at once. Nothing but a
+                run is replaced.
 
         Raises:
             ValueError: if something stands there already and may not be overwritten.
         """
         RunFolder.check_free(path, overwrite=overwrite)
-        if path.exists() and not _is_unused(path):
-            with RunFolder(path).lock():
-                shutil.rmtree(path)
-        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         run = RunFolder(path, url=url)
+        if path.exists() and not _is_unused(path):
+            with run.lock():
+                run._set_aside()
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         if url is not None:
             run._remove_what_ranks_wrote(url)
         return run
@@ -197,10 +203,40 @@ class RunFolder:
         check(not differences, place, "expected a run with these settings", ", ".join(differences), remedy)
 
     def delete(self) -> None:
-        """Deletes the folder and everything in it."""
-        shutil.rmtree(self.path)
+        """Deletes the folder and everything in it; the run that it has replaced is put back, if it is still there."""
+        if (self.path / REPLACED).is_dir():
+            self._put_back()
+        else:
+            shutil.rmtree(self.path)
         if self._url is not None:
             self._remove_what_ranks_wrote(self._url)
+
+    def drop_replaced(self) -> None:
+        """Deletes the run that this one has replaced, if this one has finished or can be gone on with."""
+        if (self.path / REPLACED).is_dir() and (self.status() == "finished" or self.has_checkpoint()):
+            shutil.rmtree(self.path / REPLACED, ignore_errors=True)
+
+    def _set_aside(self) -> None:
+        """Makes what stands here a folder of a new one."""
+        if self._url is not None:
+            shutil.rmtree(self.path)
+            return
+        path = self.path.resolve()
+        aside = _beside(path)
+        os.rename(path, aside)
+        try:
+            path.mkdir()
+            os.rename(aside, path / REPLACED)
+        except BaseException:
+            os.rename(aside, path)
+            raise
+
+    def _put_back(self) -> None:
+        path = self.path.resolve()
+        aside = _beside(path)
+        os.rename(path, aside)
+        os.rename(aside / REPLACED, path)
+        shutil.rmtree(aside, ignore_errors=True)
 
     def _remove_what_ranks_wrote(self, url: str) -> None:
         """After run.json, without which nothing there is taken for a run."""
@@ -333,6 +369,10 @@ def _is_unused(path: Path) -> bool:
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
     names -= {name for name in names if name.endswith(PARTIAL)}  # a kill leaves what was being written
     return names in ({"checkpoints"}, {"checkpoints", "lock"}) and not any((path / "checkpoints").iterdir())
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
 
 
 def _settings(head: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,13 +15,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import Size, run_folder
+from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.frequency import count_frequencies
 from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search, search_job
 from dnis_torchrec.jobs.common import build_recipe
 from dnis_torchrec.progress import _StopRequest
 from dnis_torchrec.recipe import Recipe
-from dnis_torchrec.run_folder import RunFolder, RunWriteError
+from dnis_torchrec.run_folder import REPLACED, RunFolder, RunWriteError
 from dnis_torchrec.search import Saving, SearchInterrupted, table_configs
+from dnis_torchrec.search_loop import SearchLoop
 from dnis_torchrec.streaming import CountLimits
 from tests import tiny
 
@@ -217,6 +219,63 @@ def test_a_folder_left_before_the_run_began_is_taken(tmp_path: Path) -> None:
     (tmp_path / "run" / "mine").touch()
     with pytest.raises(ValueError, match="expected a folder that does not exist, got an existing one; choose another"):
         RunFolder.create(tmp_path / "run")
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """But for the lock, which says who was there last."""
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def fail_in_the_first_epoch(patch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise NonFiniteError("not today")
+
+    patch.setattr(SearchLoop, "_end_epoch", fails)
+
+
+def fail_to_write_the_head(patch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    patch.setattr(RunFolder, "write_head", fails)
+
+
+@pytest.mark.parametrize(
+    ("fail", "changes", "message"),
+    [
+        (None, {"size": Size(compression_ratio=1e5)}, "compression_ratio: expected at most"),
+        (fail_in_the_first_epoch, {}, "not today"),
+        (fail_to_write_the_head, {}, "No space left"),
+    ],
+)
+def test_a_run_that_fails_before_its_first_checkpoint_replaces_none(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail, changes: dict, message: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    if fail is not None:
+        fail(monkeypatch)
+    with pytest.raises((ValueError, OSError, NonFiniteError), match=message):
+        run_search(job(out, overwrite=True, **changes))
+    assert files_of(out) == files_of(whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_is_replaced_for_good_once_there_is_a_checkpoint(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    stop_after(monkeypatch, 25)
+    with pytest.raises(SearchInterrupted):
+        run_search(job(out, overwrite=True))
+    assert RunFolder(out).status() == "interrupted"
+    assert not (out / REPLACED).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_ranks_have_put_at_a_url_goes_with_the_run(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,12 @@ def test_a_session_on_storage(remote: MemoryFileSystem, tmp_path: Path) -> None:
     again = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", run, *data, *SHORT)
     assert again.returncode == 2
     assert "expected a folder that does not exist" in again.stderr
+    before = {name: remote.cat_file(name) for name in remote.find("/cli/run")}
+    bad = dnis("search", "tests.tiny:demo", "--compression", 4000, "--out", run, *data, *SHORT, "--overwrite")
+    assert bad.returncode == 1
+    assert "compression_ratio: expected at most" in bad.stderr
+    assert before.keys() == set(remote.find("/cli/run"))
+    assert all(remote.cat_file(name) == content for name, content in before.items() if not name.endswith("/lock"))
     steps = (
         ("prune", run, "--compression", 8, "--fine-tune-epochs", 0, "--out", pruned, *data),
         ("export", pruned, "--out", artifact),

@@ -48,7 +48,7 @@ class SearchJob:
         embedding_dim: D to start from, or None for the recipe's own.
         seed: of weights, splits and batch order.
         baselines: what to train beside, at the same size: of ``"dense"``, ``"uniform"``, ``"magnitude"``.
-        overwrite: replace a run that stands at `out`.
+        overwrite: replace a run that stands at `out`; it is back if this one fails before its first checkpoint.
         saving: when to save, and whether to go on with a run that stands at `out`.
     """
 
@@ -138,12 +138,13 @@ def _run_folder(job: SearchJob, head: Mapping[str, Any]) -> Iterator[RunFolder]:
                 stack.enter_context(run.lock())
                 if run.status():
                     run.check_same(head)
-        if run.is_shared:
-            check_shared(run.path)
-        with together():
-            if rank_of() == 0 and run.status() != "finished":
-                run.write_head("searching", head)
-                run.announce()
+        with _left_in_order(run, head):
+            if run.is_shared:
+                check_shared(run.path)
+            with together():
+                if rank_of() == 0 and run.status() != "finished":
+                    run.write_head("searching", head)
+                    run.announce()
         yield run
 
 
@@ -151,14 +152,10 @@ def _search(
     job: SearchJob, recipe: Recipe, config: SearchConfig, head: dict[str, Any], run: RunFolder, device: torch.device
 ) -> None:
     """The search itself; leaves a finished run with its row."""
-    with console_events(run, _note_of_size(job, recipe, config)) as events:
+    with _left_in_order(run, head), console_events(run, _note_of_size(job, recipe, config)) as events:
         torch.manual_seed(job.seed)
         started = time.monotonic()
-        try:
-            outcome = search(recipe, config, run.checkpoints, device, events, job.saving)
-        except BaseException:
-            _leave(run, head)
-            raise
+        outcome = search(recipe, config, run.checkpoints, device, events, job.saving)
         seconds = outcome.seconds_before + time.monotonic() - started
     task = TrainTask(outcome.model, recipe.loss)
     test = split_over_ranks(recipe.data, Ranks.everyone()).test
@@ -170,20 +167,32 @@ def _search(
             if rank_of() == 0:
                 run.write_rows(rows)
                 run.write_head("finished", head | _results(head["notes"], outcome, metrics))
+                run.drop_replaced()
     except (OSError, SafetensorError, StorageError) as error:
         requirement, remedy = "expected to write what the search found", "make room for it, then --resume"
         raise RunWriteError(describe(f"run folder {run.path}", requirement, str(error), remedy)) from error
 
 
+@contextmanager
+def _left_in_order(run: RunFolder, head: Mapping[str, Any]) -> Iterator[None]:
+    """What an error in the block leaves: a run to resume, or what was there before where nothing was trained."""
+    try:
+        yield
+    except BaseException:
+        if rank_of() == 0:
+            with suppress(OSError, StorageError):  # a full disk, or storage that is away, must not hide what went wrong
+                _leave(run, head)
+        raise
+
+
 def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
-    """What an error leaves: a run to resume, or nothing where nothing was trained, so that its name is free again."""
-    if rank_of() != 0:
+    if run.status() == "finished":
         return
-    with suppress(OSError, StorageError):  # a full disk, or storage that is away, must not hide what went wrong
-        if run.has_checkpoint():
-            run.write_head("interrupted", head)
-        else:
-            run.delete()
+    if run.has_checkpoint():
+        run.write_head("interrupted", head)
+        run.drop_replaced()
+    else:
+        run.delete()
 
 
 def _baselines(
