@@ -24,7 +24,7 @@ import shutil
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checkpoint import checkpoint_folder
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.export.artifact import FolderKind, new_folder
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.model_parts import delete_parts, has_parts, load_parts, part_name, save_parts
 from dnis_torchrec.ranks import rank_of, together
@@ -48,6 +49,7 @@ from dnis_torchrec.whole_files import PARTIAL, unshared
 
 FORMAT = "dnis-torchrec-run"
 FORMAT_VERSION = 1
+_KIND = FolderKind("run", "run.json", FORMAT)
 WRITTEN_BY_RANKS = ("checkpoints/*", part_name("*"))
 """Patterns of the files that every rank writes; rank 0 writes the others."""
 REPLACED = f"replaced{PARTIAL}"
@@ -55,7 +57,7 @@ REPLACED = f"replaced{PARTIAL}"
 
 
 class RunWriteError(RuntimeError):
-    """What a search found could not be written; its checkpoints are as they were."""
+    """What a job found could not be written; what was there, as a search's checkpoints, is as it was."""
 
 
 class RunFolder:
@@ -113,6 +115,29 @@ class RunFolder:
         if url is not None:
             run._remove_what_ranks_wrote(url)
         return run
+
+    @staticmethod
+    @contextmanager
+    def whole(path: Path, *, overwrite: bool = False) -> Iterator[RunFolder]:
+        """A new run whose folder appears complete, or not at all: for what is written at once, and not searched for.
+
+        Args:
+            path: where; parents are made.
+            overwrite: replace a run that stands there, in one step and only when the new one is complete.
+
+        Yields:
+            The run to fill, in a hidden folder beside `path`.
+
+        Raises:
+            ValueError: if something stands there already and may not be overwritten, or another job is at work in it.
+        """
+        RunFolder.check_free(path, overwrite=overwrite, can_resume=False)
+        with ExitStack() as stack:
+            if path.exists():
+                stack.enter_context(RunFolder(path).lock())
+                if _is_unused(path):
+                    RunFolder(path).delete()
+            yield RunFolder(stack.enter_context(new_folder(path, overwrite=overwrite, kind=_KIND)))
 
     @staticmethod
     def open(path: Path) -> RunFolder:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from dnis_torchrec import Size
 from dnis_torchrec.jobs import SearchJob, prune_job, run_evaluate, run_prune, run_report, run_search
-from dnis_torchrec.run_folder import RunFolder
+from dnis_torchrec.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.training import set_learning_rates_, train_plainly
 
 EIGHTH = Size(compression_ratio=8)
@@ -65,6 +66,41 @@ def test_an_interrupted_prune_leaves_nothing_and_the_run_it_was_to_replace(
             run_prune(run, None, tmp_path / name, size=EIGHTH, max_epochs=1, overwrite=True)
     assert files_of(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["older"]
+
+
+def test_a_run_that_cannot_be_written_leaves_the_one_it_was_to_replace(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_prune(run, None, tmp_path / "older", size=EIGHTH, max_epochs=0)
+    before = files_of(tmp_path / "older")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_rows", full)
+        for name in ("older", "new"):
+            message = (
+                f"run folder {tmp_path / name}: expected to write the pruned run, got .* No space left .*; make room"
+            )
+            with pytest.raises(RunWriteError, match=message):
+                run_prune(run, None, tmp_path / name, size=EIGHTH, max_epochs=0, overwrite=True)
+    assert files_of(tmp_path / "older").items() >= before.items()
+    assert [path.name for path in tmp_path.iterdir()] == ["older"]
+    for name in ("older", "new"):
+        run_prune(run, None, tmp_path / name, size=EIGHTH, max_epochs=0, overwrite=name == "older")
+        assert RunFolder.open(tmp_path / name).rows()
+
+
+def test_what_a_job_that_never_began_has_left_is_no_obstacle_but_one_at_work_is(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pruned"
+    RunFolder.create(out)
+    with RunFolder(out).lock(), pytest.raises(ValueError, match="expected no other job at work in it"):
+        run_prune(run, None, out, size=EIGHTH, max_epochs=0)
+    run_prune(run, None, out, size=EIGHTH, max_epochs=0)
+    with RunFolder(out).lock(), pytest.raises(ValueError, match="expected no other job at work in it"):
+        run_prune(run, None, out, size=EIGHTH, max_epochs=0, overwrite=True)
+    assert RunFolder.open(out).rows()
 
 
 def test_a_pruned_run_that_training_on_makes_worse_stays_as_it_is(

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import SafetensorError
 
 from dnis_torchrec.budget import Size
-from dnis_torchrec.checks import check
+from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.common import build_recipe, scheme_row
 from dnis_torchrec.pruning import RetainedMask, prune
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.run_folder import RunFolder, load_state_
+from dnis_torchrec.run_folder import RunFolder, RunWriteError, load_state_
 from dnis_torchrec.swap import unshard_
 from dnis_torchrec.training import evaluate, process_group, shard, train_plainly
 
@@ -51,8 +52,8 @@ def run_prune(
 ) -> ReportRow:
     """Prunes a finished run further, fine-tunes what is left with the mask held, and writes a new run folder.
 
-    Nothing at `out` is touched before there is a whole run to write; fine-tuning keeps its best epoch in a folder
-    beside it meanwhile.
+    Nothing at `out` is touched before a whole run is written beside it; fine-tuning keeps its best epoch in a folder
+    there, too.
 
     Args:
         run_path: a finished run.
@@ -70,6 +71,7 @@ def run_prune(
 
     Raises:
         ValueError: for a bad size, or if the run cannot be written to `out` (see `check_prune_out`); before training.
+        RunWriteError: if the pruned run could not be written; what stood at `out` is as it was.
     """
     check_prune_out(run_path, out, overwrite=overwrite)
     source = RunFolder.open(run_path)
@@ -88,12 +90,16 @@ def run_prune(
                 task = _fine_tune(task, recipe, device, max_epochs, Path(folder))
         metrics = evaluate(task.to(device), recipe.data.test, recipe.loss, device)
     row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started)
-    run = RunFolder.create(out, overwrite=overwrite)
-    run.save_stages(counts, blocks)
-    run.save_model(task.model, scheme, source.alpha())
-    run.write_rows([row, *source.rows()])
     fields = {name: value for name, value in head.items() if name not in ("format", "format_version", "status")}
-    run.write_head("finished", fields | {"scheme": scheme.to_json(), "metrics": metrics})
+    try:
+        with RunFolder.whole(out, overwrite=overwrite) as run:
+            run.save_stages(counts, blocks)
+            run.save_model(task.model, scheme, source.alpha())
+            run.write_rows([row, *source.rows()])
+            run.write_head("finished", fields | {"scheme": scheme.to_json(), "metrics": metrics})
+    except (OSError, SafetensorError) as error:
+        requirement, remedy = "expected to write the pruned run", "make room for it"
+        raise RunWriteError(describe(f"run folder {out}", requirement, str(error), remedy)) from error
     return row
 
 
