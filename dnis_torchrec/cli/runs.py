@@ -35,6 +35,7 @@ from dnis_torchrec.export.forms import forms_table
 from dnis_torchrec.jobs import (
     SearchJob,
     check_prune_out,
+    check_source_kept,
     read_runs,
     run_evaluate,
     run_export,
@@ -186,6 +187,7 @@ def prune(
         _check_form(embedding_bytes, form)
         size = None if threshold is not None else _size(compression, embedding_bytes, form)
         RunFolder.open(run)
+        check_source_kept(shown(run), shown(out))  # whose local copies are two folders in any case
         check_prune_out(run, out, overwrite=overwrite)
     row = run_prune(
         run,

@@ -5,7 +5,7 @@ Results are returned; progress goes to the console and TensorBoard through `dnis
 
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact, run_evaluate, run_export
 from dnis_torchrec.jobs.common import build_recipe, scheme_row, versions
-from dnis_torchrec.jobs.prune_job import check_prune_out, run_prune
+from dnis_torchrec.jobs.prune_job import check_prune_out, check_source_kept, run_prune
 from dnis_torchrec.jobs.report_job import read_runs, run_report
 from dnis_torchrec.jobs.search_job import BASELINES, SearchJob, run_search
 
@@ -14,6 +14,7 @@ __all__ = [
     "SearchJob",
     "build_recipe",
     "check_prune_out",
+    "check_source_kept",
     "drop_in_",
     "read_runs",
     "recipe_of_artifact",

@@ -17,8 +17,23 @@ from dnis_torchrec.pruning import RetainedMask, prune
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.run_folder import RunFolder, RunWriteError, load_state_
+from dnis_torchrec.storage import Address, holds
 from dnis_torchrec.swap import unshard_
 from dnis_torchrec.training import evaluate, process_group, shard, train_plainly
+
+
+def check_source_kept(run: Address, out: Address) -> None:
+    """Refuses to write a pruned run over the run to prune.
+
+    Args:
+        run: the run to prune, a path or the URL that it was fetched from.
+        out: run folder to make, a path or the URL that it goes to.
+
+    Raises:
+        ValueError: if `out` is the run to prune, or a folder that holds it.
+    """
+    expected = "expected another folder than that of the run to prune"
+    check(not holds(out, run), f"run folder {out}", expected, f"the one that holds {run}", "choose another --out")
 
 
 def check_prune_out(run_path: Path, out: Path, *, overwrite: bool = False) -> None:
@@ -32,9 +47,7 @@ def check_prune_out(run_path: Path, out: Path, *, overwrite: bool = False) -> No
     Raises:
         ValueError: if something stands at `out` that may not be overwritten, or the run to prune, or a folder of it.
     """
-    holds_source = run_path.resolve().is_relative_to(out.resolve())
-    expected = "expected another folder than that of the run to prune"
-    check(not holds_source, f"run folder {out}", expected, f"the one that holds {run_path}", "choose another --out")
+    check_source_kept(run_path, out)
     RunFolder.check_free(out, overwrite=overwrite, can_resume=False)
 
 

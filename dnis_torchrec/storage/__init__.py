@@ -20,7 +20,7 @@ from dnis_torchrec.storage.access import (
     version_of,
 )
 from dnis_torchrec.storage.fetching import cache_folder, fetch, local_copy_of
-from dnis_torchrec.storage.files import Address, file_names, file_size, inside, local_file, put_file, remove_file
+from dnis_torchrec.storage.files import Address, file_names, file_size, holds, inside, local_file, put_file, remove_file
 from dnis_torchrec.storage.outputs import Mirror, output, shared_output
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "file_names",
     "file_size",
     "filesystem",
+    "holds",
     "inside",
     "is_url",
     "local_copy_of",

@@ -11,7 +11,7 @@ import posixpath
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from fsspec import AbstractFileSystem
 
@@ -35,6 +35,26 @@ def inside(folder: Address, name: str) -> Path | str:
     """
     here = local_path(folder)
     return f"{os.fspath(folder).rstrip('/')}/{name}" if here is None else here / name
+
+
+def holds(folder: Address, address: Address) -> bool:
+    """Whether an address names a folder or something in it; links on this machine are followed.
+
+    Args:
+        folder: path or URL.
+        address: path or URL.
+
+    Example:
+        >>> holds("memory://jobs", "memory://jobs/run/"), holds("memory://jobs/run", "memory://jobs/run2")
+        (True, False)
+    """
+    outer, inner = local_path(folder), local_path(address)
+    if outer is not None and inner is not None:
+        return inner.resolve().is_relative_to(outer.resolve())
+    if outer is not None or inner is not None:
+        return False
+    (files, path), (own_files, own_path) = filesystem(folder), filesystem(address)
+    return own_files == files and PurePosixPath(own_path).is_relative_to(path)
 
 
 def put_file(address: Address, write: Callable[[Path], object]) -> int:
