@@ -57,7 +57,8 @@ class Size:
         )
         name, value = self.given
         above = 1 if name == "compression_ratio" else 0
-        check(value > above, name, f"expected a number above {above}", value)
+        is_fit = math.isfinite(value) and value > above
+        check(is_fit, name, f"expected a finite number above {above}", value)
         check(self.form in BYTE_FORMS, "form", f"expected one of {BYTE_FORMS}", repr(self.form))
 
     @property

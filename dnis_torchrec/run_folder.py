@@ -44,6 +44,7 @@ from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_rows, write_rows
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.storage import Address, inside, put_file, remove_file
+from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.table_shards import collections, ranks_of
 from dnis_torchrec.whole_files import PARTIAL, unshared
 
@@ -393,7 +394,8 @@ def _is_unused(path: Path) -> bool:
     """Whether a folder holds no more than what a job makes before it writes run.json."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
     names -= {name for name in names if name.endswith(PARTIAL)}  # a kill leaves what was being written
-    return names in ({"checkpoints"}, {"checkpoints", "lock"}) and not any((path / "checkpoints").iterdir())
+    is_before_head = bool(names) and names <= {"checkpoints", "lock", FETCHED}  # of a URL, which has no empty folders
+    return is_before_head and not any((path / "checkpoints").glob("*"))
 
 
 def _beside(path: Path) -> Path:

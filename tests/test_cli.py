@@ -131,7 +131,18 @@ def test_report_prints_the_rows_of_its_page_and_names_runs_that_are_in_figures_o
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["search", "tests.tiny:demo", "--compression", 0.5], "--compression: expected a number above 1, got 0.5"),
+        (
+            ["search", "tests.tiny:demo", "--compression", 0.5],
+            "--compression: expected a finite number above 1, got 0.5",
+        ),
+        (
+            ["search", "tests.tiny:demo", "--compression", "inf"],
+            "--compression: expected a finite number above 1, got inf",
+        ),
+        (
+            ["search", "tests.tiny:demo", "--compression", "nan"],
+            "--compression: expected a finite number above 1, got nan",
+        ),
         (
             ["search", "tests.tiny:demo"],
             "--compression, --embedding-bytes: expected one of the two, got none; say --com",

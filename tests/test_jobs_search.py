@@ -24,6 +24,7 @@ from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.run_folder import REPLACED, RunFolder, RunWriteError
 from dnis_torchrec.search import Saving, SearchInterrupted, table_configs
 from dnis_torchrec.search_loop import SearchLoop
+from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.streaming import CountLimits
 from tests import tiny
 
@@ -219,6 +220,17 @@ def test_a_folder_left_before_the_run_began_is_taken(tmp_path: Path) -> None:
     (tmp_path / "run" / "mine").touch()
     with pytest.raises(ValueError, match="expected a folder that does not exist, got an existing one; choose another"):
         RunFolder.create(tmp_path / "run")
+
+
+@pytest.mark.parametrize("names", [("lock",), ("lock", FETCHED), (FETCHED,)])
+def test_what_comes_of_such_a_folder_at_a_url_is_taken(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Storage keeps files alone, so there is no empty folder of checkpoints."""
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in names:
+        (out / name).touch()
+    RunFolder.create(out)
+    assert (out / "checkpoints").is_dir()
 
 
 def files_of(run: Path) -> dict[str, bytes]:

@@ -71,6 +71,14 @@ def test_a_session_on_storage(remote: MemoryFileSystem, tmp_path: Path) -> None:
     assert not list((tmp_path / "cache" / "outputs").iterdir())
 
 
+def test_a_lock_that_was_left_keeps_no_search_from_its_url(remote: MemoryFileSystem) -> None:
+    remote.pipe("/cli/run/lock", b"process 1 on a host that is gone")
+    done = dnis("search", "tests.tiny:demo", "--compression", 4000, "--out", "memory://cli/run", *SHORT)
+    assert done.returncode == 1
+    assert "compression_ratio: expected at most" in done.stderr
+    assert names(remote, "/cli/run") == set()
+
+
 def test_wrong_addresses_are_wrong_arguments(remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (("evaluate", "memory://cli/none"), ("export", "nope://x", "--out", "a")):
         done = dnis(*step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -290,7 +291,8 @@ def _size(compression: float | None, embedding_bytes: int | None, form: str | No
     given = sum(value is not None for value in (compression, embedding_bytes))
     place, received = "--compression, --embedding-bytes", ("none", "one", "both")[given]
     check(given == 1, place, "expected one of the two", received, "say --compression 5, for example")
-    check(compression is None or compression > 1, "--compression", "expected a number above 1", compression)
+    is_fit = compression is None or (math.isfinite(compression) and compression > 1)
+    check(is_fit, "--compression", "expected a finite number above 1", compression)
     return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form or Size.form)
 
 
