@@ -11,6 +11,7 @@ from dnis_torchrec import Size
 from dnis_torchrec.jobs import SearchJob, prune_job, run_evaluate, run_prune, run_report, run_search
 from dnis_torchrec.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.training import set_learning_rates_, train_plainly
+from tests.test_cli import dnis
 
 EIGHTH = Size(compression_ratio=8)
 
@@ -36,6 +37,15 @@ def test_the_run_itself_and_what_holds_it_are_no_place_for_the_pruned_one(run: P
     with pytest.raises(ValueError, match=message):
         run_prune(run, None, run / place, size=EIGHTH, max_epochs=1, overwrite=True)
     assert files_of(run) == before
+
+
+def test_fewer_epochs_than_none_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^max_epochs: expected an integer >= 0, got -1; give 0 to prune only$"):
+        run_prune(run, None, tmp_path / "pruned", size=EIGHTH, max_epochs=-1)
+    done = dnis("prune", run, "--compression", 8, "--fine-tune-epochs", -1, "--out", tmp_path / "pruned")
+    assert done.returncode == 2
+    assert "--fine-tune-epochs: expected an integer >= 0, got -1; say 0 for no fine-tuning" in done.stderr
+    assert not (tmp_path / "pruned").exists()
 
 
 def test_a_run_that_retains_nothing_is_evaluated_reported_and_read(run: Path, tmp_path: Path) -> None:

@@ -187,6 +187,8 @@ def prune(
         )
         _check_form(embedding_bytes, form)
         size = None if threshold is not None else _size(compression, embedding_bytes, form)
+        requirement, remedy = "expected an integer >= 0", "say 0 for no fine-tuning"
+        check(fine_tune_epochs >= 0, "--fine-tune-epochs", requirement, fine_tune_epochs, remedy)
         RunFolder.open(run)
         check_source_kept(shown(run), shown(out))  # whose local copies are two folders in any case
         check_prune_out(run, out, overwrite=overwrite)

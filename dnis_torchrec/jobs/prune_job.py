@@ -83,9 +83,11 @@ def run_prune(
         The row of the pruned model; the new report.json holds it in front of the source's rows.
 
     Raises:
-        ValueError: for a bad size, or if the run cannot be written to `out` (see `check_prune_out`); before training.
+        ValueError: for a bad size or number of epochs, or if the run cannot be written to `out` (see
+            `check_prune_out`); before training.
         RunWriteError: if the pruned run could not be written; what stood at `out` is as it was.
     """
+    check(max_epochs >= 0, "max_epochs", "expected an integer >= 0", max_epochs, "give 0 to prune only")
     check_prune_out(run_path, out, overwrite=overwrite)
     source = RunFolder.open(run_path)
     head = source.read_head()
