@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
@@ -177,6 +178,10 @@ class Recipe:
         )
         least = self.least_compression
         check(least >= 1, "Recipe.least_compression", "expected a number >= 1", least)
+        for name in (part.name for part in fields(self) if part.name.endswith("_learning_rate")):
+            rate = getattr(self, name)
+            is_fit = rate is None or (math.isfinite(rate) and rate > 0)
+            check(is_fit, f"Recipe.{name}", "expected a finite number above 0", rate)
         scopes = ("global", "table")
         check(self.scope in scopes, "Recipe.scope", f"expected one of {scopes}", repr(self.scope))
 

@@ -41,6 +41,25 @@ def test_unfit_fields_are_refused(fields: dict, message: str) -> None:
         Recipe(**({"model": nn.Identity(), "data": NO_DATA, "loss": nn.MSELoss()} | fields))
 
 
+@pytest.mark.parametrize("rate", [0.0, -1e-3, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "table_learning_rate",
+        "dense_learning_rate",
+        "search_table_learning_rate",
+        "search_dense_learning_rate",
+        "release_table_learning_rate",
+        "release_dense_learning_rate",
+        "search_row_learning_rate",
+        "alpha_learning_rate",
+    ],
+)
+def test_a_learning_rate_that_teaches_nothing_is_refused(name: str, rate: float) -> None:
+    with pytest.raises(ValueError, match=rf"^Recipe\.{name}: expected a finite number above 0, got {rate}$"):
+        Recipe(**{"model": nn.Identity(), "data": NO_DATA, "loss": nn.MSELoss(), name: rate})
+
+
 @pytest.mark.parametrize("part", ["train", "validation", "selection", "test"])
 def test_a_part_of_the_data_that_is_missing_is_refused(part: str) -> None:
     parts = {name: [] for name in ("train", "validation", "selection", "test") if name != part}
