@@ -254,6 +254,34 @@ def test_operators_that_are_no_file_of_the_package_are_refused(package: Path, tm
         load_package(tmp_path / "copy")
 
 
+@pytest.mark.parametrize("load", [load_package, minimal_loader.load], ids=["package", "minimal loader"])
+@pytest.mark.parametrize("fields", [{"model": "../elsewhere"}, {"model": "unlisted"}, {"kind": "aoti"}])
+def test_a_model_that_is_no_file_of_the_package_is_refused(
+    package: Path, tmp_path: Path, load: Callable[[Path], object], fields: dict[str, str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(package, copy)
+    for folder in (tmp_path / "elsewhere", copy / "unlisted"):
+        shutil.copytree(package / "demo", folder)
+    for name in ("model.pt2", "constants.safetensors"):
+        shutil.copyfile(package / "demo" / "1" / "model.pt", copy / name)
+    manifest = json.loads((package / "package.json").read_text())
+    # without libraries, which the minimal loader would load into this process a second time
+    (copy / "package.json").write_text(json.dumps(manifest | fields | {"libraries": []}))
+    with pytest.raises(ValueError, match="expected one of the package's files, got"):
+        load(copy)
+
+
+def test_the_minimal_loader_refuses_a_listed_file_outside_the_package(package: Path, tmp_path: Path) -> None:
+    shutil.copytree(package, tmp_path / "copy")
+    shutil.copytree(package / "demo", tmp_path / "elsewhere")
+    manifest = json.loads((package / "package.json").read_text())
+    fields = {"libraries": [], "model": "../elsewhere", "files": manifest["files"] | {"../elsewhere/1/model.pt": {}}}
+    (tmp_path / "copy" / "package.json").write_text(json.dumps(manifest | fields))
+    with pytest.raises(ValueError, match=r"one of the package's files, got '\.\./elsewhere/1/model\.pt'"):
+        minimal_loader.load(tmp_path / "copy")
+
+
 def test_what_stands_there_is_not_replaced(package: Path, tmp_path: Path) -> None:
     artifact = write_tiny_artifact(tmp_path / "artifact")
     before = (package / "package.json").read_bytes()

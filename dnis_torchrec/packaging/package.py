@@ -16,7 +16,8 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.export.artifact import new_folder
 from dnis_torchrec.native_build import built_elsewhere
-from dnis_torchrec.packaging.aot_inductor import AotInductorModel, write_aot_inductor
+from dnis_torchrec.packaging.aot_inductor import CONSTANTS_FILE, AotInductorModel, write_aot_inductor
+from dnis_torchrec.packaging.aot_inductor import MODEL_FILE as COMPILED_FILE
 from dnis_torchrec.packaging.flat_model import OWN_OPERATORS, FlatModel, Signature, export_graph, operator_libraries
 from dnis_torchrec.packaging.folder import PACKAGE, read_package_json, write_package_json
 from dnis_torchrec.packaging.triton import MODEL_FILE, write_triton_model
@@ -113,7 +114,7 @@ def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedMode
         A callable that checks its inputs and predicts, without gradients.
 
     Raises:
-        ValueError: if the folder is no package, of a newer version, or damaged.
+        ValueError: if the folder is no package, of a newer version, or damaged, or names a file that it does not list.
     """
     manifest = read_package_json(path, check_hashes=check_hashes)
     signature = Signature(
@@ -122,7 +123,9 @@ def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedMode
         is_weighted=manifest["is_weighted"],
     )
     check_known("kind", manifest["kind"], KINDS)
-    with built_elsewhere(_own_libraries(Path(path), manifest)):
+    _check_listed(Path(path), manifest)
+    libraries = [Path(path) / library for library in manifest["libraries"]]
+    with built_elsewhere(libraries):
         loaded = _load(Path(path), manifest["kind"], manifest["model"])
 
     def predict(*inputs: Tensor) -> Tensor:
@@ -133,12 +136,14 @@ def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedMode
     return predict
 
 
-def _own_libraries(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:
-    """The libraries of operators that a package brings: of its files alone, whose places and content were checked."""
-    for library in manifest["libraries"]:
-        place, remedy = f"package {str(folder)!r}, library {library!r}", "package the model again"
-        check(library in manifest["files"], place, "expected one of the package's files", "another", remedy)
-    return [folder / library for library in manifest["libraries"]]
+def _check_listed(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Is what is to be loaded of the package's files alone, whose places and content were checked?"""
+    is_compiled = manifest["kind"] == "aoti"
+    model = (COMPILED_FILE, CONSTANTS_FILE) if is_compiled else (f"{manifest['model']}/{MODEL_FILE}",)
+    named = [("model", name) for name in model] + [("library", name) for name in manifest["libraries"]]
+    for part, name in named:
+        place = f"package {str(folder)!r}, {part} {name!r}"
+        check(name in manifest["files"], place, "expected one of the package's files", "another", "package it again")
 
 
 def _copy_libraries(program: torch.export.ExportedProgram, owner: Path, folder: Path) -> list[str]:

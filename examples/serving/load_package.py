@@ -30,19 +30,40 @@ def read_manifest(package: Path) -> dict[str, Any]:
     return json.loads((package / "package.json").read_text(encoding="utf-8"))
 
 
+def own_file(package: Path, manifest: dict[str, Any], name: str) -> Path:
+    """A file of the package: one that package.json lists, in the folder. Its content is not compared with the hash.
+
+    Args:
+        package: the folder.
+        manifest: what `read_manifest` gave.
+        name: of the file, from the folder on.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    file = package / name
+    if name not in manifest["files"] or not file.resolve().is_relative_to(package.resolve()):
+        raise ValueError(f"package.json: expected one of the package's files, got {name!r}")
+    return file
+
+
 def load(package: Path) -> Callable[..., Tensor]:
     """Loads a package of either kind as ``model(dense, values, lengths)``, weights last where bags are weighted.
 
     Args:
         package: the folder.
+
+    Raises:
+        ValueError: if package.json names a file that is none of the package's.
     """
     manifest = read_manifest(package)
     for library in manifest["libraries"]:
-        torch.ops.load_library(package / library)
+        torch.ops.load_library(own_file(package, manifest, library))
     if manifest["kind"] == "torchscript":
-        return torch.jit.load(package / manifest["model"] / "1" / "model.pt").eval()
-    model = torch._inductor.aoti_load_package(str(package / "model.pt2"))
-    constants = load_file(package / "constants.safetensors")  # memory-mapped: pages are read as they are touched
+        return torch.jit.load(own_file(package, manifest, f"{manifest['model']}/1/model.pt")).eval()
+    model = torch._inductor.aoti_load_package(str(own_file(package, manifest, "model.pt2")))
+    # memory-mapped: pages are read as they are touched
+    constants = load_file(own_file(package, manifest, "constants.safetensors"))
     model.load_constants(constants, check_full_update=True, user_managed=True)
 
     def predict(*inputs: Tensor, used: dict[str, Tensor] = constants) -> Tensor:
