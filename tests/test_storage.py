@@ -124,6 +124,33 @@ def test_no_name_leads_out_of_the_folder(remote: MemoryFileSystem, monkeypatch: 
         storage.fetch("memory://bucket/data")
 
 
+def test_nobody_but_the_copy_says_what_it_holds(remote: MemoryFileSystem, tmp_path: Path) -> None:
+    """Else storage could name files of this machine that the next fetch removes."""
+    victim = tmp_path / "victim.txt"
+    victim.write_text("kept")
+    planted = json.dumps({"../../../victim.txt": "1:"}).encode()
+    remote.pipe({"/bucket/data/a.txt": b"one", "/bucket/data/.fetched.json": planted})
+    folder = storage.fetch("memory://bucket/data")
+    record = folder / ".fetched.json"
+    assert list(json.loads(record.read_text())) == ["a.txt"]
+    with pytest.raises(ValueError, match=r"expected no \.fetched\.json, which a copy keeps for itself, got"):
+        storage.fetch("memory://bucket/data/.fetched.json")
+    record.write_bytes(planted)
+    with pytest.raises(ValueError, match=r"file .*: expected names inside the folder, got '\.\./.*victim\.txt'"):
+        storage.fetch("memory://bucket/data")
+    assert victim.read_text() == "kept"
+
+
+def test_no_spelling_of_its_name_replaces_what_the_copy_says(
+    remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infos = {name: {"name": name, "size": 3} for name in ("/bucket/data/a.txt", "/bucket/data/./.fetched.json")}
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: infos)
+    monkeypatch.setattr(MemoryFileSystem, "get_file", lambda _, path, local: Path(local).write_text("{}"))
+    with pytest.raises(ValueError, match=r"expected no \.fetched\.json, .* got '\./\.fetched\.json'"):
+        storage.fetch("memory://bucket/data")
+
+
 def test_an_output_is_published_with_what_names_it_last(
     remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

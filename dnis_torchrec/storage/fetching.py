@@ -21,7 +21,7 @@ from dnis_torchrec.whole_files import write_json, written_whole
 
 CACHE_VARIABLE = "DNIS_CACHE"
 FETCHED = ".fetched.json"
-"""Where a copy keeps the versions of its files."""
+"""Where a copy keeps the versions of its files. A file of that name on storage is left where it is."""
 
 
 def cache_folder() -> Path:
@@ -55,7 +55,7 @@ def fetch(address: str | os.PathLike[str], into: Path | None = None, *, skip: Co
         The local path.
 
     Raises:
-        ValueError: if there is nothing at the address, or a name in it leads out of its folder.
+        ValueError: if there is nothing at the address, or a name in it leads out of its folder or is the copy's own.
         StorageError: if storage does not answer.
 
     Example:
@@ -75,7 +75,8 @@ def fetch(address: str | os.PathLike[str], into: Path | None = None, *, skip: Co
         return target
     root = path.rstrip("/") + "/"
     relative = {name: name.removeprefix(root).lstrip("/") for name in found}
-    relative = {name: own for name, own in relative.items() if not any(fnmatchcase(own, pattern) for pattern in skip)}
+    left = (FETCHED, *skip)
+    relative = {name: own for name, own in relative.items() if not any(fnmatchcase(own, pattern) for pattern in left)}
     _fetch_files(files, relative, found, target, place)
     return target
 
@@ -89,13 +90,16 @@ def _fetch_files(
 ) -> None:
     """Copies files (remote name -> name in the folder) that are not there in their present version."""
     for name in names.values():
-        inside = not posixpath.isabs(name) and ".." not in name.split("/")
-        check(inside, place, "expected names inside the folder", repr(name))
+        check(_is_inside(name), place, "expected names inside the folder", repr(name))
+        requirement = f"expected no {FETCHED}, which a copy keeps for itself"
+        check(posixpath.normpath(name) != FETCHED, place, requirement, repr(name))
     if not names:
         return  # all was to be left where it is: no folder stands for none
     record = folder / FETCHED
     folder.mkdir(parents=True, exist_ok=True)
     known: dict[str, str] = json.loads(record.read_text()) if record.is_file() else {}
+    for name in known:
+        check(_is_inside(name), f"file {record}", "expected names inside the folder", repr(name), "remove the folder")
     for gone in sorted(set(known) - set(names.values())):
         (folder / gone).unlink(missing_ok=True)
     present = {}
@@ -107,3 +111,7 @@ def _fetch_files(
                 retrying(partial(files.get_file, remote, str(unfinished)), place)
         present[name] = version
     write_json(record, present, by_many=True)
+
+
+def _is_inside(name: str) -> bool:
+    return not posixpath.isabs(name) and ".." not in name.split("/")
