@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor
 from typer.testing import CliRunner
 
 from dnis_torchrec.cli import app
 from dnis_torchrec.export import FORMS, load, load_csr, read_scheme
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.storage import fetch
 from dnis_torchrec.verification import Finding, parity, verify
 from dnis_torchrec.verification.latency import BATCH_SIZES, measure_latency
 from dnis_torchrec.verification.parity import (
@@ -144,6 +146,12 @@ def test_damage_of_each_kind_is_named(copy: Path, damage: Callable[[Path], str])
     assert [f.check for f in found.failures] == ["checksums"]
     assert name in found.failures[0].subject + found.failures[0].detail
     assert not found.to_json()["ok"]
+
+
+def test_the_copy_of_a_whole_artifact_on_storage_passes(small: Path, remote: MemoryFileSystem) -> None:
+    remote.put(str(small), "/bucket/artifact", recursive=True)
+    found = verify(fetch("memory://bucket/artifact"), measure=False)
+    assert failed(found.findings) == {}
 
 
 @pytest.mark.parametrize("wrong", ["value", "zero", "nan"])

@@ -10,6 +10,7 @@ import torch
 from dnis_torchrec.export import load_csr, load_dense_state, read_scheme
 from dnis_torchrec.export.artifact import MANIFEST, describe_file, read_manifest
 from dnis_torchrec.run_folder import RunFolder
+from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.verification.findings import FAILED, SKIPPED, Finding, judged
 
 
@@ -33,7 +34,7 @@ def check_files(artifact: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
             f"{entry['bytes']} bytes" if found == entry["sha256"] else f"expected sha256 {entry['sha256']}, got {found}"
         )
         findings.append(judged("checksums", name, found == entry["sha256"], detail))
-    known = {MANIFEST, *manifest["files"]}
+    known = {MANIFEST, FETCHED, *manifest["files"]}  # FETCHED lies in copies of what is on storage
     for file in sorted(artifact.rglob("*")):
         name = file.relative_to(artifact).as_posix()
         if file.is_file() and name not in known:
