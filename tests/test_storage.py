@@ -433,3 +433,18 @@ def test_files_of_addresses(remote: MemoryFileSystem, tmp_path: Path) -> None:
     assert storage.read_bytes("memory://bucket/1.tsv") == b"x"
     with pytest.raises(ValueError, match="expected at least one file, got none"):
         storage.expand(["memory://bucket/*.csv"])
+
+
+@pytest.mark.parametrize("folder", ["d[1]", "d*", "d[1]/e?"])
+def test_what_is_there_is_no_glob(remote: MemoryFileSystem, tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "d1").mkdir()
+    for name in (f"{folder}/a[1].tsv", f"{folder}/b.tsv", "d1/a1.tsv"):
+        (tmp_path / name).write_text("x")
+    files = (f"{tmp_path}/{folder}/a[1].tsv", f"{tmp_path}/{folder}/b.tsv")
+    assert storage.expand([tmp_path / folder]) == files
+    assert storage.expand(files) == files
+    remote.pipe({f"/bucket/{folder}/a[1].tsv": b"x", "/bucket/d1/a1.tsv": b"x"})
+    stored = (f"memory:///bucket/{folder}/a[1].tsv",)
+    assert storage.expand([f"memory://bucket/{folder}"]) == storage.expand(stored) == stored
+    assert storage.expand([f"{tmp_path}/d[0-9]/*"]) == (f"{tmp_path}/d1/a1.tsv",)

@@ -6,6 +6,7 @@ An address is a path of this machine, or a URL that fsspec knows: ``s3://bucket/
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
@@ -168,7 +169,8 @@ def expand(addresses: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
     """The files that addresses and globs stand for, each once, in the order given, those of a glob or a folder by name.
 
     Args:
-        addresses: files, folders (their files, not those of folders in them) and globs (``*``, ``?``, ``[..]``).
+        addresses: files, folders (their files, not those of folders in them) and globs (``*``, ``?``, ``[..]``). What
+            is there under that very name is no glob.
 
     Returns:
         Absolute paths of this machine, URLs of what lies on storage.
@@ -181,10 +183,11 @@ def expand(addresses: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
     for address in addresses:
         files, path = filesystem(address)
         place = f"address {os.fspath(address)}"
+        is_glob = any(sign in path for sign in "*?[") and not retrying(partial(files.isfile, path), place)
         if retrying(partial(files.isdir, path), place):
-            path = path.rstrip("/") + "/*"
+            is_glob, path = True, glob.escape(path.rstrip("/")) + "/*"
         found = [path]
-        if any(sign in path for sign in "*?["):
+        if is_glob:
             found = sorted(retrying(partial(files.glob, path), place))
         here = [name for name in found if retrying(partial(files.isfile, name), place)]
         check(bool(here), place, "expected at least one file", "none")
