@@ -117,6 +117,10 @@ def test_a_scheme_gives_its_tables_before_and_a_table_per_stored_block_after() -
         ({"world_size": 0}, "world_size: expected 1..8, or whole hosts of 8 ranks, got 0"),
         ({"world_size": 12}, "world_size: expected 1..8, or whole hosts of 8 ranks, got 12"),
         ({"hbm_bytes": 0}, "hbm: expected more than 0 bytes on 'cuda', got 0; tell the memory per rank"),
+        (
+            {"hbm_bytes": 1},
+            "hbm: expected a byte and more beside the 15% that are kept free, got 1; tell the memory per",
+        ),
         ({"compute": "cpu"}, "ddr: expected more than 0 bytes on 'cpu', got 0; tell the memory per rank"),
         ({"compute": "cdua"}, "did you mean 'cuda'"),
         ({"optimizer": "adm"}, "did you mean 'adam'"),

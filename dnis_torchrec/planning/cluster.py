@@ -61,6 +61,8 @@ class Cluster:
         memory, option = (self.hbm_bytes, "hbm") if self.compute == "cuda" else (self.ddr_bytes, "ddr")
         remedy = f"tell the memory per rank, such as --{option} 80GB"
         check(memory > 0, option, f"expected more than 0 bytes on {self.compute!r}", memory, remedy)
+        requirement = f"expected a byte and more beside the {RESERVED_RATIO:.0%} that are kept free"
+        check(_usable(memory) > 0, option, requirement, memory, remedy)
         check(self.ddr_bytes >= 0, "ddr", "expected at least 0 bytes", self.ddr_bytes)
 
     @property
