@@ -18,6 +18,7 @@ import typer
 
 from dnis_torchrec.cli import main
 from dnis_torchrec.cli.app import ORDER, app
+from tests.tiny_artifact import write_tiny_artifact
 
 ROOT = Path(__file__).parents[1]
 SHORT = ("--warm-up-epochs", "1", "--ramp-epochs", "3", "--release-epochs", "1")
@@ -181,6 +182,42 @@ def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert done.stdout == ""
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("export", ["--form", "crs"], "form 'crs': expected a known form, got 'crs'; did you mean 'csr'"),
+        ("export", ["--form", "csr", "--form", "csr"], "forms: expected each once"),
+        ("export", ["--scipy", "cso"], "scipy format 'cso': expected a known scipy format, got 'cso'; did you mean"),
+        ("prune", ["--compression", 8, "--structure", "blok"], "structure: expected one of ('element', 'block')"),
+        ("prune", ["--compression", 8, "--scope", "all"], "scope: expected 'global' or 'table', got 'all'"),
+        ("prune", ["--threshold", -1], "threshold: expected a number >= 0, got -1.0"),
+        ("prune", ["--threshold", "nan"], "threshold: expected a number >= 0, got nan"),
+        ("package", ["--form", "crs"], "form 'crs': expected a known form, got 'crs'; did you mean 'csr'"),
+        ("package", ["--form", "dense_int8"], "form 'dense_int8': supported are forms whose lookup is an operator of"),
+        ("package", ["--name", "a/b"], "name: expected letters, digits, _ and -, got 'a/b'"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_run_exit_with_2(
+    run: Path, tmp_path: Path, command: str, options: list[object], message: str
+) -> None:
+    done = dnis(command, run, *options, "--out", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: {message}" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_of_one_name_twice_exits_with_2() -> None:
+    done = dnis("plan", "--table", "t=10x4:5x2", "--table", "t/b0=10x4", "--hbm", "1GB")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: table 't/b0': expected every name once, got it 2 times\n"
+
+
+def test_a_run_to_verify_against_is_looked_for_before_the_work(tmp_path: Path) -> None:
+    done = dnis("verify", write_tiny_artifact(tmp_path / "artifact"), "--against", tmp_path / "none", "--no-measure")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"run folder {tmp_path / 'none'}: expected a folder written by `dnis search`" in done.stderr
 
 
 def test_the_folder_of_a_result_is_looked_for_before_the_work(run: Path, tmp_path: Path) -> None:

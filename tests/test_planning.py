@@ -99,8 +99,10 @@ def test_tables_are_told_apart_by_name() -> None:
     before, after = parse_tables(["user=10x4:5x2", "item=20x4"])
     assert [t.name for t in before] == ["user", "item"]
     assert [t.name for t in after] == ["user/b0", "item"]
-    with pytest.raises(ValueError, match="table 'user': expected every name once, got it twice"):
+    with pytest.raises(ValueError, match="table 'user': expected every name once, got it 2 times"):
         parse_tables(["user=10x4", "user=20x4"])
+    with pytest.raises(ValueError, match="table 'user/b0': expected every name once, got it 2 times"):
+        parse_tables(["user=10x4:5x2", "user/b0=10x4"])
 
 
 def test_a_scheme_gives_its_tables_before_and_a_table_per_stored_block_after() -> None:

@@ -79,7 +79,7 @@ def arguments() -> Iterator[None]:
     """What fails in here is the caller's arguments: exit code 2."""
     try:
         yield
-    except ValueError as error:
+    except (NotImplementedError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
 

@@ -17,7 +17,10 @@ from dnis_torchrec.cli.app import (
     arguments,
     check_data,
 )
+from dnis_torchrec.export.form_registry import form_named
 from dnis_torchrec.packaging import KINDS, run_package
+from dnis_torchrec.packaging.of_artifact import check_packaged_form
+from dnis_torchrec.packaging.package import check_name
 from dnis_torchrec.recipe import load_recipe
 
 
@@ -48,6 +51,10 @@ def package(
         check(free, place, "expected a folder that does not exist", "an existing one", remedy)
         if recipe is not None:
             load_recipe(recipe)
+        form_named(form)
+        check_packaged_form(form)
+        if name is not None:
+            check_name(name)
     kind = package_format
     try:
         run_package(artifact, out, recipe=recipe, data=data, form=form, kind=kind, name=name, overwrite=overwrite)

@@ -31,7 +31,7 @@ from dnis_torchrec.cli.app import (
     print_table,
 )
 from dnis_torchrec.export import read_scheme
-from dnis_torchrec.export.exporting import ARTIFACT_FORMS
+from dnis_torchrec.export.exporting import ARTIFACT_FORMS, check_forms
 from dnis_torchrec.export.forms import forms_table
 from dnis_torchrec.jobs import (
     SearchJob,
@@ -44,6 +44,7 @@ from dnis_torchrec.jobs import (
     run_report,
     run_search,
 )
+from dnis_torchrec.pruning import check_pruning
 from dnis_torchrec.recipe import load_recipe
 from dnis_torchrec.report import ReportRow, rows_table
 from dnis_torchrec.report.tables import metric_names
@@ -185,6 +186,7 @@ def prune(
             "expected no size",
             "one",
         )
+        check_pruning(structure=structure, scope=scope, threshold=threshold)
         _check_form(embedding_bytes, form)
         size = None if threshold is not None else _size(compression, embedding_bytes, form)
         requirement, remedy = "expected an integer >= 0", "say 0 for no fine-tuning"
@@ -231,9 +233,9 @@ def export(
             "choose another --out, or --overwrite",
         )
         check(regroup is None or regroup >= 1, "--regroup", "expected a number of groups >= 1", regroup)
-    run_export(
-        run, out, forms=form or ARTIFACT_FORMS, scipy_formats=scipy or (), overwrite=overwrite, num_groups=regroup
-    )
+        forms, scipy_formats = form or ARTIFACT_FORMS, scipy or ()
+        check_forms(forms, scipy_formats)
+    run_export(run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup)
     _print_forms(out)
     typer.echo(f"artifact: {shown(out)}")
 

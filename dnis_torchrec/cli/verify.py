@@ -20,6 +20,7 @@ from dnis_torchrec.cli.app import (
     check_json,
     print_table,
 )
+from dnis_torchrec.run_folder import RunFolder
 from dnis_torchrec.verification import Verification
 from dnis_torchrec.verification import verify as verify_artifact
 from dnis_torchrec.verification.findings import OK, Finding
@@ -54,6 +55,8 @@ def verify(
     with arguments():
         check_data(data)
         check_json(json_file)
+        if against is not None:
+            RunFolder.open(against)
     found = verify_artifact(artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds)
     _print(found)
     if json_file is not None:

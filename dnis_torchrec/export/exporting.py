@@ -94,7 +94,10 @@ def write_artifact(
         ...     load_csr(path, "t").to_dense().equal(weight)
         True
     """
-    _check_arguments(tables, scheme, forms, scipy_formats)
+    check(bool(scheme.tables), "scheme", "expected at least one table", "none", "search and prune a model first")
+    check_forms(forms, scipy_formats)
+    for name in scheme.tables:
+        check_known("table", name, tables)
     run = as_json(run or {})
     path = Path(path)
     with new_folder(path, overwrite=overwrite) as folder:
@@ -240,6 +243,24 @@ def manifest_of(
     }
 
 
+def check_forms(forms: Sequence[str], scipy_formats: Sequence[str] = ()) -> None:
+    """Checks that an artifact can be written in these forms.
+
+    Args:
+        forms: see `write_artifact`.
+        scipy_formats: see `write_artifact`.
+
+    Raises:
+        ValueError: for no form, one that is there twice, or one that is unknown.
+    """
+    check(bool(forms), "forms", f"expected some, such as {ARTIFACT_FORMS}", "none")
+    check(len(set(forms)) == len(forms), "forms", "expected each once", tuple(forms))
+    for form in forms:
+        form_named(form)
+    for scipy_format in scipy_formats:
+        check_known("scipy format", scipy_format, SCIPY_FORMATS)
+
+
 def check_table(table: TableScheme, weight: Tensor) -> None:
     """Checks that a dense table can be exported under its scheme without loss.
 
@@ -302,23 +323,6 @@ def as_json(run: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         remedy = "turn tensors, paths and non-finite numbers into JSON first"
         raise ValueError(describe("run", "expected values that JSON can hold", str(error), remedy)) from error
-
-
-def _check_arguments(
-    tables: Mapping[str, Tensor],
-    scheme: MixedDimensionScheme,
-    forms: Sequence[str],
-    scipy_formats: Sequence[str],
-) -> None:
-    check(bool(scheme.tables), "scheme", "expected at least one table", "none", "search and prune a model first")
-    check(bool(forms), "forms", f"expected some, such as {ARTIFACT_FORMS}", "none")
-    check(len(set(forms)) == len(forms), "forms", "expected each once", tuple(forms))
-    for form in forms:
-        form_named(form)
-    for scipy_format in scipy_formats:
-        check_known("scipy format", scipy_format, SCIPY_FORMATS)
-    for name in scheme.tables:
-        check_known("table", name, tables)
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -48,10 +48,7 @@ def run_package(
             `write_package`.
         NotImplementedError: for a form on FBGEMM's kernels, which torch.export does not take, and as `write_package`.
     """
-    if form in ON_FBGEMM:
-        supported = "supported are forms whose lookup is an operator of dnis_torchrec"
-        remedy = f"choose one of {', '.join(name for name in SERVING_FORMS if name not in ON_FBGEMM)}"
-        raise NotImplementedError(describe(f"form {form!r}", supported, "one on FBGEMM's kernels", remedy))
+    check_packaged_form(form)
     built = recipe_of_artifact(artifact, data, recipe=recipe)
     spec = recipe or read_manifest(artifact)["run"]["recipe"]
     model = drop_in_(built.model, artifact, form=form)
@@ -65,3 +62,18 @@ def run_package(
             described={"recipe": spec, "form": form},
             overwrite=overwrite,
         )
+
+
+def check_packaged_form(form: str) -> None:
+    """Refuses a form that torch.export does not take.
+
+    Args:
+        form: name of a registered form.
+
+    Raises:
+        NotImplementedError: for one on FBGEMM's kernels.
+    """
+    if form in ON_FBGEMM:
+        supported = "supported are forms whose lookup is an operator of dnis_torchrec"
+        remedy = f"choose one of {', '.join(name for name in SERVING_FORMS if name not in ON_FBGEMM)}"
+        raise NotImplementedError(describe(f"form {form!r}", supported, "one on FBGEMM's kernels", remedy))

@@ -70,7 +70,7 @@ def write_package(
             model.
     """
     check_known("kind", kind, KINDS)
-    check(re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None, "name", "expected letters, digits, _ and -", repr(name))
+    check_name(name)
     signature = Signature.of_batch(batch)
     model = model.eval()
     program = export_graph(model, signature)
@@ -98,6 +98,18 @@ def write_package(
             },
         )
     return Path(path)
+
+
+def check_name(name: str) -> None:
+    """Checks that a model in Triton can have this name.
+
+    Args:
+        name: see `write_package`.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    check(re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None, "name", "expected letters, digits, _ and -", repr(name))
 
 
 def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedModel:

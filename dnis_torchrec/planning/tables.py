@@ -6,6 +6,7 @@ Shapes: N rows of a table, D embedding_dim, R retained dims of a block.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,10 +79,11 @@ def parse_tables(texts: Iterable[str]) -> tuple[list[PlannedTable], list[Planned
     after: list[PlannedTable] = []
     for text in texts:
         table, blocks = _parse_table(text)
-        known = {other.name for other in before}
-        check(table.name not in known, f"table {table.name!r}", "expected every name once", "it twice")
         before.append(table)
         after += blocks
+    for tables in (before, after):  # a table without blocks may have the name that a block of another is given
+        for name, times in Counter(table.name for table in tables).items():
+            check(times == 1, f"table {name!r}", "expected every name once", f"it {times} times")
     return before, after
 
 

@@ -75,8 +75,7 @@ def prune(
         >>> prune(ebc, blocks, counts, size=Size(parameters=6), structure="element").parameters
         6
     """
-    check(structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(structure))
-    check(scope in ("global", "table"), "scope", "expected 'global' or 'table'", repr(scope))
+    check_pruning(structure=structure, scope=scope, threshold=threshold)
     wanted = _size_or_threshold(size, threshold)
     tables, ranks = pruned_tables(model, blocks, counts)
     if structure == "element":
@@ -90,11 +89,26 @@ def prune(
     return scheme_of(tables, kept, ranks)
 
 
+def check_pruning(*, structure: str, scope: str, threshold: float | None) -> None:
+    """Checks arguments of `prune` that need no model for it.
+
+    Args:
+        structure: see `prune`.
+        scope: see `prune`.
+        threshold: see `prune`.
+
+    Raises:
+        ValueError: for an unknown structure or scope, or a threshold that is negative or NaN.
+    """
+    check(structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(structure))
+    check(scope in ("global", "table"), "scope", "expected 'global' or 'table'", repr(scope))
+    check(threshold is None or threshold >= 0, "threshold", "expected a number >= 0", threshold)
+
+
 def _size_or_threshold(size: Size | None, threshold: float | None) -> Size | float:
     if size is not None and threshold is None:
         return size
     if size is None and threshold is not None:
-        check(threshold >= 0, "threshold", "expected a number >= 0", threshold)
         return threshold
     raise ValueError(describe("prune", "expected exactly one of size and threshold", (size, threshold)))
 
