@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from dnis_torchrec.cli.app import print_metrics
+from dnis_torchrec.cli.app import print_metrics, print_table
 
 METRICS = ("ndcg@10", "recall@10", "mrr@10")
 METHOD = "uniform+validation"
@@ -41,6 +41,15 @@ def test_a_terminal_sees_the_metrics_that_fit_and_the_names_of_the_others(width:
 def test_a_file_has_all_metrics_in_one_line_each() -> None:
     assert len(printed(width=20, terminal=False)) == 2
     assert printed(width=20, terminal=False)[1].count("0.4000 ± 0.0021") == 3
+
+
+def test_a_name_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("auc[test]", title="runs[v2]")
+    table.add_row("a:bug:")
+    print_table(table, 40)
+    print_metrics(lambda metrics: table, (), more="")
+    out = capsys.readouterr().out
+    assert [out.count(name) for name in ("auc[test]", "runs[v2]", "a:bug:")] == [2, 2, 2]
 
 
 def test_without_metrics_the_rest_is_printed() -> None:

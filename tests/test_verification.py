@@ -273,3 +273,13 @@ def test_the_command_says_what_failed_and_exits_with_1(copy: Path, tmp_path: Pat
     bad = json.loads((tmp_path / "bad.json").read_text())
     assert not bad["ok"]
     assert {finding["status"] for finding in bad["findings"] if finding["subject"] == name} == {"failed"}
+
+
+def test_the_command_prints_names_as_they_are(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets and colons are markup to the library that prints tables."""
+    artifact = Path(shutil.copytree(small, tmp_path / "art[v2]:bug:"))
+    (artifact / "notes[bold]").write_text("mine")
+    monkeypatch.chdir(tmp_path)  # a long path is wrapped
+    result = CliRunner().invoke(app, ["verify", artifact.name, "--no-measure"])
+    assert "art[v2]:bug:: what was checked" in result.output
+    assert "│ notes[bold]" in result.output

@@ -114,9 +114,14 @@ def check_json(file: Path | None) -> None:
         check(not file.is_dir(), f"--json {file}", "expected a file", "a folder", "name a file in it")
 
 
+def plain_console(width: int | None = None) -> Console:
+    """Standard output, where brackets and colons in a name are no markup; as wide as the terminal if not given."""
+    return Console(width=width, file=sys.stdout, markup=False, emoji=False)
+
+
 def print_table(table: Table, at_least: int) -> None:
     """Prints a table as wide as the terminal, or as `at_least` where that is less or there is none."""
-    Console(width=max(at_least, Console().width), file=sys.stdout).print(table)
+    plain_console(max(at_least, Console().width)).print(table)
 
 
 def print_metrics(
@@ -132,7 +137,7 @@ def print_metrics(
         more: where the others are.
         console: where to print; standard output if not given.
     """
-    console = console or Console(file=sys.stdout)
+    console = console or plain_console()
     for count in range(len(metrics), -1, -1):
         table = build(metrics[:count])
         width = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
