@@ -40,9 +40,9 @@ SIGNATURE = Signature(feature_names=("user", "genre"), num_dense=4, is_weighted=
 needs_operator = pytest.mark.skipif(not load_operator(), reason="the lookups are not compiled here")
 
 
-@pytest.fixture(scope="module", params=list(RECIPES), ids=["dlrm", "deepfm"])
+@pytest.fixture(scope="module", params=list(RECIPES), ids=["dlrm", "deepfm", "tables_alone"])
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same tables in every form, in a DLRM and in a DeepFM."""
+    """The same tables in every form, in a DLRM, in a DeepFM and on their own."""
     path = tmp_path_factory.mktemp("packaging") / "artifact"
     return write_tiny_artifact(path, recipe=request.param, forms=FORMS)
 

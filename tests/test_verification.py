@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from torch import Tensor
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from dnis_torchrec.cli import app
-from dnis_torchrec.export import FORMS, load, load_csr, read_scheme
+from dnis_torchrec.export import FORMS, load, load_csr, load_dense_state, read_manifest, read_scheme
+from dnis_torchrec.jobs import drop_in_, run_evaluate
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.storage import fetch
 from dnis_torchrec.verification import Finding, parity, verify
+from dnis_torchrec.verification.findings import OK
 from dnis_torchrec.verification.latency import BATCH_SIZES, measure_latency
 from dnis_torchrec.verification.parity import (
     Oracle,
@@ -33,7 +35,7 @@ from dnis_torchrec.verification.parity import (
 from dnis_torchrec.verification.resident import every_row, measure_resident
 from dnis_torchrec.verification.served import BASELINES, baseline
 from tests.serving_reference import pool
-from tests.tiny_artifact import write_tiny_artifact
+from tests.tiny_artifact import tables_alone, write_tiny_artifact
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,20 @@ def test_a_whole_artifact_passes_in_every_form(artifact: Path) -> None:
     assert {"all empty", "all the same id", "one long bag", "random bags"} < set(cases)
     assert tried == {f"{form}: {case}" for form in FORMS for case in cases}
     assert {f.subject for f in found.findings if f.check == "metric"} >= {f"{form}, auc" for form in FORMS}
+
+
+def test_a_model_of_nothing_but_tables_has_an_empty_state(tmp_path: Path) -> None:
+    artifact = write_tiny_artifact(tmp_path / "artifact", recipe="tests.tiny_artifact:tables_alone")
+    assert load_dense_state(artifact) == {}
+    found = verify(artifact, recipe="tests.tiny_artifact:tables_alone", measure=False).findings
+    assert failed(found) == {}
+    assert {finding.status for finding in found if finding.check == "metric"} == {OK}
+    of_run = read_manifest(artifact)["run"]["metrics"]
+    assert run_evaluate(artifact, None)["metrics"]["auc"] == pytest.approx(of_run["auc"], abs=1e-5)
+    model = tables_alone(None).model
+    model.scale = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="expected the model's own dense weights, got none; export again"):
+        drop_in_(model, artifact)
 
 
 def damage_csr(path: Path) -> Path:

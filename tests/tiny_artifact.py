@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.export import write_artifact
 from dnis_torchrec.recipe import Recipe, TrainTask
@@ -27,7 +28,32 @@ def deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
     return Recipe(model=model, data=recipe.data, loss=recipe.loss)
 
 
-RECIPES = {"tests.tiny:demo": tiny.demo, "tests.tiny_artifact:deepfm": deepfm}
+class DotProduct(nn.Module):
+    """Nothing but tables: what two features pool to, multiplied and added up."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """``(B,)``; dense features are not read."""
+        pooled = self.tables(sparse_features)
+        return (pooled["user"] * pooled["genre"]).sum(dim=1)
+
+
+def tables_alone(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """The recipe of tests/tiny.py with a model that has no dense weights."""
+    recipe = tiny.demo(data, seed=seed, embedding_dim=embedding_dim)
+    torch.manual_seed(seed)
+    model = DotProduct(tiny.make_collection(embedding_dim or tiny.EMBEDDING_DIM))
+    return Recipe(model=model, data=recipe.data, loss=recipe.loss)
+
+
+RECIPES = {
+    "tests.tiny:demo": tiny.demo,
+    "tests.tiny_artifact:deepfm": deepfm,
+    "tests.tiny_artifact:tables_alone": tables_alone,
+}
 
 
 def write_tiny_artifact(path: Path, *, recipe: str = "tests.tiny:demo", forms: tuple[str, ...] = ("csr",)) -> Path:

@@ -145,18 +145,15 @@ def load_csr(path: Path | str, table: str) -> CsrTable:
 
 
 def load_dense_state(path: Path | str) -> dict[str, Tensor]:
-    """Reads the model's other weights, as `write_artifact` was given them.
+    """Reads the model's other weights, as `write_artifact` was given them; none of a model that is tables alone.
 
     Args:
         path: the artifact's folder.
 
     Raises:
-        ValueError: if the artifact holds none or is damaged.
+        ValueError: if the artifact is damaged.
     """
-    manifest = read_manifest(path)
-    place, remedy = f"artifact {str(path)!r}", "export again with dense_state"
-    check(bool(manifest["dense_state"]), place, "expected the model's dense state", "none", remedy)
-    return _read_all(path, manifest, "dense_state")
+    return _read_all(path, read_manifest(path), "dense_state")
 
 
 def _read_all(path: Path | str, manifest: Mapping[str, Any], field: str) -> dict[str, Tensor]:

@@ -146,6 +146,7 @@ def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension")
         setattr(model.get_submodule(parent), child, served)
     serving = {key for name in names for key in model.state_dict() if key.startswith(f"{name}.")}
     missing = sorted((set(model.state_dict()) - serving) ^ set(dense))
-    check(not missing, str(artifact), "expected the model's own dense weights", missing[:3], "use the model of the run")
+    remedy = "use the model of the run" if dense else "export again with dense_state"
+    check(not missing, str(artifact), "expected the model's own dense weights", missing[:3] if dense else "none", remedy)
     model.load_state_dict(dense, strict=False)
     return model

@@ -70,5 +70,7 @@ def check_against_run(artifact: Path, manifest: dict[str, Any], run_path: Path) 
         held = load_dense_state(artifact)
     except ValueError as error:
         return [*findings, Finding("run", "dense weights", SKIPPED, str(error))]
+    if dense and not held:
+        return [*findings, Finding("run", "dense weights", SKIPPED, "the artifact holds none; export with dense_state")]
     same = held.keys() == dense.keys() and all(torch.equal(held[name], dense[name]) for name in held)
     return [*findings, judged("run", "dense weights", same, "" if same else "others than the run's")]
