@@ -56,6 +56,8 @@ WRITTEN_BY_RANKS = ("checkpoints/*", part_name("*"))
 REPLACED = f"replaced{PARTIAL}"
 """Where a new run keeps the one that it replaces; no part of what is published."""
 
+_OF_RUN = "use the recipe and data of the run"
+
 
 class RunWriteError(RuntimeError):
     """What a job found could not be written; what was there, as a search's checkpoints, is as it was."""
@@ -411,6 +413,22 @@ def _key(collection: str, name: str) -> str:
     return f"{collection}.{name}" if collection else name
 
 
+def check_shapes(own: Mapping[str, Tensor], state: Mapping[str, Tensor], place: str) -> None:
+    """Checks that weights have the shapes of the model that they are meant for.
+
+    Args:
+        own: the model's, by name.
+        state: those to load, by the same names or more.
+        place: where the weights come from, for the error.
+
+    Raises:
+        ValueError: for the first parameter of another shape, as another recipe or data set has it.
+    """
+    for name, value in own.items():
+        shape = tuple(state[name].shape)
+        check(shape == tuple(value.shape), f"{place}, {name}", f"expected shape {tuple(value.shape)}", shape, _OF_RUN)
+
+
 def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:
     """Loads a run's or artifact's weights into a model, naming what does not fit.
 
@@ -423,12 +441,9 @@ def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> No
         ValueError: if names or shapes differ, as they do for another recipe, seed or data set.
     """
     own = model.state_dict()
-    remedy = "use the recipe and data of the run"
     different = sorted(set(own) ^ set(state))
-    check(not different, place, "expected the model's own parameters", different[:3], remedy)
-    for name, value in own.items():
-        shape = tuple(state[name].shape)
-        check(shape == tuple(value.shape), f"{place}, {name}", f"expected shape {tuple(value.shape)}", shape, remedy)
+    check(not different, place, "expected the model's own parameters", different[:3], _OF_RUN)
+    check_shapes(own, state, place)
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(state[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -15,11 +16,13 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor, nn
+from torchrec.models.dlrm import DLRM
 from typer.testing import CliRunner
 
 from dnis_torchrec.cli import app
 from dnis_torchrec.export import FORMS, load, load_csr, load_dense_state, read_manifest, read_scheme
 from dnis_torchrec.jobs import drop_in_, run_evaluate
+from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.storage import fetch
 from dnis_torchrec.verification import Finding, parity, verify
@@ -34,6 +37,7 @@ from dnis_torchrec.verification.parity import (
 )
 from dnis_torchrec.verification.resident import every_row, measure_resident
 from dnis_torchrec.verification.served import BASELINES, baseline
+from tests import tiny
 from tests.serving_reference import pool
 from tests.tiny_artifact import tables_alone, write_tiny_artifact
 
@@ -84,6 +88,24 @@ def test_a_model_of_nothing_but_tables_has_an_empty_state(tmp_path: Path) -> Non
     model.scale = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="expected the model's own dense weights, got none; export again"):
         drop_in_(model, artifact)
+
+
+def wider(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """The recipe of tests/tiny.py with another hidden layer: the same names, other shapes."""
+    recipe = tiny.demo(data, seed=seed, embedding_dim=embedding_dim)
+    model = DLRM(tiny.make_collection(), 4, [16, tiny.EMBEDDING_DIM], [8, 1])
+    return replace(recipe, model=model)
+
+
+def test_another_recipes_dense_weights_are_a_finding_that_names_them(small: Path) -> None:
+    found = verify(small, recipe="tests.test_verification:wider", measure=False)
+    metric = {finding.subject: finding.detail for finding in found.findings if finding.check == "metric"}
+    assert failed(found.findings) == metric
+    assert set(metric) == {"csr", "csr_fp16"}
+    message = r"small, dense_arch\S+weight: expected shape \(16, 4\), got \(8, 4\); use the recipe and data"
+    assert all(re.search(message, detail) for detail in metric.values())
+    with pytest.raises(ValueError, match=message):
+        drop_in_(wider(None).model, small)
 
 
 def damage_csr(path: Path) -> Path:

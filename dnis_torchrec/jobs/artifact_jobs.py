@@ -13,7 +13,7 @@ from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.export import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
 from dnis_torchrec.jobs.common import build_recipe
 from dnis_torchrec.recipe import Recipe, TrainTask
-from dnis_torchrec.run_folder import RunFolder, load_state_
+from dnis_torchrec.run_folder import RunFolder, check_shapes, load_state_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate, process_group
 
@@ -144,9 +144,12 @@ def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension")
         if not name:
             return served
         setattr(model.get_submodule(parent), child, served)
-    serving = {key for name in names for key in model.state_dict() if key.startswith(f"{name}.")}
-    missing = sorted((set(model.state_dict()) - serving) ^ set(dense))
+    kept = {
+        key: value for key, value in model.state_dict().items() if not any(key.startswith(f"{name}.") for name in names)
+    }
+    missing = sorted(set(kept) ^ set(dense))
     remedy = "use the model of the run" if dense else "export again with dense_state"
     check(not missing, str(artifact), "expected the model's own dense weights", missing[:3] if dense else "none", remedy)
+    check_shapes(kept, dense, str(artifact))
     model.load_state_dict(dense, strict=False)
     return model
