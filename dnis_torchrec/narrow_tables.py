@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.logical_tables import logical_config
 
 FORMAT_VERSION = 1
 PER = ("feature", "block")
@@ -209,7 +210,8 @@ def embedding_configs(
       many columns as give at least the scheme's parameters, so what rows retain beyond them is lost; ``"union"``
       takes every column that any row retains, which loses nothing and may save nothing.
     - ``per="block"``: one table per block, ``"<table>/b<s>"`` read by ``"<feature>/b<s>"``: lossless, as
-      `MixedDimensionEmbeddingBagCollection` serves and trains it. Blocks without rows or columns have none.
+      `MixedDimensionEmbeddingBagCollection` serves and trains it. Blocks without rows or columns have none. A feature
+      that several tables read is cut anew for each, so it is ``"<feature>@<table>/b<s>"`` there.
 
     Args:
         scheme: the tables of ONE collection.
@@ -240,9 +242,13 @@ def embedding_configs(
     owners = sorted({(table.collection, table.is_weighted) for table in tables})
     check(len(owners) == 1, "scheme", "expected the tables of one collection", [name for name, _ in owners])
     if per == "feature":
-        narrow = [_narrow(table, table.name, table.num_embeddings, _columns(table, columns)) for table in tables]
+        narrow = [
+            _narrow(table, table.name, table.num_embeddings, _columns(table, columns), table.feature_names)
+            for table in tables
+        ]
     else:
-        narrow = [part for table in tables for part in _blocks(table)]
+        names = get_embedding_names_by_table([logical_config(table) for table in tables])
+        narrow = [part for table, own in zip(tables, names, strict=True) for part in _blocks(table, own)]
     return NarrowTables(tuple(narrow), tables[0].is_weighted)
 
 
@@ -366,18 +372,22 @@ def _columns(table: TableScheme, wanted: str) -> Tensor:
     return order[: max(1, union if wanted == "union" else same_size)].sort().values
 
 
-def _blocks(table: TableScheme) -> list[NarrowTable]:
+def _blocks(table: TableScheme, names: list[str]) -> list[NarrowTable]:
+    """A table per block that stores something; `names` are those of what the table gives, one per feature."""
     rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
     stored = [s for s in range(table.routing.num_blocks) if rows[s] and dims[s]]
-    return [_narrow(table, f"{table.name}/b{s}", rows[s], table.columns(s), suffix=f"/b{s}") for s in stored]
+    return [
+        _narrow(table, f"{table.name}/b{s}", rows[s], table.columns(s), tuple(f"{name}/b{s}" for name in names))
+        for s in stored
+    ]
 
 
-def _narrow(table: TableScheme, name: str, rows: int, columns: Tensor, suffix: str = "") -> NarrowTable:
+def _narrow(table: TableScheme, name: str, rows: int, columns: Tensor, features: tuple[str, ...]) -> NarrowTable:
     return NarrowTable(
         name=name,
         num_embeddings=rows,
         embedding_dim=columns.numel(),
-        feature_names=tuple(f"{feature}{suffix}" for feature in table.feature_names),
+        feature_names=features,
         pooling=table.pooling,
         logical_dim=table.embedding_dim,
         columns=tuple(columns.tolist()),

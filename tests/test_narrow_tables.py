@@ -12,6 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from dnis_torchrec.narrow_tables import NarrowEmbeddingBagCollection, NarrowTable, NarrowTables, embedding_configs
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
 from tests import tiny
 from tests.serving_reference import Case, cases, keyed_jagged_tensor, table_scheme
 
@@ -44,6 +45,24 @@ def test_per_block_there_is_a_lossless_table_for_each_block() -> None:
     ]
     assert tables.tables[0].feature_names == ("f/b0", "g/b0")
     assert tables.parameters == 19
+
+
+def test_per_block_a_feature_of_two_tables_has_bags_for_each() -> None:
+    """The tables route their rows differently, so that no bag is right for both."""
+    other = RowRouting(10, 1, boundaries=torch.tensor([0, 10]))
+    found = MixedDimensionScheme({**scheme().tables, "u": table_scheme("u", other, RETAINED[:1])})
+    readers = {table.name: table.feature_names for table in embedding_configs(found, per="block")}
+    assert readers == {"t/b0": ("f@t/b0",), "t/b1": ("f@t/b1",), "t/b2": ("f@t/b2",), "u/b0": ("f@u/b0",)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_per_block_tables_and_their_keys_are_those_that_are_served(case: Case) -> None:
+    served = MixedDimensionEmbeddingBagCollection(case.scheme, device="meta").physical_embedding_bag_configs()
+    assert {
+        config.name: (config.num_embeddings, config.embedding_dim, config.feature_names)
+        for config in embedding_configs(case.scheme, per="block").configs()
+    } == {config.name: (config.num_embeddings, config.embedding_dim, config.feature_names) for config in served}
 
 
 def test_features_that_shared_a_table_go_on_sharing_it() -> None:
