@@ -22,6 +22,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from dnis_torchrec.export.forms import serve
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection, block_tables
@@ -77,6 +78,19 @@ def test_lookup_from_plain_tensors(compiled: bool) -> None:
         module.lookup(ids, offsets, torch.ones(6))
     with pytest.raises(ValueError, match="offsets: expected 2 times the batch size and one more, got 6"):
         module.lookup(ids, torch.tensor([0, 2, 3, 3, 4, 6]))
+
+
+@pytest.mark.parametrize("form", ["mixed_dimension", "mixed_dimension_fp16", "mixed_dimension_int8"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_samples_give_an_output_of_none(form: str, compiled: bool) -> None:
+    scheme, tables = one_table(MAPPED, feature_names=("f", "g"), pooling="mean")
+    module = serve(scheme, tables, form)
+    module._compiled = compiled and module._compiled
+    none = torch.empty(0, dtype=torch.int64)
+    with torch.inference_mode():
+        pooled = module(KeyedJaggedTensor(keys=["f", "g"], values=none, lengths=none, stride=0))
+        assert module.lookup(none, torch.zeros(1, dtype=torch.int64)).shape == (0, 10)
+    assert {name: value.shape for name, value in pooled.to_dict().items()} == {"f": (0, 5), "g": (0, 5)}
 
 
 def test_more_blocks_than_are_counted() -> None:

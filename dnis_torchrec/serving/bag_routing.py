@@ -97,19 +97,19 @@ class BagRouter(nn.Module):
             NotImplementedError: if the features of the batch differ in stride.
         """
         bags = checked_bags(features, self._logical, self.limits, self.limits if self._zero_unknown else None)
-        batch_size = bags.stride()
+        batch_size, num_blocks = bags.stride(), self.cuts.shape[1] - 1
         lengths, ids, weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
             bags.lengths(),
             self._located(bags),
             False,
             False,
             self.unit,
-            self.cuts.shape[1] - 1,
+            num_blocks,
             bags.weights_or_none(),
             block_bucketize_pos=list(self.cuts.unbind(0)),
         )
         if self.stored is not None:
-            lengths = lengths.view(-1, batch_size)
+            lengths = lengths.view(num_blocks * self.cuts.shape[0], batch_size)  # of 0 samples -1 has no meaning
             lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(self.stored, lengths, ids, weights)
         return KeyedJaggedTensor(
             keys=self._keys, values=ids, weights=weights, lengths=lengths.view(-1), stride=batch_size

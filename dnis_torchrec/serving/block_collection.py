@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.bag_splitting import select_features
@@ -119,7 +119,14 @@ class BlockCollection(EmbeddingBagCollectionInterface):
         if self._is_compiled_on(features.values()):
             return self._logical.keyed(self._lookup(features))
         split = self.router(features)
-        return self.merge(None if self.blocks is None else self.blocks(split), features)
+        pooled = None
+        if self.blocks is not None and not self._is_stock_without_samples(features):
+            pooled = self.blocks(split)
+        return self.merge(pooled, features)
+
+    def _is_stock_without_samples(self, features: KeyedJaggedTensor) -> bool:
+        """TorchRec's unsharded collection takes no batch of 0 samples; in a sharded one other ranks may wait."""
+        return type(self.blocks) is EmbeddingBagCollection and features.stride() == 0
 
     def _stock_tables(self) -> list[Tensor] | None:
         """The stored tables in the order of `_stored`; None where no stock module on the CPU holds them."""
