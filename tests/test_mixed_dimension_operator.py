@@ -105,6 +105,13 @@ def test_offsets_that_do_not_rise(offsets: Tensor) -> None:
         look_up(layout, tables, offsets=offsets)
 
 
+def test_any_stride_will_do() -> None:
+    layout, tables, expected = parts()
+    ids, offsets = (torch.stack([part, -part], dim=1)[:, 0] for part in (IDS, OFFSETS))
+    assert not offsets.is_contiguous()
+    assert look_up(layout, tables, ids=ids, offsets=offsets).equal(expected)
+
+
 def test_unknown_ids() -> None:
     layout, tables, expected = parts()
     ids = torch.tensor([0, -1, 10, 1])

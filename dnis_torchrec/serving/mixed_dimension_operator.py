@@ -149,7 +149,7 @@ class BlockLayout:
         """
         return torch.ops.dnis_torchrec.mixed_dimension_bag.default(
             ids.contiguous(),
-            offsets,
+            offsets.contiguous(),
             None if weights is None else weights.contiguous(),
             tables,
             self.positions,
