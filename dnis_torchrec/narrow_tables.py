@@ -32,6 +32,16 @@ FORMAT_VERSION = 1
 PER = ("feature", "block")
 COLUMNS = ("same_size", "union")
 PROJECTIONS = ("selection", "learned")
+FIELDS = {
+    "name": str,
+    "num_embeddings": int,
+    "embedding_dim": int,
+    "feature_names": list,
+    "pooling": str,
+    "logical_dim": int,
+    "columns": list,
+}
+"""What a file has to tell of each table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +58,7 @@ class NarrowTable:
         columns: the R columns of D that it holds, rising.
 
     Raises:
-        ValueError: if the columns are not R rising ones of D.
+        ValueError: if it has no rows or features, or the columns are not R rising ones of D.
     """
 
     name: str
@@ -61,6 +71,8 @@ class NarrowTable:
 
     def __post_init__(self) -> None:
         place, columns = f"table {self.name!r}", list(self.columns)
+        check(self.num_embeddings >= 1, place, "expected num_embeddings >= 1", self.num_embeddings)
+        check(bool(self.feature_names), place, "expected at least one feature", "none")
         check(self.pooling in ("sum", "mean"), place, "expected pooling 'sum' or 'mean'", repr(self.pooling))
         rising = len(columns) == self.embedding_dim >= 1 and columns == sorted(set(columns))
         within = rising and columns[0] >= 0 and columns[-1] < self.logical_dim
@@ -190,14 +202,23 @@ class NarrowTables:
         check(known, place, "expected a mapping with format_version and tables", type(fields).__name__)
         version = fields.get("format_version")
         check(version == FORMAT_VERSION, place, f"expected format_version {FORMAT_VERSION}", version)
-        wanted = set(NarrowTable.__dataclass_fields__)
         tables = []
         for index, entry in enumerate(fields["tables"]):
-            named = sorted(entry) if isinstance(entry, dict) else []
-            check(set(named) == wanted, f"{place}, entry {index}", f"expected fields {sorted(wanted)}", named)
+            _check_entry(entry, f"{place}, entry {index}")
             lists = {field: tuple(entry[field]) for field in ("feature_names", "columns")}
             tables.append(NarrowTable(**{**entry, **lists}))
         return NarrowTables(tuple(tables), bool(fields.get("is_weighted", False)))
+
+
+def _check_entry(entry: Any, place: str) -> None:
+    """Fields of the right kind; what they say, `NarrowTable` checks."""
+    named = sorted(entry) if isinstance(entry, dict) else []
+    check(set(named) == set(FIELDS), place, f"expected fields {sorted(FIELDS)}", named)
+    for field, kind in FIELDS.items():
+        check(type(entry[field]) is kind, place, f"expected {field} to be of type {kind.__name__}", repr(entry[field]))
+    for field, kind in (("feature_names", str), ("columns", int)):
+        fits = all(type(value) is kind for value in entry[field])
+        check(fits, place, f"expected {field} to hold values of type {kind.__name__}", entry[field])
 
 
 def embedding_configs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -112,6 +114,25 @@ def test_json_yaml_and_python_say_the_same() -> None:
 def test_a_file_that_is_none_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NarrowTables.from_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("feature_names", "movie", r"entry 0: expected feature_names to be of type list, got 'movie'"),
+        ("feature_names", ["f", 3], r"entry 0: expected feature_names to hold values of type str, got \['f', 3\]"),
+        ("feature_names", [], "table 't': expected at least one feature, got none"),
+        ("num_embeddings", -3, "table 't': expected num_embeddings >= 1, got -3"),
+        ("num_embeddings", 2.5, "entry 0: expected num_embeddings to be of type int, got 2.5"),
+        ("columns", ["1", "3"], r"entry 0: expected columns to hold values of type int, got \['1', '3'\]"),
+        ("logical_dim", None, "entry 0: expected logical_dim to be of type int, got None"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(field: str, value: object, message: str) -> None:
+    fields = json.loads(embedding_configs(scheme()).to_json())
+    fields["tables"][0][field] = value
+    with pytest.raises(ValueError, match=message):
+        NarrowTables.from_json(json.dumps(fields))
 
 
 def test_wrong_arguments_are_refused() -> None:
