@@ -251,17 +251,18 @@ def count_frequencies_in_frame(frame: pd.DataFrame, tables: Sequence[EmbeddingBa
 
 def _ids_of_column(column: pd.Series) -> tuple[Tensor, int]:
     """(ids of all bags, longest bag)."""
+    place, requirement = f"column {column.name!r}", "expected integer ids or lists of them"
+    remedy = "fill what is missing and hash what is no integer"
     holds_lists = column.dtype == object and all(isinstance(bag, list | tuple | np.ndarray) for bag in column)
-    check(
-        holds_lists or pd.api.types.is_integer_dtype(column.dtype),
-        f"column {column.name!r}",
-        "expected integer ids or lists of them",
-        column.dtype,
-        "fill what is missing and hash what is no integer",
-    )
-    flat = np.concatenate([np.asarray(bag, dtype=np.int64) for bag in column]) if holds_lists else column
-    longest = max(len(bag) for bag in column) if holds_lists else 1
-    return torch.from_numpy(np.array(flat, dtype=np.int64)), longest
+    if not holds_lists:
+        check(pd.api.types.is_integer_dtype(column.dtype), place, requirement, column.dtype, remedy)
+        return torch.from_numpy(np.array(column, dtype=np.int64)), 1
+    bags = [np.asarray(bag) for bag in column]
+    for bag in bags:  # an empty one is of no dtype that means anything
+        is_ids = bag.ndim == 1 and (bag.size == 0 or bag.dtype.kind in "iu")
+        check(is_ids, place, requirement, bag, remedy)
+    flat = np.concatenate([bag.astype(np.int64, copy=False) for bag in bags])
+    return torch.from_numpy(flat), max(map(len, bags))
 
 
 def merge_counts(parts: Sequence[FrequencyCounts]) -> FrequencyCounts:

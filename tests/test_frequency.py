@@ -185,7 +185,23 @@ def test_empty_data_is_refused() -> None:
         count_frequencies_in_frame(pd.DataFrame({"u": []}), TABLES)
 
 
-@pytest.mark.parametrize("column", [[0.5], [1.0], ["1"], [None]])
+@pytest.mark.parametrize(
+    "column",
+    [
+        [0.5],
+        [1.0],
+        ["1"],
+        [None],
+        [[1.9, 2.2], [0.5]],
+        [[1], [np.nan]],
+        [[1], ["1"]],
+        [[1, None]],
+        [[True]],
+        [np.array([1.5]), np.array([], dtype=np.int64)],
+        [[[1, 2]]],
+    ],
+    ids=str,
+)
 def test_columns_that_hold_no_ids_are_refused(column: list) -> None:
     with pytest.raises(ValueError, match=r"^column 'u': expected integer ids or lists of them"):
         count_frequencies_in_frame(pd.DataFrame({"u": column}), TABLES[:1])
