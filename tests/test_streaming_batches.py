@@ -409,6 +409,27 @@ def test_ids_that_are_rows_already(tmp_path: Path) -> None:
         list(StreamedBatches(ParsedStream([tmp_path / "ids.csv"], schema), batch_size=1))
 
 
+@pytest.mark.parametrize("hashed", [True, False])
+def test_large_strings_of_parquet_are_text_as_others_are(tmp_path: Path, hashed: bool) -> None:
+    """Polars, and pandas with Arrow types, write nothing else."""
+    schema = StreamSchema(label="y", multi_hot={"m": 30}, hashed=hashed)
+
+    def served(column: pa.Array) -> list[list[int]]:
+        pq.write_table(pa.table({"y": [0, 1, 0, 1], "m": column}), tmp_path / "bags.parquet")
+        stream = ParsedStream([tmp_path / "bags.parquet"], schema)
+        (batch,) = StreamedBatches(stream, batch_size=4, shuffle=False)
+        return [bag.tolist() for bag in batch.sparse_features["m"].to_dense()]
+
+    text, lists = ["0|2", "7", "1", None], [["0", "2"], ["7"], [], None]
+    expected = served(pa.array(text, pa.string()))
+    assert list(map(len, expected)) == [2, 1, 1, 0]
+    assert served(pa.array(text, pa.large_string())) == expected
+    if hashed:
+        assert served(pa.array(lists, pa.large_list(pa.large_string()))) == served(
+            pa.array(lists, pa.list_(pa.string()))
+        )
+
+
 def test_streams_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected at least one file, got none"):
         ParsedStream([tmp_path / "*.tsv"], SCHEMA)

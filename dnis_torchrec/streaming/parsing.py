@@ -238,7 +238,7 @@ def _check_hashable(column: pa.Array, where: str) -> None:
 
 def _bags(column: pa.Array, num_embeddings: int, schema: StreamSchema, place: str, name: str) -> tuple[Tensor, Tensor]:
     """(values, offsets) of a column of lists, or of text with a separator."""
-    if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
+    if any(test(column.type) for test in (pa.types.is_binary, pa.types.is_string, pa.types.is_large_string)):
         column = pc.split_pattern(column, schema.list_separator)
         if not schema.hashed:
             column = _integer_lists(column, f"{place}, column {name!r}")
