@@ -149,7 +149,8 @@ def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension")
     }
     missing = sorted(set(kept) ^ set(dense))
     remedy = "use the model of the run" if dense else "export again with dense_state"
-    check(not missing, str(artifact), "expected the model's own dense weights", missing[:3] if dense else "none", remedy)
+    received = missing[:3] if dense else "none"
+    check(not missing, str(artifact), "expected the model's own dense weights", received, remedy)
     check_shapes(kept, dense, str(artifact))
     model.load_state_dict(dense, strict=False)
     return model
