@@ -26,7 +26,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.logical_tables import logical_config
 
 FORMAT_VERSION = 1
 PER = ("feature", "block")
@@ -262,13 +261,12 @@ def embedding_configs(
     tables = list(scheme.tables.values())
     owners = sorted({(table.collection, table.is_weighted) for table in tables})
     check(len(owners) == 1, "scheme", "expected the tables of one collection", [name for name, _ in owners])
-    if per == "feature":
-        narrow = [
-            _narrow(table, table.name, table.num_embeddings, _columns(table, columns), table.feature_names)
-            for table in tables
-        ]
-    else:
-        names = get_embedding_names_by_table([logical_config(table) for table in tables])
+    narrow = [
+        _narrow(table, table.name, table.num_embeddings, _columns(table, columns), table.feature_names)
+        for table in tables
+    ]
+    if per == "block":
+        names = get_embedding_names_by_table([table.config() for table in narrow])
         narrow = [part for table, own in zip(tables, names, strict=True) for part in _blocks(table, own)]
     return NarrowTables(tuple(narrow), tables[0].is_weighted)
 
