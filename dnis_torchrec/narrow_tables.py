@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -231,7 +231,8 @@ def embedding_configs(
       takes every column that any row retains, which loses nothing and may save nothing.
     - ``per="block"``: one table per block, ``"<table>/b<s>"`` read by ``"<feature>/b<s>"``: lossless, as
       `MixedDimensionEmbeddingBagCollection` serves and trains it. Blocks without rows or columns have none. A feature
-      that several tables read is cut anew for each, so it is ``"<feature>@<table>/b<s>"`` there.
+      that several tables read is cut anew for each, so it is ``"<feature>@<table>/b<s>"`` there. Blocks of a MEAN
+      table are pooled by SUM: no block knows how long the whole bag is, by which the sum over blocks is divided.
 
     Args:
         scheme: the tables of ONE collection.
@@ -395,8 +396,9 @@ def _blocks(table: TableScheme, names: list[str]) -> list[NarrowTable]:
     """A table per block that stores something; `names` are those of what the table gives, one per feature."""
     rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
     stored = [s for s in range(table.routing.num_blocks) if rows[s] and dims[s]]
+    summed = replace(table, pooling="sum")
     return [
-        _narrow(table, f"{table.name}/b{s}", rows[s], table.columns(s), tuple(f"{name}/b{s}" for name in names))
+        _narrow(summed, f"{table.name}/b{s}", rows[s], table.columns(s), tuple(f"{name}/b{s}" for name in names))
         for s in stored
     ]
 

@@ -61,10 +61,12 @@ def test_per_block_a_feature_of_two_tables_has_bags_for_each() -> None:
 @given(case=cases())
 def test_per_block_tables_and_their_keys_are_those_that_are_served(case: Case) -> None:
     served = MixedDimensionEmbeddingBagCollection(case.scheme, device="meta").physical_embedding_bag_configs()
-    assert {
-        config.name: (config.num_embeddings, config.embedding_dim, config.feature_names)
-        for config in embedding_configs(case.scheme, per="block").configs()
-    } == {config.name: (config.num_embeddings, config.embedding_dim, config.feature_names) for config in served}
+    found = embedding_configs(case.scheme, per="block").configs()
+    assert {config.name: facts(config) for config in found} == {config.name: facts(config) for config in served}
+
+
+def facts(config: EmbeddingBagConfig) -> tuple[object, ...]:
+    return config.num_embeddings, config.embedding_dim, config.feature_names, config.pooling
 
 
 def test_features_that_shared_a_table_go_on_sharing_it() -> None:
