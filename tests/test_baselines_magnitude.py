@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from dnis_torchrec import TrainTask
 from dnis_torchrec.baselines import METHODS, SizeNotMetError, magnitude
 from dnis_torchrec.baselines.magnitude import NUM_STAGES, stage_sizes
 from dnis_torchrec.baselines.trained_scheme import row_blocks
-from tests.test_baselines_methods import DIM, make_task
+from dnis_torchrec.comparison.streams import train_on_validation
+from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.training import evaluate
+from tests.test_baselines_methods import CPU, DIM, make_task
+from tests.tiny import Repeatable, make_batch, make_recipe
 
 POINTERS = (40 + 8) + (12 + 8)
 """Compact: a byte a row, and eight for every 56 rows of a table."""
@@ -61,7 +67,7 @@ def test_stages_train_from_the_pruned_weights_with_the_early_stopping_of_a_whole
     train_plainly = magnitude.train_plainly
     monkeypatch.setattr(magnitude, "train_plainly", watched)
     METHODS["magnitude-iterative"](make_task(tmp_path, 4, patience=1, max_epochs=1))
-    assert rules == [(1, 1, False, False)] + NUM_STAGES * [(1, 1, True, True)]
+    assert rules == [(1, 1, True, False)] + NUM_STAGES * [(1, 1, True, True)]
 
 
 def test_a_budget_beyond_all_values_keeps_those_that_were_seen(gloo, tmp_path: Path) -> None:
@@ -85,3 +91,20 @@ def test_bytes_that_do_not_pay_for_one_value_are_refused(gloo, tmp_path: Path, n
     task = make_task(tmp_path, make_task(tmp_path, 1).dense_bytes() / (smallest - 0.5))
     with pytest.raises(SizeNotMetError, match=f"expected at least {smallest} .*, got {smallest - 1}$"):
         METHODS[name](task)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+@pytest.mark.parametrize("name", ["magnitude", "magnitude-iterative"])
+def test_rows_that_validation_alone_has_take_no_place_among_the_values_kept(
+    gloo, tmp_path: Path, name: str, optimizer: str
+) -> None:
+    def on_both(dim: int | None) -> Recipe:
+        recipe = make_recipe(embedding_dim=dim or DIM, optimizer=optimizer)
+        few = Repeatable([make_batch(8, 0), make_batch(8, 1)])
+        return train_on_validation(replace(recipe, data=replace(recipe.data, train=few)))
+
+    task = make_task(tmp_path, 3, make=on_both)
+    result, recipe = METHODS[name](task), on_both(None)
+    selected = evaluate(TrainTask(result.model, recipe.loss), recipe.data.selection, recipe.loss, CPU)["loss"]
+    assert selected == pytest.approx(result.selection_loss, abs=1e-6)
+    assert 0 <= task.embedding_bytes() - result.embedding_bytes() < BYTES_PER_VALUE

@@ -40,6 +40,7 @@ class MagnitudePruning:
         folder: existing folder for checkpoints.
         patience: epochs without a better selection loss before stopping, in training and fine-tuning alike.
         max_epochs: epochs of each training at most.
+        holds_zeros: values of the tables that start at zero stay zero in the dense training too.
     """
 
     def __init__(
@@ -51,13 +52,14 @@ class MagnitudePruning:
         folder: Path,
         patience: int,
         max_epochs: int = MAX_EPOCHS,
+        holds_zeros: bool = False,
     ) -> None:
         self._recipe, self._seed, self._device = recipe, seed, device
         self._patience, self._max_epochs, self._folder = patience, max_epochs, folder
         self._model, _ = shard(TrainTask(recipe.model, recipe.loss), recipe, device)
         self._shards = [part for module in collections(self._model).values() for part in local_shards(module)]
         self._dense_parameters = sum(part.weight.numel() for part in self._shards)
-        self._dense = self._train(None)
+        self._dense = self._train(RetainedMask(self._model) if holds_zeros else None, starts_trained=False)
         save_checkpoint(folder / "dense", self._model)
 
     def dense_row(self) -> ReportRow:
@@ -84,13 +86,13 @@ class MagnitudePruning:
         """
         with writing_to_tables(self._model):
             keep_largest_(self._shards, num_keep)
-        return self._train(RetainedMask(self._model))
+        return self._train(RetainedMask(self._model), starts_trained=True)
 
     def unshard_(self) -> nn.Module:
         """The plain model in its present state; the last call to make."""
         return cast(TrainTask, unshard_(self._model)).model
 
-    def _train(self, mask: RetainedMask | None) -> PlainTraining:
+    def _train(self, mask: RetainedMask | None, *, starts_trained: bool) -> PlainTraining:
         return train_plainly(
             self._model,
             rest_optimizer(self._model, self._recipe),
@@ -100,7 +102,7 @@ class MagnitudePruning:
             patience=self._patience,
             folder=self._folder,
             mask=mask,
-            starts_trained=mask is not None,
+            starts_trained=starts_trained,
         )
 
     def _row(self, method: str, parameters: int, seconds: float) -> ReportRow:
@@ -123,7 +125,8 @@ class MagnitudePruning:
 def magnitude(task: MethodTask) -> MethodResult:
     """One-shot: train densely, keep the largest values that the budget pays for in CSR form, train these on.
 
-    Rows never seen in training are zero from the start, as in every method with blocks.
+    Rows never seen in training are zero from the first step to the last, as in every method with blocks, also where
+    samples are trained on that are not counted (`+validation`).
 
     NOTE[DIFF]: Han et al. retrain at a tenth of the learning rate or less and set a threshold per layer; here
     fine-tuning has the recipe's rate and its early stopping, and one threshold is for all tables, as bytes are.
@@ -178,7 +181,7 @@ def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
     started = time.monotonic()
     dims = blocks.embedding_dims
     every_column = {table: torch.full((blocks.routings[table].num_blocks,), dim) for table, dim in dims.items()}
-    num_seen = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column)).parameters
+    seen = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column))
     torch.manual_seed(task.seed)
     pruning = MagnitudePruning(
         recipe,
@@ -187,9 +190,10 @@ def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
         folder=task.folder,
         patience=task.patience,
         max_epochs=task.max_epochs,
+        holds_zeros=seen.parameters < seen.dense_parameters,
     )
-    num_keep = min(num_keep, num_seen)
-    trained = [pruning.prune_(size) for size in stage_sizes(num_seen, num_keep, num_stages)][-1]
+    num_keep = min(num_keep, seen.parameters)
+    trained = [pruning.prune_(size) for size in stage_sizes(seen.parameters, num_keep, num_stages)][-1]
     model = pruning.unshard_()
     scheme = prune(model, blocks, counts, threshold=0.0, structure="element")
     seconds = time.monotonic() - started
