@@ -81,7 +81,7 @@ def pack_bags(
         batch_size: B.
 
     Returns:
-        The packed bags; ids of a piece keep their order.
+        The packed bags; ids of a piece keep their order. Gradients flow back to the weights.
 
     Raises:
         ValueError: for an id outside its routing, or lengths that are not those of the ids.
@@ -105,13 +105,19 @@ def pack_bags(
     needed = [-(-count // keys) for count, keys in zip(counts, num_keys, strict=True)]
     num_rows = max([1, *needed])  # no kernel takes an empty batch
     packed_ids, packed_lengths = torch.empty_like(ids), lengths.new_empty(sum(num_keys) * num_rows)
-    packed_weights = None if weights is None else torch.empty_like(weights)
-    operators.pack_ids(ids, weights, starts, sizes, piece_of_id, num_keys, packed_ids, packed_lengths, packed_weights)
+    learns = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+    carried = (
+        torch.arange(len(ids)) if learns else weights
+    )  # the operator knows no gradient, but torch's selection does
+    packed = None if carried is None else torch.empty_like(carried)
+    operators.pack_ids(ids, carried, starts, sizes, piece_of_id, num_keys, packed_ids, packed_lengths, packed)
     total = int(packed_lengths.sum())
+    if packed is not None:
+        packed = weights.index_select(0, packed[:total]) if weights is not None and learns else packed[:total]
     return PackedBags(
         ids=packed_ids[:total],
         lengths=packed_lengths,
-        weights=None if packed_weights is None else packed_weights[:total],
+        weights=packed,
         num_rows=num_rows,
         starts=starts,
         rows=rows[: sum(counts)].clone(),  # the rest of that memory is given back

@@ -82,6 +82,23 @@ def test_pieces_lie_where_they_should(case, weighted: bool, id_dtype, length_dty
     assert packed.rows_of([1]).tolist() == [row for _, row, _ in pieces[1]]
 
 
+@given(two_features())
+def test_weights_that_learn_are_packed_alike_and_get_their_gradient(case) -> None:
+    bags, num_keys = case
+    ids = torch.tensor([row for own in bags for bag in own for row in bag], dtype=torch.int64)
+    lengths = torch.tensor([len(bag) for own in bags for bag in own], dtype=torch.int64)
+    weights = (torch.arange(len(ids)) + 0.5).requires_grad_()
+    packed = pack_bags(ids, lengths, weights, packings(num_keys), len(bags[0]))
+    fixed = pack_bags(ids, lengths, weights.detach(), packings(num_keys), len(bags[0]))
+    assert packed.weights.dtype == weights.dtype
+    assert packed.weights.equal(fixed.weights)
+    (gradient,) = torch.autograd.grad(packed.weights.square().sum(), weights)
+    is_packed = torch.isin(weights.detach(), fixed.weights)  # they are distinct; ids of no block are left out
+    assert gradient.equal(torch.where(is_packed, 2 * weights.detach(), 0))
+    with torch.no_grad():
+        assert not pack_bags(ids, lengths, weights, packings(num_keys), len(bags[0])).weights.requires_grad
+
+
 def layout_of(num_keys: tuple[int, int]) -> Tensor:
     """The first feature has both columns of D = 2, the second the last two columns of D = 3."""
     return torch.tensor([[0, 2, 2, num_keys[0], 0, 2], [2 * num_keys[0], 0, 2, num_keys[1], 6 + 1, 3]])

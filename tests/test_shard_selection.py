@@ -24,6 +24,7 @@ from tests.distributed.shard_selection_scenarios import (
     WHOLE_FEATURES,
     compare,
     look_up_nothing,
+    loss_of,
     make_features,
     make_model,
     shard,
@@ -55,6 +56,30 @@ def test_it_computes_what_the_unsharded_collection_does(
     assert found["columns"] == 36
     assert max(found["value_error"], found["alpha_error"], found["table_error"]) < 1e-6
     assert found["hit_errors"] == 0
+
+
+@pytest.mark.parametrize("kind", ["data_parallel", "table_wise"])
+def test_weights_that_learn_get_the_gradient_of_the_unsharded_collection(
+    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Compiled or not. Without table b: FBGEMM has no gradient for the weights of a feature of two tables."""
+    features, gradients = make_features(0, True), []
+    for on_shards, compiled in ((False, True), (True, True), (True, False)):
+        model = make_model(True, names="ac")
+        wrapper = select_on_shards_(shard(model, kind, gloo)).module["ebc"] if on_shards else model["ebc"]
+        weights = features.weights().clone().requires_grad_()
+        bags = type(features)(
+            keys=features.keys(), values=features.values(), lengths=features.lengths(), weights=weights
+        )
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(shard_selection, "are_compiled", lambda: False)
+            loss_of(wrapper(bags)).backward()
+        gradients.append(weights.grad)
+    expected, *others = gradients
+    assert expected.any()
+    for gradient in others:
+        torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)

@@ -5,7 +5,7 @@ Also on one rank, in the test's own process: tests/test_shard_selection.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -80,11 +80,12 @@ def tables() -> list[EmbeddingBagConfig]:
     ]
 
 
-def make_model(weighted: bool, *, scope: str = "global") -> nn.Module:
-    """The prepared collection, with the same weights and the same alpha in every process."""
+def make_model(weighted: bool, *, scope: str = "global", names: Collection[str] = ROWS) -> nn.Module:
+    """The prepared collection of some tables, with the same weights and the same alpha in every process."""
     torch.manual_seed(1)
-    configs = tables()
-    counts = FrequencyCounts({n: torch.randint(0, 9, (rows,)) for n, rows in ROWS.items()}, LENGTHS, 30)
+    configs = [table for table in tables() if table.name in names]
+    rows_of = {table.name: table.num_embeddings for table in configs}
+    counts = FrequencyCounts({n: torch.randint(0, 9, (rows,)) for n, rows in rows_of.items()}, LENGTHS, 30)
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs, is_weighted=weighted)})
     prepared = prepare_(model, blocks_from_counts(counts, configs, num_blocks=3, scope=scope))
     for dim in prepared["ebc"].alpha.dims:
@@ -127,7 +128,8 @@ def shard(model: nn.Module, kind: str, group: dist.ProcessGroup) -> nn.Module:
             apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": LEARNING_RATE})
     sharders = [CpuEmbeddingBagCollectionSharder({USE_ONE_TBE_PER_TABLE: kind.endswith("kernel_per_table")})]
     constraints = {
-        name: ParameterConstraints(sharding_types=[own], min_partition=4) for name, own in SHARDINGS[kind].items()
+        name: ParameterConstraints(sharding_types=[SHARDINGS[kind][name]], min_partition=4)
+        for name in model["ebc"].embedding_bag_collection.embedding_bags
     }
     plan = make_sharding_plan(model, CPU, sharders, constraints=constraints, process_group=group)
     for name, own in plan.plan["ebc.embedding_bag_collection"].items():
