@@ -306,7 +306,7 @@ def search(
         ValueError: for bad data, blocks or a size that cannot be met, or other data than that of the checkpoint to go
             on from, before training starts; on all ranks alike.
         NonFiniteError: if a loss or gradient is NaN or infinite; the last good checkpoint stays.
-        SearchInterrupted: if `events` asked to stop; everything was saved first.
+        SearchInterrupted: if `events` asked to stop; everything was saved first, or the message says otherwise.
         CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
     """
     ranks = Ranks.everyone()

@@ -111,7 +111,7 @@ class SearchEvents:
 
 
 class SearchInterrupted(RuntimeError):
-    """The search was asked to stop; its state was saved first."""
+    """The search was asked to stop; its state was saved first, or the message says that it could not be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +185,7 @@ class SearchLoop:
         self.history: list[EpochRecord] = []
         self.best = self._best_before = Best()
         self._epoch, self._is_over = 0, False
+        self._resumed_from: Address | None = None
         self._started, self.seconds_before = time.monotonic(), 0.0
         # This rank's share of the sum and the number of the epoch's losses.
         self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
@@ -194,7 +195,7 @@ class SearchLoop:
         """Runs what is left of the search, and ends with the weights and alpha of the best epoch.
 
         Raises:
-            SearchInterrupted: if a rank was asked to stop; the state was saved.
+            SearchInterrupted: if a rank was asked to stop; the state was saved, or the message says otherwise.
             CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
             NonFiniteError: if training diverges.
             ValueError: if the checkpoint to resume from is damaged or of another search.
@@ -235,13 +236,20 @@ class SearchLoop:
             if self._is_stop_requested():
                 self._save(saver)
                 saver.wait()
-                saved = self._folder.path_of(self._steps)
-                place = f"epoch {self._epoch}, lower step {pipeline.lower_steps}"
-                raise SearchInterrupted(
-                    f"{place}: stopped on request; everything is saved in {saved}, --resume goes on"
-                )
+                raise SearchInterrupted(self._how_stopped(saver))
             if is_lower and every and pipeline.lower_steps % every == 0 and self._steps < steps_until:
                 self._save(saver)
+
+    def _how_stopped(self, saver: CheckpointSaver) -> str:
+        """Says where the search was stopped, and what --resume finds of it."""
+        saved = self._resumed_from if saver.last_step is None else self._folder.path_of(saver.last_step)
+        if saved is None:
+            kept = "nothing could be saved"
+        elif saver.last_step == self._steps:
+            kept = f"everything is saved in {saved}, --resume goes on"
+        else:
+            kept = f"this state could not be saved, --resume goes on from {saved}"
+        return f"epoch {self._epoch}, lower step {self._pipeline.lower_steps}: stopped on request; {kept}"
 
     def _end_epoch(self, saver: CheckpointSaver) -> None:
         self._wait(saver)  # so that the best epoch before this one is one that was written
@@ -318,6 +326,7 @@ class SearchLoop:
         losses = {f"rank{rank}/losses": torch.zeros_like(self._losses) for rank in ranks}
         placed = {name: PlacedTensor.of(own_losses) for name, own_losses in losses.items()}
         own = self._pipeline.restore(path, self._stream, placed)["search"]
+        self._resumed_from = path
         self._losses += sum(losses.values())
         self._epoch, self._is_over, self.seconds_before = own["epoch"], own["is_over"], own["seconds"]
         self.best = self._best_before = Best(**own["best"] or {})

@@ -15,6 +15,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import Size, run_folder
+from dnis_torchrec.checkpoint import LocalCheckpointFolder
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.frequency import count_frequencies
 from dnis_torchrec.jobs import SearchJob, run_evaluate, run_export, run_prune, run_report, run_search, search_job
@@ -69,6 +70,28 @@ def test_a_resumed_run_leaves_the_same_files(whole: Path, tmp_path: Path, capsys
     for name in ("model", "alpha", "scheme", "counts", "blocks"):
         assert (out / f"{name}.safetensors").read_bytes() == (whole / f"{name}.safetensors").read_bytes(), name
     assert (out / "run.json").read_text() == (whole / "run.json").read_text()
+
+
+def test_a_run_that_says_nothing_was_saved_is_gone_and_one_that_names_a_checkpoint_is_not(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out, saving = tmp_path / "run", Saving(on_error="continue")
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalCheckpointFolder, "add", full)
+        stop_after(patch, 3)
+        with pytest.raises(SearchInterrupted, match="stopped on request; nothing could be saved"):
+            run_search(job(out, saving=saving))
+    assert not out.exists()
+    interrupted(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalCheckpointFolder, "add", full)
+        stop_after(patch, 3)
+        with pytest.raises(SearchInterrupted, match=r"this state could not be saved, --resume goes on from .*step-"):
+            run_search(job(out, saving=dataclasses.replace(saving, resume=True)))
+    assert RunFolder(out).status() == "interrupted"
 
 
 def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(

@@ -36,6 +36,7 @@ class CheckpointSaver:
 
     Attributes:
         failed_steps: checkpoints that could not be written.
+        last_step: the last one that was written; None if none was.
 
     Raises:
         ValueError: on all ranks, if they do not see the same folder; a URL they all see.
@@ -51,6 +52,7 @@ class CheckpointSaver:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: tuple[int, Future[None]] | None = None
         self.failed_steps: set[int] = set()
+        self.last_step: int | None = None
 
     def save(self, step: int, state: TrainingState, *, keep: Collection[int] = ()) -> None:
         """Starts to write a checkpoint, after waiting for the one before.
@@ -82,6 +84,7 @@ class CheckpointSaver:
         self._running = None
         try:
             write.result()
+            self.last_step = step
         except CheckpointWriteError as error:
             self.failed_steps.add(step)
             if self._on_error == "stop":

@@ -96,7 +96,7 @@ def run_search(job: SearchJob) -> list[ReportRow]:
         ValueError: for a bad argument, data or size; before training. If another job writes the same run, or ranks do
             not see the same folder.
         NotImplementedError: for baselines on several ranks.
-        SearchInterrupted: on SIGINT, after the state was saved.
+        SearchInterrupted: on SIGINT, after the state was saved; if nothing could be, the run is gone.
         CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
         RunWriteError: if what was found could not be written; the checkpoints stay, and it can be resumed.
         NonFiniteError: if training diverges; the last good checkpoint stays.
