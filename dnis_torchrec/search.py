@@ -11,7 +11,7 @@ Without pressure (the paper's search) there is no ramp: alpha learns on validati
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -303,8 +303,8 @@ def search(
         The merged and pruned model with its scheme.
 
     Raises:
-        ValueError: for bad data, blocks or a size that cannot be met, or other data than that of the checkpoint to go
-            on from, before training starts; on all ranks alike.
+        ValueError: for bad data, blocks or a size that cannot be met, or other data or another configuration than that
+            of the checkpoint to go on from, before training starts; on all ranks alike.
         NonFiniteError: if a loss or gradient is NaN or infinite; the last good checkpoint stays.
         SearchInterrupted: if `events` asked to stop; everything was saved first, or the message says otherwise.
         CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
@@ -341,6 +341,7 @@ def search(
         before_epoch=partial(_set_rates_, model, optimizer, pipeline, recipe, config),
         after_warm_up=partial(_turn_, model, optimizer, pipeline, blocks, counts) if turned else None,
         data=data,
+        configuration=asdict(config),
     )
     loop.run()
     alpha = {dim: pipeline.alpha.of(dim).detach().cpu().clone() for dim in pipeline.alpha.dims}

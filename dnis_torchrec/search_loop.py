@@ -6,6 +6,7 @@ at the end                                           back to the weights and alp
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -152,6 +153,8 @@ class SearchLoop:
         after_warm_up: called once, between the last epoch of the warm-up and its checkpoint.
         data: fingerprint of every split, see `dnis_torchrec.data_over_ranks.fingerprints`: a search goes on with the
             data that it was begun with alone.
+        configuration: how to search, JSON-able but for numbers of numpy: a search goes on with the one that it was
+            begun with alone.
 
     Attributes:
         history: one record per epoch.
@@ -176,12 +179,14 @@ class SearchLoop:
         before_epoch: Callable[[int], object],
         after_warm_up: Callable[[], object] | None = None,
         data: Mapping[str, int] | None = None,
+        configuration: Mapping[str, Any] | None = None,
     ) -> None:
         self._before_epoch, self._after_warm_up = before_epoch, after_warm_up
         self._pipeline, self._stream, self._recipe, self._events = pipeline, stream, recipe, events
         self._folder, self._saving = checkpoint_folder(folder, keep_last=saving.keep_last), saving
         self._epochs, self._warm_up_epochs, self._patience = epochs, warm_up_epochs, patience
         self._steps_per_epoch, self._data = steps_per_epoch, dict(data or {})
+        self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
         self.history: list[EpochRecord] = []
         self.best = self._best_before = Best()
         self._epoch, self._is_over = 0, False
@@ -198,7 +203,7 @@ class SearchLoop:
             SearchInterrupted: if a rank was asked to stop; the state was saved, or the message says otherwise.
             CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
             NonFiniteError: if training diverges.
-            ValueError: if the checkpoint to resume from is damaged or of another search.
+            ValueError: if the checkpoint to resume from is damaged, or of another search or configuration.
         """
         latest = on_rank_zero(self._cleaned_latest) if self._saving.resume else None
         if latest is not None:
@@ -311,6 +316,7 @@ class SearchLoop:
         own: dict[str, Any] = {"epoch": self._epoch, "is_over": self._is_over, "best": best}
         own["seconds"] = self.seconds_before + time.monotonic() - self._started
         own["steps_per_epoch"], own["data"] = self._steps_per_epoch, self._data
+        own["configuration"] = self._configuration
         own["history"] = [asdict(record) for record in self.history]
         whole = TrainingState(
             tensors={**state.tensors, f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)},
@@ -336,7 +342,8 @@ class SearchLoop:
     def _ranks_of(self, path: Address) -> int:
         """Ranks that wrote a checkpoint.
 
-        Refuses one whose epochs, and with them warm-up and ramp, were not as long, and one of other data.
+        Refuses one whose epochs, and with them warm-up and ramp, were not as long, one of other data, and one of
+        another configuration, as far as it knows: an earlier version wrote none, or one without the fields of today.
         """
         manifest = Manifest.read(path)
         saved, world_size = manifest.values["search"], manifest.world_size
@@ -347,4 +354,8 @@ class SearchLoop:
         other = [name for name, own in self._data.items() if saved["data"].get(name) != own]
         received, remedy = f"one of other samples in: {', '.join(other)}", "resume with the data of the run"
         check(not other, f"checkpoint {path}", "expected one of this data", received, remedy)
+        configuration, remedy = saved.get("configuration", {}), "resume with the configuration of the run"
+        for name, wanted in self._configuration.items():
+            was = configuration.get(name, wanted)
+            check(was == wanted, f"checkpoint {path}", f"expected one of a search with {name} {wanted}", was, remedy)
         return world_size

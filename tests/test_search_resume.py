@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -199,3 +200,44 @@ def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path, split: s
     getattr(same.data, split).batches.reverse()  # the order of an epoch is the stream's own affair
     with pytest.raises(SearchInterrupted):
         search(same, config, tmp_path, CPU, stop, Saving(resume=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"size": Size(compression_ratio=5)}, r"size \{'compression_ratio': 5, .*, got \{'compression_ratio': 4, "),
+        ({"ramp_epochs": 4, "upper_every": 2}, "ramp_epochs 4, got 3"),
+        ({"upper_every": 2}, "upper_every 2, got 1"),
+        ({"alpha_learning_rate": 0.1}, "alpha_learning_rate 0.1, got None"),
+    ],
+)
+def test_another_configuration_is_refused_by_its_first_field(
+    gloo, tmp_path: Path, changes: dict[str, object], difference: str
+) -> None:
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    with pytest.raises(SearchInterrupted):
+        search(make_recipe(), config, tmp_path, CPU, SearchEvents(should_stop=lambda: True))
+    message = rf"checkpoint .*step-\d+: expected one of a search with {difference}.*; resume with the configuration of"
+    other = dataclasses.replace(config, **changes)
+    with pytest.raises(ValueError, match=message):
+        search(make_recipe(), other, tmp_path, CPU, saving=Saving(resume=True))
+
+
+@pytest.mark.parametrize("field", [None, "patience"])
+def test_a_checkpoint_that_an_earlier_version_wrote_is_accepted(gloo, tmp_path: Path, field: str | None) -> None:
+    """Without a configuration, or without one of the fields of today."""
+    stop = SearchEvents(should_stop=lambda: True)
+    config = SearchConfig(size=Size(compression_ratio=np.int64(4)), **SHORT)
+    with pytest.raises(SearchInterrupted):
+        search(make_recipe(), config, tmp_path, CPU, stop)
+    file = tmp_path / "step-00000001" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    search_values = manifest["values"]["search"]
+    assert search_values["configuration"]["size"]["compression_ratio"] == 4
+    if field is None:
+        del search_values["configuration"]
+    else:
+        del search_values["configuration"][field]
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(SearchInterrupted):
+        search(make_recipe(), config, tmp_path, CPU, stop, Saving(resume=True))

@@ -96,7 +96,7 @@ def rotated(column_order: str, rank: Rank) -> dict[str, Any]:
 
 
 def stopped(rank: Rank) -> dict[str, Any]:
-    """The same search, stopped in the midst of its third epoch, and what other data is told that wants to go on."""
+    """The same search, stopped in the midst of its third epoch, and what is told that wants to go on otherwise."""
     folder, steps = rank.folder / "stopped", itertools.count()
     folder.mkdir(exist_ok=True)
     events = SearchEvents(should_stop=lambda: next(steps) > 34)
@@ -104,7 +104,8 @@ def stopped(rank: Rank) -> dict[str, Any]:
     other, resumed = rotatable(), Saving(resume=True)
     other.data.selection.batches[0].sparse_features.values()[0] += 1  # a sample of rank 0
     refusal = outcome_of(lambda: search(other, config(num_blocks=3), folder, CPU, saving=resumed))
-    return {"outcome": outcome, "refusal": refusal}
+    longer = outcome_of(lambda: search(rotatable(), config(num_blocks=3, patience=9), folder, CPU, saving=resumed))
+    return {"outcome": outcome, "refusal": refusal, "refusal of a configuration": longer}
 
 
 def unrolled(rank: Rank) -> dict[str, Any]:

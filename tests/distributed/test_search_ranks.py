@@ -134,6 +134,9 @@ def test_one_process_goes_on_with_a_search_of_two_ranks(both) -> None:
     [named] = {own["refusal"].replace("rank 0: ", "") for own in both[0]["stopped"]}
     assert named.startswith(f"ValueError: checkpoint {folder}/step-")
     assert "expected one of this data, got one of other samples in: selection; resume" in named
+    [named] = {own["refusal of a configuration"].replace("rank 0: ", "") for own in both[0]["stopped"]}
+    assert named.startswith(f"ValueError: checkpoint {folder}/step-")
+    assert "expected one of a search with patience 9, got" in named
     found = search(rotatable(), config(num_blocks=3), folder, CPU, saving=Saving(resume=True))
     assert len(found.history) == len(both[1]["rotated"].history)
     assert_learnt_alike([asdict(record) for record in found.history], both[1]["rotated"])
