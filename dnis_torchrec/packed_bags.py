@@ -106,9 +106,8 @@ def pack_bags(
     num_rows = max([1, *needed])  # no kernel takes an empty batch
     packed_ids, packed_lengths = torch.empty_like(ids), lengths.new_empty(sum(num_keys) * num_rows)
     learns = weights is not None and weights.requires_grad and torch.is_grad_enabled()
-    carried = (
-        torch.arange(len(ids)) if learns else weights
-    )  # the operator knows no gradient, but torch's selection does
+    # The operator knows no gradient; torch's selection by the places that it packs does.
+    carried = torch.arange(len(ids)) if learns else weights
     packed = None if carried is None else torch.empty_like(carried)
     operators.pack_ids(ids, carried, starts, sizes, piece_of_id, num_keys, packed_ids, packed_lengths, packed)
     total = int(packed_lengths.sum())
