@@ -46,7 +46,7 @@ from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.swap import merge_, prepare_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
-from dnis_torchrec.training import set_learning_rates_, shard
+from dnis_torchrec.training import check_pooling, set_learning_rates_, shard
 
 __all__ = [
     "EpochRecord",
@@ -303,8 +303,9 @@ def search(
         The merged and pruned model with its scheme.
 
     Raises:
-        ValueError: for bad data, blocks or a size that cannot be met, or other data or another configuration than that
-            of the checkpoint to go on from, before training starts; on all ranks alike.
+        ValueError: for bad data, blocks or a size that cannot be met, a model that could not be evaluated (see
+            `check_pooling`), or other data or another configuration than that of the checkpoint to go on from, before
+            training starts; on all ranks alike.
         NonFiniteError: if a loss or gradient is NaN or infinite; the last good checkpoint stays.
         SearchInterrupted: if `events` asked to stop; everything was saved first, or the message says otherwise.
         CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
@@ -313,6 +314,7 @@ def search(
     events = events or SearchEvents()
     with together():
         tables = table_configs(recipe.model)
+        check_pooling(recipe.model)
     whole, counts, data = _counted(recipe, config, tables, ranks)
     recipe = replace(recipe, data=replace(whole, validation=_in_parts(recipe.data, config, ranks)))
     blocks = blocks_from_counts(

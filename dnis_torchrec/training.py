@@ -25,6 +25,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -88,6 +89,33 @@ def process_group() -> Iterator[torch.device]:
                 dist.destroy_process_group()
 
 
+def check_pooling(model: nn.Module) -> None:
+    """Checks that torch itself can look up the tables of a model, which on one process is a plain one when trained.
+
+    FBGEMM's kernels, in which tables are trained, pool weighted bags by MEAN too, as the sharded model of several ranks
+    does to the end.
+
+    Args:
+        model: not sharded; prepared or not.
+
+    Raises:
+        ValueError: on one process, if bags of a MEAN table have weights.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
+        >>> check_pooling(EmbeddingBagCollection(tables=[table], is_weighted=True))
+    """
+    if world_size_of() > 1:
+        return
+    remedy = "use SUM, with weights that are divided by the length of their bag"
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection) and module.is_weighted():
+            for table in module.embedding_bag_configs():
+                place, requirement = f"table {table.name!r}", "expected SUM pooling of bags with weights"
+                check(table.pooling != PoolingType.MEAN, place, requirement, "MEAN", remedy)
+
+
 def shard(
     task: TrainTask,
     recipe: Recipe,
@@ -126,8 +154,10 @@ def shard(
         The sharded model, with the weights that `task` had, and the optimizer of everything that is not fused.
 
     Raises:
-        ValueError: on all ranks alike, if there is no plan for the tables.
+        ValueError: on all ranks alike, if there is no plan for the tables, or they cannot be evaluated (see
+            `check_pooling`).
     """
+    check_pooling(task)
     fused = recipe.table_optimizer == "rowwise_adagrad" or (device.type == "cuda" and not replicated)
     wrappers = soft_selection_modules(task).values()
     is_multi_hot = any(wrapper.bag_splitter is not None for wrapper in wrappers)

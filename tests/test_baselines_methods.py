@@ -16,10 +16,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import TrainTask, export
 from dnis_torchrec.baselines import METHODS, MethodResult, MethodTask, SizeNotMetError, magnitude, trained_scheme
+from dnis_torchrec.baselines.nis.supernet import Supernet
 from dnis_torchrec.jobs import drop_in_
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.training import evaluate
-from tests.tiny import ROWS, BagsOnly, Repeatable, make_batch, make_recipe
+from tests.tiny import ROWS, BagsOnly, Repeatable, make_batch, make_collection, make_recipe
 
 CPU = torch.device("cpu")
 DIM = 16
@@ -102,6 +103,19 @@ def test_an_impossible_size_is_refused_before_anything_is_trained(
         monkeypatch.setattr(module, "train_plainly", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(SizeNotMetError, match="expected at least"):
         METHODS[name](make_task(tmp_path, 60))
+
+
+@pytest.mark.parametrize("name", [*(name for name in PLAIN if name != "mde"), "nis-me"])  # mde divides sums itself
+def test_bags_that_the_plain_model_could_not_pool_are_refused_before_anything_is_trained(
+    gloo, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weighted(dim: int | None) -> Recipe:
+        return replace(build(dim), model=nn.ModuleDict({"tables": make_collection(dim or DIM, is_weighted=True)}))
+
+    for module, train in ((trained_scheme, "train_plainly"), (magnitude, "train_plainly"), (Supernet, "train")):
+        monkeypatch.setattr(module, train, lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(ValueError, match="table 'genre': expected SUM pooling of bags with weights, got MEAN"):
+        METHODS[name](make_task(tmp_path, 2, make=weighted))
 
 
 class Dropping(nn.Module):

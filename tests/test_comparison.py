@@ -18,6 +18,7 @@ from dnis_torchrec.comparison import (
     parse_names,
     parse_seeds,
     parse_sizes,
+    plan,
     registry,
 )
 from dnis_torchrec.comparison.cells import (
@@ -40,7 +41,7 @@ from dnis_torchrec.recipe import load_recipe
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_lines import compared_lines
-from tests.tiny import make_recipe
+from tests.tiny import make_collection, make_recipe
 
 ROOT = Path(__file__).parents[1]
 REGISTRY = "tests.comparison_methods:METHODS"
@@ -134,6 +135,13 @@ def test_plan_has_each_method_at_each_size_and_a_second_row_for_those_that_need_
 def test_wrong_arguments_are_named(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         make_comparison(tmp_path, **changes)
+
+
+def test_a_model_that_no_cell_could_evaluate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(make_recipe(), model=make_collection(is_weighted=True))
+    monkeypatch.setattr(plan, "build_recipe", lambda *_, **__: recipe)
+    with pytest.raises(ValueError, match="table 'genre': expected SUM pooling of bags with weights, got MEAN"):
+        plan.recipe_facts(make_comparison(tmp_path / "out"))
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load, search_loop
+from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load, search_loop, training
 from dnis_torchrec import search as search_module
 from dnis_torchrec.batch_slices import slice_of
 from dnis_torchrec.checkpoint import LocalCheckpointFolder, transfer
@@ -36,7 +36,7 @@ from dnis_torchrec.search_loop import EpochRecord
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate
 from tests.batches import OneOf
-from tests.tiny import make_batch, make_model, make_recipe, ranked
+from tests.tiny import make_batch, make_collection, make_model, make_recipe, ranked
 
 CPU = torch.device("cpu")
 LARGEST_BLOCK = 18
@@ -420,6 +420,23 @@ def test_rankings_are_checked_before_training(gloo, tmp_path: Path) -> None:
     recipe.data.train.batches[0].labels[7] = stars.labels[7] = 1.0
     recipe.data.train.batches[1].labels[7] = 4.0  # ratings may be trained on
     assert search(recipe, config, tmp_path, CPU).best_epoch >= 0
+
+
+def test_bags_that_the_plain_model_could_not_pool_are_refused_before_training(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_module, "count_training_data", lambda *_, **__: pytest.fail("read the data"))
+    recipe = replace(make_recipe(), model=make_collection(is_weighted=True))
+    features = make_batch(4, 0).sparse_features
+    weights = torch.ones(features.values().numel())
+    with pytest.raises(NotImplementedError, match="only supported for mode='sum'"):
+        recipe.model(KeyedJaggedTensor(features.keys(), features.values(), weights, features.lengths()))
+    with pytest.raises(
+        ValueError, match=r"table 'genre': expected SUM pooling of bags with weights, got MEAN; use SUM"
+    ):
+        search(recipe, SearchConfig(size=Size(compression_ratio=4), **SHORT), tmp_path, CPU)
+    monkeypatch.setattr(training, "world_size_of", lambda: 2)
+    training.check_pooling(recipe.model)  # stays sharded, and FBGEMM's kernels can
 
 
 def test_models_of_the_tests_are_torchrecs_own() -> None:

@@ -67,7 +67,7 @@ def make_batch(size: int, seed: int, *, empty_bags: bool = True) -> Batch:
     return Batch(dense_features=dense, sparse_features=features, labels=labels)
 
 
-def make_collection(embedding_dim: int = EMBEDDING_DIM) -> EmbeddingBagCollection:
+def make_collection(embedding_dim: int = EMBEDDING_DIM, *, is_weighted: bool = False) -> EmbeddingBagCollection:
     """Two tables, SUM and MEAN."""
     tables = [
         EmbeddingBagConfig(
@@ -81,7 +81,7 @@ def make_collection(embedding_dim: int = EMBEDDING_DIM) -> EmbeddingBagCollectio
             pooling=PoolingType.MEAN,
         ),
     ]
-    return EmbeddingBagCollection(tables=tables)
+    return EmbeddingBagCollection(tables=tables, is_weighted=is_weighted)
 
 
 def make_model(kind: str, embedding_dim: int = EMBEDDING_DIM) -> nn.Module:

@@ -23,7 +23,7 @@ from dnis_torchrec.recipe import RankingBatch, Recipe, with_checked_labels
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.table_shards import collections
-from dnis_torchrec.training import primary_metric
+from dnis_torchrec.training import check_pooling, primary_metric
 
 SETTINGS = "settings"
 """Name of the rule that holds what the recipe says."""
@@ -228,12 +228,14 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
         comparison: names recipe and data; the recipe is built with the first of its seeds.
 
     Raises:
-        ValueError: if the recipe cannot be found or refuses the data, a split is empty, a label is outside the loss's
-            domain, or a query of a ranking has fewer candidates than the largest k.
+        ValueError: if the recipe cannot be found or refuses the data, its model could not be evaluated (see
+            `check_pooling`), a split is empty, a label is outside the loss's domain, or a query of a ranking has fewer
+            candidates than the largest k.
         TypeError: if the function returns no Recipe.
     """
     place = f"recipe {comparison.recipe!r}"
     recipe = build_recipe(comparison.recipe, comparison.data, seed=comparison.seeds[0])
+    check_pooling(recipe.model)
     batch_sizes: dict[str, int] = {}
     test = NotedBatches(recipe.data.test)
     splits = replace(recipe.data, test=test)

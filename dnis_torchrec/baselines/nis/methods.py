@@ -18,6 +18,7 @@ from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Budget, Size
 from dnis_torchrec.checks import describe
 from dnis_torchrec.search import SearchConfig
+from dnis_torchrec.training import check_pooling
 
 NUM_DIMENSION_BLOCKS = 4
 """T, widths that a table's controllers choose from."""
@@ -67,6 +68,7 @@ def nis_me(task: MethodTask) -> MethodResult:
 def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> MethodResult:
     """The search lasts as long as the warm-up and the ramp of `dnis` would; it never trains weights on validation."""
     recipe, embedding_bytes = task.for_search().build(None), task.embedding_bytes()
+    check_pooling(recipe.model)  # the supernet divides sums itself, and what is trained afterwards does not
     counts, blocks = row_blocks(task, scope="table")
     grid = make_grid(blocks, byte_budget(task, blocks))
     _check_size(grid, embedding_bytes)
