@@ -39,7 +39,7 @@ from dnis_torchrec.table_shards import collections, local_shards
 from dnis_torchrec.training import process_group
 from dnis_torchrec.whole_files import write_json
 from examples.datasets.synthetic import generate
-from examples.models import build_dlrm, build_tables, seeded
+from examples.models import build_dlrm, build_tables, draws
 
 ROOT = Path(__file__).parents[1]
 KILLS_PER_JOB = 5
@@ -54,11 +54,13 @@ JOB_SECONDS = 900
 def recipe() -> Recipe:
     """A DLRM on generated data whose tables are fused and cut over the ranks; 25 steps an epoch."""
     samples = generate(4000, seed=0).samples
-    with seeded(0):
+
+    def build() -> nn.Module:
         tables = build_tables(samples.num_embeddings, 8, init_std=0.1)
-        model = build_dlrm(tables, dense_in_features=samples.dense.shape[1], dense_layers=[16], over_layers=[16])
+        return build_dlrm(tables, dense_in_features=samples.dense.shape[1], dense_layers=[16], over_layers=[16])
+
     return Recipe(
-        model=model,
+        model=draws(build, 0)(0),
         data=samples.split(batch_size=128, seed=0),
         loss=nn.BCEWithLogitsLoss(),
         num_blocks=4,
