@@ -10,6 +10,7 @@ Without pressure (the paper's search) there is no ramp: alpha learns on validati
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -246,6 +247,7 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
 
     Raises:
         TypeError: if a collection of it is sharded.
+        ValueError: if several tables have one name, by which schemes, counts and checkpoints know them.
     """
     configs: list[EmbeddingBagConfig] = []
     for fqn, module in collections(model).items():
@@ -253,6 +255,8 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
             received = type(module).__name__
             raise TypeError(describe(f"FQN {fqn!r}", "expected an unsharded collection", received))
         configs += module.embedding_bag_configs()
+    repeated = sorted(name for name, times in Counter(config.name for config in configs).items() if times > 1)
+    check(not repeated, "table names", "expected distinct names over all collections", repeated, "rename tables")
     return configs
 
 

@@ -15,7 +15,15 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import TrainTask, export
-from dnis_torchrec.baselines import METHODS, MethodResult, MethodTask, SizeNotMetError, magnitude, trained_scheme
+from dnis_torchrec.baselines import (
+    METHODS,
+    MethodResult,
+    MethodTask,
+    SizeNotMetError,
+    low_rank,
+    magnitude,
+    trained_scheme,
+)
 from dnis_torchrec.baselines.nis.supernet import Supernet
 from dnis_torchrec.jobs import drop_in_
 from dnis_torchrec.recipe import Recipe
@@ -116,6 +124,21 @@ def test_bags_that_the_plain_model_could_not_pool_are_refused_before_anything_is
         monkeypatch.setattr(module, train, lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(ValueError, match="table 'genre': expected SUM pooling of bags with weights, got MEAN"):
         METHODS[name](make_task(tmp_path, 2, make=weighted))
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "low-rank", "nis-me", "nis-se", "dnis"])
+def test_tables_of_one_name_are_refused_before_anything_is_trained(
+    gloo, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(dim: int | None) -> Recipe:
+        model = nn.ModuleDict({side: make_collection(dim or DIM) for side in ("left", "right")})
+        return replace(build(dim), model=model)
+
+    for module in (trained_scheme, magnitude, low_rank):
+        monkeypatch.setattr(module, "train_plainly", lambda *_, **__: pytest.fail("trained"))
+    message = r"table names: expected distinct names over all collections, got \['genre', 'user'\]; rename tables"
+    with pytest.raises(ValueError, match=message):
+        METHODS[name](make_task(tmp_path, 2, make=twice))
 
 
 class Dropping(nn.Module):
