@@ -190,7 +190,7 @@ def test_ranks_that_see_other_folders_are_told_before_training(both) -> None:
     assert second["apart"].startswith(f"ValueError: folder {both[0].folder}/apart1 on ")
     assert said in first["apart"]
     assert said in second["apart"]
-    assert first["left"] == ["checkpoints", "lock"]  # a name that is free to use
+    assert not first["is_left"]  # a name that is free to use
 
 
 def test_hosts_that_share_no_disk_search_as_ranks_of_one_do(both) -> None:
