@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from dnis_torchrec.cli import main
 from dnis_torchrec.cli.app import ORDER, app
+from dnis_torchrec.export import read_manifest
+from dnis_torchrec.export.form_registry import FORMS
 from tests.tiny_artifact import write_tiny_artifact
 
 ROOT = Path(__file__).parents[1]
@@ -194,9 +197,6 @@ def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_
         ("prune", ["--compression", 8, "--scope", "all"], "scope: expected 'global' or 'table', got 'all'"),
         ("prune", ["--threshold", -1], "threshold: expected a number >= 0, got -1.0"),
         ("prune", ["--threshold", "nan"], "threshold: expected a number >= 0, got nan"),
-        ("package", ["--form", "crs"], "form 'crs': expected a known form, got 'crs'; did you mean 'csr'"),
-        ("package", ["--form", "dense_int8"], "form 'dense_int8': supported are forms whose lookup is an operator of"),
-        ("package", ["--name", "a/b"], "name: expected letters, digits, _ and -, got 'a/b'"),
     ],
 )
 def test_arguments_that_do_not_fit_a_run_exit_with_2(
@@ -206,6 +206,42 @@ def test_arguments_that_do_not_fit_a_run_exit_with_2(
     assert (done.returncode, done.stdout) == (2, "")
     assert f"error: {message}" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--form", "crs"], "form 'crs': expected a known form, got 'crs'; did you mean 'csr'"),
+        (["--form", "dense_int8"], "form 'dense_int8': supported are forms whose lookup is an operator of"),
+        (["--name", "a/b"], "name: expected letters, digits, _ and -, got 'a/b'"),
+    ],
+)
+def test_arguments_that_do_not_fit_an_artifact_exit_with_2(options: list[str], message: str, tmp_path: Path) -> None:
+    done = dnis("package", write_tiny_artifact(tmp_path / "artifact"), *options, "--out", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: {message}" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_form_may_be_one_that_the_module_of_the_artifacts_recipe_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "from dnis_torchrec.export.form_registry import FORMS\nfrom tests.tiny import demo as demo\n"
+    (tmp_path / "own_forms.py").write_text(own + 'FORMS["own"] = FORMS["csr"]\n')
+    artifact = write_tiny_artifact(tmp_path / "artifact")
+    manifest = read_manifest(artifact)
+    packaged = []
+    command = "dnis_torchrec.cli.package"
+    of_own = manifest | {"run": manifest["run"] | {"recipe": "own_forms:demo"}}
+    monkeypatch.setattr(sys.modules[command], "read_manifest", lambda _: of_own)
+    monkeypatch.setattr(sys.modules[command], "run_package", lambda *_, form, **__: packaged.append(form))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["package", str(artifact), "--form", "own", "--out", str(tmp_path / "out")]
+    try:
+        done = CliRunner().invoke(app, arguments)
+    finally:
+        FORMS.pop("own", None)
+    assert (done.exit_code, packaged) == (0, ["own"]), done.output
 
 
 def test_a_plan_of_one_name_twice_exits_with_2() -> None:

@@ -17,6 +17,7 @@ from dnis_torchrec.cli.app import (
     arguments,
     check_data,
 )
+from dnis_torchrec.export import read_manifest
 from dnis_torchrec.export.form_registry import form_named
 from dnis_torchrec.packaging import KINDS, run_package
 from dnis_torchrec.packaging.of_artifact import check_packaged_form
@@ -49,8 +50,9 @@ def package(
         place, remedy = f"package {out}", "choose another --out, or --overwrite"
         free = overwrite or not out.exists()
         check(free, place, "expected a folder that does not exist", "an existing one", remedy)
-        if recipe is not None:
-            load_recipe(recipe)
+        of_model = recipe or read_manifest(artifact)["run"].get("recipe")
+        if of_model is not None:
+            load_recipe(str(of_model))  # whose module may register the form
         form_named(form)
         check_packaged_form(form)
         if name is not None:
