@@ -19,6 +19,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -27,10 +28,13 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from dnis_torchrec.bag_check import BagCheck
 from dnis_torchrec.bag_splitting import BagSplitter, FeatureSplit
-from dnis_torchrec.block_operators import are_compiled, are_good_bags, fill_rows_, select_pieces
+from dnis_torchrec.block_operators import are_compiled, fill_rows_, select_pieces
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.features_by_name import read_collection_by_name_
+from dnis_torchrec.frozen_tables import frozen_tables
 from dnis_torchrec.jagged import jagged_by_key
 from dnis_torchrec.pooled_pieces import PooledFeature, PooledPieces
 from dnis_torchrec.row_routing import RowRouter
@@ -56,6 +60,7 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     Attributes:
         embedding_bag_collection: the child; DistributedModelParallel shards it.
         blocks: the blocks it was built with.
+        frozen_tables: tables that no step may change: their weights did not require gradients.
         alpha: see `Alpha`.
         multiplies_tables: see `read_whole_features_`.
 
@@ -93,6 +98,7 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.blocks = blocks
         self._tables = list(embedding_bag_collection.embedding_bag_configs())
         self._is_weighted = embedding_bag_collection.is_weighted()
+        self.frozen_tables = frozen_tables(embedding_bag_collection.embedding_bags)
         _check_blocks(self._tables, blocks)
         self._outputs = _pooled_features(self._tables, blocks, multi_hot_features)
         self.bag_check = BagCheck(self._outputs)
@@ -117,7 +123,10 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         self.bag_check(features)
         split = features if self.bag_splitter is None else self.bag_splitter(features)
-        pooled = self.embedding_bag_collection(split)
+        child = self.embedding_bag_collection
+        if isinstance(child, ShardedEmbeddingBagCollection):
+            read_collection_by_name_(child)
+        pooled = child(split)
         return self.selection(pooled, features, split)
 
     def read_whole_features_(self, *, multiply_tables: bool = False) -> None:
@@ -415,81 +424,3 @@ def _runs(outputs: tuple[PooledFeature, ...]) -> list[list[PooledFeature]]:
 def _are_selected_together(last: PooledFeature, output: PooledFeature) -> bool:
     are_single_id = not last.is_multi_hot and not output.is_multi_hot
     return are_single_id and last.embedding_dim == output.embedding_dim
-
-
-class BagCheck(nn.Module):
-    """Checks bags before they are looked up, so that a bad id is named and never trains a row.
-
-    A leaf for TorchRec's tracer. On a CPU it raises at once; on a GPU, where looking would stop the stream, it asserts
-    asynchronously.
-
-    Args:
-        outputs: what stands behind each output key.
-    """
-
-    def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
-        super().__init__()
-        self._outputs = outputs
-        self._limits: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
-
-    def forward(self, features: KeyedJaggedTensor) -> None:
-        """Checks lengths of single-id bags and the range of every id.
-
-        Raises:
-            ValueError: naming table, feature and the value received.
-            NotImplementedError: for features of variable batch size.
-        """
-        if features.variable_stride_per_key():
-            raise NotImplementedError(describe("features", "supported are batches of one size for all keys", "several"))
-        if self._are_good(features):
-            return
-        jagged = jagged_by_key(features)
-        for output in self._outputs:
-            place = f"table {output.table!r}, feature {output.feature!r}"
-            check_known(f"feature of table {output.table!r}", output.feature, jagged)
-            ids, lengths = jagged[output.feature].values(), jagged[output.feature].lengths()
-            if ids.device.type != "cpu":
-                torch._assert_async(((ids >= 0) & (ids < output.num_embeddings)).all())
-                if not output.is_multi_hot:
-                    torch._assert_async((lengths <= 1).all())
-            elif ids.numel():
-                _check_on_cpu(output, ids, lengths, place)
-
-    def _are_good(self, features: KeyedJaggedTensor) -> bool:
-        """The usual case on a CPU, decided for all features at once; False where each has to be looked at."""
-        ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
-        if ids.device.type != "cpu":
-            return False
-        if keys not in self._limits:
-            if not {output.feature for output in self._outputs} <= set(keys):
-                return False
-            self._limits[keys] = self._limits_of(keys)
-        bounds, longest = self._limits[keys]
-        if are_compiled():
-            return are_good_bags(ids, lengths, bounds, longest)
-        if ids.numel() != lengths.numel() or not ids.numel() or int(lengths.max()) > 1:
-            return False
-        lowest, highest = torch.aminmax(ids.view(len(keys), -1), dim=1)
-        return bool((lowest >= 0).all()) and bool((highest < bounds).all())
-
-    def _limits_of(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Of every key the rows of its smallest table, and how many ids a bag may hold; no limits where none reads."""
-        unlimited = torch.iinfo(torch.int64).max
-        bounds, longest = dict.fromkeys(keys, unlimited), dict.fromkeys(keys, unlimited)
-        for output in self._outputs:
-            bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
-            if not output.is_multi_hot:
-                longest[output.feature] = 1
-        return torch.tensor(list(bounds.values())), torch.tensor(list(longest.values()))
-
-
-def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: str) -> None:
-    if not output.is_multi_hot:
-        longest = int(lengths.max())
-        remedy = f"name it in multi_hot_features=[{output.feature!r}]"
-        check(longest <= 1, place, "expected bags of at most one id", f"a bag of {longest}", remedy)
-    lowest, highest = (int(bound) for bound in torch.aminmax(ids))
-    within = lowest >= 0 and highest < output.num_embeddings
-    received = lowest if lowest < 0 else highest
-    remedy = "hash the ids into the table, or raise its num_embeddings"
-    check(within, place, f"expected ids in 0..{output.num_embeddings - 1}", received, remedy)

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -38,12 +39,20 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.features_by_name import read_by_name_
+from dnis_torchrec.frozen_tables import freeze_before_sharding_, frozen_tables, hold_frozen_
 from dnis_torchrec.ranks import on_rank_zero, together
-from dnis_torchrec.table_shards import TableShard, collections, local_shards
+from dnis_torchrec.table_shards import (
+    TableShard,
+    collections,
+    holders_of_tables,
+    local_shards,
+    sequence_collections,
+)
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
 Constraints = Mapping[str, ParameterConstraints]
@@ -136,6 +145,7 @@ def check_sharding_plan(
         local_world_size: ranks of one host.
 
     Raises:
+        NotImplementedError: if the plan shards other modules than EmbeddingBagCollections and EmbeddingCollections.
         ValueError: naming the table, if the plan leaves it out, was made for other ranks or for a table of another
             shape, gives a rank no row of it on a CPU, or cuts the rows of a MEAN table where TorchRec then divides
             wrongly; or naming the FQN, if the model has no such module.
@@ -145,6 +155,12 @@ def check_sharding_plan(
         check(
             fqn in fqns, f"sharding plan, FQN {fqn!r}", "expected a module of the model", "none", nearest(fqn, tables)
         )
+    for fqn in plan.plan:
+        module = model.get_submodule(fqn)
+        if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            supported = "supported are EmbeddingBagCollections and EmbeddingCollections"
+            remedy = "take its sharder away; its weights would be drawn anew"
+            raise NotImplementedError(describe(f"sharding plan, FQN {fqn!r}", supported, type(module).__name__, remedy))
     for fqn, shapes in tables.items():
         planned = cast(Mapping[str, ParameterSharding], plan.plan.get(fqn, {}))
         for table, shape in shapes.items():
@@ -193,6 +209,7 @@ def shard_model(
     with together(process_group):
         check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
     _check_same(plan, process_group)
+    frozen = _freeze_before_sharding_(model)
     weights = _take_weights(model)
     group = process_group if process_group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
     sharded = DistributedModelParallel(
@@ -212,8 +229,12 @@ def shard_model(
                     _copy_weight_(part, weight)
                 if table in replicated:
                     dist.broadcast(part.weight, src=dist.get_global_rank(group, 0), group=group)
+    for fqn, lookup in _every_lookup(sharded).items():
+        if isinstance(lookup, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            hold_frozen_(lookup, holders_of_tables(lookup), frozen[fqn])
     if world_size == 1:
         _reduce_no_tables_(sharded)
+    read_by_name_(sharded, refuse_weights=True)
     return sharded
 
 
@@ -229,21 +250,42 @@ def _reduce_no_tables_(model: nn.Module) -> None:
                     module._lookups[i] = lookup.module
 
 
+def _every_lookup(model: nn.Module) -> dict[str, nn.Module]:
+    """Collections, or the children of their wrappers, and sequence collections, by the FQN of the outermost."""
+    return {fqn: _lookup_of(module) for fqn, module in (collections(model) | sequence_collections(model)).items()}
+
+
+def _lookup_of(collection: nn.Module) -> nn.Module:
+    """The collection itself, or the child of a wrapper."""
+    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+        return collection.embedding_bag_collection
+    return collection
+
+
+def _freeze_before_sharding_(model: nn.Module) -> dict[str, frozenset[str]]:
+    """FQN -> its frozen tables, for which TorchRec then makes kernels of their own."""
+    frozen = {}
+    for fqn, lookup in _every_lookup(model).items():
+        holders = holders_of_tables(lookup)
+        frozen[fqn] = frozen_tables(holders)
+        for table in frozen[fqn]:
+            freeze_before_sharding_(cast(nn.Parameter, holders[table].weight))
+    return frozen
+
+
 def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
     """Takes the weights out of a model: (FQN, table) -> weight; parameters on the meta device stay in their place.
 
     TorchRec keeps what it has sharded for as long as the sharded collection lives: with weights, that would be twice
-    the memory.
+    the memory. It copies the weights of sequence collections itself, and of no others.
     """
     weights = {}
     for fqn, module in collections(model).items():
-        is_wrapper = isinstance(module, SoftSelectionEmbeddingBagCollection)
-        collection = cast(EmbeddingBagCollection, module.embedding_bag_collection if is_wrapper else module)
-        for table, bag in collection.embedding_bags.items():
+        for table, bag in cast(EmbeddingBagCollection, _lookup_of(module)).embedding_bags.items():
             weight = bag.weight
             weights[fqn, table] = weight.detach()
             bag.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
-            vars(bag.weight).update(vars(weight))  # the optimizer that apply_optimizer_in_backward has noted there
+            vars(bag.weight).update(vars(weight))  # the optimizers that are noted there
     return weights
 
 
@@ -282,9 +324,18 @@ def _tables_by_fqn(model: nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
     """FQN of every plain collection -> table -> (N, D)."""
     return {
         fqn: {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()}
-        for fqn, module in model.named_modules()
-        if isinstance(module, EmbeddingBagCollection)
+        for fqn, module in _plain_collections(model).items()
     }
+
+
+def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    """Of an unsharded model, those inside wrappers, too; by the FQN under which TorchRec shards them."""
+    child = "embedding_bag_collection"
+    found: dict[str, EmbeddingBagCollection] = {}
+    for fqn, module in collections(model).items():
+        own = fqn if isinstance(module, EmbeddingBagCollection) else f"{fqn}.{child}".removeprefix(".")
+        found[own] = cast(EmbeddingBagCollection, _lookup_of(module))
+    return found
 
 
 def _possible_constraints(
@@ -292,14 +343,18 @@ def _possible_constraints(
 ) -> dict[str, ParameterConstraints]:
     """The constraints, narrowed to the sharding types that a table can have."""
     tables = {name: shape for of_collection in _tables_by_fqn(model).values() for name, shape in of_collection.items()}
+    sequences = sequence_collections(model).values()
+    of_sequences = [
+        config.name for module in sequences for config in cast(EmbeddingCollection, module).embedding_configs()
+    ]
     for table in constraints:
-        check_known("table", table, tables)
+        check_known("table", table, [*tables, *of_sequences])
     sharder = next((own for own in sharders if own.module_type is EmbeddingBagCollection), None)
     if sharder is None:
         return dict(constraints)
-    offered, possible = sharder.sharding_types(device.type), {}
-    collections_ = [module for module in model.modules() if isinstance(module, EmbeddingBagCollection)]
-    configs = [config for module in collections_ for config in module.embedding_bag_configs()]
+    offered = sharder.sharding_types(device.type)
+    possible = {table: constraints[table] for table in of_sequences if table in constraints}
+    configs = [config for module in _plain_collections(model).values() for config in module.embedding_bag_configs()]
     means = {config.name for config in configs if config.pooling == PoolingType.MEAN}
     for table, (rows, _) in tables.items():
         place, constraint = f"table {table!r}", constraints.get(table, ParameterConstraints())

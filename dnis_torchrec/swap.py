@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import TypeVar, cast
+
 import torch
 from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline.postproc import PipelinedPostproc
+from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.cached_tables import writing_to_tables
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.soft_selection import Alpha
-from dnis_torchrec.table_shards import collections, local_shards, multiply_by_alpha_, soft_selection_modules
+from dnis_torchrec.table_shards import (
+    collections,
+    holders_of_tables,
+    local_shards,
+    multiply_by_alpha_,
+    sequence_collections,
+    soft_selection_modules,
+)
+
+PlainCollection = TypeVar("PlainCollection", EmbeddingBagCollection, EmbeddingCollection)
 
 
 def prepare_(
@@ -41,6 +55,7 @@ def prepare_(
     Raises:
         ValueError: for an unknown FQN, table or feature, blocks that do not fit, nothing to wrap, or a table whose
             weights are those of another table or layer too.
+        NotImplementedError: for a collection inside a module that changes what it reads, see `collections`.
         RuntimeError: if the model is prepared or sharded already.
 
     Example:
@@ -63,7 +78,7 @@ def prepare_(
     if sharded:
         remedy = "call prepare_ before DistributedModelParallel"
         raise RuntimeError(describe(f"FQN {sharded[0]!r}", "expected an unsharded collection", "a sharded one", remedy))
-    found = {fqn: module for fqn, module in model.named_modules() if isinstance(module, EmbeddingBagCollection)}
+    found = {fqn: module for fqn, module in collections(model).items() if isinstance(module, EmbeddingBagCollection)}
     check(bool(found), "prepare_", "expected a model with an EmbeddingBagCollection", type(model).__name__)
     remedy = f"leave it out to wrap all collections: {', '.join(map(repr, found))}"
     check(fqns is None or len(fqns) > 0, "fqns", "expected at least one FQN", "none", remedy)
@@ -122,6 +137,8 @@ def merge_(model: nn.Module) -> nn.Module:
 def unshard_(model: nn.Module) -> nn.Module:
     """Gives the plain model back from DistributedModelParallel at world size 1, around the live weights.
 
+    EmbeddingBagCollections and EmbeddingCollections become plain; about other sharded modules a warning tells.
+
     Args:
         model: a sharded model without wrappers. Not usable afterwards except through what is returned.
 
@@ -129,13 +146,21 @@ def unshard_(model: nn.Module) -> nn.Module:
         NotImplementedError: if tables are spread over several ranks.
     """
     plain = get_unwrapped_module(model)
-    for fqn, module in collections(model).items():
+    for fqn, module in (collections(model) | sequence_collections(model)).items():
+        if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            continue
+        if module._env.world_size > 1:
+            supported = "supported is world size 1"
+            raise NotImplementedError(describe(f"FQN {fqn!r}", supported, module._env.world_size))
         if isinstance(module, ShardedEmbeddingBagCollection):
-            if module._env.world_size > 1:
-                supported = "supported is world size 1"
-                raise NotImplementedError(describe(f"FQN {fqn!r}", supported, module._env.world_size))
             tables = list(module._embedding_bag_configs)
             plain = _replace(plain, module, _collection_around(module, tables, module._is_weighted))
+        else:
+            plain = _replace(plain, module, _sequence_collection_around(module))
+    left = {fqn: type(module).__name__ for fqn, module in plain.named_modules() if isinstance(module, ShardedModule)}
+    if left:
+        remedy = "copy their weights yourself: only embedding collections become plain again"
+        warnings.warn(describe("the plain model", "some modules stay sharded", left, remedy), stacklevel=3)
     return plain
 
 
@@ -207,18 +232,30 @@ def _collection_around(
 ) -> EmbeddingBagCollection:
     """A plain collection around the live weights of a sharded or wrapped one; only column-wise shards are joined."""
     plain = EmbeddingBagCollection(tables=tables, is_weighted=is_weighted, device=torch.device("meta"))
+    return _take_live_weights_(plain, holder)
+
+
+def _sequence_collection_around(holder: ShardedEmbeddingCollection) -> EmbeddingCollection:
+    """The same for sequence embeddings."""
+    tables, need_indices = list(holder._embedding_configs), holder._need_indices
+    plain = EmbeddingCollection(tables=tables, need_indices=need_indices, device=torch.device("meta"))
+    return _take_live_weights_(plain, holder)
+
+
+def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainCollection:
     shards, parameters = local_shards(holder), dict(holder.named_parameters())
-    for table in tables:
-        parts = [shard for shard in shards if shard.table == table.name]
+    for table, target in holders_of_tables(plain).items():
+        parts = [shard for shard in shards if shard.table == table]
         weight = parts[0].weight
         if len(parts) > 1:
-            weight = weight.new_empty(table.num_embeddings, table.embedding_dim)
+            whole = cast(torch.Tensor, target.weight).shape
+            weight = weight.new_empty(whole)
             for shard in parts:
                 rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
                 weight[rows, shard.first_column : shard.first_column + shard.weight.shape[1]] = shard.weight
-        own = [value for name, value in parameters.items() if f".{name}".endswith(f".{table.name}.weight")]
+        own = [value for name, value in parameters.items() if f".{name}".endswith(f".{table}.weight")]
         learns = all(parameter.requires_grad for parameter in own)  # a frozen table stays frozen
-        plain.embedding_bags[table.name].weight = nn.Parameter(weight, requires_grad=learns)
+        target.weight = nn.Parameter(weight, requires_grad=learns)
         plain._device = weight.device
     return plain.train(holder.training)
 

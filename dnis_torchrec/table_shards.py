@@ -13,10 +13,15 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+)
 
 from dnis_torchrec.checks import describe
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
@@ -27,6 +32,11 @@ ROWS_PER_CHUNK = 1 << 16
 """Rows that one in-place operation touches, at most."""
 VALUES_PER_CHUNK = 1 << 18
 """Values that one in-place operation touches: bounds temporary memory to a few MB, however large the table."""
+
+HOLDERS_OF_COLLECTIONS = ("torchrec.modules.", "torchrec.distributed.")
+"""Where TorchRec defines modules that hold a collection and change what it reads or what it returns."""
+INTERFACES = {EmbeddingBagCollectionInterface, DistributedModelParallel}
+"""Classes from there that may hold a collection: they do neither."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,20 +90,66 @@ def collections(model: nn.Module) -> dict[str, nn.Module]:
     Returns:
         FQN inside DistributedModelParallel and DDP -> collection, in the model's order; the FQN is empty where the
         model itself is one.
+
+    Raises:
+        NotImplementedError: for a collection that does not look up what it is given: inside one of TorchRec's modules
+            that change features or embeddings (feature processors, managed collisions, ..), of a subclass with a
+            forward of its own, or with forward hooks. Soft selection, counts and schemes would be of other rows.
     """
     found: dict[str, nn.Module] = {}
+    plain_model = get_unwrapped_module(model)
     kinds = (SoftSelectionEmbeddingBagCollection, ShardedEmbeddingBagCollection, EmbeddingBagCollection)
-    for fqn, module in get_unwrapped_module(model).named_modules():
+    for fqn, module in plain_model.named_modules():
         if isinstance(module, kinds) and not any(_is_inside(fqn, outer) for outer in found):
+            _check_plain_lookup(plain_model, fqn, module)
             found[fqn] = module
     return found
+
+
+def sequence_collections(model: nn.Module) -> dict[str, nn.Module]:
+    """The EmbeddingCollections in a model by FQN, sharded or plain: nothing is searched in them.
+
+    Args:
+        model: sharded or not.
+    """
+    kinds = (ShardedEmbeddingCollection, EmbeddingCollection)
+    return {fqn: module for fqn, module in get_unwrapped_module(model).named_modules() if isinstance(module, kinds)}
+
+
+def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> None:
+    place, supported = f"FQN {fqn!r}", "supported are EmbeddingBagCollections that the model calls themselves"
+    parts = fqn.split(".") if fqn else []
+    for holder in (".".join(parts[:depth]) for depth in range(len(parts))):
+        kind = type(model.get_submodule(holder))
+        if any(base.__module__.startswith(HOLDERS_OF_COLLECTIONS) for base in kind.__mro__ if base not in INTERFACES):
+            raise NotImplementedError(describe(place, supported, f"one inside the {kind.__name__} {holder!r}"))
+    if not isinstance(collection, EmbeddingBagCollection):
+        return
+    if getattr(collection.forward, "__func__", None) is not EmbeddingBagCollection.forward:
+        remedy = "move what it adds into a module around a plain collection"
+        received = f"{type(collection).__name__} with a forward of its own"
+        raise NotImplementedError(describe(place, supported, received, remedy))
+    hooks = (collection._forward_hooks, collection._forward_pre_hooks, collection._backward_hooks)
+    if any(hooks) or collection._backward_pre_hooks:
+        remedy = "remove the hooks: neither sharded nor merged collections keep them"
+        raise NotImplementedError(describe(place, supported, "one with hooks", remedy))
+
+
+def holders_of_tables(collection: nn.Module) -> nn.ModuleDict:
+    """Table -> the module whose `weight` it is.
+
+    Args:
+        collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not.
+    """
+    is_pooled = isinstance(collection, EmbeddingBagCollection | ShardedEmbeddingBagCollection)
+    return cast(nn.ModuleDict, collection.embedding_bags if is_pooled else collection.embeddings)
 
 
 def local_shards(collection: nn.Module) -> list[TableShard]:
     """Local shards of every table of a collection, plain or sharded. Local, no collective.
 
     Args:
-        collection: an EmbeddingBagCollection, sharded or not, or a wrapper around one.
+        collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not, or a wrapper around the first.
 
     Returns:
         Views of the live weights: writing to them changes the model.
@@ -103,15 +159,16 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
     """
     if isinstance(collection, SoftSelectionEmbeddingBagCollection):
         return local_shards(collection.embedding_bag_collection)
-    if isinstance(collection, EmbeddingBagCollection):
-        return [TableShard(name, bag.weight.detach()) for name, bag in collection.embedding_bags.items()]
-    if not isinstance(collection, ShardedEmbeddingBagCollection):
+    if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
+        holders = holders_of_tables(collection).items()
+        return [TableShard(name, cast(Tensor, holder.weight).detach()) for name, holder in holders]
+    if not isinstance(collection, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
         received = type(collection).__name__
         raise TypeError(describe("local_shards", "expected an EmbeddingBagCollection, plain or sharded", received))
     shards = []
     for key, value in collection.state_dict().items():
         parts = key.split(".")
-        if parts[0] != "embedding_bags" or parts[-1] != "weight":
+        if parts[0] not in ("embedding_bags", "embeddings") or parts[-1] != "weight":
             continue
         table = ".".join(parts[1:-1])
         if isinstance(value, ShardedTensor):

@@ -38,7 +38,9 @@ from dnis_torchrec.checkpoint import (
 )
 from dnis_torchrec.checks import describe
 from dnis_torchrec.detachable_pipeline import DetachableTrainPipeline
+from dnis_torchrec.features_by_name import read_by_name_
 from dnis_torchrec.finite import FiniteGuard
+from dnis_torchrec.frozen_tables import check_frozen_are_held
 from dnis_torchrec.hypergradient import (
     UnrolledHypergradient,
     first_order_gradient,
@@ -135,7 +137,8 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
         RuntimeError: if the model is not prepared.
         TypeError: for tables whose lookups are to be prefetched; `PrefetchBilevelTrainPipeline` is for those.
         NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not synchronised yet; for
-            an `unrolled_step` with tables that have no ordinary gradient (see `UnrolledHypergradient`).
+            an `unrolled_step` with tables that have no ordinary gradient (see `UnrolledHypergradient`); for frozen
+            tables that `shard_model` has not sharded.
         ValueError: for a size that cannot be met, or an `unrolled_step` that is not above 0.
     """
 
@@ -163,7 +166,10 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
         self._process_group = model._env.process_group if isinstance(model, DistributedModelParallel) else None
         self._prefetched = PrefetchedTables(model)
         self._check_prefetching()
+        for fqn, wrapper in wrappers.items():
+            check_frozen_are_held(fqn, wrapper.embedding_bag_collection, wrapper.frozen_tables)
         select_on_shards_(model)
+        read_by_name_(model)
         first = next(iter(wrappers.values()))
         self._alpha: Alpha = first.alpha
         self.alpha_optimizer = AlphaOptimizer(

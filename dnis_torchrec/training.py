@@ -36,7 +36,9 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.denormals import flushing_denormals
 from dnis_torchrec.detachable_pipeline import DetachableTrainPipeline
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.features_by_name import read_by_name_
 from dnis_torchrec.finite import REMEDY, FiniteGuard, NonFiniteError
+from dnis_torchrec.frozen_tables import FROZEN_RATE
 from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.ranks import world_size_of
@@ -195,6 +197,7 @@ def shard(
     model = shard_model(task, device, plan, sharders)
     if selects_in_lookups:
         select_on_shards_(model)
+    read_by_name_(model)
     return model, rest_optimizer(model, recipe)
 
 
@@ -251,7 +254,8 @@ def set_learning_rates_(
     for group in optimizer.param_groups:
         group["lr"] = rates[group[PART]]
     for group in model.fused_optimizer.param_groups:
-        group["lr"] = tables
+        if group["lr"] != FROZEN_RATE:
+            group["lr"] = tables
     # Where TorchRec's fused optimizers hand their rate on to the kernels; there are no gradients to clear.
     model.fused_optimizer.zero_grad()
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
     {"_dependencies", "checks", "csr_size", "denormals", "detachable_pipeline", "hashing", "jagged"},
-    {"whole_files"},
+    {"features_by_name", "frozen_tables", "whole_files"},
     {"batch_slices", "native_build", "ranks", "reductions", "sketch", "storage"},
     {"batch_parts", "block_operators", "frequency", "level_schedule", "metrics", "recipe", "row_routing"},
     {
@@ -30,6 +30,7 @@ LAYERS = (
         "streaming",
         "table_selection",
     },
+    {"bag_check"},
     {"budget", "checked_counts", "column_importance", "embedding_modules", "narrow_tables", "serving"},
     {"cached_tables", "column_order", "table_shards"},
     {"alpha_optimizer"},

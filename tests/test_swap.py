@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -19,6 +23,7 @@ from dnis_torchrec import BilevelStream, BilevelTrainPipeline, LevelSchedule
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.swap import fold_, merge_, prepare_, unshard_
 from dnis_torchrec.table_shards import collections, local_shards, soft_selection_modules
 from tests.small_models import (
@@ -416,3 +421,29 @@ def test_merging_and_folding_what_was_never_prepared() -> None:
         message = f"{function.__name__}: expected a prepared model, got no wrapped collection; call prepare_ first"
         with pytest.raises(RuntimeError, match=message):
             function(dlrm())
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "data_parallel"])
+def test_merging_makes_sequence_embeddings_plain_too(gloo: object, kind: str) -> None:
+    config = EmbeddingConfig(name="sequence", num_embeddings=9, embedding_dim=8, feature_names=["movie_id"])
+    model = nn.ModuleDict({"pooled": collection(), "sequence": EmbeddingCollection(tables=[config])})
+    expected = model["sequence"](features())["movie_id"].values().detach()
+    sharders = [CpuEmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    prepared = prepare_(model, blocks_for(model))
+    constraints = {"sequence": ParameterConstraints(sharding_types=[kind])}
+    plan = make_sharding_plan(prepared, torch.device("cpu"), sharders, constraints=constraints)
+    merged = merge_(shard_model(prepared, torch.device("cpu"), plan, sharders))
+    assert not [fqn for fqn, module in merged.named_modules() if isinstance(module, ShardedModule)]
+    assert type(merged["sequence"]) is EmbeddingCollection
+    assert merged["sequence"].embedding_configs()[0].feature_names == ["movie_id"]
+    torch.testing.assert_close(merged["sequence"](features())["movie_id"].values(), expected, atol=0, rtol=0)
+
+
+def test_merging_names_what_stays_sharded(gloo: object) -> None:
+    beside = nn.EmbeddingBag(8, 4, mode="sum", include_last_offset=True)
+    model = nn.ModuleDict({"pooled": collection(), "beside": beside, "over": nn.Linear(1, 1)})
+    prepared, sharders = prepare_(model, blocks_for(model)), [EmbeddingBagCollectionSharder(), EmbeddingBagSharder()]
+    sharded = DistributedModelParallel(prepared, device=torch.device("cpu"), sharders=sharders)
+    with pytest.warns(UserWarning, match="some modules stay sharded, got {'beside': 'ShardedEmbeddingBag'}"):
+        merged = merge_(sharded)
+    assert type(merged["pooled"]) is EmbeddingBagCollection

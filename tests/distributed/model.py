@@ -71,6 +71,7 @@ MORE_KINDS["cached"] = {
     "genre": "data_parallel",
     "tag": "table_wise fused_uvm_caching",
 }
+MORE_KINDS |= {f"frozen {kind}": (KINDS | MORE_KINDS)[kind] for kind in ("mixed", "dense", "data_parallel")}
 MORE_KINDS |= {f"few rows {kind}": {"tag": kind} for kind in ("table_wise", "row_wise")}
 """Name -> sharding type of every table, followed by its kernel where that is not the fused one."""
 
@@ -164,10 +165,17 @@ class Stream:
         return iter(self.batches)
 
 
-def task() -> TrainTask:
-    """The prepared model, with the same weights in every process."""
+FROZEN = ("user", "genre", "tag")
+
+
+def task(*, frozen: bool = False) -> TrainTask:
+    """The prepared model, with the same weights in every process; perhaps with some tables that do not learn."""
     torch.manual_seed(11)
-    return TrainTask(prepare_(Net(), blocks()), nn.BCEWithLogitsLoss())
+    net = Net()
+    for collection in (net.first, net.second):
+        for name, bag in collection.embedding_bags.items():
+            bag.weight.requires_grad_(not (frozen and name in FROZEN))
+    return TrainTask(prepare_(net, blocks()), nn.BCEWithLogitsLoss())
 
 
 def plan_as(
@@ -199,7 +207,8 @@ def shard_as(
     types = (KINDS | MORE_KINDS)[kind]
     for collection in (module for module in whole.modules() if isinstance(module, EmbeddingBagCollection)):
         for name, bag in collection.embedding_bags.items():
-            if types[name] != "data_parallel" and "dense" not in types[name]:
+            is_fused = types[name] != "data_parallel" and "dense" not in types[name]
+            if is_fused and bag.weight.requires_grad:
                 apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": LEARNING_RATE})
     sharders = [sharder or CpuEmbeddingBagCollectionSharder()]
     plan = plan_as(whole, kind, group, device, sharders)

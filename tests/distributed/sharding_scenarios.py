@@ -81,14 +81,19 @@ class FewRowsStream(Stream):
 
 
 def make_stream(parts: tuple[int, ...], kind: str = "") -> BilevelStream[Batch]:
-    """Batches of both levels."""
+    """Batches of both levels; beside frozen tables the validation batches list their keys in another order."""
     of = FewRowsStream if kind.startswith("few rows") else Stream
+    if kind.startswith("frozen"):
+        validation = Stream("validation", 3, parts)
+        for batch in validation.batches:
+            batch.sparse_features = batch.sparse_features.permute([2, 0, 3, 1])
+        return BilevelStream(Stream("train", 7, parts), validation, LevelSchedule(warm_up_steps=2))
     return BilevelStream(of("train", 7, parts), of("validation", 3, parts), LevelSchedule(warm_up_steps=2))
 
 
 def make_task(kind: str) -> TrainTask:
     """The model of a kind."""
-    return few_rows_task() if kind.startswith("few rows") else task()
+    return few_rows_task() if kind.startswith("few rows") else task(frozen=kind.startswith("frozen"))
 
 
 def search_unsharded(parts: tuple[int, ...], kind: str = "") -> Results:

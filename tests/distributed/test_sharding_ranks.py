@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.distributed.harness import RankResults, Results, running_ranks
-from tests.distributed.model import DIMS, KINDS, MORE_KINDS, ROWS
+from tests.distributed.model import DIMS, FROZEN, KINDS, MORE_KINDS, ROWS, task
+from tests.distributed.scenarios import tables_of
 from tests.distributed.sharding_scenarios import COMMUNICATION, FEW_DIM, FEW_ROWS, STEPS, scenarios, search_unsharded
 
 ALL_KINDS = KINDS | MORE_KINDS
@@ -28,6 +29,7 @@ KINDS_OF = {
         "dense",
         "few rows table_wise",
         "cached",
+        "frozen mixed",
     ],  # each sharding type is in one
     "nccl": list(ALL_KINDS),
 }
@@ -44,6 +46,8 @@ with_every_kind = pytest.mark.parametrize(
     ("name", "kind"), [on(name, kind) for name, kinds in KINDS_OF.items() for kind in kinds]
 )
 TOLERANCE = 1e-5
+UNSHARDED = ("all tables", "few rows", "frozen")
+"""What is searched without ranks, too: by which words the kinds of the others begin."""
 
 
 class World:
@@ -52,13 +56,13 @@ class World:
     def __init__(self, ranks: RankResults, world_size: int) -> None:
         self.ranks = ranks
         self.world_size = world_size
-        self.unsharded = {kind: search_unsharded(tuple(range(world_size)), kind) for kind in ("all tables", "few rows")}
+        self.unsharded = {kind: search_unsharded(tuple(range(world_size)), kind) for kind in UNSHARDED}
 
     def __getitem__(self, scenario: str) -> list[Results]:
         return self.ranks[scenario]
 
     def expected(self, kind: str) -> Results:
-        return self.unsharded["few rows" if kind.startswith("few rows") else "all tables"]
+        return self.unsharded[next((name for name in UNSHARDED if kind.startswith(name)), "all tables")]
 
 
 class Worlds:
@@ -116,6 +120,17 @@ def test_a_sharded_search_equals_the_unsharded_one(worlds: Worlds, name: str, ki
     torch.testing.assert_close(list(results[0]["dense"].values()), dense, atol=TOLERANCE, rtol=0)
     assert results[0]["levels"].count("upper") == (STEPS - 2) // 2
     assert all(bool((alpha < 1).any()) for alpha in expected["alpha"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [on(name, kind) for name, kinds in KINDS_OF.items() for kind in kinds if kind.startswith("frozen")],
+)
+def test_frozen_tables_keep_their_bits(worlds: Worlds, name: str, kind: str) -> None:
+    world = worlds[name]
+    before, after = tables_of(task(frozen=True)), whole(world[f"search {kind}"], world.expected(kind)["tables"])
+    moved = {place.split("/")[0] for place, table in after.items() if not torch.equal(table, before[place])}
+    assert moved == set(ROWS) - set(FROZEN)
 
 
 @with_every_kind

@@ -1,0 +1,116 @@
+"""BagCheck: bags are checked before they are looked up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.block_operators import are_compiled, are_good_bags
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.jagged import jagged_by_key
+from dnis_torchrec.pooled_pieces import PooledFeature
+
+
+class BagCheck(nn.Module):
+    """Checks bags before they are looked up, so that a bad id is named and never trains a row.
+
+    A leaf for TorchRec's tracer. On a CPU it raises at once; on a GPU, where looking would stop the stream, it asserts
+    asynchronously.
+
+    Args:
+        outputs: what stands behind each output key.
+    """
+
+    def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._limits: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, features: KeyedJaggedTensor) -> None:
+        """Checks lengths of single-id bags and the range of every id.
+
+        Raises:
+            ValueError: naming table, feature and the value received, or for lengths that are not those of the ids.
+            NotImplementedError: for features of variable batch size.
+        """
+        if features.variable_stride_per_key():
+            raise NotImplementedError(describe("features", "supported are batches of one size for all keys", "several"))
+        if self._are_good(features):
+            return
+        if features.lengths().device.type == "cpu":
+            check_lengths(features)
+        jagged = jagged_by_key(features)
+        for output in self._outputs:
+            place = f"table {output.table!r}, feature {output.feature!r}"
+            check_known(f"feature of table {output.table!r}", output.feature, jagged)
+            ids, lengths = jagged[output.feature].values(), jagged[output.feature].lengths()
+            if ids.device.type != "cpu":
+                torch._assert_async(((ids >= 0) & (ids < output.num_embeddings)).all())
+                if not output.is_multi_hot:
+                    torch._assert_async((lengths <= 1).all())
+            elif ids.numel():
+                _check_on_cpu(output, ids, lengths, place)
+
+    def _are_good(self, features: KeyedJaggedTensor) -> bool:
+        """The usual case on a CPU, decided for all features at once; False where each has to be looked at."""
+        ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
+        if ids.device.type != "cpu":
+            return False
+        if keys not in self._limits:
+            if not {output.feature for output in self._outputs} <= set(keys):
+                return False
+            self._limits[keys] = self._limits_of(keys)
+        bounds, longest = self._limits[keys]
+        if are_compiled():
+            return are_good_bags(ids, lengths, bounds, longest)
+        if ids.numel() != lengths.numel() or not ids.numel() or not bool((lengths == 1).all()):
+            return False
+        lowest, highest = torch.aminmax(ids.view(len(keys), -1), dim=1)
+        return bool((lowest >= 0).all()) and bool((highest < bounds).all())
+
+    def _limits_of(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Of every key the rows of its smallest table, and how many ids a bag may hold; no limits where none reads."""
+        unlimited = torch.iinfo(torch.int64).max
+        bounds, longest = dict.fromkeys(keys, unlimited), dict.fromkeys(keys, unlimited)
+        for output in self._outputs:
+            bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
+            if not output.is_multi_hot:
+                longest[output.feature] = 1
+        return torch.tensor(list(bounds.values())), torch.tensor(list(longest.values()))
+
+
+def check_lengths(features: KeyedJaggedTensor) -> None:
+    """Checks that the bags of a batch are those of its ids: none too many, none left over. CPU.
+
+    Args:
+        features: the bags, all of one batch size.
+
+    Raises:
+        ValueError: naming the feature.
+
+    Example:
+        >>> kjt = KeyedJaggedTensor(keys=["f", "g"], values=torch.tensor([3, 0, 1]), lengths=torch.tensor([2, 1]))
+        >>> check_lengths(kjt)
+    """
+    keys, num_ids = features.keys(), features.values().numel()
+    left, requirement = num_ids, "expected lengths that add up to the ids of the batch"
+    for key, lengths in zip(keys, features.lengths().view(len(keys), -1).long(), strict=True):
+        shortest, longest = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)
+        check(shortest >= 0, f"feature {key!r}", "expected lengths of at least 0", shortest)
+        wanted = longest if longest > num_ids else int(lengths.sum())  # which cannot overflow then
+        check(wanted <= left, f"feature {key!r}", requirement, f"bags of {wanted} ids where {left} are left")
+        left -= wanted
+    check(left == 0, f"features {keys}", requirement, f"{left} ids of {num_ids} in no bag")
+
+
+def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: str) -> None:
+    if not output.is_multi_hot:
+        longest = int(lengths.max())
+        remedy = f"name it in multi_hot_features=[{output.feature!r}]"
+        check(longest <= 1, place, "expected bags of at most one id", f"a bag of {longest}", remedy)
+    lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+    within = lowest >= 0 and highest < output.num_embeddings
+    received = lowest if lowest < 0 else highest
+    remedy = "hash the ids into the table, or raise its num_embeddings"
+    check(within, place, f"expected ids in 0..{output.num_embeddings - 1}", received, remedy)

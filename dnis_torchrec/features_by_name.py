@@ -1,0 +1,147 @@
+"""Sharded collections that read the features of every batch by name, whatever the batch's order and other keys.
+
+TorchRec notes at which places of its first batch a sharded collection finds its features, and takes these places from
+every later batch. A stream that lists its keys otherwise, or has one key more, is then read wrongly, and nothing says
+so. `read_by_name_` puts one step in front of `input_dist`, through which every lookup goes, pipelined or not.
+
+That step also decides about per-sample weights. An unweighted collection that is not sharded ignores them; TorchRec's
+kernels multiply by them. A weighted collection that finds none would count every id once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from dnis_torchrec.checks import check, check_known, describe
+
+Sharded: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+
+
+def read_by_name_(model: nn.Module, *, refuse_weights: bool = False) -> None:
+    """Lets every sharded collection of a model read features by name. Local, no collective.
+
+    A batch with the same keys as the first one is passed on as it is: that costs a comparison of the keys.
+
+    Args:
+        model: sharded; what of it is not, is left alone. A collection may be given twice: the later call decides.
+        refuse_weights: raise at per-sample weights in front of an unweighted collection, instead of ignoring them as
+            the unsharded collection does.
+
+    Example:
+        >>> read_by_name_(nn.Linear(2, 1))  # nothing is sharded, nothing happens
+    """
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            read_collection_by_name_(module, refuse_weights=refuse_weights)
+
+
+def read_collection_by_name_(collection: Sharded, *, refuse_weights: bool = False) -> None:
+    """`read_by_name_` for one sharded collection.
+
+    Args:
+        collection: the collection, changed in place.
+        refuse_weights: see `read_by_name_`.
+    """
+    step = vars(collection).get("input_dist")
+    if not isinstance(step, FeaturesByName):
+        # as TorchRec's pipelines replace forwards: no module, and so no name, changes
+        vars(collection)["input_dist"] = step = FeaturesByName(collection, collection.input_dist)
+    step.refuse_weights = refuse_weights
+
+
+class FeaturesByName:
+    """What the input_dist of a sharded collection is replaced by: the same one, on the features that it reads.
+
+    Args:
+        collection: the collection.
+        input_dist: its own.
+
+    Attributes:
+        refuse_weights: see `read_by_name_`.
+    """
+
+    def __init__(self, collection: Sharded, input_dist: Callable[..., Any]) -> None:
+        self._collection = collection
+        self._input_dist = input_dist
+        self._weighting = getattr(collection, "_is_weighted", None)  # None: sequence embeddings know no weights
+        self._read: list[str] = []
+        self._names: list[str] = []
+        self._orders: dict[tuple[str, ...], tuple[list[int], Tensor]] = {}
+        self.refuse_weights = False
+
+    def __call__(self, ctx: Any, features: KeyedJaggedTensor | TensorDict) -> Any:
+        """Begins the input_dist.
+
+        Args:
+            ctx: TorchRec's.
+            features: the bags; keys in any order, others among them.
+
+        Raises:
+            ValueError: if a feature is missing, a weighted collection gets no weights, or an unweighted one gets some
+                where they are refused.
+            NotImplementedError: for weights that learn, where TorchRec would drop their gradient.
+        """
+        if isinstance(features, TensorDict):
+            features = maybe_td_to_kjt(features, self._names or [str(key) for key in features.keys()])  # noqa: SIM118
+        if not self._names:
+            self._note_names(features.keys())
+        features = self._with_right_weights(features)
+        keys = features.keys()
+        return self._input_dist(ctx, features if keys == self._names else self._in_order(features, tuple(keys)))
+
+    def _note_names(self, keys: list[str]) -> None:
+        """Keeps the order of the first batch where it holds these features and no others, else that of the kernels."""
+        own = getattr(self._collection, "_embedding_shardings", None)
+        shardings = self._collection._sharding_type_to_sharding.values() if own is None else own
+        self._read = [name for sharding in shardings for name in sharding.feature_names()]
+        for name in self._read:
+            check_known("feature", name, keys)
+        names = list(dict.fromkeys(self._read))
+        self._names = keys if sorted(keys) == sorted(names) else names
+
+    def _in_order(self, features: KeyedJaggedTensor, keys: tuple[str, ...]) -> KeyedJaggedTensor:
+        if keys not in self._orders:
+            places = {key: place for place, key in enumerate(keys)}
+            for name in self._names:
+                check_known("feature", name, places)
+            order = [places[name] for name in self._names]
+            self._orders[keys] = order, torch.tensor(order, dtype=torch.int32, device=features.device())
+        return features.permute(*self._orders[keys])
+
+    def _with_right_weights(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        weights = features.weights_or_none()
+        if self._weighting is None or (weights is None and not self._weighting):
+            return features
+        place = f"collection of tables {self._collection._table_names}"
+        if weights is None:
+            remedy = "give the KeyedJaggedTensor weights, or build the collection with is_weighted=False"
+            raise ValueError(describe(place, "expected per-sample weights", "none", remedy))
+        if self._weighting:
+            if weights.requires_grad and torch.is_grad_enabled():
+                self._check_gradient_of_weights(place, features.keys())
+            return features
+        remedy = "leave them out, or build the collection with is_weighted=True: TorchRec's kernels would multiply"
+        check(not self.refuse_weights, place, "expected bags without per-sample weights", "weights", remedy)
+        unweighted = copy.copy(features)
+        unweighted._weights = unweighted._jt_dict = None
+        return unweighted
+
+    def _check_gradient_of_weights(self, place: str, keys: list[str]) -> None:
+        """Weights that travel, or are put in another order, leave their gradient behind."""
+        kinds = set(self._collection._sharding_types)
+        stays = kinds <= {ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value} and keys == self._read
+        if not stays or self._collection._env.world_size > 1:
+            supported = "supported are per-sample weights that learn on one rank, table_wise or data_parallel"
+            remedy = f"detach the weights, or list the features as the kernels read them: {self._read}"
+            raise NotImplementedError(describe(place, supported, f"{sorted(kinds)}, features {keys}", remedy))
