@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -224,7 +226,8 @@ def count_frequencies_in_frame(frame: pd.DataFrame, tables: Sequence[EmbeddingBa
     """Counts row ids in the columns of a pandas frame, one column per feature, named like it.
 
     Args:
-        frame: one row per training sample; a column holds one id per sample, or a list of ids (a multi-hot feature).
+        frame: one row per training sample; a column holds one id per sample, or a list of ids (a multi-hot feature),
+            of which a missing one is empty.
         tables: the tables.
 
     Raises:
@@ -253,16 +256,33 @@ def _ids_of_column(column: pd.Series) -> tuple[Tensor, int]:
     """(ids of all bags, longest bag)."""
     place, requirement = f"column {column.name!r}", "expected integer ids or lists of them"
     remedy = "fill what is missing and hash what is no integer"
-    holds_lists = column.dtype == object and all(isinstance(bag, list | tuple | np.ndarray) for bag in column)
-    if not holds_lists:
+    if isinstance(column.dtype, pd.ArrowDtype) and pa.types.is_nested(column.dtype.pyarrow_dtype):
+        return _ids_of_arrow_lists(column, place, requirement, remedy)
+    is_list = [isinstance(bag, list | tuple | np.ndarray) for bag in column] if column.dtype == object else []
+    if not any(is_list):
         check(pd.api.types.is_integer_dtype(column.dtype), place, requirement, column.dtype, remedy)
+        check(not column.isna().any(), place, requirement, f"{column.isna().sum()} missing", remedy)
         return torch.from_numpy(np.array(column, dtype=np.int64)), 1
-    bags = [np.asarray(bag) for bag in column]
+    neither = [bag for bag, known in zip(column, is_list, strict=True) if not known and pd.notna(bag)]
+    check(not neither, place, requirement, repr(neither[:1]), remedy)
+    bags = [np.asarray(bag) for bag, known in zip(column, is_list, strict=True) if known]
     for bag in bags:  # an empty one is of no dtype that means anything
         is_ids = bag.ndim == 1 and (bag.size == 0 or bag.dtype.kind in "iu")
         check(is_ids, place, requirement, bag, remedy)
     flat = np.concatenate([bag.astype(np.int64, copy=False) for bag in bags])
     return torch.from_numpy(flat), max(map(len, bags))
+
+
+def _ids_of_arrow_lists(column: pd.Series, place: str, requirement: str, remedy: str) -> tuple[Tensor, int]:
+    lists = pa.Table.from_pandas(column.to_frame("ids"), preserve_index=False)["ids"]
+    try:
+        ids, lengths = pc.list_flatten(lists), pc.list_value_length(lists)
+    except pa.ArrowNotImplementedError as error:
+        raise ValueError(describe(place, requirement, lists.type, remedy)) from error
+    is_ids = pa.types.is_integer(ids.type) or len(ids) == ids.null_count == 0
+    check(is_ids, place, requirement, lists.type, remedy)
+    check(ids.null_count == 0, place, requirement, f"{ids.null_count} missing in lists", remedy)
+    return torch.from_numpy(ids.to_numpy().astype(np.int64)), pc.max(lengths).as_py() or 0
 
 
 def merge_counts(parts: Sequence[FrequencyCounts]) -> FrequencyCounts:

@@ -1,7 +1,8 @@
 """Raw categorical values to rows of a table, and numbers to evenly spread ones. Deterministic, on every machine alike.
 
 Strings are hashed by SipHash with a fixed key, integers by the finaliser of SplitMix64, both as pandas does it; a test
-holds some values still, because everything that was ever hashed depends on them.
+holds some values still, because everything that was ever hashed depends on them. Files disagree about whether an id is
+a number or text, so the text of an integer is hashed as that integer.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 MISSING_ROW = 0
 """The row of missing values, in every hashed table."""
+HASH_VERSION = 2
+"""Another number whenever a value gets another hash: what was hashed before is then hashed anew."""
+_LOWEST, _HIGHEST = str(-(2**63)), str(2**64 - 1)
 
 
 def hash_values(values: pa.Array) -> np.ndarray:
     """64-bit hashes of integers, strings or bytes; equal values have equal hashes, in whatever file and column.
 
-    A string and its UTF-8 bytes are the same value; an integer and its digits are not.
+    A string and its UTF-8 bytes are the same value. So are an integer of 64 bits and its decimal text, with or without
+    the ``.0`` that pandas writes after whole floats: 7, ``"7"`` and ``"7.0"``. Other text is itself, as ``"007"`` and
+    ``"+7"``. Integers are taken modulo 2**64: an id has one hash whether its column is signed or not.
 
     Args:
         values: none missing.
@@ -26,12 +33,50 @@ def hash_values(values: pa.Array) -> np.ndarray:
         ``(n,)`` uint64.
 
     Example:
-        >>> hash_values(pa.array(["68fd1e64", "a"])).tolist() == hash_values(pa.array([b"68fd1e64", b"a"])).tolist()
+        >>> hash_values(pa.array(["68fd1e64", "7"])).tolist() == hash_values(pa.array([b"68fd1e64", b"7"])).tolist()
         True
+        >>> hash_values(pa.array(["7", "7.0", "007"])) == hash_values(pa.array([7, 7, 7]))
+        array([ True,  True, False])
     """
     if pa.types.is_integer(values.type):
-        return pd.util.hash_array(values.cast(pa.int64(), safe=False).to_numpy(), categorize=False)
+        return _hashed(values.cast(pa.int64(), safe=False))
+    numbers, is_number = _as_numbers(values)
+    if not is_number.any():
+        return _hashed(values)
+    hashes = np.empty(len(values), np.uint64)
+    hashes[is_number] = _hashed(numbers)
+    hashes[~is_number] = _hashed(values.filter(pa.array(~is_number)))
+    return hashes
+
+
+def _hashed(values: pa.Array) -> np.ndarray:
     return pd.util.hash_array(values.to_numpy(zero_copy_only=False), categorize=False)
+
+
+def _as_numbers(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """(the integers among texts modulo 2**64, as int64; ``(n,)`` bool: which texts are one)."""
+    if pa.types.is_binary(texts.type) or pa.types.is_large_binary(texts.type):
+        # What looks at bytes is there for strings alone, and does not mind bytes that are no UTF-8.
+        texts = texts.view(pa.string() if pa.types.is_binary(texts.type) else pa.large_string())
+    if pc.any(pc.ends_with(texts, ".0")).as_py():
+        texts = pc.replace_substring_regex(texts, r"\.0\z", "")
+    digits = pc.ascii_ltrim(texts, "-")
+    signs = pc.subtract(pc.binary_length(texts), pc.binary_length(digits))
+    is_zero = pc.equal(texts, "0")
+    leads = pc.and_(pc.less_equal(signs, 1), pc.or_(is_zero, pc.invert(pc.starts_with(digits, "0"))))
+    fits = pc.less(pc.binary_length(texts), len(_HIGHEST))
+    if not pc.all(fits).as_py():
+        # Of 20 characters, which alone may be too many, "-" sorts before the digits, and these by value.
+        in_range = pc.or_(pc.less_equal(texts, _LOWEST), pc.greater_equal(texts, "0"))
+        in_range = pc.and_(in_range, pc.less_equal(texts, _HIGHEST))
+        fits = pc.or_(fits, pc.and_(pc.equal(pc.binary_length(texts), len(_HIGHEST)), in_range))
+    is_number = pc.and_(pc.and_(leads, fits), pc.ascii_is_decimal(digits))
+    texts = texts.filter(is_number)
+    is_negative = pc.starts_with(texts, "-")
+    numbers = pc.if_else(is_negative, "0", texts).cast(pa.uint64()).view(pa.int64())
+    if pc.any(is_negative).as_py():
+        numbers = pc.if_else(is_negative, pc.if_else(is_negative, texts, "0").cast(pa.int64()), numbers)
+    return numbers, is_number.to_numpy(zero_copy_only=False)
 
 
 def rows_of_values(values: pa.Array, num_embeddings: int) -> np.ndarray:
@@ -42,7 +87,8 @@ def rows_of_values(values: pa.Array, num_embeddings: int) -> np.ndarray:
     Row 0 is that of missing values alone. Each distinct value of a chunk is hashed once; no Python runs per row.
 
     Args:
-        values: integers, strings, bytes or a dictionary of them; may be missing.
+        values: integers, strings, bytes or a dictionary of them; may be missing. Integers and their text are the same,
+            see `hash_values`.
         num_embeddings: N, at least 2.
 
     Returns:

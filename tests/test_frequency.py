@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -88,6 +89,31 @@ def test_counts_of_a_frame_of_single_ids(ids: list[int], dtype: str) -> None:
     frame = pd.DataFrame({feature: pd.Series(ids, index, dtype=dtype) for feature in FEATURES})
     expected = expected_counts([{feature: [row] for feature in FEATURES} for row in ids])
     assert_same(count_frequencies_in_frame(frame, TABLES), expected)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(make(pa.int32()) for make in (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)),
+        pa.list_(pa.uint64(), 2),
+        object,
+    ],
+    ids=str,
+)
+def test_missing_lists_of_a_frame_are_empty_whatever_holds_them(kind: pa.DataType | type) -> None:
+    """Parquet brings them, and pandas with Arrow types keeps them as they are."""
+    bags = [[4, 0], None, [0, 0], None]
+    dtype = kind if kind is object else pd.ArrowDtype(kind)
+    frame = pd.DataFrame({feature: pd.Series(bags, dtype=dtype) for feature in FEATURES})
+    expected = expected_counts([{feature: bag or [] for feature in FEATURES} for bag in bags])
+    assert_same(count_frequencies_in_frame(frame, TABLES), expected)
+
+
+def test_a_column_of_empty_lists_counts_nothing() -> None:
+    kinds = [pd.ArrowDtype(pa.list_(kind)) for kind in (pa.null(), pa.int64(), pa.float64())]
+    for column in (pd.Series([[], []]), *(pd.Series([[], None], dtype=kind) for kind in kinds)):
+        frame = pd.DataFrame(dict.fromkeys(FEATURES, column))
+        assert_same(count_frequencies_in_frame(frame, TABLES), expected_counts([{key: [] for key in FEATURES}] * 2))
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -199,6 +225,16 @@ def test_empty_data_is_refused() -> None:
         [[True]],
         [np.array([1.5]), np.array([], dtype=np.int64)],
         [[[1, 2]]],
+        [[1], 1],
+        [[1], "1"],
+        pd.array([1, None], "Int64"),
+        pd.array([1, None], "int64[pyarrow]"),
+        *(pd.Series([[1]], dtype=pd.ArrowDtype(pa.list_(kind))) for kind in (pa.float64(), pa.bool_())),
+        pd.Series([["1"]], dtype=pd.ArrowDtype(pa.list_(pa.string()))),
+        pd.Series([[1, None]], dtype=pd.ArrowDtype(pa.list_(pa.int64()))),
+        pd.Series([[None]], dtype=pd.ArrowDtype(pa.list_(pa.null()))),
+        pd.Series([[[1]]], dtype=pd.ArrowDtype(pa.list_(pa.list_(pa.int64())))),
+        pd.Series([{"a": 1}], dtype=pd.ArrowDtype(pa.struct({"a": pa.int64()}))),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dnis_torchrec.hashing import spread
+from dnis_torchrec.hashing import HASH_VERSION, spread
 from dnis_torchrec.streaming.chunks import CHUNK_ROWS, FORMAT_VERSION, ChunkIndex, index_files
 from dnis_torchrec.streaming.parsing import ParsedChunk, parse_chunk
 from dnis_torchrec.streaming.schema import StreamSchema
@@ -36,8 +36,8 @@ class ParsedStream:
     Attributes:
         schema: as given.
         index: the chunks.
-        layout: SHA-256 of the schema and of how many samples each chunk has: what a position in the stream relies on,
-            and what is the same for another copy of the files.
+        layout: SHA-256 of the schema, of how many samples each chunk has and of how values are hashed: what a position
+            in the stream relies on, and what is the same for another copy of the files.
 
     Raises:
         ValueError: if a file is missing, empty or cannot be entered in the middle; see `index_files`.
@@ -54,8 +54,9 @@ class ParsedStream:
     ) -> None:
         self.schema = schema
         self.index: ChunkIndex = index_files(files, cache=cache, chunk_rows=chunk_rows)
-        self.layout = _digest(schema.to_json(), [chunk.num_rows for chunk in self.index.chunks])
-        key = _digest(FORMAT_VERSION, self.index.fingerprint, schema.to_json())
+        hashing = [HASH_VERSION] if schema.hashed or schema.split_by is not None else []
+        self.layout = _digest(schema.to_json(), [chunk.num_rows for chunk in self.index.chunks], *hashing)
+        key = _digest(FORMAT_VERSION, HASH_VERSION, self.index.fingerprint, schema.to_json())
         self._folder = cache / f"parsed_{key[:16]}" if cache is not None else None
         self._last: tuple[int, ParsedChunk] | None = None
 

@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv as pv
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.hashing import hash_values, rows_of_values
 from dnis_torchrec.storage import filesystem, read_bytes, retrying
 from dnis_torchrec.streaming.chunks import Chunk, is_parquet
 from dnis_torchrec.streaming.schema import StreamSchema
+from dnis_torchrec.streaming.values import bags_of_column, rows_of_column, split_keys
 
 _EXCERPT = 80
 
@@ -106,13 +105,21 @@ def parse_chunk(address: str, chunk: Chunk, schema: StreamSchema) -> ParsedChunk
     labels = _numbers(columns[schema.label], f"{place}, column {schema.label!r}", missing=math.nan)
     _check_finite(labels, address, chunk, schema.label, "expected a finite label")
     dense = [_dense(columns[name], address, chunk, name) for name in schema.dense]
-    ids = [_rows(columns[name], rows, schema, place, name) for name, rows in schema.single_id.items()]
+    ids = [
+        rows_of_column(columns[name], rows, schema, f"{place}, column {name!r}")
+        for name, rows in schema.single_id.items()
+    ]
+    bags = {
+        name: bags_of_column(columns[name], rows, schema, f"{place}, column {name!r}")
+        for name, rows in schema.multi_hot.items()
+    }
+    split_by = f"{place}, column {schema.split_by!r}, which splits"
     return ParsedChunk(
         dense=torch.from_numpy(_transformed(dense, chunk.num_rows, schema.log_dense)),
         ids=torch.from_numpy(np.stack(ids) if ids else np.empty((0, chunk.num_rows), np.int32)),
         labels=torch.from_numpy(labels),
-        bags={name: _bags(columns[name], rows, schema, place, name) for name, rows in schema.multi_hot.items()},
-        split_keys=_split_keys(columns[schema.split_by], place) if schema.split_by is not None else None,
+        bags=bags,
+        split_keys=split_keys(columns[schema.split_by], split_by) if schema.split_by is not None else None,
     )
 
 
@@ -180,10 +187,8 @@ def _first_malformed(text: bytes, schema: StreamSchema) -> tuple[int, str]:
 
 def _numbers(column: pa.Array, place: str, *, missing: float) -> np.ndarray:
     """float32, with a number for those that are missing."""
-    is_number = (
-        pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)
-    )
-    check(is_number, place, "expected numbers", column.type)
+    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
+    check(any(test(column.type) for test in tests), place, "expected numbers", column.type)
     numbers = column.cast(pa.float32(), safe=False).fill_null(missing)
     return np.array(numbers.to_numpy(zero_copy_only=False), dtype=np.float32)
 
@@ -209,69 +214,3 @@ def _check_finite(values: np.ndarray, address: str, chunk: Chunk, name: str, req
 def _transformed(columns: list[np.ndarray], num_rows: int, log_dense: bool) -> np.ndarray:
     dense = np.stack(columns, axis=1) if columns else np.empty((num_rows, 0), np.float32)
     return np.log1p(np.maximum(dense, 0, out=dense), out=dense) if log_dense else dense
-
-
-def _rows(column: pa.Array, num_embeddings: int, schema: StreamSchema, place: str, name: str) -> np.ndarray:
-    """Rows of a table, int32."""
-    where = f"{place}, column {name!r}"
-    if schema.hashed:
-        _check_hashable(column, where)
-        return rows_of_values(column, num_embeddings)
-    check(pa.types.is_integer(column.type), where, "expected integer ids", column.type, "or set StreamSchema.hashed")
-    check(column.null_count == 0, where, "expected an id in every row", f"{column.null_count} missing")
-    ids = column.cast(pa.int64(), safe=False).to_numpy()
-    lowest, highest = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
-    in_range = lowest >= 0 and highest < num_embeddings
-    remedy = "raise num_embeddings or set StreamSchema.hashed"
-    received = lowest if lowest < 0 else highest
-    check(in_range, where, f"expected ids in 0..{num_embeddings - 1}", received, remedy)
-    return ids.astype(np.int32)
-
-
-def _check_hashable(column: pa.Array, where: str) -> None:
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    tests = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)
-    received = "lists" if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
-    remedy = "name it in multi_hot" if received == "lists" else "cast it"
-    check(any(test(kind) for test in tests), where, "expected integers, strings or bytes", received, remedy)
-
-
-def _bags(column: pa.Array, num_embeddings: int, schema: StreamSchema, place: str, name: str) -> tuple[Tensor, Tensor]:
-    """(values, offsets) of a column of lists, or of text with a separator."""
-    if any(test(column.type) for test in (pa.types.is_binary, pa.types.is_string, pa.types.is_large_string)):
-        column = pc.split_pattern(column, schema.list_separator)
-        if not schema.hashed:
-            column = _integer_lists(column, f"{place}, column {name!r}")
-    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    check(is_list, f"{place}, column {name!r}", "expected lists", column.type, "name it in single_id")
-    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
-    # `flatten` leaves out what a missing list may hide, which `values` does not.
-    values = _rows(column.flatten(), num_embeddings, schema, place, name)
-    return torch.from_numpy(values), torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-
-
-def _integer_lists(column: pa.Array, where: str) -> pa.Array:
-    """Lists of text as lists of integers."""
-    texts = column.cast(pa.list_(pa.string()))
-    try:
-        return texts.cast(pa.list_(pa.int64()))
-    except pa.ArrowInvalid as error:
-        bad = next(text for row in texts.to_pylist() for text in row or () if not _is_integer(text))
-        remedy = "clean the data, or set StreamSchema.hashed"
-        raise ValueError(describe(where, "expected integers", repr(bad), remedy)) from error
-
-
-def _is_integer(text: str | None) -> bool:
-    try:
-        return pa.scalar(text, pa.string()).cast(pa.int64()).is_valid
-    except pa.ArrowInvalid:
-        return False
-
-
-def _split_keys(column: pa.Array, place: str) -> Tensor:
-    where = f"{place}, column that splits"
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    _check_hashable(column, where)
-    check(column.null_count == 0, where, "expected a value in every row", f"{column.null_count} missing")
-    return torch.from_numpy(hash_values(column).view(np.int64))

@@ -16,14 +16,16 @@ class StreamSchema:
     Attributes:
         label: column of the labels, numbers, none missing.
         dense: columns of the dense features, finite numbers; a missing one is 0, and in Parquet NaN is one too.
-        single_id: feature (and column) -> num_embeddings; one value per sample.
-        multi_hot: feature (and column) -> num_embeddings; a list of values per sample, in text one field with
-            `list_separator` between the values. A missing list is an empty bag.
+        single_id: feature (and column) -> num_embeddings; one value per sample. Text that is empty or white space is a
+            missing value, and white space around a value does not count.
+        multi_hot: feature (and column) -> num_embeddings; a list of values per sample, or text with `list_separator`
+            between the values. Missing values are in no bag: a missing list and an empty field are an empty one.
         hashed: True hashes raw values into the tables, see `rows_of_values`; False takes them for row ids as they are.
+            An integer, a whole float and its text are the same value in every file, see `hash_values`.
         log_dense: dense features become ``log(1 + max(x, 0))``.
         text_columns: names of all columns of a text file, in order; Parquet files bring their own.
         separator: what stands between two fields of a text file, one character.
-        list_separator: what stands between two values of a list in a text file.
+        list_separator: what stands between two values of a list in text, at least one character.
         split_by: column whose value decides which part of a split a sample belongs to (a user id, say, so that no user
             is in two parts); None splits by the number of the sample.
 
@@ -55,6 +57,7 @@ class StreamSchema:
             in_range = lowest <= rows < 2**31
             check(in_range, f"feature {name!r}", f"expected num_embeddings in {lowest}..2**31-1", rows, remedy)
         check(len(self.separator) == 1, f"{place}.separator", "expected one character", repr(self.separator))
+        check(bool(self.list_separator), f"{place}.list_separator", "expected at least one character", "''")
         repeated = sorted({name for name in self.text_columns if self.text_columns.count(name) > 1})
         check(not repeated, f"{place}.text_columns", "expected distinct names", repeated)
         if self.text_columns:
