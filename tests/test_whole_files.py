@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,26 @@ def test_tensors_come_back_with_their_head(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="expected a whole safetensors file"):
         read_tensors(path, "row_blocks")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_a_file_is_readable_by_whom_the_user_wants(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_text(tmp_path / "a.txt", "a")
+        write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(1)}, "row_blocks", {"a": 1})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~mask}
+
+
+@pytest.mark.parametrize("planted", ["a.txt", "a.txt.partial"])
+@pytest.mark.parametrize("plant", [os.symlink, os.link])
+def test_what_is_outside_stays(tmp_path: Path, planted: str, plant: Callable[[Path, Path], None]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "outside").write_text("years of work")
+    plant(tmp_path / "outside", folder / planted)
+    path = write_text(folder / "a.txt", "new")
+    assert (path.read_text(), path.is_symlink()) == ("new", False)
+    assert (tmp_path / "outside").read_text() == "years of work"
