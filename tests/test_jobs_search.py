@@ -399,6 +399,7 @@ def test_the_folder_that_a_user_names_may_be_a_link(whole: Path, tmp_path: Path)
 def test_files_outside_that_a_run_has_a_second_name_of_stay(whole: Path, tmp_path: Path) -> None:
     run, outside = Path(shutil.copytree(whole, tmp_path / "run")), tmp_path / "outside"
     run_report(run)
+    (run / "lock").write_text("years of work")
     names = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
     for number, name in enumerate(names):
         outside.mkdir(exist_ok=True)
