@@ -491,28 +491,3 @@ def test_failed_swap_in_two_renames_is_undone(written: Path, monkeypatch: pytest
         write_artifact(tables, scheme, written, overwrite=True)
     assert left_in(written.parent) == ["artifact"]
     assert read_manifest(written)["run"] == {"seed": 3}
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
-def test_the_files_are_for_whom_the_user_wants(tmp_path: Path, mask: int) -> None:
-    tables, scheme = two_tables()
-    before = os.umask(mask)
-    try:
-        path = write_artifact(tables, scheme, tmp_path / "deep" / "artifact", scipy_formats=["csr"])
-    finally:
-        os.umask(before)
-    found = [path.parent, path, *path.rglob("*")]
-    assert any(file.suffix == ".npz" for file in found)
-    for file in found:
-        assert file.stat().st_mode & 0o777 == (0o777 if file.is_dir() else 0o666) & ~mask, file
-
-
-def test_what_may_be_run_stays_so(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        with artifact.new_folder(tmp_path / "out") as folder:
-            (folder / "library.so").touch()
-            (folder / "library.so").chmod(0o755)
-    finally:
-        os.umask(before)
-    assert (tmp_path / "out" / "library.so").stat().st_mode & 0o777 == 0o750

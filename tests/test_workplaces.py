@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from dnis_torchrec import workplaces
+from dnis_torchrec.export import artifact, write_artifact
 from dnis_torchrec.workplaces import OTHER_HOST_SECONDS, remove_left, workplace
+from tests.serving_reference import two_tables
 
 WRITER = f"""
 import importlib.util, os, sys
@@ -179,3 +181,28 @@ def test_a_disk_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.
     with workplace(tmp_path / "a") as first, workplace(tmp_path / "a"):
         assert first.new.parent.is_dir()
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_files_of_an_artifact_are_for_whom_the_user_wants(tmp_path: Path, mask: int) -> None:
+    tables, scheme = two_tables()
+    before = os.umask(mask)
+    try:
+        path = write_artifact(tables, scheme, tmp_path / "deep" / "artifact", scipy_formats=["csr"])
+    finally:
+        os.umask(before)
+    found = [path.parent, path, *path.rglob("*")]
+    assert any(file.suffix == ".npz" for file in found)
+    for file in found:
+        assert file.stat().st_mode & 0o777 == (0o777 if file.is_dir() else 0o666) & ~mask, file
+
+
+def test_what_may_be_run_stays_so(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with artifact.new_folder(tmp_path / "out") as folder:
+            (folder / "library.so").touch()
+            (folder / "library.so").chmod(0o755)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out" / "library.so").stat().st_mode & 0o777 == 0o750
