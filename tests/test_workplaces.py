@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_nothing_of_a_users_is_removed_and_no_link_is_followed(tmp_path: Path) -
     (folder / name).mkdir()
     (folder / name / "thesis").touch()
     (folder / name.replace("0", "1")).mkdir()
-    (folder / name.replace("0", "1") / "writer").write_text("Jane Austen")
+    (folder / name.replace("0", "1") / "writer").write_text(f"Jane Austen on {gethostname()}\n")
     (folder / name.replace("0", "2")).touch()
     (folder / name.replace("0", "3")).mkdir()
     os.mkfifo(folder / name.replace("0", "3") / "writer")
