@@ -14,7 +14,6 @@ import platform
 import shutil
 import struct
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +23,7 @@ from pathlib import Path
 import torch
 
 from dnis_torchrec.checks import check_known, describe
+from dnis_torchrec.workplaces import workplace
 
 COMPILERS = ("c++", "g++", "clang++")
 """Names tried where the variable CXX gives none."""
@@ -123,25 +123,23 @@ class NativeLibrary:
 
     def _compile(self, compiler: str, library: Path, seconds: float) -> None:
         root = Path(torch.__file__).parent
-        handle, partial = tempfile.mkstemp(dir=library.parent, prefix=f".{library.name}.", suffix=".partial")
-        os.close(handle)
         sources = [str(source) for source in sorted(self.sources.glob("*.cpp"))]
         where = ["-isystem", str(root / "include"), f"-L{root / 'lib'}"]
-        command = [compiler, *FLAGS, *where, *sources, "-o", partial, "-ltorch_cpu", "-lc10"]
         logger.info("compiling %s", library)
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        with workplace(library) as place:
+            command = [compiler, *FLAGS, *where, *sources, "-o", str(place.new), "-ltorch_cpu", "-lc10"]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            except subprocess.TimeoutExpired as error:
+                requirement = f"expected {compiler} to compile it within {seconds} s"
+                remedy = f"set {NO_COMPILE}=1"
+                raise RuntimeError(describe(self.place, requirement, "nothing by then", remedy)) from error
             if done.returncode:
                 words = "\n".join(done.stderr.strip().splitlines()[-20:])
                 remedy = f"try another compiler with CXX=..., or set {NO_COMPILE}=1 and go without"
                 raise RuntimeError(describe(self.place, f"expected {compiler} to compile it", f"\n{words}\n", remedy))
-            os.chmod(partial, 0o755)
-            os.replace(partial, library)
-        except subprocess.TimeoutExpired as error:
-            requirement = f"expected {compiler} to compile it within {seconds} s"
-            raise RuntimeError(describe(self.place, requirement, "nothing by then", f"set {NO_COMPILE}=1")) from error
-        finally:
-            Path(partial).unlink(missing_ok=True)
+            os.chmod(place.new, 0o755)
+            os.replace(place.new, library)
 
     def _key(self) -> str:
         """Hash of what is compiled; not of the compiler, so that a library outlives it, as in a slim serving image."""

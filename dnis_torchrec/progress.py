@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from torch import Tensor
 from tqdm import tqdm
 
 from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.foreign_folders import make_folder
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.report import SearchImages
@@ -94,7 +96,8 @@ class _Curves:
         from torch.utils.tensorboard import SummaryWriter  # imports slowly; no other job needs it
 
         with self._surviving():
-            self._writer = SummaryWriter(str(self._folder))
+            folder = make_folder(self._folder, within=self._folder.parent)
+            self._writer = SummaryWriter(str(folder), filename_suffix=f".{uuid4().hex}")  # a name nobody can guess
             self._images = SearchImages(self._writer, blocks, counts)
 
     def draw(self, record: EpochRecord) -> None:

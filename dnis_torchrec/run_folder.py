@@ -17,12 +17,9 @@ every rank writes (`WRITTEN_BY_RANKS`) each puts at the URL by itself.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-import socket
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -38,6 +35,7 @@ from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checkpoint import checkpoint_folder
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.export.artifact import FolderKind, new_folder
+from dnis_torchrec.foreign_folders import check_plain, file_lock, make_folder
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.model_parts import delete_parts, has_parts, load_parts, part_name, save_parts
 from dnis_torchrec.ranks import rank_of, together
@@ -46,7 +44,8 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.storage import Address, inside, put_file, remove_file
 from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.table_shards import collections, ranks_of
-from dnis_torchrec.whole_files import PARTIAL, unshared
+from dnis_torchrec.whole_files import unshared
+from dnis_torchrec.workplaces import PARTIAL, workplace
 
 FORMAT = "dnis-torchrec-run"
 FORMAT_VERSION = 1
@@ -84,9 +83,10 @@ class RunFolder:
             can_resume: whether whoever asks could go on with a run that stands there; named as a remedy.
 
         Raises:
-            ValueError: if something stands there already and may not be overwritten.
+            ValueError: if something stands there already and may not be overwritten, or a link is in it.
         """
         if not path.exists() or _is_unused(path):
+            check_plain(path, f"run folder {path}")
             return
         is_run = (path / "run.json").is_file()
         remedy = "choose another --out"
@@ -94,6 +94,7 @@ class RunFolder:
             remedy += ", --resume the run or --overwrite it" if can_resume else " or --overwrite the run"
         expected = "expected a folder that does not exist"
         check(overwrite and is_run, f"run folder {path}", expected, "an existing one", remedy)
+        check_plain(path, f"run folder {path}")
 
     @staticmethod
     def create(path: Path, *, url: str | None = None, overwrite: bool = False) -> RunFolder:
@@ -114,7 +115,7 @@ class RunFolder:
         if path.exists() and not _is_unused(path):
             with run.lock():
                 run._set_aside()
-        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        make_folder(path / "checkpoints", within=path)
         if url is not None:
             run._remove_what_ranks_wrote(url)
         return run
@@ -150,11 +151,12 @@ class RunFolder:
             path: the folder.
 
         Raises:
-            ValueError: if it is none, was written by a newer version, or its search did not finish.
+            ValueError: if it is none, was written by a newer version, its search did not finish, or a link is in it.
         """
         place = f"run folder {path}"
         file = path / "run.json"
         check(file.is_file(), place, "expected a folder written by `dnis search`", "no run.json in it")
+        check_plain(path, place)
         run = RunFolder(path)
         head = run.read_head()
         check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
@@ -190,21 +192,13 @@ class RunFolder:
         Works on local disks, and on NFS and other shared ones that pass flock on.
 
         Raises:
-            ValueError: if another job, here or on another host, holds it.
+            ValueError: if another job, here or on another host, holds it, or there is a link in the run.
         """
-        file = self.path / "lock"
-        with file.open("a+", encoding="utf-8") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                handle.seek(0)
-                owner = handle.read().strip() or "another one"
-                remedy = "wait for it, or choose another --out"
-                place = f"run folder {self.path}"
-                raise ValueError(describe(place, "expected no other job at work in it", owner, remedy)) from error
-            handle.truncate(0)
-            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            handle.flush()
+        place = f"run folder {self.path}"
+        check_plain(self.path, place)
+        with file_lock(self.path / "lock") as owner:
+            remedy = "wait for it, or choose another --out"
+            check(owner is None, place, "expected no other job at work in it", owner, remedy)
             yield
 
     def status(self) -> str | None:
@@ -250,21 +244,16 @@ class RunFolder:
             shutil.rmtree(self.path)
             return
         path = self.path.resolve()
-        aside = _beside(path)
-        os.rename(path, aside)
-        try:
+        with workplace(path) as place:
+            place.set_aside(path)
             path.mkdir()
-            os.rename(aside, path / REPLACED)
-        except BaseException:
-            os.rename(aside, path)
-            raise
+            os.rename(place.old, path / REPLACED)
 
     def _put_back(self) -> None:
         path = self.path.resolve()
-        aside = _beside(path)
-        os.rename(path, aside)
-        os.rename(aside / REPLACED, path)
-        shutil.rmtree(aside, ignore_errors=True)
+        with workplace(path) as place:
+            place.set_aside(path)
+            os.rename(place.old / REPLACED, path)
 
     def _remove_what_ranks_wrote(self, url: str) -> None:
         """After run.json, without which nothing there is taken for a run."""
@@ -398,10 +387,6 @@ def _is_unused(path: Path) -> bool:
     names -= {name for name in names if name.endswith(PARTIAL)}  # a kill leaves what was being written
     is_before_head = bool(names) and names <= {"checkpoints", "lock", FETCHED}  # of a URL, which has no empty folders
     return is_before_head and not any((path / "checkpoints").glob("*"))
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
 
 
 def _settings(head: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,22 +14,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
-
-PARTIAL = ".partial"
-"""What the name of a file ends with that is being written."""
+from dnis_torchrec.workplaces import workplace
 
 
 @contextmanager
-def written_whole(path: Path, *, durable: bool = False, by_many: bool = False) -> Iterator[Path]:
+def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Lends a path to write a file to, which takes the file's place once the block has ended well.
 
+    The path lies in a folder of its own beside the file (see `workplaces`), so several may write the file at a time;
+    the last one's is kept. A link that stands at `path` is replaced, not followed. The file gets the user's umask.
+
     Args:
-        path: of the file; an older one is replaced, or stays if the block fails.
+        path: of the file; an older one is replaced, or stays if the block fails. Its folder exists.
         durable: see to it that the content survives the machine before it takes the file's place.
-        by_many: several processes of this machine may write the file at a time; the last one's is kept.
 
     Yields:
-        A path beside `path`, free to be written.
+        A free path with the name of `path`.
 
     Example:
         >>> import tempfile
@@ -39,28 +39,25 @@ def written_whole(path: Path, *, durable: bool = False, by_many: bool = False) -
         ...     print(Path(folder, "a.txt").read_text(), len(list(Path(folder).iterdir())))
         whole 1
     """
-    writer = f".{os.getpid()}" if by_many else ""
-    unfinished = path.with_name(f"{path.name}{writer}{PARTIAL}")
-    try:
-        yield unfinished
+    with workplace(path) as place:
+        yield place.new
+        place.settle_modes()
         if durable:
-            with unfinished.open("rb") as file:
+            with place.new.open("rb") as file:
                 os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        os.replace(place.new, path)
 
 
-def write_text(path: Path, text: str, *, durable: bool = False, by_many: bool = False) -> Path:
+def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
     """Writes UTF-8 text whole or not at all, see `written_whole`; returns `path`."""
-    with written_whole(path, durable=durable, by_many=by_many) as unfinished:
+    with written_whole(path, durable=durable) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return path
 
 
-def write_json(path: Path, content: Any, *, by_many: bool = False) -> Path:
+def write_json(path: Path, content: Any) -> Path:
     """Writes an indented JSON document and a newline whole or not at all, see `written_whole`; returns `path`."""
-    return write_text(path, json.dumps(content, indent=1) + "\n", by_many=by_many)
+    return write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

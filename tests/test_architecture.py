@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
-    {"_dependencies", "checks", "csr_size", "denormals", "detachable_pipeline", "hashing", "jagged"},
-    {"features_by_name", "frozen_tables", "whole_files"},
+    {"_dependencies", "checks", "csr_size", "denormals", "detachable_pipeline", "hashing", "jagged", "workplaces"},
+    {"features_by_name", "foreign_folders", "frozen_tables", "whole_files"},
     {"batch_slices", "native_build", "ranks", "reductions", "sketch", "storage"},
     {"batch_parts", "block_operators", "frequency", "level_schedule", "metrics", "recipe", "row_routing"},
     {
@@ -69,6 +69,7 @@ SERVING_NEEDS = {
     "row_routing",
     "scheme",
     "serving",
+    "workplaces",
 }
 """All of the package that a serving module may load: nothing that trains."""
 

@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 import torch
@@ -303,3 +304,29 @@ def test_state_of_torchs_own_optimizer() -> None:
     placed = optimizer_tensors(model, optimizer)
     assert set(placed) == names
     assert placed["optimizer/weight/step"].size == (1,)
+
+
+@pytest.mark.parametrize("name", ["step-00000001", "step-00000001/rank0.safetensors", "latest.json", "more"])
+def test_links_among_checkpoints_are_named(gloo, tmp_path: Path, name: str) -> None:
+    folder = LocalCheckpointFolder(tmp_path / "named")
+    write_checkpoint(folder, 1, numbers(1), None)
+    outside, planted = tmp_path / "outside", tmp_path / "named" / name
+    outside.mkdir()
+    if planted.exists():
+        planted.rename(outside / "moved")
+    planted.symlink_to(outside / "moved")
+    message = f"expected plain files and folders in it, got the link '{name}'; remove it"
+    with pytest.raises(ValueError, match=message):
+        folder.latest()
+    with pytest.raises(CheckpointWriteError, match=message):
+        write_checkpoint(folder, 2, numbers(2), None)
+    if name.endswith("safetensors"):
+        refused(folder.path_of(1), numbers(0), "got the link 'rank0.safetensors'; remove it")
+
+
+def test_what_a_killed_writer_left_among_checkpoints_is_removed(gloo, tmp_path: Path) -> None:
+    left = tmp_path / f".latest.json.{'0' * 32}.partial"
+    (left / "new").mkdir(parents=True)
+    (left / "writer").write_text(f"dnis_torchrec, process 1 on {gethostname()}\n")
+    write_checkpoint(LocalCheckpointFolder(tmp_path), 1, numbers(1), None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-00000001"]

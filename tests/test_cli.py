@@ -264,6 +264,9 @@ def test_the_folder_of_a_result_is_looked_for_before_the_work(run: Path, tmp_pat
     done = dnis("evaluate", run, "--json", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"--json {tmp_path}: expected a file, got a folder; name a file in it" in " ".join(done.stderr.split())
+    done = dnis("evaluate", run, "--json", "/dev/null")
+    assert done.returncode == 2
+    assert "--json /dev/null: expected a file, got a pipe or a device; name a file" in done.stderr
 
 
 def test_an_existing_run_is_never_overwritten_silently(run: Path, tmp_path: Path) -> None:

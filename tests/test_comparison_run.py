@@ -321,3 +321,29 @@ def test_other_rules_than_those_of_the_folder_exit_with_2(
     done = compare(monkeypatch, *arguments, "--patience", 7)
     assert done.returncode == 2
     assert "patience: expected 3 as when it was run, got 7; give the arguments of the older comparison" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["cells/dnis-size2-seed0", "cells", "comparison.html", "lock"])
+def test_links_in_a_comparison_are_named(out: Path, stand_ins: None, name: str) -> None:
+    outside = out.parent / "outside"
+    if name == "cells":
+        (out / "cells").rename(outside)
+    else:
+        outside.mkdir()
+    (out / name).symlink_to(outside)
+    before = sorted(outside.rglob("*"))
+    with pytest.raises(ValueError, match=f"expected plain files and folders in it, got the link '{name}'; remove it"):
+        make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(0,))
+    assert sorted(outside.rglob("*")) == before
+
+
+def test_files_outside_that_a_comparison_has_a_second_name_of_stay(out: Path, stand_ins: None) -> None:
+    cell, outside = out / "cells" / "dnis-size2-seed0", out.parent / "outside"
+    cell.mkdir()
+    outside.write_text("years of work")
+    for name in ("lock", "comparison.json"):
+        (out / name).hardlink_to(outside)
+    for name in ("log.txt", "task.json", "crash.txt"):
+        (cell / name).hardlink_to(outside)
+    assert not run_comparison(make_comparison(out, methods=("dnis",), sizes=(2.0,), seeds=(0,))).crashes
+    assert outside.read_text() == "years of work"

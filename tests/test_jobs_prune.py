@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from dnis_torchrec import Size
-from dnis_torchrec.jobs import SearchJob, prune_job, run_evaluate, run_prune, run_report, run_search
+from dnis_torchrec.jobs import SearchJob, prune_job, run_evaluate, run_export, run_prune, run_report, run_search
 from dnis_torchrec.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.training import set_learning_rates_, train_plainly
 from tests.test_cli import dnis
@@ -137,3 +140,66 @@ def test_what_stands_there_is_replaced_only_if_that_was_asked_for_and_it_is_a_ru
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(ValueError, match=r"got an existing one; choose another --out$"):
         run_prune(run, None, tmp_path / "mine", size=EIGHTH, max_epochs=0, overwrite=True)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dnis_torchrec import Size
+from dnis_torchrec.export import artifact
+from dnis_torchrec.jobs import prune_job, run_export, run_prune, run_report
+from dnis_torchrec.run_folder import RunFolder
+
+run, out = Path(sys.argv[1]), Path(sys.argv[2])
+
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def export():
+    artifact._flush = kill
+    run_export(run, out / "artifact", forms=("csr",))
+
+
+def replace():
+    artifact._move_into_place, move = (lambda *given: (move(*given), kill())), artifact._move_into_place
+    run_export(run, out / "older", forms=("csr",), overwrite=True)
+
+
+def fine_tune():
+    prune_job.train_plainly = kill
+    run_prune(run, None, out / "pruned", size=Size(compression_ratio=8), max_epochs=1)
+
+
+def write():
+    RunFolder.write_rows = kill
+    run_prune(run, None, out / "pruned", size=Size(compression_ratio=8), max_epochs=0)
+
+
+def report():
+    os.replace = kill
+    run_report(out / "run")
+
+
+for act in (export, replace, fine_tune, write, report):
+    child = os.fork()
+    if child == 0:
+        act()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, act
+"""
+
+
+def test_what_was_killed_leaves_nothing_once_the_same_is_done_again(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    run_export(run, tmp_path / "older", forms=("mixed_dimension",))
+    subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(run), str(tmp_path)], check=True)
+    assert len(list(tmp_path.rglob("*.partial"))) == 2  # each has removed what the one before it left
+    before = files_of(tmp_path / "older")
+    run_export(run, tmp_path / "artifact", forms=("csr",))
+    assert files_of(tmp_path / "older") == before  # the new one, which was in its place when its writer was killed
+    run_prune(run, None, tmp_path / "pruned", size=EIGHTH, max_epochs=0)
+    run_report(tmp_path / "run")
+    assert not list(tmp_path.rglob("*.partial"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "older", "pruned", "run"]

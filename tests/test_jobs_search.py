@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -350,3 +351,72 @@ def test_a_run_from_another_embedding_dim_is_exported_and_evaluated_as_such(gloo
     run_export(out, artifact, forms=("mixed_dimension",))
     expected = run_evaluate(out, None)["metrics"]
     assert run_evaluate(artifact, None)["metrics"] == pytest.approx(expected, abs=1e-6)
+
+
+READ = ("run.json", "model.safetensors", "report.json", "counts.safetensors")
+WRITTEN = ("checkpoints", "figures", "lock", "report.html", "report.html.partial", "figures/alpha.png", "anything")
+
+
+@pytest.mark.parametrize("name", [*READ, *WRITTEN, "tensorboard"])
+def test_links_in_a_run_are_named_before_anything_is_read_or_written_through_them(
+    whole: Path, tmp_path: Path, name: str
+) -> None:
+    run, outside = Path(shutil.copytree(whole, tmp_path / "run")), tmp_path / "outside"
+    planted = run / name
+    planted.parent.mkdir(exist_ok=True)
+    if planted.exists():
+        planted.rename(outside)
+    else:
+        (outside.mkdir if name in ("checkpoints", "figures") else outside.touch)()
+    planted.symlink_to(outside)
+    before = files_of(tmp_path)
+    message = f"run folder {run}: expected plain files and folders in it, got the link '{name}'; remove it"
+    for act in (
+        lambda: run_report(run),
+        lambda: run_evaluate(run, None),
+        lambda: run_export(run, tmp_path / "artifact", forms=("csr",)),
+        lambda: run_prune(run, None, tmp_path / "pruned", size=Size(compression_ratio=8), max_epochs=0),
+        lambda: run_search(job(run, overwrite=True)),
+        lambda: run_search(job(run, saving=Saving(resume=True))),
+        lambda: RunFolder.check_free(run, overwrite=True),
+    ):
+        with pytest.raises(ValueError, match=message):
+            act()
+        assert files_of(tmp_path) == before
+
+
+def test_the_folder_that_a_user_names_may_be_a_link(whole: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "disk" / "run"))
+    (tmp_path / "run").symlink_to(run)
+    run_report(tmp_path / "run")
+    assert (run / "report.html").is_file()
+    run_search(job(tmp_path / "run", overwrite=True))
+    assert (tmp_path / "run").is_symlink()
+    assert not (run / "report.html").exists()
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["run"]
+
+
+def test_files_outside_that_a_run_has_a_second_name_of_stay(whole: Path, tmp_path: Path) -> None:
+    run, outside = Path(shutil.copytree(whole, tmp_path / "run")), tmp_path / "outside"
+    run_report(run)
+    (run / "lock").write_text("years of work")
+    names = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
+    for number, name in enumerate(names):
+        outside.mkdir(exist_ok=True)
+        (outside / str(number)).hardlink_to(run / name)
+    before = files_of(outside)
+    run_report(run)
+    with RunFolder(run).lock():
+        assert files_of(outside) == before
+
+
+def test_all_of_a_run_is_readable_by_whom_the_user_wants(gloo, tmp_path: Path) -> None:
+    mask = 0o027
+    before = os.umask(mask)
+    try:
+        run_search(job(tmp_path / "run"))
+        run_prune(tmp_path / "run", None, tmp_path / "pruned", size=Size(compression_ratio=8), max_epochs=0)
+    finally:
+        os.umask(before)
+    for path in tmp_path.rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path

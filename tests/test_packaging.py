@@ -190,7 +190,9 @@ def test_an_unknown_id_is_an_error_and_no_guess(package: Path) -> None:
         load_package(package)(dense, torch.cat([torch.tensor([40]), values[1:]]), lengths)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "version", "foreign", "outside", "no JSON"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "truncated", "missing", "version", "foreign", "outside", "link", "no JSON"]
+)
 def test_damage_is_named(package: Path, tmp_path: Path, damage: str) -> None:
     copy = tmp_path / "copy"
     for file in package.rglob("*"):
@@ -214,6 +216,9 @@ def test_damage_is_named(package: Path, tmp_path: Path, damage: str) -> None:
             (tmp_path / "outside").write_bytes(b"x")
             entry = {"bytes": 1, "sha256": "0"}
             manifest.write_text(json.dumps(fields | {"files": fields["files"] | {"../outside": entry}}))
+        case "link":
+            model.rename(model.with_name("another"))
+            model.symlink_to("another")
         case "no JSON":
             manifest.write_text("{")
     named = {"version": "update", "foreign": "format", "outside": "../outside", "no JSON": "JSON"}

@@ -450,3 +450,12 @@ def test_terminal_table() -> None:
     assert "0.4900" in shown
     assert "auc" not in shown
     assert "0.8105" not in shown
+
+
+def test_figures_are_written_through_no_link(tmp_path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "figures").symlink_to(tmp_path / "outside")
+    few = {"history": (), "blocks": (), "alpha": {}, "rows": (make_row("dnis", bytes={}),)}
+    with pytest.raises(ValueError, match="figures: expected a plain folder, got a link; remove it"):
+        write_report(tmp_path / "report.html", make_content(**few), figure_folder=tmp_path / "figures")
+    assert list((tmp_path / "outside").iterdir()) == []

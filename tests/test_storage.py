@@ -448,3 +448,30 @@ def test_what_is_there_is_no_glob(remote: MemoryFileSystem, tmp_path: Path, fold
     stored = (f"memory:///bucket/{folder}/a[1].tsv",)
     assert storage.expand([f"memory://bucket/{folder}"]) == storage.expand(stored) == stored
     assert storage.expand([f"{tmp_path}/d[0-9]/*"]) == (f"{tmp_path}/d1/a1.tsv",)
+
+
+def test_a_copy_in_the_cache_is_written_through_no_link(remote: MemoryFileSystem, tmp_path: Path) -> None:
+    remote.pipe({"/bucket/run/a/b.bin": b"new", "/bucket/run/c.bin": b"new"})
+    outside, copy = tmp_path / "outside", storage.local_copy_of("memory://bucket/run")
+    outside.mkdir()
+    (outside / "b.bin").write_text("years of work")
+    for planted in (copy.parent, copy, copy / "a", copy / "a" / "b.bin", copy / ".fetched.json"):
+        planted.parent.mkdir(parents=True, exist_ok=True)
+        planted.symlink_to(outside / "b.bin" if planted.suffix else outside)
+        with pytest.raises(ValueError, match=r"got a link; remove it|got the link '.*'; remove it"):
+            storage.fetch("memory://bucket/run")
+        planted.unlink()
+        assert {path.name: path.read_text() for path in outside.iterdir()} == {"b.bin": "years of work"}
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "cache").rename(tmp_path / "disk" / "cache")
+    (tmp_path / "cache").symlink_to(tmp_path / "disk" / "cache")  # the user's own word
+    assert (storage.fetch("memory://bucket/run") / "a" / "b.bin").read_bytes() == b"new"
+
+
+def test_a_link_in_an_output_is_not_published(remote: MemoryFileSystem, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    with storage.output("memory://bucket/run") as folder:
+        folder.mkdir()
+        (folder / "own").touch()
+        (folder / "link").symlink_to(tmp_path / "secret")
+    assert storage.file_names("memory://bucket/run") == ["own"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import math
 import re
 from itertools import islice, pairwise
@@ -16,6 +17,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from dnis_torchrec.data_over_ranks import for_counting
 from dnis_torchrec.hashing import hash_values, spread
@@ -454,3 +456,38 @@ def test_streams_that_cannot_be_are_refused(tmp_path: Path) -> None:
         StreamSchema(label="y", single_id={"a": 1})
     with pytest.raises(ValueError, match="text_columns"):
         ParsedStream([tmp_path / "few.tsv"], StreamSchema(label="y", single_id={"a": 5})).chunk(0)
+
+
+def test_a_cache_is_read_and_written_through_no_link(text: Path, tmp_path: Path) -> None:
+    cache, outside = text / "cache", tmp_path / "outside"
+    stream = stream_of(text, cache=cache)
+    wanted = stream.chunk(0).ids.clone()
+    (folder,) = cache.glob("parsed_*")
+    (chunk,) = folder.iterdir()
+    (index,) = cache.glob("index_*")
+    content = {path: path.read_bytes() for path in (chunk, index)}
+    other = {name: tensor + 1 for name, tensor in load_file(chunk).items()}
+    outside.mkdir()
+    save_file(other, outside / chunk.name)
+    for planted, target in ((chunk, outside / chunk.name), (index, outside / "index")):
+        planted.unlink()
+        planted.symlink_to(target)
+    before = {path.name: path.read_bytes() for path in outside.iterdir()}
+    assert torch.equal(stream_of(text, cache=cache).chunk(0).ids, wanted)
+    assert {path: path.read_bytes() for path in content if not path.is_symlink()} == content
+    chunk.unlink()
+    folder.rmdir()
+    folder.symlink_to(outside)
+    with pytest.raises(ValueError, match="expected a plain folder, got a link; remove it"):
+        stream_of(text, cache=cache).chunk(0)
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == before
+
+
+def test_an_index_may_name_no_text_outside_the_cache(text: Path, tmp_path: Path) -> None:
+    cache = text / "cache"
+    stream_of(text, cache=cache)
+    (index,) = cache.glob("index_*")
+    (tmp_path / "other.tsv").write_bytes((text / "part_0.tsv").read_bytes())
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps(content | {"files": [str(tmp_path / "other.tsv"), *content["files"][1:]]}))
+    assert list(stream_of(text, cache=cache).index.files) == content["files"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,14 @@ import torch
 from dnis_torchrec.whole_files import read_tensors, write_json, write_tensors, write_text, written_whole
 
 
-@pytest.mark.parametrize("by_many", [False, True])
-def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path, by_many: bool) -> None:
+def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.txt", "old")
     with path.open() as reader:
-        with written_whole(path, by_many=by_many) as unfinished:
+        with written_whole(path) as unfinished:
             unfinished.write_text("new")
             assert path.read_text() == "old"
-            assert unfinished.name.endswith(".partial")
-            assert (str(os.getpid()) in unfinished.name) is by_many
+            assert unfinished.name == "a.txt"
+            assert unfinished.relative_to(tmp_path).parts[0].endswith(".partial")
         assert path.read_text() == "new"
         assert reader.read() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -48,7 +48,7 @@ def test_durable_content_is_on_disk_before_the_file_has_its_name(
     path, seen = tmp_path / "a.txt", []
 
     def note(_: int) -> None:
-        seen.append(sorted(own.read_text() for own in tmp_path.iterdir()))
+        seen.append(sorted(own.read_text() for own in tmp_path.rglob("a.txt")))
 
     monkeypatch.setattr(os, "fsync", note)
     write_text(path, "1")
@@ -76,3 +76,26 @@ def test_tensors_come_back_with_their_head(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="expected a whole safetensors file"):
         read_tensors(path, "row_blocks")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_a_file_is_readable_by_whom_the_user_wants(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_text(tmp_path / "a.txt", "a")
+        write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(1)}, "row_blocks", {"a": 1})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~mask}
+
+
+@pytest.mark.parametrize("planted", ["a.txt", "a.txt.partial"])
+@pytest.mark.parametrize("plant", [os.symlink, os.link])
+def test_what_is_outside_stays(tmp_path: Path, planted: str, plant: Callable[[Path, Path], None]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "outside").write_text("years of work")
+    plant(tmp_path / "outside", folder / planted)
+    path = write_text(folder / "a.txt", "new")
+    assert (path.read_text(), path.is_symlink()) == ("new", False)
+    assert (tmp_path / "outside").read_text() == "years of work"

@@ -8,7 +8,6 @@ FOLDER/trials-<names>/trials.json   how many there are, and the threads for each
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dnis_torchrec.foreign_folders import file_lock
 from dnis_torchrec.report.content import json_text, write_text
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -142,13 +142,8 @@ class SharedTrials:
     @contextmanager
     def _claim(self, index: int) -> Iterator[bool]:
         """Whether a trial is this process's to train, as long as the context lasts."""
-        with (self._folder / f"{index}.lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
+        with file_lock(self._folder / f"{index}.lock") as owner:
+            yield owner is None
 
 
 def _best(finished: Mapping[int, FinishedTrial], num_bytes: int) -> int | None:

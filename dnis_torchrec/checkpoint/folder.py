@@ -13,20 +13,21 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from pathlib import Path
 from socket import gethostname
-from uuid import uuid4
 
 import torch.distributed as dist
 
 from dnis_torchrec.checkpoint.manifest import Manifest
 from dnis_torchrec.checks import check
-from dnis_torchrec.ranks import on_rank_zero, rank_of, together, world_size_of
+from dnis_torchrec.foreign_folders import check_plain
+from dnis_torchrec.ranks import on_rank_zero, together, world_size_of
 from dnis_torchrec.storage import Address, inside, put_file
 from dnis_torchrec.whole_files import write_text
+from dnis_torchrec.workplaces import remove_left, workplace
 
 LATEST = "latest.json"
-SHARED = "shared.partial"
 ASIDE = ".old.partial"
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -34,7 +35,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> None:
     """Checks that all ranks see the folder that rank 0 sees: on several hosts a path may name one on each.
 
-    Distributed: rank 0 writes a word that every rank reads; three small collectives, none for a process alone.
+    Distributed: rank 0 makes a file of a name that was never there, and every rank looks for it; three small
+    collectives, none for a process alone.
 
     Args:
         path: the folder; made if it is not there.
@@ -45,25 +47,20 @@ def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> 
     """
     if world_size_of(process_group) == 1:
         return
-    file = path / SHARED
+    with ExitStack() as stack:
 
-    def write() -> str:
-        path.mkdir(parents=True, exist_ok=True)
-        word = uuid4().hex
-        file.write_text(word, encoding="utf-8")
-        return word
+        def write() -> str:
+            path.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(workplace(path / "shared")).new
+            file.touch()
+            return file.relative_to(path).as_posix()
 
-    word = on_rank_zero(write, process_group)
-    try:
-        with together(process_group):
-            found = file.read_text(encoding="utf-8") if file.is_file() else "none"
+        name = on_rank_zero(write, process_group)
+        with together(process_group):  # all have looked when it is left
             requirement = "expected the folder that rank 0 writes to, on storage that all hosts have mounted"
             received = "another one" if path.is_dir() else "no such folder"
             remedy = "choose a path that leads to the same folder on all hosts"
-            check(found == word, f"folder {path} on {gethostname()}", requirement, received, remedy)
-    finally:  # all have read it by now
-        if rank_of(process_group) == 0:
-            file.unlink(missing_ok=True)
+            check((path / name).is_file(), f"folder {path} on {gethostname()}", requirement, received, remedy)
 
 
 def step_of(name: str) -> int | None:
@@ -211,7 +208,13 @@ class LocalCheckpointFolder(CheckpointFolder):
         return sorted(step for step in found if step is not None)
 
     def clean(self) -> None:
-        """Removes what is left of checkpoints that never became whole, or are only half gone; see the base class."""
+        """Removes what is left of checkpoints that never became whole, or are only half gone; see the base class.
+
+        Raises:
+            ValueError: if somebody has put a link in the folder.
+        """
+        check_plain(self._folder, f"checkpoints {self._folder}")
+        remove_left(self._folder)
         for path in self._folder.glob("step-*.partial"):
             final = path.with_name(path.name.removesuffix(ASIDE))
             is_latest = path.name.endswith(ASIDE) and self._latest_text() == latest_text(final)
@@ -222,7 +225,8 @@ class LocalCheckpointFolder(CheckpointFolder):
 
     def begin(self, step: int) -> None:
         """Makes the folder that all ranks write into."""
-        self.partial_of(step).mkdir(parents=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.partial_of(step).mkdir()
 
     def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:
         """Writes a rank's file; see the base class."""
@@ -246,6 +250,7 @@ class LocalCheckpointFolder(CheckpointFolder):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _latest_text(self) -> str | None:
+        check_plain(self._folder, f"checkpoints {self._folder}")
         file = self._folder / LATEST
         return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
 

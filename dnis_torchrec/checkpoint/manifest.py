@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dnis_torchrec.checkpoint.placement import ITERATIONS, TableDescription
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.storage import Address, file_size, inside, read_bytes
+from dnis_torchrec.foreign_folders import check_plain
+from dnis_torchrec.storage import Address, file_size, inside, local_path, read_bytes
 from dnis_torchrec.whole_files import write_text
 
 FORMAT = "dnis-torchrec-checkpoint"
@@ -69,11 +70,14 @@ class Manifest:
             folder: the checkpoint, a path or a URL.
 
         Raises:
-            ValueError: for no checkpoint, another format version, or a rank's file that is missing or cut short.
+            ValueError: for no checkpoint, another format version, a link in it, or a rank's file that is missing or cut
+                short.
             StorageError: if storage does not answer.
         """
         place = f"checkpoint {folder}"
-        file = inside(folder, MANIFEST)
+        file, here = inside(folder, MANIFEST), local_path(folder)
+        if here is not None:
+            check_plain(here, place)
         check(file_size(file) is not None, place, "expected a checkpoint", f"no {MANIFEST} in it")
         try:
             head = json.loads(read_bytes(file))

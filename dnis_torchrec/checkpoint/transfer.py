@@ -90,7 +90,7 @@ def _left_clean(folder: CheckpointFolder, process_group: dist.ProcessGroup | Non
                 folder.clean()
         with together(process_group):
             latest = folder.latest()
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         return f"what is left there could not be looked at ({error})"
     return "no earlier one is there" if latest is None else f"the last good one is {latest}"
 

@@ -108,10 +108,12 @@ def check_data(data: Path | None) -> None:
 
 
 def check_json(file: Path | None) -> None:
-    """Refuses a --json that is a folder, or in none, before the work whose result it is to hold."""
+    """Refuses a --json that is no file, or in no folder, before the work whose result it is to hold."""
     if file is not None:
         check(file.parent.is_dir(), f"--json {file}", "expected an existing folder", file.parent)
         check(not file.is_dir(), f"--json {file}", "expected a file", "a folder", "name a file in it")
+        is_special = file.exists() and not file.is_file()  # which would be replaced
+        check(not is_special, f"--json {file}", "expected a file", "a pipe or a device", "name a file")
 
 
 def plain_console(width: int | None = None) -> Console:

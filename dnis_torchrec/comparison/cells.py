@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.foreign_folders import make_folder
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import WITH_VALIDATION, json_text, write_text
 
@@ -95,7 +96,7 @@ class CellTask:
             TypeError: if a rule is not JSON-able.
             ValueError: if a rule is a number that is not finite.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, within=folder.parents[1])
         write_text(folder / "task.json", json_text(asdict(self), str(folder)) + "\n")
 
     @staticmethod

@@ -17,6 +17,7 @@ from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, read_resu
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
 from dnis_torchrec.data_over_ranks import SPLITS, NotedBatches
+from dnis_torchrec.foreign_folders import check_plain
 from dnis_torchrec.jobs import build_recipe
 from dnis_torchrec.metrics import check_candidates
 from dnis_torchrec.recipe import RankingBatch, Recipe, with_checked_labels
@@ -87,6 +88,7 @@ class Comparison:
         is_ours = not self.out.exists() or (self.out / "cells").is_dir() or not any(self.out.iterdir())
         remedy = "choose another folder"
         check(is_ours, f"folder {self.out}", "expected a new folder or one of a comparison", "another one", remedy)
+        check_plain(self.out, f"folder {self.out}")
         self.check_rules(self.rules())
 
     def cells(self) -> tuple[Cell, ...]:

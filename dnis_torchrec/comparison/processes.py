@@ -19,6 +19,7 @@ import torch
 
 from dnis_torchrec.baselines.shared_trials import unclaimed_trials
 from dnis_torchrec.comparison.cells import HELPS, WORK, forget_crash, read_crash, read_result, write_crash
+from dnis_torchrec.foreign_folders import open_log
 
 COMMAND = (sys.executable, "-m", "dnis_torchrec.comparison.worker")
 SECONDS_TO_END = 15
@@ -127,7 +128,7 @@ class _Processes:
     def run(self, job: _Job, environment: Mapping[str, str]) -> None:
         """Runs a job and waits for it."""
         folder = job.folder
-        with (folder / "log.txt").open("ab" if job.helps else "wb") as log:
+        with open_log(folder / "log.txt", anew=not job.helps) as log:
             with self._lock:  # an interrupt finds a process among the running ones, or it is never started
                 if self._stopping.is_set():
                     return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,12 +11,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dnis_torchrec.checks import describe
+from dnis_torchrec.checks import check
 from dnis_torchrec.comparison.cells import Cell, read_crash, read_result
 from dnis_torchrec.comparison.outputs import joined_versions, write_frame, write_json
 from dnis_torchrec.comparison.plan import Comparison, RecipeFacts, recipe_facts
 from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.comparison.summary import comparison_rows
+from dnis_torchrec.foreign_folders import file_lock
 from dnis_torchrec.report.compare_content import ComparisonContent
 from dnis_torchrec.report.compare_page import comparison_figures, write_comparison
 from dnis_torchrec.report.figures import save_png, save_svg
@@ -119,10 +119,7 @@ def _told(folder: Path, metric: str) -> str:
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Keeps a second comparison out of the folder, which would run the same cells; the lock goes with the process."""
-    with (out / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            remedy = "wait for it, or choose another --out"
-            raise ValueError(describe(f"folder {out}", "expected no comparison at work", "one", remedy)) from error
+    with file_lock(out / "lock") as owner:
+        remedy = "wait for it, or choose another --out"
+        check(owner is None, f"folder {out}", "expected no comparison at work", "one", remedy)
         yield

@@ -11,8 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -24,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.workplaces import Workplace, workplace
 
 FORMAT = "dnis-torchrec-artifact"
 FORMAT_VERSION = "1.0"
@@ -77,9 +76,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind = ARTIFACT) -> Iterator[Path]:
     """A folder that appears under `path` complete, or not at all.
 
-    The caller fills a hidden folder beside `path`; on leaving, its files are flushed to disk and it is renamed. An old
-    artifact stays in place until then and is exchanged in one step where the system can do that (Linux), else in two
-    renames, the first of which is undone if the second fails. On any error the hidden folder is removed.
+    The caller fills a folder in a hidden one beside `path` (see `workplaces`); on leaving, its files get the user's
+    umask and are flushed to disk, and it is renamed. An old artifact stays in place until then and is exchanged in one
+    step where the system can do that (Linux), else in two renames, the first of which is undone if the second fails. On
+    any error the hidden folder is removed; after a kill, by whoever writes a folder there next.
 
     Args:
         path: the folder to make; missing parents are made too.
@@ -96,22 +96,20 @@ def new_folder(path: Path | str, *, overwrite: bool = False, kind: FolderKind = 
     target = Path(os.path.abspath(path))
     _check_target(target, overwrite, kind)
     made = [parent for parent in target.parents if not parent.exists()]
-    partial = _beside(target)
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        _flush(partial)
-        _check_target(target, overwrite, kind)  # another job may have put something there meanwhile
-        replaced = _move_into_place(partial, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with workplace(target) as place:
+            place.new.mkdir()
+            yield place.new
+            place.settle_modes()
+            _flush(place.new)
+            _check_target(target, overwrite, kind)  # another job may have put something there meanwhile
+            _move_into_place(place, target)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
         for parent in made:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
         raise
-    _flush_folder(target.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced)
 
 
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -138,7 +136,6 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dic
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
     except SafetensorError as error:
         raise OSError(describe(f"artifact, file {name!r}", "expected it to be written", str(error))) from error
-    file.chmod(0o644)  # safetensors writes for its owner alone; serving often runs as somebody else
     return describe_file(folder, name) | {"tensors": _header(file, name)}
 
 
@@ -181,7 +178,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     folder = Path(path)
     check(folder.is_dir(), f"artifact {str(path)!r}", "expected a folder", "none", "check the path")
     place = f"artifact {str(path)!r}, file {MANIFEST!r}"
-    file = _file_inside(folder, MANIFEST, place)
+    file = file_inside(folder, MANIFEST, place)
     content = file.read_bytes()
     try:
         manifest = json.loads(content)
@@ -204,9 +201,31 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     check(complete, place, "expected size and sha256 of every file", "less", "export again")
     for name, entry in listed.items():
         place = f"artifact {str(path)!r}, file {name!r}"
-        size = _file_inside(folder, name, place).stat().st_size
+        size = file_inside(folder, name, place).stat().st_size
         check(size == entry["bytes"], place, f"expected {entry['bytes']} bytes", size, "it was damaged; export again")
     return manifest
+
+
+def file_inside(folder: Path, name: str, place: str, remedy: str = "export again") -> Path:
+    """The file of that name, which has to be a plain file in the folder, reached through no link.
+
+    Args:
+        folder: of strangers, perhaps.
+        name: path of the file within it.
+        place: what it is, for the error.
+        remedy: what to do where there is none.
+
+    Raises:
+        ValueError: if there is no such file, or the name leads elsewhere.
+    """
+    parts = PurePosixPath(name).parts
+    plain = bool(parts) and "/".join(parts) == name and ".." not in parts and not set(name) & set("\\:\0")
+    check(plain and parts[0] != "/", place, "expected a relative path within the folder", repr(name), "do not use it")
+    file = folder.joinpath(*parts)
+    check(os.path.lexists(file), place, "expected a file", "none", f"it is missing; {remedy}")
+    direct = file.resolve() == folder.resolve().joinpath(*parts)
+    check(direct and file.is_file(), place, "expected a plain file", "a link or a folder", remedy)
+    return file
 
 
 def verify_files(path: Path | str) -> None:
@@ -243,7 +262,7 @@ def read_tensors(
     place = f"artifact {str(path)!r}, file {name!r}"
     check_known("file", name, manifest["files"])
     entry = manifest["files"][name]
-    file = _file_inside(Path(path), name, place)
+    file = file_inside(Path(path), name, place)
     if verify:
         _check_sha256(file, entry, place)
     found, stated = _header(file, place), entry.get("tensors")
@@ -304,18 +323,6 @@ def _check_version(version: object, place: str) -> None:
     check(int(major) <= newest, place, f"expected a format_version up to {newest}.x", repr(version), remedy)
 
 
-def _file_inside(folder: Path, name: str, place: str) -> Path:
-    """The file of that name, which has to be a plain file in the folder, reached through no link."""
-    parts = PurePosixPath(name).parts
-    plain = bool(parts) and "/".join(parts) == name and ".." not in parts and not set(name) & set("\\:\0")
-    check(plain and parts[0] != "/", place, "expected a relative path within the folder", repr(name), "do not use it")
-    file = folder.joinpath(*parts)
-    check(os.path.lexists(file), place, "expected a file", "none", "it is missing; export again")
-    direct = file.resolve() == folder.resolve().joinpath(*parts)
-    check(direct and file.is_file(), place, "expected a plain file", "a link or a folder", "export again")
-    return file
-
-
 def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
     if not os.path.lexists(target):
         return
@@ -338,25 +345,22 @@ def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
     )
 
 
-def _beside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-
-
-def _move_into_place(partial: Path, target: Path) -> Path | None:
-    """Renames `partial` to `target`; returns where the folder that stood there is now."""
-    if not os.path.lexists(target):
-        os.rename(partial, target)
-        return None
-    if _exchange(partial, target):
-        return partial
-    aside = _beside(target)
-    os.rename(target, aside)
+def _move_into_place(place: Workplace, target: Path) -> None:
+    """Renames the new folder to `target`; what stood there is put back if that fails, or cannot be made to last."""
+    is_replaced = os.path.lexists(target)
+    if not is_replaced:
+        os.rename(place.new, target)
+    elif _exchange(place.new, target):
+        place.set_aside(place.new)
+    else:
+        place.set_aside(target)
+        os.rename(place.new, target)
     try:
-        os.rename(partial, target)
+        _flush_folder(target.parent)
     except BaseException:
-        os.rename(aside, target)
+        if is_replaced:
+            os.rename(target, place.new)
         raise
-    return aside
 
 
 def _exchange(first: Path, second: Path) -> bool:

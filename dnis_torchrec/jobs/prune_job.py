@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from pathlib import Path
 from typing import cast
@@ -20,6 +19,7 @@ from dnis_torchrec.run_folder import RunFolder, RunWriteError, load_state_
 from dnis_torchrec.storage import Address, holds
 from dnis_torchrec.swap import unshard_
 from dnis_torchrec.training import evaluate, process_group, shard, train_plainly
+from dnis_torchrec.workplaces import workplace
 
 
 def check_source_kept(run: Address, out: Address) -> None:
@@ -101,8 +101,9 @@ def run_prune(
         task = TrainTask(recipe.model, recipe.loss)
         if max_epochs:
             out.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
-                task = _fine_tune(task, recipe, device, max_epochs, Path(folder))
+            with workplace(out) as place:
+                place.new.mkdir()
+                task = _fine_tune(task, recipe, device, max_epochs, place.new)
         metrics = evaluate(task.to(device), recipe.data.test, recipe.loss, device)
     row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started)
     fields = {name: value for name, value in head.items() if name not in ("format", "format_version", "status")}

@@ -72,7 +72,6 @@ def write_aot_inductor(program: ExportedProgram, folder: Path) -> None:
     names = torch._inductor.aoti_load_package(str(file)).get_constant_fqns()
     constants = {name: held[name].detach().contiguous() for name in sorted(names)}
     save_file(_unshared(constants), folder / CONSTANTS_FILE)
-    (folder / CONSTANTS_FILE).chmod(0o644)  # safetensors writes for its owner alone
     write_index(folder / CONSTANTS_FILE, folder / INDEX_FILE)
 
 

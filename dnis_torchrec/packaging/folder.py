@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.export.artifact import FolderKind, describe_file
+from dnis_torchrec.export.artifact import FolderKind, describe_file, file_inside
 
 FORMAT = "dnis-torchrec-package"
 FORMAT_VERSION = "1.0"
@@ -53,9 +53,9 @@ def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[st
     """
     folder, place = Path(path), f"package {str(path)!r}, file {MANIFEST!r}"
     remedy = "package the model again"
-    check((folder / MANIFEST).is_file(), place, "expected a file", "none", "give a folder that `dnis package` wrote")
+    file = file_inside(folder, MANIFEST, place, "give a folder that `dnis package` wrote")
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(describe(place, "expected JSON", error, remedy)) from error
     found = manifest.get("format") if isinstance(manifest, dict) else None
@@ -65,9 +65,8 @@ def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[st
     missing = [field for field in FIELDS if field not in manifest]
     check(not missing, place, "expected all fields", f"none of {missing}", remedy)
     for name, entry in manifest["files"].items():
-        file, place = folder / name, f"package {str(path)!r}, file {name!r}"
-        inside = file.is_file() and file.resolve().is_relative_to(folder.resolve())
-        check(inside, place, "expected a file of the package", "none", remedy)
+        place = f"package {str(path)!r}, file {name!r}"
+        file = file_inside(folder, name, place, remedy)
         found = describe_file(folder, name) if check_hashes else {"bytes": file.stat().st_size}
         for field, value in found.items():
             check(value == entry[field], place, f"expected {field} {entry[field]}", value, remedy)

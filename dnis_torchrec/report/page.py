@@ -14,6 +14,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.foreign_folders import make_folder
 from dnis_torchrec.report import figures
 from dnis_torchrec.report.content import ReportContent, RowGroup, json_text, write_text
 from dnis_torchrec.report.pareto import pareto_chart
@@ -80,7 +81,7 @@ def write_report(path: Path, content: ReportContent, *, figure_folder: Path | No
         `path`.
 
     Raises:
-        ValueError: if the folder of `path` or of `figure_folder` does not exist.
+        ValueError: if the folder of `path` or of `figure_folder` does not exist, or `figure_folder` is a link.
     """
     drawn = draw_figures(content)
     written = write_text(path, _page(content, drawn))
@@ -122,7 +123,7 @@ def _page(content: ReportContent, drawn: Mapping[str, Figure]) -> str:
 
 def _write_figures(folder: Path, drawn: Mapping[str, Figure]) -> None:
     check(folder.parent.is_dir(), str(folder), "expected an existing folder", str(folder.parent), "create it first")
-    folder.mkdir(exist_ok=True)
+    make_folder(folder, within=folder.parent)
     for name in FIGURES:
         png, svg = folder / f"{name}.png", folder / f"{name}.svg"
         if name in drawn:

@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.foreign_folders import check_plain, is_plain_file, make_folder
 from dnis_torchrec.storage.access import filesystem, local_path, retrying, version_of
 from dnis_torchrec.whole_files import write_json, written_whole
 
@@ -55,7 +56,8 @@ def fetch(address: str | os.PathLike[str], into: Path | None = None, *, skip: Co
         The local path.
 
     Raises:
-        ValueError: if there is nothing at the address, or a name in it leads out of its folder or is the copy's own.
+        ValueError: if there is nothing at the address, a name in it leads out of its folder or is the copy's own, or
+            somebody has put a link into the copy.
         StorageError: if storage does not answer.
 
     Example:
@@ -96,7 +98,8 @@ def _fetch_files(
     if not names:
         return  # all was to be left where it is: no folder stands for none
     record = folder / FETCHED
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, within=cache_folder() if folder.is_relative_to(cache_folder()) else folder)
+    check_plain(folder, f"copy {folder}")
     known: dict[str, str] = json.loads(record.read_text()) if record.is_file() else {}
     for name in known:
         check(_is_inside(name), f"file {record}", "expected names inside the folder", repr(name), "remove the folder")
@@ -105,12 +108,12 @@ def _fetch_files(
     present = {}
     for remote, name in names.items():
         target, version = folder / name, version_of(infos[remote])
-        if known.get(name) != version or not target.is_file():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with written_whole(target, by_many=True) as unfinished:
+        if known.get(name) != version or not is_plain_file(target):
+            make_folder(target.parent, within=folder)
+            with written_whole(target) as unfinished:
                 retrying(partial(files.get_file, remote, str(unfinished)), place)
         present[name] = version
-    write_json(record, present, by_many=True)
+    write_json(record, present)
 
 
 def _is_inside(name: str) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import posixpath
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -18,6 +17,7 @@ from fsspec import AbstractFileSystem
 from dnis_torchrec.storage.access import filesystem, local_path, retrying
 from dnis_torchrec.storage.fetching import cache_folder, fetch
 from dnis_torchrec.whole_files import written_whole
+from dnis_torchrec.workplaces import workplace
 
 Address = str | os.PathLike[str]
 
@@ -77,8 +77,7 @@ def put_file(address: Address, write: Callable[[Path], object]) -> int:
             write(unfinished)
             return unfinished.stat().st_size
     files, remote = filesystem(address)
-    with _temporary_folder() as folder:
-        local = folder / posixpath.basename(remote)
+    with _temporary_file(posixpath.basename(remote)) as local:
         write(local)
         upload(files, local, remote, f"address {os.fspath(address)}")
         return local.stat().st_size
@@ -126,8 +125,8 @@ def local_file(address: Address) -> Iterator[Path]:
     if here is not None:
         yield here
         return
-    with _temporary_folder() as folder:
-        yield fetch(address, folder / posixpath.basename(os.fspath(address)))
+    with _temporary_file(posixpath.basename(os.fspath(address))) as copy:
+        yield fetch(address, copy)
 
 
 def remove_file(address: Address) -> None:
@@ -184,8 +183,8 @@ def file_names(folder: Address) -> list[str]:
 
 
 @contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """In the cache folder, which is where there is room."""
+def _temporary_file(name: str) -> Iterator[Path]:
+    """A free path of that name in the cache folder, which is where there is room."""
     cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="file-") as name:
-        yield Path(name)
+    with workplace(cache_folder() / name) as place:
+        yield place.new

@@ -22,11 +22,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dnis_torchrec.checks import describe
+from dnis_torchrec.foreign_folders import is_plain_file, make_folder
 from dnis_torchrec.storage.access import StorageError, exists, filesystem, local_path, retrying
 from dnis_torchrec.storage.claim import Claim, claimed
 from dnis_torchrec.storage.fetching import FETCHED, cache_folder, fetch, local_copy_of
 from dnis_torchrec.storage.files import upload
-from dnis_torchrec.whole_files import PARTIAL, write_json
+from dnis_torchrec.whole_files import write_json
+from dnis_torchrec.workplaces import PARTIAL
 
 MIRROR_SECONDS = 30.0
 """Seconds between two passes that copy to storage what changed in an output folder."""
@@ -107,7 +109,7 @@ class Mirror:
             folders[:] = [name for name in folders if not name.endswith(PARTIAL)]
             for path in (Path(root, name) for name in files if name != FETCHED and not name.endswith(PARTIAL)):
                 try:
-                    status = path.stat()
+                    status = path.lstat()  # a link is not published
                 except FileNotFoundError:  # replaced or removed between the listing and now
                     continue
                 if stat.S_ISREG(status.st_mode):
@@ -172,8 +174,7 @@ def output(address: str | os.PathLike[str], *, job: str = "", skip: Collection[s
         return
     with claimed(url, job=job) as claim:
         # A folder of its own, because another process may be writing a copy of the same URL.
-        parent = cache_folder() / "outputs"
-        parent.mkdir(parents=True, exist_ok=True)
+        parent = make_folder(cache_folder() / "outputs", within=cache_folder())
         staging = Path(tempfile.mkdtemp(dir=parent))
         folder = staging / local_copy_of(url).name
         try:
@@ -217,8 +218,8 @@ def shared_output(
         yield _told_folder(told, f"address {os.fspath(address)}")
         return
     with output(address, job=job, skip=skip) as folder:
-        told.parent.mkdir(parents=True, exist_ok=True)
-        write_json(told, {"folder": str(folder)}, by_many=True)
+        make_folder(told.parent, within=cache_folder())
+        write_json(told, {"folder": str(folder)})
         try:
             yield folder
         finally:
@@ -228,7 +229,7 @@ def shared_output(
 def _told_folder(told: Path, place: str) -> Path:
     """Where the first process has put the folder."""
     until = time.monotonic() + SHARED_WAIT_SECONDS
-    while not told.is_file():
+    while not is_plain_file(told):
         if time.monotonic() > until:
             remedy = "look at what the first process of this machine says"
             requirement = f"expected the first process to prepare it within {SHARED_WAIT_SECONDS:g} s"

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.foreign_folders import is_plain_file
 from dnis_torchrec.storage import expand, filesystem, read_bytes, retrying, version_of
 from dnis_torchrec.whole_files import write_text, written_whole
 
@@ -110,10 +111,10 @@ def index_files(
     described = json.dumps([FORMAT_VERSION, chunk_rows, addresses, versions])
     fingerprint = hashlib.sha256(described.encode()).hexdigest()
     kept = cache / f"index_{fingerprint[:16]}.json" if cache else None
-    if kept is not None and kept.is_file():
+    if kept is not None and is_plain_file(kept):
         content = json.loads(kept.read_text(encoding="utf-8"))
         unpacked = set(content["files"]) - set(addresses)  # may have been removed alone, being large
-        if all(map(os.path.isfile, unpacked)):
+        if all(Path(name).parent == cache and is_plain_file(Path(name)) for name in unpacked):
             return ChunkIndex(tuple(content["files"]), fingerprint, tuple(Chunk(*chunk) for chunk in content["chunks"]))
     plain = tuple(_plain(address, version, cache) for address, version in zip(addresses, versions, strict=True))
     chunks = [chunk for number, address in enumerate(plain) for chunk in _chunks_of(address, number, chunk_rows)]
@@ -121,7 +122,7 @@ def index_files(
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         content = {"files": index.files, "chunks": [astuple(chunk) for chunk in index.chunks]}
-        write_text(kept, json.dumps(content) + "\n", by_many=True)
+        write_text(kept, json.dumps(content) + "\n")
     return index
 
 
@@ -138,7 +139,7 @@ def _plain(address: str, version: str, cache: Path | None) -> str:
     if cache is None:
         raise ValueError(describe(place, "expected plain text or Parquet", "compressed text", remedy))
     unpacked = cache / f"unpacked_{hashlib.sha256(f'{address} {version}'.encode()).hexdigest()[:16]}.txt"
-    if unpacked.is_file():
+    if is_plain_file(unpacked):
         return str(unpacked)
     cache.mkdir(parents=True, exist_ok=True)
 
@@ -150,7 +151,7 @@ def _plain(address: str, version: str, cache: Path | None) -> str:
                 whole = "expected a whole compressed file"
                 raise ValueError(describe(place, whole, error, "download it again")) from error
 
-    with written_whole(unpacked, by_many=True) as unfinished:
+    with written_whole(unpacked) as unfinished:
         retrying(lambda: unpack(unfinished), place)
     return str(unpacked)
 

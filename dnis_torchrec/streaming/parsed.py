@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from dnis_torchrec.foreign_folders import is_plain_file, make_folder
 from dnis_torchrec.hashing import HASH_VERSION, spread
 from dnis_torchrec.streaming.chunks import CHUNK_ROWS, FORMAT_VERSION, ChunkIndex, index_files
 from dnis_torchrec.streaming.parsing import ParsedChunk, parse_chunk
@@ -72,7 +73,7 @@ class ParsedStream:
             number: of the chunk, in `index`.
 
         Raises:
-            ValueError: if the chunk is malformed, see `parse_chunk`.
+            ValueError: if the chunk is malformed, see `parse_chunk`, or somebody has put a link in the cache.
             StorageError: if storage does not answer.
         """
         # Neighbouring windows share a chunk.
@@ -81,8 +82,10 @@ class ParsedStream:
         return self._last[1]
 
     def _read(self, number: int) -> ParsedChunk:
-        file = self._folder / f"chunk_{number:06d}.safetensors" if self._folder is not None else None
-        if file is not None and file.is_file():
+        file = None
+        if self._folder is not None:
+            file = make_folder(self._folder, within=self._folder.parent) / f"chunk_{number:06d}.safetensors"
+        if file is not None and is_plain_file(file):
             try:
                 return ParsedChunk.from_tensors(load_file(file), self.schema)
             except (SafetensorError, KeyError):  # damaged from outside: made anew below
@@ -90,8 +93,7 @@ class ParsedStream:
         chunk = self.index.chunks[number]
         parsed = parse_chunk(self.index.files[chunk.file], chunk, self.schema)
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with written_whole(file, by_many=True) as unfinished:
+            with written_whole(file) as unfinished:
                 save_file({name: tensor.contiguous() for name, tensor in parsed.to_tensors().items()}, unfinished)
         return parsed
 
