@@ -335,11 +335,11 @@ def load_recipe(spec: str, *, before_import: Callable[[str], None] | None = None
 
 def _import(module_name: str, before_import: Callable[[str], None] | None) -> ModuleType:
     """Imports a module part by part, from its outermost package in."""
-    if module_name.startswith("."):
-        raise ModuleNotFoundError(name=module_name)  # there is no package that it could be relative to
     parts = module_name.split(".")
     for end in range(1, len(parts) + 1):
         if before_import is not None:
             before_import(module_name)
+        if not all(parts):
+            raise ModuleNotFoundError(name=module_name)  # there is no package that it could be relative to
         module = importlib.import_module(".".join(parts[:end]))
     return module

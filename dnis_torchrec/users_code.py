@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+_PLACE = "recipe "
 _OWN = Path(os.path.realpath(__file__)).parent
 
 
@@ -42,20 +43,17 @@ def errors_of_recipe(spec: str) -> Iterator[None]:
     except RecipeError:
         raise
     except (Exception, SystemExit) as error:
-        raise RecipeError(_told(spec, error)) from error
+        raise RecipeError(_told(_place(spec), error)) from error
 
 
 @contextmanager
 def errors_of_its_code(spec: str) -> Iterator[None]:
-    """What a recipe's data or model raises while it is at work becomes one error that names the recipe.
+    """What a recipe's data or model raises while it is at work gets a note that names the recipe, see `named_errors`.
 
-    What this package raises passes as it is, also where the user's code has called it.
+    What this package raises goes without one, also where the user's code has called it.
 
     Args:
         spec: ``module:function``.
-
-    Raises:
-        RecipeError: for an exception that comes from the user's code, or from a library that it called.
 
     Example:
         >>> with errors_of_its_code("shop:small"):
@@ -65,9 +63,29 @@ def errors_of_its_code(spec: str) -> Iterator[None]:
         yield
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if _is_own(files[-1]) or not any(map(_is_users, files)):
-            raise
-        raise RecipeError(_told(spec, error)) from error
+        if not isinstance(error, RecipeError) and not _is_own(files[-1]) and any(map(_is_users, files)):
+            error.add_note(_place(spec))
+        raise
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    """Errors with the note of `errors_of_its_code` leave the block as those of the recipe; all others as they are.
+
+    Raises:
+        RecipeError: for an error that has the note.
+
+    Example:
+        >>> with named_errors():
+        ...     answer = 42
+    """
+    try:
+        yield
+    except Exception as error:
+        for note in getattr(error, "__notes__", ()):
+            if note.startswith(_PLACE):
+                raise RecipeError(_told(note, error)) from error
+        raise
 
 
 def lies_in(file: Path | str, folders: tuple[Path, ...]) -> bool:
@@ -149,11 +167,15 @@ def _is_users(file: str) -> bool:
     return not (file.startswith("<") or _is_own(file) or is_of_python(real) or is_of_package(real))
 
 
-def _told(spec: str, error: BaseException) -> str:
-    place, seen = f"recipe {spec!r}: ", set()
-    if isinstance(error, ValueError) and str(error).startswith(place):
+def _place(spec: str) -> str:
+    return f"{_PLACE}{spec!r}"
+
+
+def _told(place: str, error: BaseException) -> str:
+    if isinstance(error, ValueError) and str(error).startswith(f"{place}: "):
         return str(error)
-    lines, before = [], place
+    lines: list[str] = []
+    before, seen = f"{place}: ", set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))

@@ -24,6 +24,7 @@ from dnis_torchrec.jobs import load_recorded
 from dnis_torchrec.packaging import KINDS, run_package
 from dnis_torchrec.packaging.of_artifact import check_packaged_form
 from dnis_torchrec.packaging.package import check_name
+from dnis_torchrec.users_code import named_errors
 
 
 @app.command()
@@ -58,7 +59,8 @@ def package(
             check_name(name)
     kind = package_format
     try:
-        run_package(artifact, out, recipe=recipe, data=data, form=form, kind=kind, name=name, overwrite=overwrite)
+        with named_errors():
+            run_package(artifact, out, recipe=recipe, data=data, form=form, kind=kind, name=name, overwrite=overwrite)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

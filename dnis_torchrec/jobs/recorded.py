@@ -104,7 +104,7 @@ def _check_users(spec: str, place: str, foreign: tuple[Path, ...], here: Path, m
     parts, search = module_name.split("."), None
     for end in range(1, len(parts) + 1):
         found = _found(".".join(parts[:end]), search) if end == 1 or search is not None else None
-        if found is None or "__main__" in parts:
+        if found is None or "__main__" in parts or not all(parts):
             requirement = f"expected a module {module_name!r} in {here}, as {place} names it"
             remedy = f"run it from your project's root, or {REMEDY}"
             raise RecipeError(describe(f"recipe {spec!r}", requirement, "none", remedy))

@@ -14,7 +14,7 @@ from dnis_torchrec.jobs import drop_in_, load_recorded, recipe_of_artifact
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.training import evaluate
-from dnis_torchrec.users_code import errors_of_its_code
+from dnis_torchrec.users_code import errors_of_its_code, named_errors
 from dnis_torchrec.verification.findings import FAILED, SKIPPED, Finding, judged
 from dnis_torchrec.verification.integrity import check_against_run, check_files
 from dnis_torchrec.verification.latency import Latency, measure_latency
@@ -144,7 +144,8 @@ def _metrics(artifact: Path, manifest: dict[str, Any], recipe: str | None, data:
     findings = []
     for form in manifest["forms"]:
         try:
-            metrics = _evaluate(artifact, form, recipe, data)
+            with named_errors():
+                metrics = _evaluate(artifact, form, recipe, data)
         except (ValueError, TypeError, NotImplementedError) as error:
             findings.append(Finding("metric", form, FAILED, str(error)))
             continue
