@@ -272,7 +272,7 @@ def test_names_that_lead_to_no_code_of_the_user_are_refused(attack: Attack, spec
 @pytest.mark.parametrize("recipe", [None, "", 5, [], {"a": 1}, True])
 def test_what_is_no_name_is_refused(attack: Attack, recipe: object) -> None:
     with pytest.raises(
-        ValueError, match="run folder '.*artifact': expected the name of a recipe, got .*; give --recip"
+        ValueError, match=r"^run folder '.*artifact': expected the name of a recipe, got .*; give --recipe$"
     ):
         load_recorded(attack.folder, {"recipe": recipe})
 
