@@ -10,7 +10,7 @@ import py_compile
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,20 @@ HARMLESS = "from tests.tiny import demo as recipe\n"
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder that the user stands in, with a recipe; what is imported from it is forgotten afterwards."""
     folder = tmp_path / "project"
     (folder / "shop").mkdir(parents=True)
     (folder / "shop" / "recipes.py").write_text(HARMLESS)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    monkeypatch.setattr(sys, "modules", sys.modules.copy())
     monkeypatch.setenv("DNIS_CACHE", str(tmp_path / "cache"))
-    return folder
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        places = [getattr(sys.modules[name], "__file__", ""), *getattr(sys.modules[name], "__path__", ())]
+        if str(tmp_path) in str(places) or name == "known":
+            del sys.modules[name]
 
 
 class Attack:

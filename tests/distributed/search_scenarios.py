@@ -6,6 +6,7 @@ import itertools
 import os
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
