@@ -161,7 +161,7 @@ def test_causes_are_told_with_their_frames() -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == "recipe 'shop:small': RuntimeError: cannot read"
     assert "  because of KeyError: 'column'" in lines
-    assert lines[-1].strip() == 'print({}["column"])'
+    assert lines[-2].strip() == 'print({}["column"])'
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
