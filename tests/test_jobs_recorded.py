@@ -146,6 +146,13 @@ def found_by_python(attack: Attack) -> str:
     return "evil"
 
 
+def found_by_python_through_a_link_out(attack: Attack) -> str:
+    attack.put("trade/evil.py")
+    (attack.folder / "out").symlink_to(attack.project / "trade")
+    sys.path.insert(0, str(attack.folder / "out"))
+    return "evil"
+
+
 def in_a_portion_of_a_namespace(attack: Attack) -> str:
     attack.put("artifact/shop/evil.py")
     sys.path.append(str(attack.folder))
@@ -212,6 +219,7 @@ PLACES: list[Callable[[Attack], str]] = [
     an_extension,
     in_a_zip,
     found_by_python,
+    found_by_python_through_a_link_out,
     in_a_portion_of_a_namespace,
     beside_the_artifact_in_what_was_unpacked,
     around_a_run_in_the_artifact,
@@ -271,6 +279,13 @@ def test_names_that_lead_to_no_code_of_the_user_are_refused(attack: Attack, spec
     with pytest.raises(ValueError, match=r"^recipe '[^\0\033]*--recipe MODULE:FUNCTION$"):
         load_recorded(attack.folder, {"recipe": spec})
     assert (set(sys.modules) - before, attack.mark.exists()) == (set(), False)
+
+
+def test_python_is_no_code_of_somebody_who_stands_above_it(attack: Attack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    for spec in ("subprocess:run", "antigravity:recipe"):
+        with pytest.raises(ValueError, match=r"\.py, which is Python's own; name"):
+            load_recorded(attack.folder, {"recipe": spec})
 
 
 @pytest.mark.parametrize("recipe", [None, "", 5, [], {"a": 1}, True])
