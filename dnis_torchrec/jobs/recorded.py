@@ -122,7 +122,7 @@ def _not_users(file: str, foreign: tuple[Path, ...], here: Path) -> str:
     if not os.path.isabs(file) or is_of_python(real):
         return "which is Python's own"
     if lies_in(os.path.abspath(file), foreign) or lies_in(real, foreign):
-        return "which came with what is read"
+        return "which may have come with what is read"
     if is_of_package(real):
         return ""
     if lies_in(real, (here,)):
