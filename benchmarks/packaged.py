@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
 from dnis_torchrec.export import load, load_csr, read_manifest, read_scheme, write_artifact
-from dnis_torchrec.jobs import build_recipe
+from dnis_torchrec.jobs import build_recorded
 from dnis_torchrec.packaging import Signature, load_package, write_package
 from dnis_torchrec.packaging.flat_model import FlatModel
 from dnis_torchrec.row_routing import RowRouting
@@ -182,8 +182,7 @@ def prepare(artifact: Path | None, data: Path | None, folder: Path, forms: Seque
         collection = model.get_submodule(COLLECTION)
         tables = {name: bag.weight.detach() for name, bag in collection.embedding_bags.items()}
         return model, write_artifact(tables, scheme_of(collection), folder / "artifact", forms=forms)
-    run = read_manifest(artifact)["run"]
-    model = build_recipe(run["recipe"], data, seed=run["seed"], embedding_dim=run.get("embedding_dim")).model
+    model = build_recorded(artifact, read_manifest(artifact)["run"], data).model
     collection = model.get_submodule(COLLECTION)
     for name, bag in collection.embedding_bags.items():
         with torch.no_grad():

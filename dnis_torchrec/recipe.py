@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check, describe, nearest
+from dnis_torchrec.users_code import RecipeError, errors_of_recipe
 
 
 @dataclass
@@ -294,18 +296,19 @@ def with_checked_labels(batches: Iterable[Batch], loss: nn.Module, name: str) ->
 EXAMPLE = "name one such as 'examples.synthetic:demo'"
 
 
-def load_recipe(spec: str) -> Callable[..., Recipe]:
+def load_recipe(spec: str, *, before_import: Callable[[str], None] | None = None) -> Callable[..., Recipe]:
     """Finds the recipe function named by ``module:function``, looking in the current folder first.
 
     Args:
         spec: the name. The current folder is put in front of sys.path, unless it is there already.
+        before_import: called with the name of the module before each of its parts is imported: a chance to refuse it.
 
     Returns:
         The function, not called.
 
     Raises:
-        ValueError: if the spec has no colon, the module cannot be found, or it has no such function.
-        ModuleNotFoundError: if the module itself imports one that is missing.
+        ValueError: if the spec has no colon, the module cannot be found or raises, or it has no such function. What the
+            module raised is told with the frames of the user's files; as all errors here it names the recipe.
     """
     module_name, colon, function_name = spec.partition(":")
     place = f"recipe {spec!r}"
@@ -313,21 +316,30 @@ def load_recipe(spec: str) -> Callable[..., Recipe]:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise
-        raise ValueError(
-            describe(place, f"expected a module {module_name!r} in {here}", "none", "run it from your project's root")
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        of_module = inspect.getmembers(module, lambda value: getattr(value, "__module__", None) == module.__name__)
-        public = [name for name, value in of_module if inspect.isfunction(value) and not name.startswith("_")]
-        raise ValueError(
-            describe(
-                place, f"expected a function in {module_name}", repr(function_name), nearest(function_name, public)
-            )
-        )
+    with errors_of_recipe(spec):
+        try:
+            module = _import(module_name, before_import)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+                raise
+            requirement, remedy = f"expected a module {module_name!r} in {here}", "run it from your project's root"
+            raise RecipeError(describe(place, requirement, "none", remedy)) from error
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            of_module = inspect.getmembers(module, lambda value: getattr(value, "__module__", None) == module.__name__)
+            public = [name for name, value in of_module if inspect.isfunction(value) and not name.startswith("_")]
+            requirement, remedy = f"expected a function in {module_name}", nearest(function_name, public)
+            raise RecipeError(describe(place, requirement, repr(function_name), remedy))
     return function
+
+
+def _import(module_name: str, before_import: Callable[[str], None] | None) -> ModuleType:
+    """Imports a module part by part, from its outermost package in."""
+    parts = module_name.split(".")
+    for end in range(1, len(parts) + 1):
+        if before_import is not None:
+            before_import(module_name)
+        if not all(parts):
+            raise ModuleNotFoundError(name=module_name)  # there is no package that it could be relative to
+        module = importlib.import_module(".".join(parts[:end]))
+    return module

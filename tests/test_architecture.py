@@ -15,7 +15,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
-    {"_dependencies", "checks", "csr_size", "denormals", "detachable_pipeline", "hashing", "jagged", "workplaces"},
+    {
+        "_dependencies",
+        "checks",
+        "csr_size",
+        "denormals",
+        "detachable_pipeline",
+        "hashing",
+        "jagged",
+        "users_code",
+        "workplaces",
+    },
     {"features_by_name", "foreign_folders", "frozen_tables", "whole_files"},
     {"batch_slices", "native_build", "ranks", "reductions", "sketch", "storage"},
     {"batch_parts", "block_operators", "frequency", "level_schedule", "metrics", "recipe", "row_routing"},

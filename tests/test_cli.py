@@ -36,12 +36,12 @@ class Done:
     stderr: str
 
 
-def dnis(*arguments: object) -> Done:
+def dnis(*arguments: object, folder: Path = ROOT) -> Done:
     """Runs the program in this process: starting Python and TorchRec anew costs seconds."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["dnis", *map(str, arguments)])
-        patch.chdir(ROOT)
+        patch.chdir(folder)
         try:
             main()
             code = 0

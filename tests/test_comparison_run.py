@@ -18,6 +18,7 @@ from torchrec.datasets.utils import Batch
 import dnis_torchrec.comparison.run as run_module
 from dnis_torchrec import cli
 from dnis_torchrec.comparison import Comparison, run_comparison
+from dnis_torchrec.comparison.cells import CellTask
 from dnis_torchrec.comparison.plan import recipe_facts
 from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.recipe import Recipe
@@ -62,6 +63,23 @@ def test_what_has_finished_is_never_run_again_and_what_crashed_is(out: Path, sta
     run_comparison(make_comparison(out, methods=("dnis",), sizes=(2.0, 3.0), seeds=(0, 1)))
     assert len([name for name in calls(out) if "seed1" in name]) == 4
     assert len(calls(out)) == 7 + 4
+
+
+def test_what_lies_in_the_folder_says_neither_which_recipe_nor_which_methods_run(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = make_comparison(out, methods=("dnis",), sizes=(3.0,), seeds=(0,), jobs=1)
+    named: set[tuple[str, str]] = set()
+
+    def noted(folders: list[Path], **_: object) -> None:
+        named.update((CellTask.read(folder).registry, CellTask.read(folder).rules["recipe"]) for folder in folders)
+
+    monkeypatch.setattr(run_module, "run_cells", noted)
+    for cell in comparison.cells():
+        forged = comparison.task(cell, comparison.rules() | {"recipe": "out.evil:recipe"}, cells_at_once=1)
+        replace(forged, registry="out.evil:METHODS").write(comparison.folder(cell))
+    run_comparison(comparison)
+    assert named == {(comparison.registry, comparison.recipe)}
 
 
 def test_a_traceback_stays_until_its_cell_begins_again(

@@ -196,5 +196,31 @@ def test_unknown_functions(project: Path) -> None:
 
 def test_a_recipe_that_fails_to_import_shows_its_own_error(project: Path) -> None:
     (project / "kiosk.py").write_text("import no_such_library\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+    message = f"""recipe 'kiosk:small': ModuleNotFoundError: No module named 'no_such_library'
+  File "{project}/kiosk.py", line 1, in <module>
+    import no_such_library"""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load_recipe("kiosk:small")
+
+
+def test_relative_names_are_no_modules(project: Path) -> None:
+    (project / "kiosk.py").touch()
+    for spec in (".kiosk:small", "..kiosk:small", "kiosk.:small", "shop..kiosk:small"):
+        with pytest.raises(ValueError, match=rf"^recipe '{re.escape(spec)}': expected a module .*, got none"):
+            load_recipe(spec)
+
+
+def test_a_module_may_be_refused_before_any_part_of_it_is_imported(project: Path) -> None:
+    (project / "shop").mkdir()
+    (project / "shop" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+
+    def refuse(module: str) -> None:
+        raise ValueError(f"not {module}")
+
+    with pytest.raises(ValueError, match=r"not shop\.recipes"):
+        load_recipe("shop.recipes:small", before_import=refuse)
+    asked: list[str] = []
+    (project / "shop" / "__init__.py").write_text("")
+    (project / "shop" / "recipes.py").write_text("def small(): ...\n")
+    load_recipe("shop.recipes:small", before_import=asked.append)
+    assert asked == ["shop.recipes", "shop.recipes"]  # of shop, and of what lies in it

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from dnis_torchrec.cli import app
 from dnis_torchrec.export import FORMS, load, load_csr, load_dense_state, read_manifest, read_scheme
+from dnis_torchrec.export.artifact import describe_file, write_manifest
 from dnis_torchrec.jobs import drop_in_, run_evaluate
 from dnis_torchrec.recipe import Recipe
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -158,6 +159,27 @@ def add(path: Path) -> str:
     return "notes.txt"
 
 
+def add_a_link(path: Path) -> str:
+    (path / "elsewhere").symlink_to(path.parent, target_is_directory=True)
+    return "elsewhere"
+
+
+def add_to_the_list(path: Path, name: str = "notes.txt") -> str:
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_text("mine")
+    manifest = read_manifest(path)
+    write_manifest(path, manifest | {"files": manifest["files"] | {name: describe_file(path, name)}})
+    return name
+
+
+def add_code(path: Path) -> str:
+    return add_to_the_list(path, "evil/__init__.py")
+
+
+def add_as_if_for_scipy(path: Path) -> str:
+    return add_to_the_list(path, "scipy/000_other.csr.npz")
+
+
 def flip_manifest(path: Path) -> str:
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"num_blocks": 3', '"num_blocks": 4'))
@@ -176,7 +198,23 @@ def foreign(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "damage", [flip_header, flip_value, flip_last, truncate, remove, rename, add, flip_manifest, newer, foreign]
+    "damage",
+    [
+        flip_header,
+        flip_value,
+        flip_last,
+        truncate,
+        remove,
+        rename,
+        add,
+        add_a_link,
+        add_to_the_list,
+        add_code,
+        add_as_if_for_scipy,
+        flip_manifest,
+        newer,
+        foreign,
+    ],
 )
 def test_damage_of_each_kind_is_named(copy: Path, damage: Callable[[Path], str]) -> None:
     name = damage(copy)

@@ -18,6 +18,7 @@ from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.run_folder import RunWriteError
 from dnis_torchrec.search import SearchInterrupted
 from dnis_torchrec.storage import StorageError
+from dnis_torchrec.users_code import named_errors
 
 __all__ = ["app", "compare", "main", "package", "plan", "runs", "verify"]
 
@@ -38,7 +39,8 @@ def main() -> None:
     """Entry point: runs a command and turns errors into one line on standard error and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
-        app(prog_name="dnis")
+        with named_errors():
+            app(prog_name="dnis")
     except ERRORS as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)

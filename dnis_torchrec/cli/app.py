@@ -68,6 +68,14 @@ DataOption = Annotated[
         **fetched_settings,
     ),
 ]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="MODULE:FUNCTION",
+        help="Recipe of the model, by your own word; if not given, the recorded one, where that is code of yours.",
+    ),
+]
 OutOption = Annotated[
     Path, typer.Option("--out", metavar="FOLDER", help="Folder to write, or its URL.", **published_settings)
 ]

@@ -13,16 +13,18 @@ from dnis_torchrec.cli.app import (
     DataOption,
     OutOption,
     OverwriteOption,
+    RecipeOption,
     app,
     arguments,
     check_data,
 )
 from dnis_torchrec.export import read_manifest
 from dnis_torchrec.export.form_registry import form_named
+from dnis_torchrec.jobs import load_recorded
 from dnis_torchrec.packaging import KINDS, run_package
 from dnis_torchrec.packaging.of_artifact import check_packaged_form
 from dnis_torchrec.packaging.package import check_name
-from dnis_torchrec.recipe import load_recipe
+from dnis_torchrec.users_code import named_errors
 
 
 @app.command()
@@ -30,7 +32,7 @@ def package(
     artifact: ArtifactArgument,
     out: OutOption,
     data: DataOption = None,
-    recipe: Annotated[str | None, typer.Option(help="Recipe of the model; the artifact's own if not given.")] = None,
+    recipe: RecipeOption = None,
     form: Annotated[str, typer.Option(help="How tables are served: `csr`, `mixed_dimension` or another form.")] = "csr",
     package_format: Annotated[
         str, typer.Option("--format", help="`aoti` (compiled, constants memory-mapped) or `torchscript` (for Triton).")
@@ -50,16 +52,15 @@ def package(
         place, remedy = f"package {out}", "choose another --out, or --overwrite"
         free = overwrite or not out.exists()
         check(free, place, "expected a folder that does not exist", "an existing one", remedy)
-        of_model = recipe or read_manifest(artifact)["run"].get("recipe")
-        if of_model is not None:
-            load_recipe(str(of_model))  # whose module may register the form
+        load_recorded(artifact, read_manifest(artifact)["run"], data, recipe)  # whose module may register the form
         form_named(form)
         check_packaged_form(form)
         if name is not None:
             check_name(name)
     kind = package_format
     try:
-        run_package(artifact, out, recipe=recipe, data=data, form=form, kind=kind, name=name, overwrite=overwrite)
+        with named_errors():
+            run_package(artifact, out, recipe=recipe, data=data, form=form, kind=kind, name=name, overwrite=overwrite)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -21,6 +21,7 @@ from dnis_torchrec.cli.app import (
     OutOption,
     OverwriteOption,
     RecipeArgument,
+    RecipeOption,
     RunArgument,
     app,
     arguments,
@@ -37,7 +38,9 @@ from dnis_torchrec.jobs import (
     SearchJob,
     check_prune_out,
     check_source_kept,
+    load_recorded,
     read_runs,
+    recorded_run,
     run_evaluate,
     run_export,
     run_prune,
@@ -165,6 +168,7 @@ def prune(
     run: RunArgument,
     out: OutOption,
     data: DataOption = None,
+    recipe: RecipeOption = None,
     compression: CompressionOption = None,
     embedding_bytes: BytesOption = None,
     form: FormOption = None,
@@ -191,13 +195,15 @@ def prune(
         size = None if threshold is not None else _size(compression, embedding_bytes, form)
         requirement, remedy = "expected an integer >= 0", "say 0 for no fine-tuning"
         check(fine_tune_epochs >= 0, "--fine-tune-epochs", requirement, fine_tune_epochs, remedy)
-        RunFolder.open(run)
+        head = RunFolder.open(run).read_head()
         check_source_kept(shown(run), shown(out))  # whose local copies are two folders in any case
         check_prune_out(run, out, overwrite=overwrite)
+        load_recorded(run, head, data, recipe)
     row = run_prune(
         run,
         data,
         out,
+        recipe=recipe,
         size=size,
         threshold=threshold,
         structure=structure,
@@ -249,6 +255,7 @@ def evaluate(
         ),
     ],
     data: DataOption = None,
+    recipe: RecipeOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
 ) -> None:
     """Evaluates on the test split: a run's model, or an artifact's serving module dropped into the model."""
@@ -256,7 +263,8 @@ def evaluate(
         check(path.is_dir(), str(path), "expected a run or an artifact", "no such folder")
         check_data(data)
         check_json(json_file)
-    result = run_evaluate(path, data)
+        load_recorded(path, recorded_run(path), data, recipe)
+    result = run_evaluate(path, data, recipe=recipe)
     typer.echo(json.dumps(result, indent=1))
     if json_file is not None:
         write_json(json_file, result)

@@ -14,12 +14,14 @@ from dnis_torchrec.cli.addresses import fetched_settings
 from dnis_torchrec.cli.app import (
     ArtifactArgument,
     DataOption,
+    RecipeOption,
     app,
     arguments,
     check_data,
     check_json,
     print_table,
 )
+from dnis_torchrec.jobs import load_recorded
 from dnis_torchrec.run_folder import RunFolder
 from dnis_torchrec.verification import Verification
 from dnis_torchrec.verification import verify as verify_artifact
@@ -40,9 +42,7 @@ def verify(
         typer.Option(help="The run that it came from: same tables, same dense weights.", **fetched_settings),
     ] = None,
     data: DataOption = None,
-    recipe: Annotated[
-        str | None, typer.Option(help="Recipe of the metric; the artifact's own if only --data is given.")
-    ] = None,
+    recipe: RecipeOption = None,
     measure: Annotated[bool, typer.Option(help="Measure memory and latency too.")] = True,
     rounds: Annotated[int, typer.Option(help="Lookups timed per form and batch size.", min=1)] = 100,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write it here.")] = None,
@@ -55,6 +55,8 @@ def verify(
     with arguments():
         check_data(data)
         check_json(json_file)
+        if recipe is not None:
+            load_recorded(artifact, {}, data, recipe)
         if against is not None:
             RunFolder.open(against)
     found = verify_artifact(artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds)

@@ -22,6 +22,7 @@ from dnis_torchrec.report.compare_content import ComparisonContent
 from dnis_torchrec.report.compare_page import comparison_figures, write_comparison
 from dnis_torchrec.report.figures import save_png, save_svg
 from dnis_torchrec.report.tables import format_metric, format_seconds
+from dnis_torchrec.users_code import errors_of_its_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,8 @@ def run_comparison(comparison: Comparison) -> Compared:
         TypeError: before anything is trained, if the recipe's function returns no Recipe.
         KeyboardInterrupt: on Ctrl-C; the processes have ended, finished cells stay.
     """
-    facts = recipe_facts(comparison)
+    with errors_of_its_code(comparison.recipe):
+        facts = recipe_facts(comparison)
     rules = comparison.rules() | facts.rules() | {"registry": comparison.registry}
     comparison.check_rules(rules)
     comparison.check_first_seed(facts)

@@ -41,6 +41,7 @@ from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search import dense_parameters
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate, process_group
+from dnis_torchrec.users_code import RecipeError
 
 SECONDS_TO_END = 10
 
@@ -182,8 +183,10 @@ def main() -> None:
         return
     try:
         run_cell(folder)
-    except Exception:
-        write_crash(folder, traceback.format_exc())
+    except Exception as error:
+        # What the recipe itself raised says more here, in full, than what a command would say of it in short.
+        told = error.__cause__ if isinstance(error, RecipeError) and error.__cause__ else error
+        write_crash(folder, "".join(traceback.format_exception(told)))
         sys.exit(1)
 
 

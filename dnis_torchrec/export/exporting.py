@@ -167,7 +167,7 @@ def write_shards(
             spans.extendleft([(middle, end), (begin, middle)])
             continue
         part = "" if (begin, end) == (0, table.num_embeddings) else f"_from_{begin}"
-        name = f"{form}/{_stem(index, table)}{part}.safetensors"
+        name = f"{form}/{_stem(index, table.name)}{part}.safetensors"
         files[name] = write_tensors(folder, name, tensors)
         shards.append({"file": name, "first_row": begin, "num_rows": end - begin})
     return shards, files
@@ -241,6 +241,21 @@ def manifest_of(
         "run": run,
         "files": files,
     }
+
+
+def scipy_file(index: int, table: str, scipy_format: str) -> str:
+    """The place of a table's file for other programs, the only one of an artifact that its manifest lists alone.
+
+    Args:
+        index: number of the table.
+        table: its name.
+        scipy_format: one of `SCIPY_FORMATS`.
+
+    Example:
+        >>> scipy_file(0, "movie", "csr")
+        'scipy/000_movie.csr.npz'
+    """
+    return f"scipy/{_stem(index, table)}.{scipy_format}.npz"
 
 
 def check_forms(forms: Sequence[str], scipy_formats: Sequence[str] = ()) -> None:
@@ -334,8 +349,8 @@ def _rows_of(weight: Tensor) -> Rows:
     return lambda first, last: weight[first:last]
 
 
-def _stem(index: int, table: TableScheme) -> str:
-    return f"{index:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', table.name)[:80]}"
+def _stem(index: int, table: str) -> str:
+    return f"{index:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', table)[:80]}"
 
 
 def _write_scipy_files(
@@ -346,7 +361,7 @@ def _write_scipy_files(
     files: Files = {}
     sparse = CsrTable.from_dense(weight)
     for scipy_format in scipy_formats:
-        name = f"scipy/{_stem(index, table)}.{scipy_format}.npz"
+        name = scipy_file(index, table.name, scipy_format)
         (folder / name).parent.mkdir(exist_ok=True)
         write_scipy(sparse, folder / name, scipy_format=scipy_format)
         files[name] = describe_file(folder, name)

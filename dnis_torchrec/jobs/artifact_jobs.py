@@ -11,11 +11,12 @@ from torch import nn
 from dnis_torchrec.baselines.projected import project_as_exported_
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.export import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
-from dnis_torchrec.jobs.common import build_recipe
+from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.run_folder import RunFolder, check_shapes, load_state_
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate, process_group
+from dnis_torchrec.users_code import errors_of_its_code
 
 
 def run_export(
@@ -61,36 +62,37 @@ def run_export(
     )
 
 
-def run_evaluate(path: Path, data: Path | None) -> dict[str, Any]:
+def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) -> dict[str, Any]:
     """Evaluates a finished run, or an artifact loaded into its model, on the test split.
 
     Args:
         path: run folder or artifact.
         data: folder of the data.
+        recipe: ``module:function``; None for the recorded one, where that is the user's own code.
 
     Returns:
         ``{"path", "kind", "recipe", "seed", "compression_ratio", "parameters", "bytes", "metrics"}``.
 
     Raises:
-        ValueError: if `path` is neither, is damaged, or does not fit the recipe's model.
+        ValueError: if `path` is neither, is damaged, or does not fit the recipe's model, and as `load_recorded`.
     """
-    is_artifact = (path / "manifest.json").is_file()
-    head = read_manifest(path)["run"] if is_artifact else RunFolder.open(path).read_head()
+    is_artifact, head = (path / "manifest.json").is_file(), recorded_run(path)
+    spec = load_recorded(path, head, data, recipe)
     if is_artifact:
-        scheme, recipe = read_scheme(path), recipe_of_artifact(path, data)
-        drop_in_(recipe.model, path)
+        scheme, built = read_scheme(path), recipe_of_artifact(path, data, recipe=recipe)
+        drop_in_(built.model, path)
     else:
-        recipe = build_recipe(head["recipe"], data, seed=head["seed"], embedding_dim=head.get("embedding_dim"))
+        built = build_recorded(path, head, data, recipe)
         run = RunFolder.open(path)
         scheme = run.scheme()
-        load_state_(recipe.model, run.state(), str(path))
-    with process_group() as device:
-        task = TrainTask(recipe.model.to(device), recipe.loss)
-        metrics = evaluate(task, recipe.data.test, recipe.loss, device)
+        load_state_(built.model, run.state(), str(path))
+    with process_group() as device, errors_of_its_code(spec):
+        task = TrainTask(built.model.to(device), built.loss)
+        metrics = evaluate(task, built.data.test, built.loss, device)
     return {
         "path": str(path),
         "kind": "artifact" if is_artifact else "run",
-        "recipe": head["recipe"],
+        "recipe": spec,
         "seed": head.get("seed", 0),
         "compression_ratio": scheme.finite_compression_ratio,
         "parameters": scheme.parameters,
@@ -99,21 +101,33 @@ def run_evaluate(path: Path, data: Path | None) -> dict[str, Any]:
     }
 
 
+def recorded_run(path: Path) -> Any:
+    """What a finished run says of itself, or an artifact of the run that it came from: JSON of anybody's making.
+
+    Args:
+        path: run folder or artifact.
+
+    Raises:
+        ValueError: if `path` is neither, or is damaged.
+    """
+    is_artifact = (path / "manifest.json").is_file()
+    return read_manifest(path)["run"] if is_artifact else RunFolder.open(path).read_head()
+
+
 def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str | None = None) -> Recipe:
     """The recipe that an artifact's model was trained by, its fresh model of the kind that `drop_in_` takes.
 
     Args:
         artifact: what `dnis export` or a cell of `dnis compare` wrote.
         data: folder of the data.
-        recipe: ``module:function``; None for the one that the manifest names.
+        recipe: ``module:function``; None for the one that the manifest names, where that is the user's own code.
 
     Raises:
-        ValueError: if the artifact is damaged or names no recipe, or the recipe refuses the data.
+        ValueError: if the artifact is damaged or names no recipe that may be used (see docs/security.md), or the recipe
+            refuses the data.
     """
     run = read_manifest(artifact)["run"]
-    spec = recipe or run.get("recipe")
-    check(spec is not None, f"artifact {str(artifact)!r}", "expected the name of a recipe", "none", "give --recipe")
-    built = build_recipe(str(spec), data, seed=run.get("seed", 0), embedding_dim=run.get("embedding_dim"))
+    built = build_recorded(artifact, run, data, recipe)
     if run.get("projected"):
         project_as_exported_(built.model, read_scheme(artifact))
     return built

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from dnis_torchrec.checks import describe
 from dnis_torchrec.recipe import Recipe, load_recipe
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.users_code import RecipeError, errors_of_recipe
 
 
 def build_recipe(spec: str, data: Path | None, *, seed: int, embedding_dim: int | None = None) -> Recipe:
@@ -21,13 +26,29 @@ def build_recipe(spec: str, data: Path | None, *, seed: int, embedding_dim: int 
         embedding_dim: D to build the tables with, or None for the recipe's own.
 
     Raises:
-        ValueError: if it cannot be found or refuses the data.
+        ValueError: if it cannot be found or called so, raises, or refuses the data.
         TypeError: if it returns no Recipe.
     """
-    recipe = load_recipe(spec)(data, seed=seed, embedding_dim=embedding_dim)
+    function, place = load_recipe(spec), f"recipe {spec!r}"
+    given: dict[str, Any] = {"seed": seed, "embedding_dim": embedding_dim}
+    _check_takes(function, place, data, given)
+    with errors_of_recipe(spec):
+        recipe = function(data, **given)
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe {spec!r}: expected a Recipe, got {type(recipe).__name__}")
+        raise TypeError(f"{place}: expected a Recipe, got {type(recipe).__name__}")
     return recipe
+
+
+def _check_takes(function: Callable[..., Any], place: str, data: Path | None, given: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some of what can be called does not say how
+    try:
+        signature.bind(data, **given)
+    except TypeError as error:
+        requirement = "expected a function of (data, *, seed, embedding_dim)"
+        raise RecipeError(describe(place, requirement, f"one of {signature}", str(error))) from error
 
 
 def scheme_row(

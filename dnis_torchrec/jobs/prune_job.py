@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 
 from dnis_torchrec.budget import Size
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.jobs.common import build_recipe, scheme_row
+from dnis_torchrec.jobs.common import scheme_row
+from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.pruning import RetainedMask, prune
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
@@ -19,6 +20,7 @@ from dnis_torchrec.run_folder import RunFolder, RunWriteError, load_state_
 from dnis_torchrec.storage import Address, holds
 from dnis_torchrec.swap import unshard_
 from dnis_torchrec.training import evaluate, process_group, shard, train_plainly
+from dnis_torchrec.users_code import errors_of_its_code
 from dnis_torchrec.workplaces import workplace
 
 
@@ -56,6 +58,7 @@ def run_prune(
     data: Path | None,
     out: Path,
     *,
+    recipe: str | None = None,
     size: Size | None = None,
     threshold: float | None = None,
     structure: str = "block",
@@ -72,6 +75,7 @@ def run_prune(
         run_path: a finished run.
         data: folder of its data.
         out: run folder to make.
+        recipe: ``module:function``; None for the run's own, where that is the user's own code.
         size: see `prune`.
         threshold: see `prune`.
         structure: see `prune`.
@@ -84,27 +88,28 @@ def run_prune(
 
     Raises:
         ValueError: for a bad size or number of epochs, or if the run cannot be written to `out` (see
-            `check_prune_out`); before training.
+            `check_prune_out`), and as `load_recorded`; before training.
         RunWriteError: if the pruned run could not be written; what stood at `out` is as it was.
     """
     check(max_epochs >= 0, "max_epochs", "expected an integer >= 0", max_epochs, "give 0 to prune only")
     check_prune_out(run_path, out, overwrite=overwrite)
     source = RunFolder.open(run_path)
     head = source.read_head()
-    recipe = build_recipe(head["recipe"], data, seed=head["seed"], embedding_dim=head.get("embedding_dim"))
-    load_state_(recipe.model, source.state(), str(run_path))
+    spec = load_recorded(run_path, head, data, recipe)
+    built = build_recorded(run_path, head, data, recipe)
+    load_state_(built.model, source.state(), str(run_path))
     counts, blocks = source.counts(), source.blocks()
     started = time.monotonic()
-    scheme = prune(recipe.model, blocks, counts, size=size, threshold=threshold, structure=structure, scope=scope)
-    with process_group() as device:
+    scheme = prune(built.model, blocks, counts, size=size, threshold=threshold, structure=structure, scope=scope)
+    with process_group() as device, errors_of_its_code(spec):
         torch.manual_seed(head["seed"])
-        task = TrainTask(recipe.model, recipe.loss)
+        task = TrainTask(built.model, built.loss)
         if max_epochs:
             out.parent.mkdir(parents=True, exist_ok=True)
             with workplace(out) as place:
                 place.new.mkdir()
-                task = _fine_tune(task, recipe, device, max_epochs, place.new)
-        metrics = evaluate(task.to(device), recipe.data.test, recipe.loss, device)
+                task = _fine_tune(task, built, device, max_epochs, place.new)
+        metrics = evaluate(task.to(device), built.data.test, built.loss, device)
     row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started)
     fields = {name: value for name, value in head.items() if name not in ("format", "format_version", "status")}
     try:
@@ -112,7 +117,7 @@ def run_prune(
             run.save_stages(counts, blocks)
             run.save_model(task.model, scheme, source.alpha())
             run.write_rows([row, *source.rows()])
-            run.write_head("finished", fields | {"scheme": scheme.to_json(), "metrics": metrics})
+            run.write_head("finished", fields | {"recipe": spec, "scheme": scheme.to_json(), "metrics": metrics})
     except (OSError, SafetensorError) as error:
         requirement, remedy = "expected to write the pruned run", "make room for it"
         raise RunWriteError(describe(f"run folder {out}", requirement, str(error), remedy)) from error

@@ -29,6 +29,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search import Saving, SearchConfig, SearchOutcome, search
 from dnis_torchrec.storage import StorageError
 from dnis_torchrec.training import evaluate, primary_metric, process_group
+from dnis_torchrec.users_code import errors_of_its_code
 
 BASELINES = ("dense", "uniform", "magnitude")
 
@@ -101,7 +102,7 @@ def run_search(job: SearchJob) -> list[ReportRow]:
         RunWriteError: if what was found could not be written; the checkpoints stay, and it can be resumed.
         NonFiniteError: if training diverges; the last good checkpoint stays.
     """
-    with process_group() as device:
+    with process_group() as device, errors_of_its_code(job.recipe):
         with together():
             _check_baselines(job)
             recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)

@@ -10,8 +10,9 @@ from dnis_torchrec.checks import describe
 from dnis_torchrec.export import read_manifest
 from dnis_torchrec.export.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
 from dnis_torchrec.export.forms import SERVING_FORMS
-from dnis_torchrec.jobs import drop_in_, recipe_of_artifact
+from dnis_torchrec.jobs import drop_in_, load_recorded, recipe_of_artifact
 from dnis_torchrec.packaging.package import write_package
+from dnis_torchrec.users_code import errors_of_its_code
 
 ON_FBGEMM = (*DENSE_FORMS, *ROW_PRUNED_FORMS)
 """Forms whose lookups are FBGEMM's kernels."""
@@ -33,7 +34,8 @@ def run_package(
     Args:
         artifact: what `export` wrote, with its dense weights.
         out: folder to make.
-        recipe: ``module:function`` of the model; the one that the artifact's manifest names by default.
+        recipe: ``module:function`` of the model; by default the one that the manifest names, if that is
+            the user's own code.
         data: folder of its data, as the recipe wants it.
         form: the tables' form.
         kind: ``"aoti"`` or ``"torchscript"``.
@@ -49,10 +51,10 @@ def run_package(
         NotImplementedError: for a form on FBGEMM's kernels, which torch.export does not take, and as `write_package`.
     """
     check_packaged_form(form)
+    spec = load_recorded(artifact, read_manifest(artifact)["run"], data, recipe)
     built = recipe_of_artifact(artifact, data, recipe=recipe)
-    spec = recipe or read_manifest(artifact)["run"]["recipe"]
     model = drop_in_(built.model, artifact, form=form)
-    with torch.no_grad():
+    with torch.no_grad(), errors_of_its_code(spec):
         return write_package(
             model,
             next(iter(built.data.test)),

@@ -1,4 +1,7 @@
-"""Is the artifact the one that was written? Every file against its size and sha256, and the run that it came from."""
+"""Is the artifact the one that was written? Every file against its size and sha256, and the run that it came from.
+
+Nothing else may lie in it, listed or not: a file that no part of the manifest refers to has no reason to be there.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import torch
 
 from dnis_torchrec.export import load_csr, load_dense_state, read_scheme
 from dnis_torchrec.export.artifact import MANIFEST, describe_file, read_manifest
+from dnis_torchrec.export.exporting import scipy_file
+from dnis_torchrec.export.sparse import SCIPY_FORMATS
 from dnis_torchrec.run_folder import RunFolder
 from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.verification.findings import FAILED, SKIPPED, Finding, judged
@@ -34,14 +39,29 @@ def check_files(artifact: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
             f"{entry['bytes']} bytes" if found == entry["sha256"] else f"expected sha256 {entry['sha256']}, got {found}"
         )
         findings.append(judged("checksums", name, found == entry["sha256"], detail))
+    referred, unwanted = _referred(manifest), "no file of the artifact: the manifest "
+    for name in manifest["files"]:
+        if name not in referred:
+            findings.append(Finding("checksums", name, FAILED, f"{unwanted}lists it, and nothing refers to it"))
     known = {MANIFEST, FETCHED, *manifest["files"]}  # FETCHED lies in copies of what is on storage
     for file in sorted(artifact.rglob("*")):
         name = file.relative_to(artifact).as_posix()
-        if file.is_file() and name not in known:
-            findings.append(
-                Finding("checksums", name, FAILED, "no file of the artifact: the manifest does not list it")
-            )
+        if (file.is_symlink() or not file.is_dir()) and name not in known:
+            findings.append(Finding("checksums", name, FAILED, f"{unwanted}does not list it"))
     return manifest, findings
+
+
+def _referred(manifest: dict[str, Any]) -> set[str]:
+    """The files that tables, scheme and dense weights are in, and where those for other programs would be."""
+    found = {*manifest["scheme"], *manifest["dense_state"]}
+    tables = manifest["tables"] if isinstance(manifest["tables"], dict) else {}
+    for index, (name, table) in enumerate(tables.items()):
+        found |= {scipy_file(index, name, scipy_format) for scipy_format in SCIPY_FORMATS}
+        shards = table.get("shards") if isinstance(table, dict) else None
+        for of_form in shards.values() if isinstance(shards, dict) else ():
+            described = of_form if isinstance(of_form, list) else []
+            found |= {str(shard.get("file")) for shard in described if isinstance(shard, dict)}
+    return found
 
 
 def check_against_run(artifact: Path, manifest: dict[str, Any], run_path: Path) -> list[Finding]:

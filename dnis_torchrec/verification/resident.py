@@ -57,8 +57,9 @@ def measure_resident(artifact: Path, forms: Sequence[str]) -> list[Resident]:
     Raises:
         RuntimeError: if the process fails; its last words are quoted.
     """
-    command = [sys.executable, "-m", __name__, str(artifact), *forms]
+    command = [sys.executable, "-P", "-m", __name__, str(artifact), *forms]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a thread pool has no place in a process that forks
+    # -P: modules are looked for where this process does, and not in the folder that it happens to stand in.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": path})
     if done.returncode:

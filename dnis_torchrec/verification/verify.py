@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec.export import load_csr, read_scheme
-from dnis_torchrec.jobs import drop_in_, recipe_of_artifact
+from dnis_torchrec.export import load_csr, read_manifest, read_scheme
+from dnis_torchrec.jobs import drop_in_, load_recorded, recipe_of_artifact
 from dnis_torchrec.recipe import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.training import evaluate
+from dnis_torchrec.users_code import errors_of_its_code, named_errors
 from dnis_torchrec.verification.findings import FAILED, SKIPPED, Finding, judged
 from dnis_torchrec.verification.integrity import check_against_run, check_files
 from dnis_torchrec.verification.latency import Latency, measure_latency
@@ -70,8 +71,8 @@ def verify(
     Args:
         artifact: the folder.
         against: the run that it came from: tables and dense weights have to be the same.
-        recipe: ``module:function``; by default the one in the manifest. The metric is checked only if this or `data` is
-            given, because it runs the recipe's code.
+        recipe: ``module:function``; by default the one in the manifest, if that is the user's own code. The metric is
+            checked only if this or `data` is given, because it runs the recipe's code.
         data: folder of the recipe's data.
         measure: measure RSS and latency too.
         rounds: lookups timed per form and batch size.
@@ -90,7 +91,7 @@ def verify(
         findings += check_against_run(artifact, manifest, against)
     findings += _parity(artifact, manifest, scheme)
     if recipe is not None or data is not None:
-        findings += _metrics(artifact, manifest, recipe or manifest["run"].get("recipe"), data)
+        findings += _metrics(artifact, manifest, recipe, data)
     resident: list[Resident] = []
     latency: list[Latency] = []
     if measure:
@@ -138,12 +139,13 @@ def _exact_row(artifact: Path, scheme: MixedDimensionScheme) -> Row:
 
 def _metrics(artifact: Path, manifest: dict[str, Any], recipe: str | None, data: Path | None) -> list[Finding]:
     run = manifest["run"]
-    if recipe is None or "metrics" not in run:
+    if "metrics" not in run or (recipe is None and "recipe" not in run):
         return [Finding("metric", "all forms", SKIPPED, "the manifest names no recipe or no metrics")]
     findings = []
     for form in manifest["forms"]:
         try:
-            metrics = _evaluate(artifact, form, recipe, data)
+            with named_errors():
+                metrics = _evaluate(artifact, form, recipe, data)
         except (ValueError, TypeError, NotImplementedError) as error:
             findings.append(Finding("metric", form, FAILED, str(error)))
             continue
@@ -156,10 +158,11 @@ def _metrics(artifact: Path, manifest: dict[str, Any], recipe: str | None, data:
     return findings
 
 
-def _evaluate(artifact: Path, form: str, recipe: str, data: Path | None) -> dict[str, float]:
+def _evaluate(artifact: Path, form: str, recipe: str | None, data: Path | None) -> dict[str, float]:
     """On the CPU, which every form runs on; the four-bit one cannot be moved elsewhere. No other rank has a part."""
+    spec = load_recorded(artifact, read_manifest(artifact)["run"], data, recipe)
     built = recipe_of_artifact(artifact, data, recipe=recipe)
     drop_in_(built.model, artifact, form=form)
-    with torch.inference_mode():
+    with torch.inference_mode(), errors_of_its_code(spec):
         task = TrainTask(built.model, built.loss)
         return evaluate(task, built.data.test, built.loss, torch.device("cpu"))

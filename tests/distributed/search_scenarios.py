@@ -6,6 +6,7 @@ import itertools
 import os
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -180,6 +181,12 @@ def estimated(rank: Rank) -> dict[str, Any]:
     }
 
 
+def broken(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
+    """A recipe that fails on rank 1 alone."""
+    recipe = make_recipe()
+    return replace(recipe, notes=({0: "good"}[dist.get_rank()],))
+
+
 def refused(rank: Rank) -> dict[str, Any]:
     """What only one rank meets, or what differs between ranks, stops all before training."""
     folder = rank.folder / "refused"
@@ -195,7 +202,14 @@ def refused(rank: Rank) -> dict[str, Any]:
     too_much = replace(config(), size=Size(compression_ratio=900))
     few = make_recipe()
     few.data.test.batches[0] = ranked(make_batch(27, 60), 9)  # five of the second query on rank 0, four on rank 1
+    job = SearchJob(
+        recipe="tests.distributed.search_scenarios:broken",
+        data=None,
+        out=folder / "run",
+        size=Size(compression_ratio=4),
+    )
     return {
+        "recipe": outcome_of(lambda: run_search(job)),
         "candidates": outcome_of(lambda: search(few, config(), folder, CPU)),
         "label": outcome_of(lambda: search(bad_label, config(), folder, CPU)),
         "order": outcome_of(lambda: search(bad_order, config(), folder, CPU)),

@@ -221,6 +221,9 @@ def test_what_one_rank_meets_stops_all_before_training(both) -> None:
     label = "selection batch 1: expected labels in [0, 1] for BCEWithLogitsLoss, got 5.0; map"
     assert bad["label"].startswith(f"ValueError: {label}")
     assert good["label"].startswith(f"ValueError: rank 1: {label}")
+    recipe = "recipe 'tests.distributed.search_scenarios:broken': KeyError: 1\n  File "
+    assert bad["recipe"].startswith(f"RecipeError: {recipe}")
+    assert good["recipe"].startswith(f"ValueError: rank 1: {recipe}")
     assert good["start"] == "ZeroDivisionError: division by zero"
     assert bad["start"] == "RuntimeError: rank 0: division by zero"
     order = "expected the same batches in the same order on every rank"

@@ -1,0 +1,178 @@
+"""The recipe of a run or an artifact: the one that the user names, or the recorded one if its code is the user's.
+
+A folder that others made may name any module. Nothing of it is imported before it is known where every part of that
+name lies: outside of what others made, and in the working folder or an installed package. See docs/security.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.jobs.common import build_recipe
+from dnis_torchrec.recipe import Recipe, load_recipe
+from dnis_torchrec.storage.fetching import cache_folder
+from dnis_torchrec.users_code import RecipeError, editable_folders, is_of_package, is_of_python, lies_in
+
+REMEDY = "name your own by --recipe MODULE:FUNCTION"
+WRITTEN = ("manifest.json", "package.json", "run.json")
+"""Files that make a folder one of this package's; each names its format, all of which begin alike."""
+_FORMATS = b'"dnis-torchrec-'
+
+
+def build_recorded(folder: Path, run: Mapping[str, Any], data: Path | None, recipe: str | None = None) -> Recipe:
+    """Calls the recipe of a run or an artifact, as `load_recorded` decides which.
+
+    Args:
+        folder: see `load_recorded`.
+        run: its recorded ``seed`` and ``embedding_dim`` are what the recipe is called with.
+        data: see `load_recorded`.
+        recipe: see `load_recorded`.
+
+    Raises:
+        ValueError: as `load_recorded`, for a seed or a D that is none, and as `build_recipe`.
+        TypeError: as `build_recipe`.
+    """
+    spec = load_recorded(folder, run, data, recipe)
+    seed, embedding_dim = run.get("seed", 0), run.get("embedding_dim")
+    is_seed = type(seed) is int and 0 <= seed < 2**63
+    check(is_seed, _place(folder), "expected a seed, an integer from 0 on", repr(seed), "it was damaged")
+    is_dim = embedding_dim is None or (type(embedding_dim) is int and embedding_dim >= 1)
+    check(is_dim, _place(folder), "expected embedding_dim to be none or an integer >= 1", repr(embedding_dim))
+    return build_recipe(spec, data, seed=seed, embedding_dim=embedding_dim)
+
+
+def load_recorded(folder: Path, run: Mapping[str, Any], data: Path | None = None, recipe: str | None = None) -> str:
+    """Decides which recipe a run or an artifact is read with, and imports it.
+
+    Args:
+        folder: the run or the artifact, or this machine's copy of it.
+        run: what is recorded there; its ``recipe`` is used where the user names none.
+        data: folder of the data; no recorded recipe is taken from there.
+        recipe: ``module:function`` by the user's own word, wherever that lies.
+
+    Returns:
+        The recipe's name.
+
+    Raises:
+        ValueError: if the working folder lies in `folder`, there is no recipe, its recorded name leads into a folder
+            that others made, or to anything but the working folder and installed packages, and as `load_recipe`.
+    """
+    place, here = _place(folder), Path(os.path.realpath(Path.cwd()))
+    requirement, remedy = "expected a working folder outside of it", "go to the folder of your project"
+    check(not lies_in(here, _spellings(folder)), place, f"{requirement}: its files would be modules", here, remedy)
+    if recipe is not None:
+        load_recipe(recipe)
+        return recipe
+    spec = run.get("recipe") if isinstance(run, Mapping) else None
+    named = isinstance(spec, str) and bool(spec)
+    check(named, place, "expected the name of a recipe", "none" if spec is None else repr(spec), "give --recipe")
+    load_recipe(str(spec), before_import=partial(_check_users, str(spec), place, _foreign(folder, data, here), here))
+    return str(spec)
+
+
+def _place(folder: Path) -> str:
+    return f"{'artifact' if (folder / 'manifest.json').is_file() else 'run folder'} {str(folder)!r}"
+
+
+def _spellings(folder: Path) -> tuple[Path, ...]:
+    """A folder as it is named and as it is reached: a link may lead in, or out."""
+    return Path(os.path.abspath(folder)), Path(os.path.realpath(folder))
+
+
+def _foreign(folder: Path, data: Path | None, here: Path) -> tuple[Path, ...]:
+    """Folders that may be others': what is read, with all that came in one folder with it, its data, copies of URLs."""
+    found = list(_spellings(folder))
+    for base in (here, *editable_folders()):
+        for inner in _spellings(folder):
+            if inner != base and inner.is_relative_to(base):
+                found += _spellings(base / inner.relative_to(base).parts[0])
+    for other in (cache_folder(), data):
+        if other is not None and not lies_in(here, _spellings(other)):
+            found += _spellings(other)
+    return tuple(dict.fromkeys(found))
+
+
+def _check_users(spec: str, place: str, foreign: tuple[Path, ...], here: Path, module_name: str) -> None:
+    """Refuses a module unless each of its parts is the user's, or an installed package's. Imports nothing."""
+    parts, search = module_name.split("."), None
+    for end in range(1, len(parts) + 1):
+        found = _found(".".join(parts[:end]), search) if end == 1 or search is not None else None
+        if found is None or "__main__" in parts or not all(parts):
+            requirement = f"expected a module {module_name!r} in {here}, as {place} names it"
+            remedy = f"run it from your project's root, or {REMEDY}"
+            raise RecipeError(describe(f"recipe {spec!r}", requirement, "none", remedy))
+        files, search = found
+        for file in files:
+            requirement = f"expected code of yours, in {here}, or of an installed package, as {place} names it"
+            why = _not_users(file, foreign, here)
+            if why:
+                raise RecipeError(describe(f"recipe {spec!r}", requirement, f"{file}, {why}", REMEDY))
+
+
+def _not_users(file: str, foreign: tuple[Path, ...], here: Path) -> str:
+    """Why a file is neither the user's nor a package's; nothing if it is one of them."""
+    real = Path(os.path.realpath(file))
+    if not os.path.isabs(file) or is_of_python(real):
+        return "which is Python's own"
+    if lies_in(os.path.abspath(file), foreign) or lies_in(real, foreign):
+        return "which may have come with what is read"
+    if is_of_package(real):
+        return ""
+    if lies_in(real, (here,)):
+        of_others = [folder for folder in real.parents if lies_in(folder, (here,)) and _is_written(folder)]
+        return f"which lies in {of_others[0]}, a run, an artifact or a package" if of_others else ""
+    return "" if lies_in(real, editable_folders()) else "which is somewhere else"
+
+
+def _is_written(folder: Path) -> bool:
+    """Whether a folder is a run, an artifact or a package."""
+    for file in (folder / name for name in WRITTEN):
+        try:
+            if _FORMATS in file.read_bytes():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _found(name: str, search: Sequence[str] | None) -> tuple[list[str], list[str] | None] | None:
+    """The files and folders that a module is made of, and where its submodules are looked for; None if there is none.
+
+    Args:
+        name: of the module, dotted.
+        search: where the modules of its package are looked for; None for one in no package.
+    """
+    origins: set[str | None] = set()
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None) if module is not None else _spec(name, search)
+    if module is not None:
+        origins = {getattr(module, "__file__", None), "" if spec is None else spec.origin}
+        inner = getattr(module, "__path__", None)
+    elif spec is not None:
+        origins, inner = {spec.origin}, spec.submodule_search_locations
+    else:
+        return None
+    folders = None if inner is None else list(inner)
+    files = [origin for origin in origins if origin] + [folder for folder in folders or [] if os.path.isabs(folder)]
+    return (files, folders) if files else None
+
+
+def _spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
+    """The spec that importing a module would use, found without importing the packages that it lies in."""
+    for finder in sys.meta_path:
+        # A path finder would ask sys.modules for the package of a dotted name; files go by the last part of it.
+        asked = name.rpartition(".")[2] if finder is PathFinder else name
+        try:
+            spec = finder.find_spec(asked, search, None)
+        except Exception:
+            continue  # it cannot answer yet; it is asked again when what the module lies in has been imported
+        if spec is not None:
+            return spec
+    return None
