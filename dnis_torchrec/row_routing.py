@@ -187,6 +187,28 @@ class RowRouting:
             block_of_row[rows] = blocks.masked_fill(dropped[rows], self.num_blocks)
         return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
 
+    def with_unassigned_in(self, block: int) -> RowRouting:
+        """The same routing with the rows of "no block" moved to one.
+
+        Args:
+            block: 0..S-1.
+
+        Returns:
+            A routing by boundaries if the block is the last one of a routing by boundaries, else by map.
+
+        Example:
+            >>> routing = RowRouting(5, 2, boundaries=torch.tensor([0, 2, 4]))
+            >>> routing.with_unassigned_in(1).boundaries.tolist(), routing.with_unassigned_in(0).all_blocks().tolist()
+            ([0, 2, 5], [0, 0, 1, 1, 0])
+        """
+        if self.boundaries is not None and block == self.num_blocks - 1:
+            ends = torch.tensor([self.num_embeddings])
+            return RowRouting(self.num_embeddings, self.num_blocks, boundaries=torch.cat([self.boundaries[:-1], ends]))
+        block_of_row = torch.empty(self.num_embeddings, dtype=_map_dtype(self.num_blocks))
+        for rows, blocks in self.blocks_of_all():
+            block_of_row[rows] = blocks.masked_fill(blocks == self.num_blocks, block)
+        return RowRouting(self.num_embeddings, self.num_blocks, block_of_row=block_of_row)
+
     def to_tensors(self) -> dict[str, Tensor]:
         """The tensors that say everything, for a safetensors file; `from_tensors` reads them back."""
         either = {"boundaries": self.boundaries, "block_of_row": self.block_of_row}

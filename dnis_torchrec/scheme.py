@@ -6,7 +6,7 @@ Shapes: N rows of a table, D embedding_dim, S blocks, R retained dims of a block
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -96,6 +96,20 @@ class TableScheme:
             block: its number, 0..S-1.
         """
         return self.retained[block].nonzero().squeeze(1)
+
+    def with_new_rows(self) -> TableScheme:
+        """The same table with its rows of no block in the last block that retains a column, beside those that are rare.
+
+        For training on in the small form: rows that the counts never saw have a place then, as wide as that block.
+
+        Returns:
+            The scheme itself if every row has a block, or no block retains a column.
+        """
+        keeping, routing = self.retained.any(dim=1).nonzero(), self.routing
+        new_rows = int(routing.row_counts(include_unassigned=True)[-1])
+        if not new_rows or not keeping.numel():
+            return self
+        return replace(self, routing=routing.with_unassigned_in(int(keeping[-1])))
 
     def form_bytes(self) -> dict[str, int]:
         """Bytes of this table in every form, index bytes counted.

@@ -42,7 +42,7 @@ def one_table(routing: RowRouting = SORTED, **fields: object) -> tuple[MixedDime
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_equals_naive_oracle(case: Case) -> None:
-    module = MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables, new_rows=False)
     expected = case.expected()
     out = module(case.kjt())
     assert out.keys() == list(expected)
@@ -55,7 +55,7 @@ def test_equals_naive_oracle(case: Case) -> None:
 @given(cases())
 def test_compiled_pass_equals_naive_oracle(case: Case) -> None:
     """Taken where no gradient is wanted; without a compiler, the same calls go through the stock kernels."""
-    module = MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables, new_rows=False)
     expected = case.expected()
     with torch.inference_mode():
         pooled = module(case.kjt())
@@ -67,7 +67,7 @@ def test_compiled_pass_equals_naive_oracle(case: Case) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_lookup_from_plain_tensors(compiled: bool) -> None:
     scheme, tables = one_table(MAPPED, feature_names=("f", "g"))
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4, new_rows=False)
     module._compiled = compiled and module._compiled
     ids, offsets = torch.tensor([3, 1, 4, 1, 5, 9]), torch.tensor([0, 2, 3, 3, 6])
     with torch.inference_mode():
@@ -100,7 +100,7 @@ def test_more_blocks_than_are_counted() -> None:
     retained = torch.rand(300, 5, generator=generator) < 0.5
     weight = pruned(torch.randn(900, 5, generator=generator), routing, retained)
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight})
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight}, new_rows=False)
     bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(900)]})
     with torch.inference_mode():
         assert module(bags).values().equal(weight)
@@ -109,7 +109,7 @@ def test_more_blocks_than_are_counted() -> None:
 
 def test_result_does_not_depend_on_threads_or_copies() -> None:
     scheme, tables = one_table(MAPPED)
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     bags = keyed_jagged_tensor({"f": [[(row, 1.0), (9 - row, 0.5)] for row in range(10)]})
 
     def served(_: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ def test_result_does_not_depend_on_threads_or_copies() -> None:
 
 def test_padded_columns_stay_zero_and_unread() -> None:
     scheme, tables = one_table(MAPPED)
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4, new_rows=False)
     fresh = MixedDimensionEmbeddingBagCollection(scheme, dim_multiple=4)
     assert [config.embedding_dim for config in module.physical_embedding_bag_configs()] == [8, 4]
     bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(10)]})
@@ -139,7 +139,7 @@ def test_padded_columns_stay_zero_and_unread() -> None:
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_stores_only_what_is_retained(case: Case) -> None:
-    module = MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables, new_rows=False)
     assert sum(p.numel() for p in module.parameters()) == sum(t.block_area for t in case.scheme.tables.values())
     for config in module.physical_embedding_bag_configs():
         assert config.num_embeddings > 0
@@ -149,7 +149,7 @@ def test_stores_only_what_is_retained(case: Case) -> None:
 @pytest.mark.parametrize("dim_multiple", [1, 4])
 def test_tables_count_on_every_device(dim_multiple: int) -> None:
     scheme, tables = one_table(MAPPED)
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=dim_multiple)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=dim_multiple, new_rows=False)
     width, narrow = (5, 2) if dim_multiple == 1 else (8, 4)
     assert module.table_bytes() == 4 * 3 * (width + narrow) + 4 * 11
     empty = MixedDimensionEmbeddingBagCollection(scheme, device="meta", dim_multiple=dim_multiple)
@@ -159,7 +159,7 @@ def test_tables_count_on_every_device(dim_multiple: int) -> None:
 def test_tables_count_where_they_are_sharded(gloo: dist.ProcessGroup) -> None:
     """A rank counts its own shards: all of them where it is the only one."""
     scheme, tables = one_table(MAPPED)
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4, new_rows=False)
     expected = module.table_bytes()
     DistributedModelParallel(holder := nn.ModuleDict({"tables": module}), device=torch.device("cpu"))
     assert type(holder["tables"].blocks) is not EmbeddingBagCollection
@@ -185,7 +185,7 @@ def test_block_tables_refuse_other_shapes(chunks: list[tuple[int, int]]) -> None
 
 def test_shows_logical_and_physical_configs() -> None:
     scheme, tables = one_table(pooling="mean", feature_names=("f", "g"))
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     (logical,) = module.embedding_bag_configs()
     assert (logical.name, logical.num_embeddings, logical.embedding_dim) == ("t", 10, 5)
     assert (logical.feature_names, logical.pooling) == (["f", "g"], PoolingType.MEAN)
@@ -198,7 +198,7 @@ def test_shows_logical_and_physical_configs() -> None:
 def test_nothing_retained_gives_zeros(pooling: str) -> None:
     nothing = torch.zeros(3, 5, dtype=torch.bool)
     scheme = MixedDimensionScheme({"t": table_scheme("t", SORTED, nothing, pooling=pooling)})
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": torch.zeros(10, 5)})
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": torch.zeros(10, 5)}, new_rows=False)
     assert module.physical_embedding_bag_configs() == []
     out = module(keyed_jagged_tensor({"f": [[(1, 1.0)], [], [(9, 1.0), (0, 1.0)]]}))
     assert out.values().equal(torch.zeros(3, 5))
@@ -209,7 +209,7 @@ def test_nothing_retained_gives_zeros(pooling: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_id_out_of_range_is_named(routing: RowRouting, bad: int, dtype: torch.dtype) -> None:
     scheme, tables = one_table(routing)
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     kjt = keyed_jagged_tensor({"f": [[(3, 1.0)], [(bad, 1.0)]]}, id_dtype=dtype)
     with pytest.raises(ValueError, match=rf"table 't', feature 'f'.*num_embeddings=10.*id {bad}"):
         module(kjt)
@@ -217,21 +217,21 @@ def test_id_out_of_range_is_named(routing: RowRouting, bad: int, dtype: torch.dt
 
 def test_ids_of_unread_keys_are_not_checked() -> None:
     scheme, tables = one_table()
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     out = module(keyed_jagged_tensor({"other": [[(999, 1.0)]], "f": [[(3, 1.0)]]}))
     torch.testing.assert_close(out.values(), tables["t"][[3]])
 
 
 def test_missing_feature_is_named() -> None:
     scheme, tables = one_table(feature_names=("movie",))
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     with pytest.raises(ValueError, match=r"feature 'movie'.*did you mean 'moive'"):
         module(keyed_jagged_tensor({"moive": [[(3, 1.0)]]}))
 
 
 def test_missing_weights_are_named() -> None:
     scheme, tables = one_table(is_weighted=True)
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     assert module.is_weighted()
     with pytest.raises(ValueError, match="expected per-sample weights"):
         module(keyed_jagged_tensor({"f": [[(3, 1.0)]]}))
@@ -239,14 +239,14 @@ def test_missing_weights_are_named() -> None:
 
 def test_weights_are_ignored_where_unweighted() -> None:
     scheme, tables = one_table(MAPPED)
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     out = module(keyed_jagged_tensor({"f": [[(3, 7.0)]]}, weighted=True))
     torch.testing.assert_close(out.values(), tables["t"][[3]])
 
 
 def test_variable_batch_size_is_refused() -> None:
     scheme, tables = one_table()
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     kjt = KeyedJaggedTensor(
         keys=["f", "g"],
         values=torch.tensor([1, 2, 3]),
@@ -269,7 +269,7 @@ def test_scheme_of_several_collections_is_refused() -> None:
 def test_from_tables_needs_every_table() -> None:
     scheme, _ = one_table()
     with pytest.raises(ValueError, match="table 't': expected a known table"):
-        MixedDimensionEmbeddingBagCollection.from_tables(scheme, {})
+        MixedDimensionEmbeddingBagCollection.from_tables(scheme, {}, new_rows=False)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -300,7 +300,7 @@ def test_load_block_checks() -> None:
 
 def test_gradients_reach_the_block_tables() -> None:
     scheme, tables = one_table(MAPPED, pooling="mean")
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     module(keyed_jagged_tensor({"f": [[(1, 1.0), (2, 1.0)]]})).values().sum().backward()
     assert module.blocks.embedding_bags["t/b0"].weight.grad[0].tolist() == [0.5] * 5
     assert module.blocks.embedding_bags["t/b1"].weight.grad[0].tolist() == [0.5] * 2
@@ -309,7 +309,7 @@ def test_gradients_reach_the_block_tables() -> None:
 def test_inner_keys_in_another_order() -> None:
     """A sharded collection groups its keys by sharding type."""
     scheme, tables = one_table()
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     inner = module.blocks
 
     class Regrouped(nn.Module):
@@ -325,7 +325,7 @@ def test_inner_keys_in_another_order() -> None:
 
 def test_state_dict_round_trip() -> None:
     scheme, tables = one_table(MAPPED)
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, new_rows=False)
     other = MixedDimensionEmbeddingBagCollection(scheme)
     other.load_state_dict(module.state_dict())
     kjt = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(10)]})
@@ -399,7 +399,9 @@ def test_drops_into_torchrec_models(build: object, batch_size: int) -> None:
     model = build(collection).eval()
     served = copy.deepcopy(model)
     tables = {name: bag.weight for name, bag in collection.embedding_bags.items()}
-    served.sparse_arch.embedding_bag_collection = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables)
+    served.sparse_arch.embedding_bag_collection = MixedDimensionEmbeddingBagCollection.from_tables(
+        scheme, tables, new_rows=False
+    )
     lengths = torch.randint(0, 4, (4 * batch_size,))
     kjt = KeyedJaggedTensor(
         keys=["zip", "movie", "user", "friend"],

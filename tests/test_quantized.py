@@ -62,7 +62,7 @@ def test_within_the_stated_bound(case: Case, precision: str, compiled: bool) -> 
 def test_unknown_ids_give_zero_and_count(case: Case, compiled: bool, unknown: list[int]) -> None:
     modules = [
         served(case, "fp32", unknown_ids="zero"),
-        MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables, unknown_ids="zero"),
+        MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables, unknown_ids="zero", new_rows=False),
     ]
     for module in modules:
         module._compiled = compiled and module._compiled
@@ -229,7 +229,7 @@ def test_masks_of_wide_rows() -> None:
     retained = torch.rand(3, 137) < torch.tensor([0.9, 0.3, 0.02]).unsqueeze(1)
     weight = pruned(torch.randn(20, 137), routing, retained)
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight})
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight}, new_rows=False)
     bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(20)]})
     with torch.no_grad():
         assert module(bags).values().equal(weight)

@@ -9,7 +9,7 @@ Shapes: B batch, N rows of a table, D embedding_dim, S blocks, R retained dims o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,6 +91,23 @@ def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tens
         first = last
     check(first == table.num_embeddings, f"table {table.name!r}", f"expected {table.num_embeddings} rows", first)
     return tables
+
+
+def _with_new_rows(table: TableScheme, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The rows of a table in order, those of no block drawn as TorchRec draws a table's.
+
+    Zeros would not learn where a model multiplies two of them.
+    """
+    first, bound = 0, table.num_embeddings**-0.5
+    for chunk in chunks:
+        last = first + len(chunk)
+        if chunk.dim() == 2 and last <= table.num_embeddings:  # else `block_tables` says what is wrong
+            is_new = table.routing.block_of(torch.arange(first, last)) == table.routing.num_blocks
+            if is_new.any():
+                drawn = torch.empty(chunk.shape).uniform_(-bound, bound).to(chunk)
+                chunk = torch.where(is_new.to(chunk.device).unsqueeze(1), drawn, chunk)
+        first = last
+        yield chunk
 
 
 class MixedDimensionEmbeddingBagCollection(BlockCollection):
@@ -187,8 +204,12 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
         device: torch.device | str = "cpu",
         dim_multiple: int = 1,
         unknown_ids: str = "error",
+        new_rows: bool = True,
     ) -> MixedDimensionEmbeddingBagCollection:
         """Builds the module from dense tables that were merged and pruned; only retained parts are copied.
+
+        It is to train on, so rows of no block, as those that the counts never saw, have a place in the last block that
+        retains a column, and learn once they turn up. They begin as TorchRec's rows do, uniform within 1 / sqrt(N).
 
         Args:
             scheme: the tables of one collection.
@@ -196,16 +217,19 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
             device: where the blocks' tables go.
             dim_multiple: see the class.
             unknown_ids: see the class.
+            new_rows: False gives rows of no block no place, as in exported tables: they are zero for good.
 
         Raises:
             ValueError: if a table is missing or has another shape.
         """
-        module = cls(scheme, device="meta", dim_multiple=dim_multiple, unknown_ids=unknown_ids)
+        stored = {name: table.with_new_rows() if new_rows else table for name, table in scheme.tables.items()}
+        module = cls(MixedDimensionScheme(stored), device="meta", dim_multiple=dim_multiple, unknown_ids=unknown_ids)
         for name, table in scheme.tables.items():
             check_known("table", name, tables)
-            chunks = tables[name].split(rows_per_chunk(table.embedding_dim))
-            for s, weight in block_tables(table, chunks).items():
-                module.load_block(name, s, weight.to(device))
+            chunks: Iterable[Tensor] = tables[name].detach().split(rows_per_chunk(table.embedding_dim))
+            chunks = _with_new_rows(table, chunks) if new_rows else chunks
+            for s, block in block_tables(stored[name], chunks).items():
+                module.load_block(name, s, block.to(device))
         return module.to(device)
 
     def load_block(self, table: str, block: int, weight: Tensor) -> None:
