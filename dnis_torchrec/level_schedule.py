@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.json_files import conform
 
 T = TypeVar("T")
 
@@ -99,6 +100,15 @@ class StreamPosition:
     batches: int = 0
 
 
+class _State(TypedDict):
+    """What `BilevelStream.state_dict` gives: a place for each level."""
+
+    seed: int
+    step: int
+    lower: StreamPosition
+    upper: StreamPosition
+
+
 class BilevelStream(Generic[T]):
     """Batches of both levels in the order of a schedule: the one iterator that the pipeline reads.
 
@@ -176,6 +186,7 @@ class BilevelStream(Generic[T]):
         Raises:
             ValueError: if a stream has become shorter.
         """
+        conform(state, _State, "stream of the checkpoint")
         self._seed, self._step = state["seed"], state["step"]
         last: dict[Level, T | None] = {}
         for level in Level:

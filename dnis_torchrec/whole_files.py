@@ -7,13 +7,16 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.json_files import parse_json
+
+T = TypeVar("T")
 
 PARTIAL = ".partial"
 """What the name of a file ends with that is being written."""
@@ -98,25 +101,37 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], kind: str, head: Ma
         save_file(dict(tensors), unfinished, metadata={kind: json.dumps(head)})
 
 
-def read_tensors(path: Path, kind: str) -> tuple[dict[str, Tensor], Any]:
+def read_tensors(path: Path, kind: str, head: type[T]) -> tuple[dict[str, Tensor], T]:
     """Reads what `write_tensors` wrote.
 
     Args:
         path: of the file.
         kind: what it should hold.
+        head: what its JSON head should hold, see `dnis_torchrec.json_files.conform`.
 
     Returns:
-        The tensors, and the head.
+        The tensors, which refuse a name that is not there by a ValueError, and the head.
 
     Raises:
         ValueError: if the file is damaged or holds something else.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            head = (file.metadata() or {}).get(kind, "")
-            check(bool(head), str(path), f"expected a file of {kind.replace('_', ' ')}", "another file")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            described = (file.metadata() or {}).get(kind, "")
+            check(bool(described), str(path), f"expected a file of {kind.replace('_', ' ')}", "another file")
+            tensors = _TensorsOf(path, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
     except SafetensorError as error:
         requirement = "expected a whole safetensors file"
         raise ValueError(describe(str(path), requirement, str(error), "use another one")) from error
-    return tensors, json.loads(head)
+    return tensors, parse_json(described, head, str(path), remedy="use another one")
+
+
+class _TensorsOf(dict[str, Tensor]):
+    """The tensors of a file, which a head may name wrongly."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._path = path
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(describe(str(self._path), f"expected a tensor {name!r}", "none", "use another one"))

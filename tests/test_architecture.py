@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
     {"_dependencies", "checks", "csr_size", "denormals", "detachable_pipeline", "hashing", "jagged"},
+    {"json_files"},
     {"whole_files"},
     {"batch_slices", "native_build", "ranks", "reductions", "sketch", "storage"},
     {"batch_parts", "block_operators", "frequency", "level_schedule", "metrics", "recipe", "row_routing"},

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -25,14 +25,36 @@ from torch.distributed.checkpoint.metadata import (
 
 from dnis_torchrec.checkpoint.placement import ITERATIONS, TableDescription
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.json_files import conform, parse_json
 from dnis_torchrec.storage import Address, file_size, inside, read_bytes
 from dnis_torchrec.whole_files import write_text
 
 FORMAT = "dnis-torchrec-checkpoint"
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
+_OTHER = "use another checkpoint"
 SHOWN = 8
 """Differences that one error names."""
+
+
+class _Chunk(TypedDict):
+    offset: list[int]
+    size: list[int]
+    file: str
+
+
+class _Tensor(TypedDict):
+    dtype: str
+    size: list[int]
+    chunks: list[_Chunk]
+
+
+class _Head(TypedDict):
+    world_size: int
+    files: dict[str, int]
+    tables: dict[str, TableDescription]
+    values: dict[str, Any]
+    tensors: dict[str, _Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +97,12 @@ class Manifest:
         place = f"checkpoint {folder}"
         file = inside(folder, MANIFEST)
         check(file_size(file) is not None, place, "expected a checkpoint", f"no {MANIFEST} in it")
-        try:
-            head = json.loads(read_bytes(file))
-            check(isinstance(head, dict), place, "expected a JSON object in its manifest", type(head).__name__)
-        except json.JSONDecodeError as error:
-            raise ValueError(describe(str(file), "expected JSON", str(error), "use another checkpoint")) from error
+        head: dict[str, Any] = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
         check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
         version, remedy = head.get("format_version"), "use the version of dnis_torchrec that wrote it"
         check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version, remedy)
+        conform(head, _Head, str(file), remedy=_OTHER)
+        check(head["world_size"] >= 1, f"{file}, field world_size", "expected at least 1", head["world_size"], _OTHER)
         for name, size in head["files"].items():
             check(os.path.basename(name) == name, place, "expected names of files in it", repr(name))
             found = file_size(inside(folder, name))
@@ -94,6 +114,8 @@ class Manifest:
             name: TableDescription(**{**described, "column_cuts": tuple(described["column_cuts"])})
             for name, described in head["tables"].items()
         }
+        for key, entry in head["tensors"].items():
+            _check_tensor(entry, head["files"], f"{file}, tensor {key!r}")
         keys = ("world_size", "files", "values", "tensors")
         return Manifest(tables=tables, **{key: head[key] for key in keys})
 
@@ -110,6 +132,21 @@ class Manifest:
             properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
             tensors[key] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
         return Metadata(state_dict_metadata=tensors, storage_data=stored)
+
+
+def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
+    """What torch.distributed.checkpoint takes for granted of what it reads."""
+    known = isinstance(getattr(torch, entry["dtype"], None), torch.dtype)
+    check(known, place, "expected a dtype of torch", repr(entry["dtype"]), _OTHER)
+    for chunk in entry["chunks"]:
+        check(chunk["file"] in files, place, "expected a file of the checkpoint", repr(chunk["file"]), _OTHER)
+        ends = [offset + size for offset, size in zip(chunk["offset"], chunk["size"], strict=False)]
+        fits = len(chunk["offset"]) == len(chunk["size"]) == len(entry["size"]) and min(chunk["offset"], default=0) >= 0
+        fits = fits and min(chunk["size"], default=0) >= 0
+        fits = fits and all(end <= size for end, size in zip(ends, entry["size"], strict=True))
+        check(
+            fits, place, f"expected chunks inside of {entry['size']}", f"{chunk['size']} at {chunk['offset']}", _OTHER
+        )
 
 
 def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import posixpath
 import re
@@ -16,6 +15,7 @@ from typing import Any
 import fsspec
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.json_files import read_json
 from dnis_torchrec.storage.access import filesystem, local_path, retrying, version_of
 from dnis_torchrec.whole_files import write_json, written_whole
 
@@ -97,7 +97,7 @@ def _fetch_files(
         return  # all was to be left where it is: no folder stands for none
     record = folder / FETCHED
     folder.mkdir(parents=True, exist_ok=True)
-    known: dict[str, str] = json.loads(record.read_text()) if record.is_file() else {}
+    known = read_json(record, dict[str, str], remedy="remove the folder") if record.is_file() else {}
     for name in known:
         check(_is_inside(name), f"file {record}", "expected names inside the folder", repr(name), "remove the folder")
     for gone in sorted(set(known) - set(names.values())):

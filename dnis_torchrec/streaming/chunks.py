@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import fsspec
 import numpy as np
@@ -23,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.json_files import read_json
 from dnis_torchrec.storage import expand, filesystem, read_bytes, retrying, version_of
 from dnis_torchrec.whole_files import write_text, written_whole
 
@@ -49,6 +51,13 @@ class Chunk:
     end: int
     first_row: int
     num_rows: int
+
+
+class _Kept(TypedDict):
+    """An index in a file."""
+
+    files: list[str]
+    chunks: list[tuple[int, int, int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ def index_files(
     fingerprint = hashlib.sha256(described.encode()).hexdigest()
     kept = cache / f"index_{fingerprint[:16]}.json" if cache else None
     if kept is not None and kept.is_file():
-        content = json.loads(kept.read_text(encoding="utf-8"))
+        content = read_json(kept, _Kept, remedy="remove it")
         unpacked = set(content["files"]) - set(addresses)  # may have been removed alone, being large
         if all(map(os.path.isfile, unpacked)):
             return ChunkIndex(tuple(content["files"]), fingerprint, tuple(Chunk(*chunk) for chunk in content["chunks"]))
