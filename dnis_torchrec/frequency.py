@@ -20,6 +20,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.json_files import NotNegative
 from dnis_torchrec.sketch import EstimatedCounts
 from dnis_torchrec.whole_files import read_tensors, write_tensors
 
@@ -32,7 +33,7 @@ ROWS_AT_A_TIME = 1 << 20
 
 class _Head(TypedDict):
     max_bag_lengths: dict[str, int]
-    num_samples: int
+    num_samples: NotNegative
     tables: list[str]
     estimated: list[str]
 

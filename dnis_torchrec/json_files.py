@@ -11,12 +11,28 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    NoReturn,
+    NotRequired,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from dnis_torchrec.checks import describe
 
 T = TypeVar("T")
+
+NotNegative = Annotated[int, 0]
+Positive = Annotated[int, 1]
+"""Integers of at least so much."""
 
 LARGEST = 2**63 - 1
 """Integers of a file count rows, bytes and steps: what int64 cannot hold is damage."""
@@ -80,9 +96,10 @@ def conform(value: object, kind: Any, place: str, *, remedy: str = "") -> None:
 
     Args:
         value: plain values: dict, list, text, numbers, bool, None.
-        kind: ``str``, ``bool``, ``int`` (of 64 bits), ``float`` (any finite number), ``None``, ``Any``; of these,
-            ``list[..]``, ``tuple[.., ...]``, ``dict[str, ..]`` and unions; TypedDicts and dataclasses, whose names have
-            to be there unless they are not required or have a default. A dataclass allows no further names.
+        kind: ``str``, ``bool``, ``int`` (of 64 bits), `NotNegative`, `Positive`, ``float`` (any finite number),
+            ``None``, ``Any``; of these, ``list[..]``, ``tuple[..]``, ``dict[str, ..]`` and unions; TypedDicts and
+            dataclasses, whose names have to be there unless they are not required or have a default. A dataclass allows
+            no further names.
         place: where it comes from, for the errors.
         remedy: what to do about it.
 
@@ -113,16 +130,13 @@ def _conform(value: object, kind: Any, field: str) -> None:
         _check_depth(value, field)
     elif origin in (Union, types.UnionType):
         _conform_to_any(value, arguments, field)
+    elif origin is Annotated:
+        if not (_is_plain(value, int) and value >= arguments[1]):
+            raise _FieldError(field, f"expected {_words(kind)}", _shown(value))
     elif is_typeddict(kind):
-        members = get_type_hints(kind)
-        _conform_members(value, members, kind.__required_keys__, field)
-    elif is_dataclass(kind):
-        members = get_type_hints(kind)
-        needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
-        _conform_members(value, {f.name: members[f.name] for f in fields(kind)}, needed, field)
-        unknown = sorted(set(value) - {f.name for f in fields(kind)})  # type: ignore[call-overload]
-        if unknown:
-            raise _FieldError(field, f"expected no more than {', '.join(sorted(members))}", _shown(unknown[0]))
+        _conform_members(value, *_of_typed_dict(kind), field)
+    elif isinstance(kind, type) and is_dataclass(kind):
+        _conform_members(value, *_of_dataclass(kind), field, is_complete=True)
     elif origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise _FieldError(field, "expected an object", _shown(value))
@@ -135,14 +149,17 @@ def _conform(value: object, kind: Any, field: str) -> None:
 
 
 def _conform_to_any(value: object, kinds: Sequence[Any], field: str) -> None:
-    """Of a union of which at most one is no plain type: its error is the one to tell."""
-    plain = [kind for kind in kinds if kind in (str, bool, int, float, types.NoneType)]
-    if any(_is_plain(value, kind) for kind in plain):
-        return
-    others = [kind for kind in kinds if kind not in plain]
-    if others and isinstance(value, dict | list):
-        _conform(value, others[0], field)
-        return
+    """To one kind of a union; the error deepest inside of the value tells most."""
+    errors = []
+    for kind in kinds:
+        try:
+            _conform(value, kind, field)
+            return
+        except _FieldError as error:
+            errors.append(error)
+    deepest = max(errors, key=lambda error: len(error.args[0]))
+    if len(deepest.args[0]) > len(field):
+        raise deepest
     raise _FieldError(field, f"expected {' or '.join(map(_words, kinds))}", _shown(value))
 
 
@@ -156,12 +173,32 @@ def _conform_items(value: object, arguments: Sequence[Any], origin: Any, field: 
         _conform(item, arguments[index] if is_fixed else arguments[0], f"{field}[{index}]")
 
 
-def _conform_members(value: object, members: Mapping[str, Any], needed: Any, field: str) -> None:
+@cache
+def _of_typed_dict(kind: Any) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Types by name, and the names that have to be there."""
+    hints = get_type_hints(kind, include_extras=True)  # `__required_keys__` does not know of postponed annotations
+    free = {name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is NotRequired}
+    return hints | free, tuple(name for name in hints if name not in free)
+
+
+@cache
+def _of_dataclass(kind: Any) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    hints, own = get_type_hints(kind, include_extras=True), fields(kind)
+    needed = tuple(f.name for f in own if f.default is MISSING and f.default_factory is MISSING)
+    return {f.name: hints[f.name] for f in own}, needed
+
+
+def _conform_members(
+    value: object, members: Mapping[str, Any], needed: Sequence[str], field: str, *, is_complete: bool = False
+) -> None:
     if not isinstance(value, dict):
         raise _FieldError(field, "expected an object", _shown(value))
     missing = sorted(name for name in needed if name not in value)
     if missing:
         raise _FieldError(field, f"expected {missing[0]!r} in it", "none")
+    unknown = sorted(set(value) - set(members)) if is_complete else []
+    if unknown:
+        raise _FieldError(field, f"expected no more than {', '.join(members)}", _shown(unknown[0]))
     for name, kind in members.items():
         if name in value:
             _conform(value[name], kind, _inside(field, name))
@@ -169,11 +206,11 @@ def _conform_members(value: object, members: Mapping[str, Any], needed: Any, fie
 
 def _check_depth(value: object, field: str) -> None:
     """Whoever goes through what may be anything does so by recursion."""
-    depth, level = 0, [value]
-    while level and depth <= DEEPEST:
-        lists = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        depth, level = depth + 1, [item for items in lists for item in items]
-    if level:
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        holders = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for holder in holders for item in holder]
+    if any(isinstance(item, dict | list) for item in level):
         raise _FieldError(field, f"expected at most {DEEPEST} levels", "more")
 
 
@@ -193,6 +230,8 @@ def _is_plain(value: object, kind: Any) -> bool:
 
 def _words(kind: Any) -> str:
     origin = get_origin(kind)
+    if origin is Annotated:
+        return f"an integer >= {get_args(kind)[1]}"
     if origin in (list, tuple, Sequence):
         return "a list"
     return _WORDS.get(None if kind is types.NoneType else kind, "an object")

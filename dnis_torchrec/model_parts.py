@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.json_files import parse_json
+from dnis_torchrec.json_files import Positive, parse_json
 from dnis_torchrec.ranks import together
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.storage import Address, file_names, inside, put_file, remove_file
@@ -36,7 +36,7 @@ _HEADER = "model_part"
 
 
 class _Part(TypedDict):
-    world_size: int
+    world_size: Positive
 
 
 def save_parts(folder: Address, model: nn.Module, ranks: Ranks) -> None:

@@ -40,7 +40,7 @@ from dnis_torchrec.checkpoint import checkpoint_folder
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.export.artifact import FolderKind, new_folder
 from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.json_files import conform, read_json
+from dnis_torchrec.json_files import NotNegative, Positive, conform, read_json
 from dnis_torchrec.model_parts import delete_parts, has_parts, load_parts, part_name, save_parts
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_rows, write_rows
@@ -63,7 +63,7 @@ _DAMAGED = "it was damaged; run `dnis search` again"
 
 
 class _Configuration(TypedDict):
-    num_blocks: NotRequired[int]
+    num_blocks: NotRequired[Positive]
 
 
 class _Head(TypedDict):
@@ -71,8 +71,8 @@ class _Head(TypedDict):
 
     status: str
     recipe: str
-    seed: int
-    embedding_dim: NotRequired[int | None]
+    seed: NotNegative
+    embedding_dim: NotRequired[Positive | None]
     configuration: _Configuration
 
 

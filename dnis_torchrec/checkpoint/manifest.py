@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dnis_torchrec.checkpoint.placement import ITERATIONS, TableDescription
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.json_files import conform, parse_json
+from dnis_torchrec.json_files import Positive, conform, parse_json
 from dnis_torchrec.storage import Address, file_size, inside, read_bytes
 from dnis_torchrec.whole_files import write_text
 
@@ -50,7 +50,7 @@ class _Tensor(TypedDict):
 
 
 class _Head(TypedDict):
-    world_size: int
+    world_size: Positive
     files: dict[str, int]
     tables: dict[str, TableDescription]
     values: dict[str, Any]
@@ -102,7 +102,6 @@ class Manifest:
         version, remedy = head.get("format_version"), "use the version of dnis_torchrec that wrote it"
         check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version, remedy)
         conform(head, _Head, str(file), remedy=_OTHER)
-        check(head["world_size"] >= 1, f"{file}, field world_size", "expected at least 1", head["world_size"], _OTHER)
         for name, size in head["files"].items():
             check(os.path.basename(name) == name, place, "expected names of files in it", repr(name))
             found = file_size(inside(folder, name))
@@ -138,15 +137,13 @@ def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
     """What torch.distributed.checkpoint takes for granted of what it reads."""
     known = isinstance(getattr(torch, entry["dtype"], None), torch.dtype)
     check(known, place, "expected a dtype of torch", repr(entry["dtype"]), _OTHER)
+    whole = entry["size"]
     for chunk in entry["chunks"]:
         check(chunk["file"] in files, place, "expected a file of the checkpoint", repr(chunk["file"]), _OTHER)
-        ends = [offset + size for offset, size in zip(chunk["offset"], chunk["size"], strict=False)]
-        fits = len(chunk["offset"]) == len(chunk["size"]) == len(entry["size"]) and min(chunk["offset"], default=0) >= 0
-        fits = fits and min(chunk["size"], default=0) >= 0
-        fits = fits and all(end <= size for end, size in zip(ends, entry["size"], strict=True))
-        check(
-            fits, place, f"expected chunks inside of {entry['size']}", f"{chunk['size']} at {chunk['offset']}", _OTHER
-        )
+        offset, size = chunk["offset"], chunk["size"]
+        fits = len(offset) == len(size) == len(whole)
+        fits = fits and all(0 <= o <= o + s <= w for o, s, w in zip(offset, size, whole, strict=True))
+        check(fits, place, f"expected chunks inside of {whole}", f"{size} at {offset}", _OTHER)
 
 
 def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:

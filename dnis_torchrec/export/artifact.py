@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.json_files import conform, parse_json
+from dnis_torchrec.json_files import NotNegative, Positive, conform, parse_json
 from dnis_torchrec.scheme import DescribedTable
 
 FORMAT = "dnis-torchrec-artifact"
@@ -65,8 +65,8 @@ class RunOfArtifact(TypedDict):
     """What others rely on of a manifest's ``run``, which may tell more."""
 
     recipe: NotRequired[str | None]
-    seed: NotRequired[int]
-    embedding_dim: NotRequired[int | None]
+    seed: NotRequired[NotNegative]
+    embedding_dim: NotRequired[Positive | None]
     projected: NotRequired[bool]
     metrics: NotRequired[dict[str, float]]
 

@@ -155,7 +155,8 @@ def _scheme_of(path: Path | str, manifest: Mapping[str, Any]) -> MixedDimensionS
     try:
         return MixedDimensionScheme.from_parts(manifest["tables"], tensors)
     except ValueError as error:
-        raise ValueError(f"artifact {str(path)!r}, file {manifest['scheme'][0]!r}: {error}; export again") from error
+        name = next(iter(manifest["scheme"]), MANIFEST)
+        raise ValueError(f"artifact {str(path)!r}, file {name!r}: {error}; export again") from error
 
 
 def _check_described(path: Path | str, tables: Mapping[str, Any]) -> None:

@@ -129,8 +129,8 @@ def index_files(
     index = ChunkIndex(plain, fingerprint, tuple(chunks))
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        content = {"files": index.files, "chunks": [astuple(chunk) for chunk in index.chunks]}
-        write_text(kept, json.dumps(content) + "\n", by_many=True)
+        described = json.dumps({"files": index.files, "chunks": [astuple(chunk) for chunk in index.chunks]})
+        write_text(kept, described + "\n", by_many=True)
     return index
 
 
