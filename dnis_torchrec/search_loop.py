@@ -113,7 +113,13 @@ class SearchEvents:
 
 
 class SearchInterrupted(RuntimeError):
-    """The search was asked to stop; its state was saved first, or the message says that it could not be."""
+    """The search was asked to stop; its state was saved first, or the message says that it could not be.
+
+    Attributes:
+        signal: number of the signal that asked this process; None if none did.
+    """
+
+    signal: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

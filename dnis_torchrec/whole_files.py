@@ -50,6 +50,12 @@ def written_whole(path: Path, *, durable: bool = False, by_many: bool = False) -
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())
         os.replace(unfinished, path)
+    except SafetensorError as error:  # its way to tell of a full disk
+        raise OSError(describe(str(path), "expected to write it", str(error))) from error
+    except OSError as error:
+        if error.errno is not None and error.filename in (None, str(unfinished)):
+            error.filename = str(path)
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
-    {"_dependencies", "checks", "csr_size", "denormals", "detachable_pipeline", "hashing", "jagged"},
+    {"_dependencies", "checks", "csr_size", "denormals", "detachable_pipeline", "hashing", "jagged", "signals"},
     {"json_files"},
     {"whole_files"},
     {"batch_slices", "native_build", "ranks", "reductions", "sketch", "storage"},

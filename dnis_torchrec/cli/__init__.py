@@ -1,22 +1,24 @@
 """The `dnis` command: parses and prints; jobs/, comparison/ and planning/ do the work.
 
-Exit codes: 0 when all went well, 2 for wrong arguments, 1 otherwise. Results go to standard output, progress and
-logs to standard error. A module here is a group of commands; importing it registers them.
+Exit codes: 0 when all went well, 2 for wrong arguments, 128 + N if signal N has stopped it, 1 otherwise. Results go to
+standard output, progress and logs to standard error. A module here is a group of commands; importing it registers them.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 
-import typer
+from safetensors import SafetensorError
 
 from dnis_torchrec.checkpoint import CheckpointWriteError
+from dnis_torchrec.checks import describe_error
 from dnis_torchrec.cli import compare, package, plan, runs, verify
 from dnis_torchrec.cli.app import app
+from dnis_torchrec.cli.terminal import guard_standard_error, say
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.run_folder import RunWriteError
 from dnis_torchrec.search import SearchInterrupted
+from dnis_torchrec.signals import Ending, Stopped, exit_code
 from dnis_torchrec.storage import StorageError
 
 __all__ = ["app", "compare", "main", "package", "plan", "runs", "verify"]
@@ -25,8 +27,9 @@ ERRORS = (
     ValueError,
     TypeError,
     NotImplementedError,
+    OSError,
+    SafetensorError,
     NonFiniteError,
-    SearchInterrupted,
     CheckpointWriteError,
     RunWriteError,
     StorageError,
@@ -36,12 +39,16 @@ ERRORS = (
 
 def main() -> None:
     """Entry point: runs a command and turns errors into one line on standard error and an exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    guard_standard_error()
     try:
-        app(prog_name="dnis")
+        with Ending():
+            app(prog_name="dnis")
+    except SearchInterrupted as stop:
+        say(f"error: {stop}", err=True)
+        sys.exit(1 if stop.signal is None else exit_code(stop.signal))
+    except Stopped as stop:
+        say(f"error: {stop}", err=True)
+        sys.exit(stop.exit_code)
     except ERRORS as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        typer.echo("error: interrupted", err=True)
+        say(f"error: {describe_error(error)}", err=True)
         sys.exit(1)

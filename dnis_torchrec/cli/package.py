@@ -17,6 +17,7 @@ from dnis_torchrec.cli.app import (
     arguments,
     check_data,
 )
+from dnis_torchrec.cli.terminal import fail, say
 from dnis_torchrec.export import read_manifest
 from dnis_torchrec.export.form_registry import form_named
 from dnis_torchrec.packaging import KINDS, run_package
@@ -61,6 +62,5 @@ def package(
     try:
         run_package(artifact, out, recipe=recipe, data=data, form=form, kind=kind, name=name, overwrite=overwrite)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo(f"package: {shown(out)}")
+        fail(error, 1)
+    say(f"package: {shown(out)}")

@@ -20,6 +20,7 @@ from dnis_torchrec.cli.app import (
     check_json,
     print_table,
 )
+from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.run_folder import RunFolder
 from dnis_torchrec.verification import Verification
 from dnis_torchrec.verification import verify as verify_artifact
@@ -63,7 +64,7 @@ def verify(
         write_json(json_file, found.to_json())
     if found.failures:
         for finding in found.failures:
-            typer.echo(f"error: {finding.check}, {finding.subject}: {finding.detail}", err=True)
+            say(f"error: {finding.check}, {finding.subject}: {finding.detail}", err=True)
         raise typer.Exit(1)
 
 
