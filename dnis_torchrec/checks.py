@@ -64,15 +64,28 @@ def describe_error(error: BaseException) -> str:
         >>> describe_error(OSError(errno.EISDIR, "Is a directory", "run"))
         'run: expected a file, got Is a directory; choose another name'
     """
-    if not isinstance(error, OSError):
-        return str(error)
-    if error.errno is None or error.strerror is None:
-        return " ".join(str(error).split())
-    requirement, remedy = _SYSTEM.get(error.errno, ("expected the system to read and write", ""))
-    place = "file system" if error.filename is None else os.fsdecode(error.filename)
-    if error.filename2 is not None:
-        place = f"{place}, {os.fsdecode(error.filename2)}"
-    return describe(place, requirement, error.strerror, remedy)
+    if isinstance(error, OSError) and error.errno is not None and error.strerror is not None:
+        requirement, remedy = _SYSTEM.get(error.errno, ("expected the system to read and write", ""))
+        names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+        return describe(", ".join(names) or "file system", requirement, error.strerror, remedy)
+    text = str(error)
+    found = [words for number, words in _SYSTEM.items() if os.strerror(number) in text]
+    if not found or ": expected " in text:
+        return text
+    return describe("file system", found[0][0], " ".join(text.split()), found[0][1])
+
+
+def is_of_system(error: BaseException) -> bool:
+    """Whether the operating system has refused something, in whatever error a library has wrapped that.
+
+    Args:
+        error: any; those of gloo, safetensors and torch's writers are no OSErrors, but hold what the system said.
+
+    Example:
+        >>> is_of_system(RuntimeError("device.cc:186] rv != -1. Too many open files")), is_of_system(RuntimeError("no"))
+        (True, False)
+    """
+    return isinstance(error, OSError) or any(os.strerror(number) in str(error) for number in _SYSTEM)
 
 
 def visible(text: str) -> str:

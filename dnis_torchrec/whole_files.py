@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,10 @@ def written_whole(path: Path, *, durable: bool = False, by_many: bool = False) -
                 os.fsync(file.fileno())
         os.replace(unfinished, path)
     except SafetensorError as error:  # its way to tell of a full disk
-        raise OSError(describe(str(path), "expected to write it", str(error))) from error
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     except OSError as error:
         if error.errno is not None and error.filename in (None, str(unfinished)):
             error.filename = str(path)
@@ -121,6 +125,8 @@ def read_tensors(path: Path, kind: str, head: type[T]) -> tuple[dict[str, Tensor
     Raises:
         ValueError: if the file is damaged or holds something else.
     """
+    with path.open("rb"):  # safetensors says of a file that it cannot open not even which
+        pass
     try:
         with safe_open(path, framework="pt") as file:
             described = (file.metadata() or {}).get(kind, "")

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from safetensors import SafetensorError
-
 from dnis_torchrec.checkpoint import CheckpointWriteError
-from dnis_torchrec.checks import describe_error
+from dnis_torchrec.checks import describe_error, is_of_system
 from dnis_torchrec.cli import compare, package, plan, runs, verify
 from dnis_torchrec.cli.app import app
 from dnis_torchrec.cli.terminal import guard_standard_error, say
@@ -27,8 +25,6 @@ ERRORS = (
     ValueError,
     TypeError,
     NotImplementedError,
-    OSError,
-    SafetensorError,
     NonFiniteError,
     CheckpointWriteError,
     RunWriteError,
@@ -49,6 +45,8 @@ def main() -> None:
     except Stopped as stop:
         say(f"error: {stop}", err=True)
         sys.exit(stop.exit_code)
-    except ERRORS as error:
+    except Exception as error:
+        if not (isinstance(error, ERRORS) or is_of_system(error)):
+            raise
         say(f"error: {describe_error(error)}", err=True)
         sys.exit(1)

@@ -278,7 +278,7 @@ def report(
     """
     with arguments():
         together = read_runs(runs)
-        run_report(runs[0], runs[1:])
+    run_report(runs[0], runs[1:])
     _print_rows(together.rows, runs[0])
     if together.drawn_only:
         names = ", ".join(shown(Path(name)) for name in together.drawn_only)

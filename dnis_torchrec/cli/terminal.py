@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -14,9 +15,9 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from dnis_torchrec.checks import describe_error, visible
+from dnis_torchrec.checks import describe_error, is_of_system, visible
 
-_plain_warning = warnings.formatwarning
+_plain_warning, _show_any_error_of_thread = warnings.formatwarning, threading.excepthook
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -57,12 +58,16 @@ class PlainConsole(Console):
 
 
 def guard_standard_error() -> None:
-    """Logs, warnings and tracebacks reach standard error through `visible`, whoever they are from."""
+    """Logs, warnings and tracebacks reach standard error through `visible`, whoever they are from.
+
+    What the system refuses to a thread of a library, as it does to TensorBoard's on a full disk, is one line, too.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     warnings.formatwarning = _format_warning
     sys.excepthook = _show_error
+    threading.excepthook = _show_error_of_thread
 
 
 class _VisibleFormatter(logging.Formatter):
@@ -79,3 +84,11 @@ def _format_warning(
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     stream: TextIO = sys.stderr
     stream.write(visible("".join(traceback.format_exception(kind, error, trace))))
+
+
+def _show_error_of_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_value is None or not is_of_system(failed.exc_value):
+        _show_any_error_of_thread(failed)
+        return
+    name = "a thread" if failed.thread is None else f"thread {failed.thread.name}"
+    say(f"WARNING: {name}: {describe_error(failed.exc_value)}", err=True)

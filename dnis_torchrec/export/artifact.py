@@ -220,7 +220,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     place = f"artifact {str(path)!r}, file {MANIFEST!r}"
     file = _file_inside(folder, MANIFEST, place)
     content = file.read_bytes()
-    manifest = parse_json(content, Any, place, remedy="it was damaged; export again")
+    manifest: Any = parse_json(content, Any, place, remedy="it was damaged; export again")
     found = manifest.get("format") if isinstance(manifest, dict) else None
     check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that export wrote")
     _check_version(manifest.get("format_version"), place)

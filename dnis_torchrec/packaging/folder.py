@@ -70,7 +70,7 @@ def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[st
     folder, place = Path(path), f"package {str(path)!r}, file {MANIFEST!r}"
     remedy = "package the model again"
     check((folder / MANIFEST).is_file(), place, "expected a file", "none", "give a folder that `dnis package` wrote")
-    manifest = parse_json((folder / MANIFEST).read_bytes(), Any, place, remedy=remedy)
+    manifest: Any = parse_json((folder / MANIFEST).read_bytes(), Any, place, remedy=remedy)
     found = manifest.get("format") if isinstance(manifest, dict) else None
     check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that `dnis package` wrote")
     version = str(manifest.get("format_version"))
