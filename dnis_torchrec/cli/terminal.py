@@ -9,11 +9,12 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from types import TracebackType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 
@@ -50,6 +51,10 @@ class PlainConsole(Console):
 
     def __init__(self, width: int | None = None) -> None:
         super().__init__(width=width, file=sys.stdout, markup=False, emoji=False)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """As rich does, which measures lines by this, too."""
+        return super().render_str(visible(text), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """As rich does; colours and what else rich itself says to the terminal are added after this."""
