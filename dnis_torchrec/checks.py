@@ -89,14 +89,14 @@ def is_of_system(error: BaseException) -> bool:
 
 
 def visible(text: str) -> str:
-    """A text as a terminal may show it: what would steer the terminal, or turn the text around, becomes an escape.
+    r"""A text as a terminal may show it: what would steer the terminal, or turn the text around, becomes an escape.
 
     Args:
         text: with names and messages of others in it; lines and tabs stay.
 
     Example:
-        >>> visible("table \x1b[2Jmovie")
-        'table \\u001b[2Jmovie'
+        >>> print(visible("table \x1b[2Jmovie"))
+        table \u001b[2Jmovie
     """
     if text.isprintable():
         return text
