@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -28,6 +29,13 @@ logger = logging.getLogger(__name__)
 
 SCOPES = ("global", "table")
 STRATEGIES = ("equal_rows", "equal_mass", "decades", "explicit")
+
+
+class _Head(TypedDict):
+    scope: str
+    strategy: str
+    tables: dict[str, tuple[int, int, int]]
+    max_bag_lengths: dict[str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +133,7 @@ class RowBlocks:
             FileNotFoundError: if there is none.
             ValueError: if the file is damaged or holds something else.
         """
-        tensors, described = read_tensors(path, "row_blocks")
+        tensors, described = read_tensors(path, "row_blocks", _Head)
         routings, dims = {}, {}
         for table, (num_embeddings, num_blocks, dim) in described["tables"].items():
             parts = {k: tensors[f"{table}/{k}"] for k in ("boundaries", "block_of_row") if f"{table}/{k}" in tensors}

@@ -8,6 +8,8 @@ Every message of the package is built here, so that a reader who has seen one er
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
 
 SHOWN = 20
@@ -32,6 +34,78 @@ def describe(place: str, requirement: str, received: object, remedy: str = "") -
     """
     message = f"{place}: {requirement}, got {received}"
     return f"{message}; {remedy}" if remedy else message
+
+
+_SYSTEM = {
+    errno.ENOSPC: ("expected room on the disk", "make room, or choose another place"),
+    errno.EROFS: ("expected a place that can be written to", "choose another place"),
+    errno.EACCES: ("expected the right to read or write it", "change its rights, or choose another place"),
+    errno.ENAMETOOLONG: ("expected a name that the file system takes", "choose a shorter one"),
+    errno.ENOTDIR: ("expected folders on the way to it", "choose another place"),
+    errno.EISDIR: ("expected a file", "choose another name"),
+    errno.EEXIST: ("expected nothing there", "choose another name"),
+    errno.ENOENT: ("expected it to be there", "check the path"),
+    errno.EMFILE: ("expected to open one more file", "allow more of them, as ulimit -n does"),
+    errno.ESTALE: ("expected a file that its server still has", "try again"),
+}
+_SYSTEM[errno.EDQUOT] = _SYSTEM[errno.ENOSPC]
+_SYSTEM[errno.EPERM] = _SYSTEM[errno.EACCES]
+_SYSTEM[errno.ENFILE] = _SYSTEM[errno.EMFILE]
+"""Requirement and remedy of what the operating system refuses; `describe_error` words the others."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Words an error in one line, also one that the operating system has raised.
+
+    Args:
+        error: any; one of the package has its words already.
+
+    Example:
+        >>> describe_error(OSError(errno.EISDIR, "Is a directory", "run"))
+        'run: expected a file, got Is a directory; choose another name'
+    """
+    if isinstance(error, OSError) and error.errno is not None and error.strerror is not None:
+        requirement, remedy = _SYSTEM.get(error.errno, ("expected the system to read and write", ""))
+        names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+        return describe(", ".join(names) or "file system", requirement, error.strerror, remedy)
+    text = str(error)
+    found = [words for number, words in _SYSTEM.items() if os.strerror(number) in text]
+    if not found or ": expected " in text:
+        return text
+    return describe("file system", found[0][0], " ".join(text.split()), found[0][1])
+
+
+def is_of_system(error: BaseException) -> bool:
+    """Whether the operating system has refused something, in whatever error a library has wrapped that.
+
+    Args:
+        error: any; those of gloo, safetensors and torch's writers are no OSErrors, but hold what the system said.
+
+    Example:
+        >>> is_of_system(RuntimeError("device.cc:186] rv != -1. Too many open files")), is_of_system(RuntimeError("no"))
+        (True, False)
+    """
+    return isinstance(error, OSError) or any(os.strerror(number) in str(error) for number in _SYSTEM)
+
+
+def visible(text: str) -> str:
+    r"""A text as a terminal may show it: what would steer the terminal, or turn the text around, becomes an escape.
+
+    Args:
+        text: with names and messages of others in it; lines and tabs stay.
+
+    Example:
+        >>> print(visible("table \x1b[2Jmovie"))
+        table \u001b[2Jmovie
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else _escape(ord(c)) for c in text)
+
+
+def _escape(code: int) -> str:
+    """As JSON has it, so that JSON stays what it is."""
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def check(condition: bool, place: str, requirement: str, received: object, remedy: str = "") -> None:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import pandas as pd
@@ -21,6 +22,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.json_files import NotNegative
 from dnis_torchrec.sketch import EstimatedCounts
 from dnis_torchrec.whole_files import read_tensors, write_tensors
 
@@ -29,6 +31,13 @@ RowCounts = Tensor | EstimatedCounts
 
 ROWS_AT_A_TIME = 1 << 20
 """Rows whose counts are looked at together: bounds what that takes beside the counts themselves."""
+
+
+class _Head(TypedDict):
+    max_bag_lengths: dict[str, int]
+    num_samples: NotNegative
+    tables: list[str]
+    estimated: list[str]
 
 
 def pieces(counts: RowCounts) -> Iterator[Tensor]:
@@ -134,12 +143,13 @@ class FrequencyCounts:
             FileNotFoundError: if there is none.
             ValueError: if the file is damaged or holds something else.
         """
-        tensors, head = read_tensors(path, "frequency_counts")
+        tensors, head = read_tensors(path, "frequency_counts", _Head)
         counts: dict[str, RowCounts] = {name: tensors[name] for name in head["tables"] if name in tensors}
         for name in head["estimated"]:
             own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+            check("size" in own, str(path), f"expected a tensor '{name}/size'", "none", "use another one")
             counts[name] = EstimatedCounts.from_tensors(own)
-        ordered = {name: counts[name] for name in head["tables"]}
+        ordered = {name: counts[name] if name in counts else tensors[name] for name in head["tables"]}
         return FrequencyCounts(ordered, head["max_bag_lengths"], head["num_samples"])
 
 

@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.json_files import conform
 
 T = TypeVar("T")
 
@@ -99,6 +100,15 @@ class StreamPosition:
     batches: int = 0
 
 
+class _State(TypedDict):
+    """What `BilevelStream.state_dict` gives: a place for each level."""
+
+    seed: int
+    step: int
+    lower: StreamPosition
+    upper: StreamPosition
+
+
 class BilevelStream(Generic[T]):
     """Batches of both levels in the order of a schedule: the one iterator that the pipeline reads.
 
@@ -176,10 +186,13 @@ class BilevelStream(Generic[T]):
         Raises:
             ValueError: if a stream has become shorter.
         """
+        conform(state, _State, "stream of the checkpoint")
+        positions = {level: StreamPosition(**state[level.value]) for level in Level}
+        for value in (state["seed"], *(position.epoch for position in positions.values())):
+            check(value >= 0, "stream of the checkpoint", "expected its seed and its epochs to be >= 0", value)
         self._seed, self._step = state["seed"], state["step"]
         last: dict[Level, T | None] = {}
-        for level in Level:
-            wanted = StreamPosition(**state[level.value])
+        for level, wanted in positions.items():
             self._iterators.pop(level, None)
             last[level] = self._skip(level, wanted) if wanted.epoch else None
         self._passed = deque([(self._step, self._positions)], maxlen=MAX_AHEAD + 1)
@@ -200,6 +213,9 @@ class BilevelStream(Generic[T]):
 
     def _skip(self, level: Level, wanted: StreamPosition) -> T:
         if wanted.data_epoch is not None:
+            received, remedy = "one that does not", "resume with the data of the run"
+            counts = self._data_epoch(level) is not None
+            check(counts, _name(level), "expected data that counts its epochs, as before", received, remedy)
             self._streams[level].epoch = wanted.data_epoch  # type: ignore[attr-defined]
         self._positions = {**self._positions, level: StreamPosition(wanted.epoch - 1)}
         while self._positions[level] != wanted:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.json_files import Positive, parse_json
 from dnis_torchrec.ranks import together
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.storage import Address, file_names, inside, put_file, remove_file
@@ -31,6 +33,10 @@ from dnis_torchrec.table_shards import (
 )
 
 _HEADER = "model_part"
+
+
+class _Part(TypedDict):
+    world_size: Positive
 
 
 def save_parts(folder: Address, model: nn.Module, ranks: Ranks) -> None:
@@ -144,4 +150,4 @@ def _world_size(file: Path) -> int:
     except SafetensorError as error:
         raise ValueError(describe(str(file), "expected a whole safetensors file", str(error))) from error
     check(bool(described), str(file), "expected a part of a model", "another file", remedy)
-    return int(json.loads(described)["world_size"])
+    return parse_json(described, _Part, str(file), remedy=remedy)["world_size"]

@@ -25,6 +25,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.json_files import parse_json
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 FORMAT_VERSION = 1
@@ -165,11 +166,7 @@ class NarrowTables:
         Raises:
             ValueError: if the text is none, of another format version, or describes no tables.
         """
-        try:
-            fields = json.loads(text)
-        except ValueError as error:
-            raise ValueError(describe("narrow tables", "expected JSON", error)) from error
-        return NarrowTables._of_fields(fields)
+        return NarrowTables._of_fields(parse_json(text, dict[str, Any], "narrow tables"))
 
     @staticmethod
     def from_yaml(text: str) -> NarrowTables:
@@ -183,7 +180,7 @@ class NarrowTables:
         """
         try:
             fields = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: dates that there are not
             raise ValueError(describe("narrow tables", "expected YAML", error)) from error
         return NarrowTables._of_fields(fields)
 

@@ -1,26 +1,28 @@
-"""What a person sees of a search that runs: progress on the console, curves and images in TensorBoard, and Ctrl-C."""
+"""What a person sees of a search that runs: progress on the console, curves, images in TensorBoard; how to stop it."""
 
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from torch import Tensor
 from tqdm import tqdm
 
 from dnis_torchrec.blocking import RowBlocks
+from dnis_torchrec.checks import visible
 from dnis_torchrec.foreign_folders import make_folder
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.report import SearchImages
 from dnis_torchrec.run_folder import RunFolder
-from dnis_torchrec.search import EpochRecord, SearchEvents
+from dnis_torchrec.search import EpochRecord, SearchEvents, SearchInterrupted
+from dnis_torchrec.signals import StopRequest
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -30,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[SearchEvents]:
-    """Progress on standard error (tqdm), TensorBoard events in RUN/tensorboard, and Ctrl-C that stops after the step.
+    """Progress on standard error (tqdm), TensorBoard events in RUN/tensorboard, and signals that stop it after a step.
 
-    Only rank 0 shows and writes anything.
+    Only rank 0 shows and writes anything. The signals are those of `dnis_torchrec.signals`.
 
     Args:
         run: the folder of the run.
@@ -52,7 +54,7 @@ def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[Search
         def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
             run.save_stages(counts, blocks)
             for note in (*notes, *counts.notes()):
-                bar.write(note, file=sys.stderr)
+                bar.write(visible(note), file=sys.stderr)
             curves.start(blocks, counts)
 
         def on_resume(steps: int, history: Sequence[EpochRecord]) -> None:
@@ -130,23 +132,12 @@ class _Curves:
                 self._writer.close()
 
 
-class _StopRequest:
-    """Turns the first SIGINT into a request to stop after the current step; a second one interrupts at once."""
+class _StopRequest(StopRequest):
+    """Tells a search that was stopped which signal it was."""
 
-    def __init__(self) -> None:
-        self._requested = False
-        self._previous: Any = None
-
-    def is_requested(self) -> bool:
-        return self._requested
-
-    def __enter__(self) -> _StopRequest:
-        self._previous = signal.signal(signal.SIGINT, self._request)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
-    def _request(self, *_: object) -> None:
-        self._requested = True
-        signal.signal(signal.SIGINT, self._previous)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, SearchInterrupted):
+            error.signal = self.number
+        super().__exit__(kind, error, traceback)

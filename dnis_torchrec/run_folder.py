@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from safetensors import SafetensorError
@@ -37,10 +38,11 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.export.artifact import FolderKind, new_folder
 from dnis_torchrec.foreign_folders import check_plain, file_lock, make_folder
 from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.json_files import NotNegative, Positive, conform, read_json
 from dnis_torchrec.model_parts import delete_parts, has_parts, load_parts, part_name, save_parts
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_rows, write_rows
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme
 from dnis_torchrec.storage import Address, inside, put_file, remove_file
 from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.table_shards import collections, ranks_of
@@ -56,6 +58,33 @@ REPLACED = f"replaced{PARTIAL}"
 """Where a new run keeps the one that it replaces; no part of what is published."""
 
 _OF_RUN = "use the recipe and data of the run"
+_DAMAGED = "it was damaged; run `dnis search` again"
+
+
+class _Configuration(TypedDict):
+    num_blocks: NotRequired[Positive]
+
+
+class _Head(TypedDict):
+    """What later commands rely on of every run."""
+
+    status: str
+    recipe: str
+    seed: NotNegative
+    embedding_dim: NotRequired[Positive | None]
+    configuration: _Configuration
+
+
+class _FinishedHead(_Head):
+    """What later commands rely on of a run that has finished."""
+
+    primary_metric: str
+    higher_is_better: bool
+    notes: list[str]
+    versions: dict[str, str]
+    scheme: dict[str, DescribedTable]
+    history: list[dict[str, float]]
+    metrics: dict[str, float]
 
 
 class RunWriteError(RuntimeError):
@@ -158,11 +187,7 @@ class RunFolder:
         check(file.is_file(), place, "expected a folder written by `dnis search`", "no run.json in it")
         check_plain(path, place)
         run = RunFolder(path)
-        head = run.read_head()
-        check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
-        version = head.get("format_version")
-        check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version)
-        status = head.get("status")
+        status = run.read_head()["status"]
         remedy = "run `dnis search` to its end first"
         check(status == "finished", place, "expected a search that has finished", repr(status), remedy)
         return run
@@ -203,7 +228,7 @@ class RunFolder:
 
     def status(self) -> str | None:
         """``"searching"``, ``"interrupted"`` or ``"finished"``; None if there is no run."""
-        return self.read_head().get("status") if (self.path / "run.json").is_file() else None
+        return self.read_head()["status"] if (self.path / "run.json").is_file() else None
 
     def check_same(self, fields: Mapping[str, Any]) -> None:
         """Checks that the run was started with the recipe and settings that it is to be resumed with.
@@ -265,12 +290,15 @@ class RunFolder:
         """The content of run.json.
 
         Raises:
-            ValueError: if it is damaged.
+            ValueError: if it is no such file, of a newer version, or damaged; names the field.
         """
-        try:
-            return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(describe(str(self.path / "run.json"), "expected JSON", str(error))) from error
+        file, place = self.path / "run.json", f"run folder {self.path}"
+        head: dict[str, Any] = read_json(file, dict[str, Any], remedy=_DAMAGED)
+        check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
+        version = head.get("format_version")
+        check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version)
+        conform(head, _FinishedHead if head.get("status") == "finished" else _Head, str(file), remedy=_DAMAGED)
+        return head
 
     def write_head(self, status: str, fields: Mapping[str, Any]) -> None:
         """Writes run.json.
@@ -338,11 +366,19 @@ class RunFolder:
 
     def alpha(self) -> dict[int, Tensor]:
         """alpha before merging, embedding_dim -> ``(A, D)``."""
-        return {int(name.removeprefix("dim")): value for name, value in self._tensors("alpha").items()}
+        tensors, place = self._tensors("alpha"), str(self.path / "alpha.safetensors")
+        for name in tensors:
+            check(re.fullmatch("dim[1-9][0-9]{0,8}", name) is not None, place, "expected names like 'dim8'", repr(name))
+        return {int(name.removeprefix("dim")): value for name, value in tensors.items()}
 
     def scheme(self) -> MixedDimensionScheme:
         """Retained dims."""
-        return MixedDimensionScheme.from_parts(self.read_head()["scheme"], self._tensors("scheme"))
+        described, tensors = self.read_head()["scheme"], self._tensors("scheme")
+        check(bool(described), str(self.path / "run.json"), "expected at least one table", "none", _DAMAGED)
+        try:
+            return MixedDimensionScheme.from_parts(described, tensors)
+        except ValueError as error:
+            raise ValueError(f"{self.path / 'run.json'}, field scheme: {error}; {_DAMAGED}") from error
 
     def state(self) -> dict[str, Tensor]:
         """state_dict of the plain model."""
@@ -350,11 +386,12 @@ class RunFolder:
 
     def tables(self) -> dict[str, Tensor]:
         """Merged and pruned tables by name, ``(N, D)`` each."""
-        state = self.state()
-        return {
-            name: state[_key(table.collection, f"embedding_bags.{name}.weight")]
-            for name, table in self.scheme().tables.items()
-        }
+        state, tables = self.state(), self.scheme().tables
+        keys = {name: _key(table.collection, f"embedding_bags.{name}.weight") for name, table in tables.items()}
+        missing = [key for key in keys.values() if key not in state]
+        place = f"run folder {self.path}"
+        check(not missing, place, "expected the model to hold the tables of run.json", f"no {missing[:3]}", _DAMAGED)
+        return {name: state[key] for name, key in keys.items()}
 
     def dense_state(self) -> dict[str, Tensor]:
         """Everything of the model that is no table."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -17,13 +17,19 @@ from dnis_torchrec.row_routing import RowRouting
 
 FORMS = ("dense_fp32", "csr_fp32", "mixed_dimension_fp32")
 """Export forms whose size a scheme can tell before anything is written."""
-_DESCRIBED = frozenset(
-    {
-        *("collection", "num_embeddings", "embedding_dim", "pooling"),
-        *("feature_names", "is_weighted", "num_blocks", "num_retained"),
-    }
-)
-"""What `MixedDimensionScheme.to_json` says of a table."""
+
+
+class DescribedTable(TypedDict):
+    """What `MixedDimensionScheme.to_json` says of a table."""
+
+    collection: str
+    num_embeddings: int
+    embedding_dim: int
+    pooling: str
+    feature_names: list[str]
+    is_weighted: bool
+    num_blocks: int
+    num_retained: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -215,7 +221,7 @@ class MixedDimensionScheme:
         """
         tables = {}
         for name, fields in described.items():
-            missing = _DESCRIBED - set(fields)
+            missing = DescribedTable.__required_keys__ - set(fields)
             check(not missing, f"table {name!r}", "expected a complete description", f"none of {sorted(missing)}")
             routing_tensors = {
                 key: tensors[f"{name}/{key}"] for key in ("boundaries", "block_of_row") if f"{name}/{key}" in tensors

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from dnis_torchrec.checkpoint import (
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.denormals import flushing_denormals
 from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.json_files import conform
 from dnis_torchrec.level_schedule import BilevelStream
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
 from dnis_torchrec.recipe import Recipe
@@ -112,7 +113,13 @@ class SearchEvents:
 
 
 class SearchInterrupted(RuntimeError):
-    """The search was asked to stop; its state was saved first, or the message says that it could not be."""
+    """The search was asked to stop; its state was saved first, or the message says that it could not be.
+
+    Attributes:
+        signal: number of the signal that asked this process; None if none did.
+    """
+
+    signal: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +135,28 @@ class Best:
     epoch: int = -1
     step: int = -1
     loss: float = math.inf
+
+
+class _Search(TypedDict):
+    """What a loop keeps of itself in a checkpoint."""
+
+    epoch: int
+    is_over: bool
+    best: Best | None
+    seconds: float
+    steps_per_epoch: int
+    data: dict[str, int]
+    configuration: NotRequired[dict[str, Any]]
+    history: list[EpochRecord]
+
+
+class _Values(TypedDict):
+    """What a search goes on from, beside tensors."""
+
+    lower_steps: int
+    upper_steps: int
+    stream: dict[str, Any]
+    search: _Search
 
 
 class SearchLoop:
@@ -346,6 +375,7 @@ class SearchLoop:
         another configuration, as far as it knows: an earlier version wrote none, or one without the fields of today.
         """
         manifest = Manifest.read(path)
+        conform(manifest.values, _Values, f"checkpoint {path}, values", remedy="resume from another checkpoint")
         saved, world_size = manifest.values["search"], manifest.world_size
         steps = saved["steps_per_epoch"]
         requirement = f"expected one with {self._steps_per_epoch} lower steps per epoch, as many as now"

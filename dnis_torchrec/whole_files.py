@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.workplaces import workplace
+from dnis_torchrec.json_files import parse_json
+from dnis_torchrec.workplaces import PARTIAL, workplace
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -39,13 +43,23 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
         ...     print(Path(folder, "a.txt").read_text(), len(list(Path(folder).iterdir())))
         whole 1
     """
-    with workplace(path) as place:
-        yield place.new
-        place.settle_modes()
-        if durable:
-            with place.new.open("rb") as file:
-                os.fsync(file.fileno())
-        os.replace(place.new, path)
+    try:
+        with workplace(path) as place:
+            yield place.new
+            place.settle_modes()
+            if durable:
+                with place.new.open("rb") as file:
+                    os.fsync(file.fileno())
+            os.replace(place.new, path)
+    except SafetensorError as error:  # its way to tell of a full disk
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    except OSError as error:
+        if error.errno is not None and (error.filename is None or PARTIAL in str(error.filename)):
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
@@ -95,25 +109,39 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], kind: str, head: Ma
         save_file(dict(tensors), unfinished, metadata={kind: json.dumps(head)})
 
 
-def read_tensors(path: Path, kind: str) -> tuple[dict[str, Tensor], Any]:
+def read_tensors(path: Path, kind: str, head: type[T]) -> tuple[dict[str, Tensor], T]:
     """Reads what `write_tensors` wrote.
 
     Args:
         path: of the file.
         kind: what it should hold.
+        head: what its JSON head should hold, see `dnis_torchrec.json_files.conform`.
 
     Returns:
-        The tensors, and the head.
+        The tensors, which refuse a name that is not there by a ValueError, and the head.
 
     Raises:
         ValueError: if the file is damaged or holds something else.
     """
+    with path.open("rb"):  # safetensors says of a file that it cannot open not even which
+        pass
     try:
         with safe_open(path, framework="pt") as file:
-            head = (file.metadata() or {}).get(kind, "")
-            check(bool(head), str(path), f"expected a file of {kind.replace('_', ' ')}", "another file")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            described = (file.metadata() or {}).get(kind, "")
+            check(bool(described), str(path), f"expected a file of {kind.replace('_', ' ')}", "another file")
+            tensors = _TensorsOf(path, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
     except SafetensorError as error:
         requirement = "expected a whole safetensors file"
         raise ValueError(describe(str(path), requirement, str(error), "use another one")) from error
-    return tensors, json.loads(head)
+    return tensors, parse_json(described, head, str(path), remedy="use another one")
+
+
+class _TensorsOf(dict[str, Tensor]):
+    """The tensors of a file, which a head may name wrongly."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._path = path
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(describe(str(self._path), f"expected a tensor {name!r}", "none", "use another one"))

@@ -23,10 +23,12 @@ LAYERS = (
         "detachable_pipeline",
         "hashing",
         "jagged",
+        "signals",
         "users_code",
         "workplaces",
     },
-    {"features_by_name", "foreign_folders", "frozen_tables", "whole_files"},
+    {"features_by_name", "foreign_folders", "frozen_tables", "json_files"},
+    {"whole_files"},
     {"batch_slices", "native_build", "ranks", "reductions", "sketch", "storage"},
     {"batch_parts", "block_operators", "frequency", "level_schedule", "metrics", "recipe", "row_routing"},
     {

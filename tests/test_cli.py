@@ -292,7 +292,8 @@ def test_a_size_that_cannot_be_met_exits_with_1_and_says_what_can(tmp_path: Path
     assert not (tmp_path / "out").exists()  # nothing was trained, so nothing stands in the way of the next try
 
 
-def test_ctrl_c_saves_and_export_of_the_unfinished_run_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_export_of_the_unfinished_run_is_refused(tmp_path: Path, number: int, code: int) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-m", "dnis_torchrec", "search", "tests.tiny:demo", "--compression", "4", "--out", out]
     with subprocess.Popen(
@@ -301,9 +302,9 @@ def test_ctrl_c_saves_and_export_of_the_unfinished_run_is_refused(tmp_path: Path
         deadline = time.monotonic() + 120
         while not (out / "checkpoints" / "latest.json").is_file() and time.monotonic() < deadline:
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, messages = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == code
     assert "stopped on request; everything is saved in" in messages
     assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
     done = dnis("export", out, "--out", tmp_path / "artifact")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -300,12 +301,12 @@ def test_data_at_a_url_may_be_fetched_elsewhere_the_next_time(
 
 def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(comparison: Comparison) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(cli.compare, "run_comparison", interrupted)
     done = compare(monkeypatch, "--methods", "dnis", "--out", tmp_path / "out")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "error: interrupted; what has finished is kept, the same command goes on from there" in done.stderr
+    assert (done.returncode, done.stdout) == (143, "")
+    assert "error: stopped by SIGTERM; what has finished is kept, the same command goes on from there" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -184,11 +184,11 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "expected valid JSON"),
+        ("{", "expected JSON, got Expecting"),
         ('{"rows": [NaN]}', "the constant NaN"),
-        ("[]", "expected an object with a list 'rows'"),
-        ('{"rows": {}}', "expected an object with a list 'rows', got dict"),
-        ('{"rows": [3]}', r"rows\[0\]: expected an object, got int"),
+        ("[]", "expected an object, got a list of 0"),
+        ('{"rows": {}}', "field rows: expected a list, got an object"),
+        ('{"rows": [3]}', r"field rows\[0\]: expected an object, got 3"),
     ],
 )
 def test_damaged_report_is_refused_by_name(tmp_path, text: str, message: str) -> None:

@@ -127,7 +127,7 @@ def test_hosts_put_one_run_on_storage_and_go_on_with_it(gloo, tmp_path: Path, mo
         host.send_signal(signal.SIGINT)
     for host in hosts:
         _, said = host.communicate(timeout=120)
-        assert host.returncode == 1, said
+        assert host.returncode == 130, said
         assert f"everything is saved in {run}/checkpoints/step-" in said
     assert json.loads((stored / "run.json").read_text())["status"] == "interrupted"
     hosts = start_hosts(tmp_path, *command, "--resume")

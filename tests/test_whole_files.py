@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,14 +69,14 @@ def test_json_is_a_document_that_ends_its_line(tmp_path: Path) -> None:
 def test_tensors_come_back_with_their_head(tmp_path: Path) -> None:
     path, tensors = tmp_path / "a.safetensors", {"a": torch.arange(3), "b/c": torch.ones(2, 1)}
     write_tensors(path, tensors, "row_blocks", {"tables": {"a": 3}})
-    found, head = read_tensors(path, "row_blocks")
+    found, head = read_tensors(path, "row_blocks", dict[str, Any])
     assert head == {"tables": {"a": 3}}
     assert {name: value.tolist() for name, value in found.items()} == {n: v.tolist() for n, v in tensors.items()}
     with pytest.raises(ValueError, match="expected a file of frequency counts, got another file"):
-        read_tensors(path, "frequency_counts")
+        read_tensors(path, "frequency_counts", dict[str, Any])
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="expected a whole safetensors file"):
-        read_tensors(path, "row_blocks")
+        read_tensors(path, "row_blocks", dict[str, Any])
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])

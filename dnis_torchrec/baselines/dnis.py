@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from dnis_torchrec.baselines.trained_scheme import Candidate
 from dnis_torchrec.budget import Size, SizeOutOfReachError
 from dnis_torchrec.hypergradient import UnrollingError
 from dnis_torchrec.recipe import TrainTask
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme
 from dnis_torchrec.search import SearchConfig, search
 from dnis_torchrec.training import evaluate
 from dnis_torchrec.whole_files import read_tensors, unshared, write_tensors
@@ -34,6 +34,11 @@ RATE_FACTORS = (1.0, 0.8, 1.25, 0.64, 1.5625)
 NUM_SEARCHES = len(RATE_FACTORS)
 """Of `dnis_tuned`, if not told otherwise: so many cost about what 16 trainings do."""
 _FOUND = "search.safetensors"
+
+
+class _Head(TypedDict):
+    scheme: dict[str, DescribedTable]
+    settings: dict[str, float | str]
 
 
 @learns_on_validation
@@ -118,7 +123,7 @@ class TunedSearch:
             task: with the folder that `train` had.
             finished: what the search came to.
         """
-        tensors, head = read_tensors(task.folder / _FOUND, "tuned_search")
+        tensors, head = read_tensors(task.folder / _FOUND, "tuned_search", _Head)
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "scheme": {}}
         for path, value in tensors.items():
             part, name = path.split("/", 1)

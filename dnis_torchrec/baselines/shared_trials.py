@@ -16,12 +16,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypedDict
 
 from dnis_torchrec.foreign_folders import file_lock
+from dnis_torchrec.json_files import conform, read_json
 from dnis_torchrec.report.content import json_text, write_text
 
 SECONDS_BETWEEN_LOOKS = 0.2
 _ANNOUNCEMENT = "trials.json"
+
+
+class _Announcement(TypedDict):
+    trials: int
+    threads: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +90,10 @@ class SharedTrials:
     def threads(self) -> int | None:
         """Threads to train with, None where these trials have not begun or are over."""
         try:
-            announcement = json.loads((self._folder / _ANNOUNCEMENT).read_text(encoding="utf-8"))
+            announcement = read_json(self._folder / _ANNOUNCEMENT, _Announcement)
         except FileNotFoundError:
             return None
-        return int(announcement["threads"])
+        return announcement["threads"]
 
     def folder(self, index: int) -> Path:
         """Where a trial is trained, whose lock the caller holds."""
@@ -123,8 +130,10 @@ class SharedTrials:
     def finished(self) -> dict[int, FinishedTrial]:
         """All that have finished, by their numbers."""
         records = {index: self._record(index) for index in range(self._num_trials)}
-        read = {index: path.read_text(encoding="utf-8") for index, path in records.items() if path.exists()}
-        return {index: FinishedTrial(**json.loads(text)) for index, text in read.items()}
+        read = {index: read_json(path, dict[str, Any]) for index, path in records.items() if path.exists()}
+        for index, fields in read.items():
+            conform(fields, FinishedTrial, str(records[index]))
+        return {index: FinishedTrial(**fields) for index, fields in read.items()}
 
     def best(self, *, num_bytes: int) -> int | None:
         """The finished trial of the lowest selection loss among those of at most so many bytes, the first of equals."""
@@ -160,7 +169,7 @@ def unclaimed_trials(parent: Path) -> int:
     unclaimed = 0
     for announcement in parent.glob(f"trials-*/{_ANNOUNCEMENT}"):
         try:
-            num_trials = json.loads(announcement.read_text(encoding="utf-8"))["trials"]
+            num_trials = read_json(announcement, _Announcement)["trials"]
         except FileNotFoundError:  # over in between
             continue
         unclaimed += max(0, num_trials - len(list(announcement.parent.glob("*.lock"))))

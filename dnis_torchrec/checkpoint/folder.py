@@ -16,12 +16,14 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from socket import gethostname
+from typing import TypedDict
 
 import torch.distributed as dist
 
 from dnis_torchrec.checkpoint.manifest import Manifest
 from dnis_torchrec.checks import check
 from dnis_torchrec.foreign_folders import check_plain
+from dnis_torchrec.json_files import parse_json
 from dnis_torchrec.ranks import on_rank_zero, together, world_size_of
 from dnis_torchrec.storage import Address, inside, put_file
 from dnis_torchrec.whole_files import write_text
@@ -29,6 +31,12 @@ from dnis_torchrec.workplaces import remove_left, workplace
 
 LATEST = "latest.json"
 ASIDE = ".old.partial"
+
+
+class _Latest(TypedDict):
+    checkpoint: str
+
+
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -112,12 +120,8 @@ class CheckpointFolder(ABC):
         if text is None:
             return None
         place, remedy = str(inside(self.path, LATEST)), "name a checkpoint of the folder in it"
-        try:
-            name = json.loads(text)["checkpoint"]
-        except (ValueError, TypeError, KeyError):
-            name = None
-        is_name = isinstance(name, str) and step_of(name) is not None
-        check(is_name, place, 'expected {"checkpoint": "step-..."}', "something else", remedy)
+        name = parse_json(text, _Latest, place, remedy=remedy)["checkpoint"]
+        check(step_of(name) is not None, place, 'expected {"checkpoint": "step-..."}', repr(name), remedy)
         known = {os.path.basename(self.path_of(step)): step for step in self.steps()}
         check(name in known, place, f"expected one of {list(known)}", repr(name), remedy)
         return self.path_of(known[name])

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -26,14 +26,36 @@ from torch.distributed.checkpoint.metadata import (
 from dnis_torchrec.checkpoint.placement import ITERATIONS, TableDescription
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.foreign_folders import check_plain
+from dnis_torchrec.json_files import Positive, conform, parse_json
 from dnis_torchrec.storage import Address, file_size, inside, local_path, read_bytes
 from dnis_torchrec.whole_files import write_text
 
 FORMAT = "dnis-torchrec-checkpoint"
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
+_OTHER = "use another checkpoint"
 SHOWN = 8
 """Differences that one error names."""
+
+
+class _Chunk(TypedDict):
+    offset: list[int]
+    size: list[int]
+    file: str
+
+
+class _Tensor(TypedDict):
+    dtype: str
+    size: list[int]
+    chunks: list[_Chunk]
+
+
+class _Head(TypedDict):
+    world_size: Positive
+    files: dict[str, int]
+    tables: dict[str, TableDescription]
+    values: dict[str, Any]
+    tensors: dict[str, _Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +101,11 @@ class Manifest:
         if here is not None:
             check_plain(here, place)
         check(file_size(file) is not None, place, "expected a checkpoint", f"no {MANIFEST} in it")
-        try:
-            head = json.loads(read_bytes(file))
-            check(isinstance(head, dict), place, "expected a JSON object in its manifest", type(head).__name__)
-        except json.JSONDecodeError as error:
-            raise ValueError(describe(str(file), "expected JSON", str(error), "use another checkpoint")) from error
+        head: dict[str, Any] = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
         check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
         version, remedy = head.get("format_version"), "use the version of dnis_torchrec that wrote it"
         check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version, remedy)
+        conform(head, _Head, str(file), remedy=_OTHER)
         for name, size in head["files"].items():
             check(os.path.basename(name) == name, place, "expected names of files in it", repr(name))
             found = file_size(inside(folder, name))
@@ -98,6 +117,8 @@ class Manifest:
             name: TableDescription(**{**described, "column_cuts": tuple(described["column_cuts"])})
             for name, described in head["tables"].items()
         }
+        for key, entry in head["tensors"].items():
+            _check_tensor(entry, head["files"], f"{file}, tensor {key!r}")
         keys = ("world_size", "files", "values", "tensors")
         return Manifest(tables=tables, **{key: head[key] for key in keys})
 
@@ -114,6 +135,19 @@ class Manifest:
             properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
             tensors[key] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
         return Metadata(state_dict_metadata=tensors, storage_data=stored)
+
+
+def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
+    """What torch.distributed.checkpoint takes for granted of what it reads."""
+    known = isinstance(getattr(torch, entry["dtype"], None), torch.dtype)
+    check(known, place, "expected a dtype of torch", repr(entry["dtype"]), _OTHER)
+    whole = entry["size"]
+    for chunk in entry["chunks"]:
+        check(chunk["file"] in files, place, "expected a file of the checkpoint", repr(chunk["file"]), _OTHER)
+        offset, size = chunk["offset"], chunk["size"]
+        fits = len(offset) == len(size) == len(whole)
+        fits = fits and all(0 <= o <= o + s <= w for o, s, w in zip(offset, size, whole, strict=True))
+        check(fits, place, f"expected chunks inside of {whole}", f"{size} at {offset}", _OTHER)
 
 
 def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:

@@ -1,22 +1,22 @@
 """The `dnis` command: parses and prints; jobs/, comparison/ and planning/ do the work.
 
-Exit codes: 0 when all went well, 2 for wrong arguments, 1 otherwise. Results go to standard output, progress and
-logs to standard error. A module here is a group of commands; importing it registers them.
+Exit codes: 0 when all went well, 2 for wrong arguments, 128 + N if signal N has stopped it, 1 otherwise. Results go to
+standard output, progress and logs to standard error. A module here is a group of commands; importing it registers them.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 
-import typer
-
 from dnis_torchrec.checkpoint import CheckpointWriteError
+from dnis_torchrec.checks import describe_error, is_of_system
 from dnis_torchrec.cli import compare, package, plan, runs, verify
 from dnis_torchrec.cli.app import app
+from dnis_torchrec.cli.terminal import guard_standard_error, say
 from dnis_torchrec.finite import NonFiniteError
 from dnis_torchrec.run_folder import RunWriteError
 from dnis_torchrec.search import SearchInterrupted
+from dnis_torchrec.signals import Ending, Stopped, exit_code
 from dnis_torchrec.storage import StorageError
 from dnis_torchrec.users_code import named_errors
 
@@ -27,7 +27,6 @@ ERRORS = (
     TypeError,
     NotImplementedError,
     NonFiniteError,
-    SearchInterrupted,
     CheckpointWriteError,
     RunWriteError,
     StorageError,
@@ -37,13 +36,18 @@ ERRORS = (
 
 def main() -> None:
     """Entry point: runs a command and turns errors into one line on standard error and an exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    guard_standard_error()
     try:
-        with named_errors():
+        with Ending(), named_errors():
             app(prog_name="dnis")
-    except ERRORS as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        typer.echo("error: interrupted", err=True)
+    except SearchInterrupted as stop:
+        say(f"error: {stop}", err=True)
+        sys.exit(1 if stop.signal is None else exit_code(stop.signal))
+    except Stopped as stop:
+        say(f"error: {stop}", err=True)
+        sys.exit(stop.exit_code)
+    except Exception as error:
+        if not (isinstance(error, ERRORS) or is_of_system(error)):
+            raise
+        say(f"error: {describe_error(error)}", err=True)
         sys.exit(1)

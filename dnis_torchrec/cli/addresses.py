@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.cli.terminal import fail
 from dnis_torchrec.run_folder import WRITTEN_BY_RANKS
 from dnis_torchrec.storage import fetch, local_copy_of, local_path, output, shared_output
 
@@ -84,9 +85,8 @@ def _local(value: str, prepare: Callable[[], Path]) -> Path:
     """The local path that stands for an address; a wrong address is a wrong argument, exit code 2."""
     try:
         path = prepare()
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    except (OSError, ValueError) as error:
+        fail(error, 2)
     if local_path(value) is None:
         _ADDRESS_OF[path] = value
     return path

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_settings
+from dnis_torchrec.cli.terminal import PlainConsole, fail
 
 ORDER = ("search", "prune", "evaluate", "export", "verify", "package", "plan", "compare", "report")
 """The commands in the order in which a user meets them."""
@@ -87,9 +88,8 @@ def arguments() -> Iterator[None]:
     """What fails in here is the caller's arguments: exit code 2."""
     try:
         yield
-    except (NotImplementedError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    except (NotImplementedError, OSError, ValueError) as error:
+        fail(error, 2)
 
 
 @app.callback()
@@ -124,14 +124,9 @@ def check_json(file: Path | None) -> None:
         check(not is_special, f"--json {file}", "expected a file", "a pipe or a device", "name a file")
 
 
-def plain_console(width: int | None = None) -> Console:
-    """Standard output, where brackets and colons in a name are no markup; as wide as the terminal if not given."""
-    return Console(width=width, file=sys.stdout, markup=False, emoji=False)
-
-
 def print_table(table: Table, at_least: int) -> None:
     """Prints a table as wide as the terminal, or as `at_least` where that is less or there is none."""
-    plain_console(max(at_least, Console().width)).print(table)
+    PlainConsole(max(at_least, Console().width)).print(table)
 
 
 def print_metrics(
@@ -147,7 +142,7 @@ def print_metrics(
         more: where the others are.
         console: where to print; standard output if not given.
     """
-    console = console or plain_console()
+    console = console or PlainConsole()
     for count in range(len(metrics), -1, -1):
         table = build(metrics[:count])
         width = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum

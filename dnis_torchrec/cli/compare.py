@@ -20,6 +20,7 @@ from dnis_torchrec.cli.app import (
     check_json,
     print_metrics,
 )
+from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.comparison import (
     Compared,
     Comparison,
@@ -32,6 +33,7 @@ from dnis_torchrec.comparison import (
     write_json,
 )
 from dnis_torchrec.recipe import load_recipe
+from dnis_torchrec.signals import Stopped
 
 
 @app.command()
@@ -91,9 +93,9 @@ def compare(
         )
     try:
         compared = run_comparison(comparison)
-    except KeyboardInterrupt as error:
-        typer.echo("error: interrupted; what has finished is kept, the same command goes on from there", err=True)
-        raise typer.Exit(1) from error
+    except Stopped as error:
+        say(f"error: {error}; what has finished is kept, the same command goes on from there", err=True)
+        raise typer.Exit(error.exit_code) from error
     if json_file is not None:
         write_json(json_file, compared.content)
     _print_compared(compared, out)
@@ -105,10 +107,8 @@ def _print_compared(compared: Compared, out: Path) -> None:
     content, page = compared.content, f"{shown(out)}/comparison.html"
     print_metrics(partial(comparison_table, content), content.metrics, more=page)
     for line in missing_lines(content.rows):
-        typer.echo(line, err=True)
-    typer.echo(f"comparison: {page}")
+        say(line, err=True)
+    say(f"comparison: {page}")
     if compared.crashes:
         files = "\n".join(f"  {shown(out)}/{file.relative_to(out)}" for file in compared.crashes.values())
-        typer.echo(
-            f"error: {len(compared.crashes)} cells crashed; the same command tries them again:\n{files}", err=True
-        )
+        say(f"error: {len(compared.crashes)} cells crashed; the same command tries them again:\n{files}", err=True)

@@ -18,6 +18,7 @@ from dnis_torchrec.cli.app import (
     arguments,
     check_data,
 )
+from dnis_torchrec.cli.terminal import fail, say
 from dnis_torchrec.export import read_manifest
 from dnis_torchrec.export.form_registry import form_named
 from dnis_torchrec.jobs import load_recorded
@@ -62,6 +63,5 @@ def package(
         with named_errors():
             run_package(artifact, out, recipe=recipe, data=data, form=form, kind=kind, name=name, overwrite=overwrite)
     except RuntimeError as error:  # no compiler, or a package that predicts something else
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo(f"package: {shown(out)}")
+        fail(error, 1)
+    say(f"package: {shown(out)}")

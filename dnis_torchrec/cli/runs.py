@@ -31,6 +31,7 @@ from dnis_torchrec.cli.app import (
     print_metrics,
     print_table,
 )
+from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.export import read_scheme
 from dnis_torchrec.export.exporting import ARTIFACT_FORMS, check_forms
 from dnis_torchrec.export.forms import forms_table
@@ -160,7 +161,7 @@ def search(
     rows = run_search(job)
     if is_first_rank():
         _print_rows(rows, out)
-        typer.echo(f"run: {shown(out)}")
+        say(f"run: {shown(out)}")
 
 
 @app.command()
@@ -212,7 +213,7 @@ def prune(
         overwrite=overwrite,
     )
     _print_rows([row], out)
-    typer.echo(f"run: {shown(out)}")
+    say(f"run: {shown(out)}")
 
 
 @app.command()
@@ -243,7 +244,7 @@ def export(
         check_forms(forms, scipy_formats)
     run_export(run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup)
     _print_forms(out)
-    typer.echo(f"artifact: {shown(out)}")
+    say(f"artifact: {shown(out)}")
 
 
 @app.command()
@@ -265,7 +266,7 @@ def evaluate(
         check_json(json_file)
         load_recorded(path, recorded_run(path), data, recipe)
     result = run_evaluate(path, data, recipe=recipe)
-    typer.echo(json.dumps(result, indent=1))
+    say(json.dumps(result, indent=1))
     if json_file is not None:
         write_json(json_file, result)
 
@@ -285,12 +286,12 @@ def report(
     """
     with arguments():
         together = read_runs(runs)
-        run_report(runs[0], runs[1:])
+    run_report(runs[0], runs[1:])
     _print_rows(together.rows, runs[0])
     if together.drawn_only:
         names = ", ".join(shown(Path(name)) for name in together.drawn_only)
-        typer.echo(f"of another D or S, in the figures only: {names}")
-    typer.echo(f"report: {shown(runs[0])}/report.html")
+        say(f"of another D or S, in the figures only: {names}")
+    say(f"report: {shown(runs[0])}/report.html")
 
 
 def _check_form(embedding_bytes: int | None, form: str | None) -> None:

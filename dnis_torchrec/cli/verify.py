@@ -21,6 +21,7 @@ from dnis_torchrec.cli.app import (
     check_json,
     print_table,
 )
+from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.jobs import load_recorded
 from dnis_torchrec.run_folder import RunFolder
 from dnis_torchrec.verification import Verification
@@ -65,7 +66,7 @@ def verify(
         write_json(json_file, found.to_json())
     if found.failures:
         for finding in found.failures:
-            typer.echo(f"error: {finding.check}, {finding.subject}: {finding.detail}", err=True)
+            say(f"error: {finding.check}, {finding.subject}: {finding.detail}", err=True)
         raise typer.Exit(1)
 
 

@@ -10,14 +10,14 @@ OUT/cells/<cell>/task.json      what the cell is asked for
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.foreign_folders import make_folder
+from dnis_torchrec.json_files import conform, read_json
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import WITH_VALIDATION, json_text, write_text
 
@@ -108,8 +108,10 @@ class CellTask:
 
         Raises:
             FileNotFoundError: if it has no task.json.
+            ValueError: if it is something else.
         """
-        fields = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+        fields = read_json(folder / "task.json", dict[str, Any])
+        conform(fields, CellTask, str(folder / "task.json"))
         return CellTask(**(fields | {"cell": Cell(**fields["cell"])}))
 
 
@@ -153,6 +155,38 @@ class TrainedCell:
     test_fingerprint: int | None = None
 
 
+class _Head(TypedDict):
+    """What every result.json holds."""
+
+    format: str
+    format_version: int
+    cell: Cell
+    rules: dict[str, Any]
+    versions: dict[str, str]
+
+
+class _Reason(_Head):
+    reason: str
+
+
+class _Measured(_Head):
+    """With the fields of a `ReportRow`, which looks at them itself."""
+
+    dense_bytes: int
+    form: str
+    embedding_bytes: int
+    extra_bytes: int
+    selection_loss: float
+    trials: int
+    seconds_of_trials: float
+    settings: dict[str, float | str]
+    device: str
+    cells_at_once: int
+    network_bytes: NotRequired[int]
+    resident_bytes: NotRequired[dict[str, int]]
+    test_fingerprint: NotRequired[int | None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
     """A finished cell.
@@ -188,8 +222,9 @@ class CellResult:
             described: what a result.json holds.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is something else.
+            ValueError: if it is something else.
         """
+        conform(described, _Reason if "reason" in described else _Measured, "cell")
         check(
             (described["format"], described["format_version"]) == (FORMAT, FORMAT_VERSION),
             "cell",
@@ -223,8 +258,8 @@ def read_result(folder: Path) -> CellResult | None:
         folder: of the cell; it need not exist.
     """
     try:
-        return CellResult.from_json(json.loads((folder / "result.json").read_text(encoding="utf-8")))
-    except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError):
+        return CellResult.from_json(read_json(folder / "result.json", dict[str, Any]))
+    except (FileNotFoundError, ValueError):
         return None
 
 

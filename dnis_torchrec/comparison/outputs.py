@@ -8,12 +8,12 @@ from typing import Any
 
 import pandas as pd
 from rich.table import Table
-from rich.text import Text
 
 from dnis_torchrec.comparison.cells import CellResult
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_lines import compared_lines
 from dnis_torchrec.report.content import json_text, write_text
+from dnis_torchrec.report.tables import cell
 
 
 def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None = None) -> Table:
@@ -28,23 +28,23 @@ def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None =
     metrics = content.metrics if metrics is None else metrics
     headings = ("size", "parameters", "bytes", "compression", *metrics, f"{content.primary_metric} - dense", "seeds")
     for heading in (*headings, "one run", "runs", "all runs", "Pareto"):
-        table.add_column(Text(heading), justify="right")
+        table.add_column(cell(heading), justify="right")
     size = content.rows[0].size
     for line in compared_lines(content):
         if line.row.size != size:
             table.add_row()
             size = line.row.size
         if line.row.is_empty:
-            table.add_row(Text(line.row.method, "dim"), line.size, *[""] * (len(headings) + 2))
+            table.add_row(cell(line.row.method, "dim"), line.size, *[""] * (len(headings) + 2))
             continue
         told = dict(zip(content.metrics, line.metrics, strict=True))
         table.add_row(
-            Text(line.row.method),
+            cell(line.row.method),
             line.size,
             line.parameters,
             line.megabytes,
             line.ratio,
-            *(Text(text, "bold" if is_best else "") for text, is_best in map(told.__getitem__, metrics)),
+            *(cell(text, "bold" if is_best else "") for text, is_best in map(told.__getitem__, metrics)),
             line.difference,
             line.seeds,
             line.seconds,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dnis_torchrec.checks import check
+from dnis_torchrec.checks import check, visible
 from dnis_torchrec.comparison.cells import Cell, read_crash, read_result
 from dnis_torchrec.comparison.outputs import joined_versions, write_frame, write_json
 from dnis_torchrec.comparison.plan import Comparison, RecipeFacts, recipe_facts
@@ -51,7 +51,7 @@ def run_comparison(comparison: Comparison) -> Compared:
         ValueError: before anything is trained, if the recipe cannot be found, refuses the data or lacks a split, if
             cells in `out` were run under other rules, or if another comparison is at work there.
         TypeError: before anything is trained, if the recipe's function returns no Recipe.
-        KeyboardInterrupt: on Ctrl-C; the processes have ended, finished cells stay.
+        Stopped: on a signal (see `dnis_torchrec.signals`); the processes have ended, finished cells stay.
     """
     with errors_of_its_code(comparison.recipe):
         facts = recipe_facts(comparison)
@@ -71,7 +71,7 @@ def run_comparison(comparison: Comparison) -> Compared:
             def on_done(folder: Path) -> None:
                 bar.update()
                 told = _told(folder, facts.primary_metric)
-                bar.write(f"[{next(ended)}/{total}] {folders[folder].name}: {told}", file=sys.stderr)
+                bar.write(visible(f"[{next(ended)}/{total}] {folders[folder].name}: {told}"), file=sys.stderr)
 
             run_cells(list(folders), jobs=comparison.num_jobs, on_done=on_done)
         return _written(comparison, facts)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.json_files import NotNegative, Positive, conform, parse_json
+from dnis_torchrec.scheme import DescribedTable
 from dnis_torchrec.workplaces import Workplace, workplace
 
 FORMAT = "dnis-torchrec-artifact"
@@ -56,6 +58,41 @@ SAFETENSORS_DTYPES = {
     "F64": torch.float64,
 }
 """Dtypes of an artifact's tensors, by their name in a safetensors header."""
+
+
+class RunOfArtifact(TypedDict):
+    """What others rely on of a manifest's ``run``, which may tell more."""
+
+    recipe: NotRequired[str | None]
+    seed: NotRequired[NotNegative]
+    embedding_dim: NotRequired[Positive | None]
+    projected: NotRequired[bool]
+    metrics: NotRequired[dict[str, float]]
+
+
+class _Shard(TypedDict):
+    file: str
+    first_row: int
+    num_rows: int
+
+
+class _Table(DescribedTable):
+    shards: dict[str, list[_Shard]]
+
+
+class _File(TypedDict):
+    bytes: int
+    sha256: str
+    tensors: NotRequired[dict[str, Any]]
+
+
+class _Manifest(TypedDict):
+    forms: list[str]
+    tables: dict[str, _Table]
+    scheme: list[str]
+    dense_state: list[str]
+    run: RunOfArtifact
+    files: dict[str, _File]
 
 
 class FolderKind(NamedTuple):
@@ -180,10 +217,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     place = f"artifact {str(path)!r}, file {MANIFEST!r}"
     file = file_inside(folder, MANIFEST, place)
     content = file.read_bytes()
-    try:
-        manifest = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(describe(place, "expected JSON", str(error), "it was damaged; export again")) from error
+    manifest: Any = parse_json(content, Any, place, remedy="it was damaged; export again")
     found = manifest.get("format") if isinstance(manifest, dict) else None
     check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that export wrote")
     _check_version(manifest.get("format_version"), place)
@@ -194,12 +228,8 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     intact = re.fullmatch("[0-9a-f]{64}", stated) is not None
     intact = intact and stated == hashlib.sha256(_with_digits(content, stated, _UNHASHED)).hexdigest()
     check(intact, place, "expected the sha256 that it states of itself", "another", "it was damaged; export again")
-    _check_fields(manifest, place)
-    listed = manifest["files"]
-    entries = listed.values() if isinstance(listed, dict) else [None]
-    complete = all(isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) for entry in entries)
-    check(complete, place, "expected size and sha256 of every file", "less", "export again")
-    for name, entry in listed.items():
+    conform(manifest, _Manifest, place, remedy="export again")
+    for name, entry in manifest["files"].items():
         place = f"artifact {str(path)!r}, file {name!r}"
         size = file_inside(folder, name, place).stat().st_size
         check(size == entry["bytes"], place, f"expected {entry['bytes']} bytes", size, "it was damaged; export again")
@@ -308,13 +338,6 @@ def _with_digits(content: bytes, old: str, new: str) -> bytes:
     return before + new.encode() + after
 
 
-def _check_fields(manifest: Mapping[str, Any], place: str) -> None:
-    for field, kind in (("forms", "form"), ("scheme", "file"), ("dense_state", "file")):
-        names = manifest[field]
-        plain = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        check(plain, place, f"expected {field} to name every {kind}", repr(names), "export again")
-
-
 def _check_version(version: object, place: str) -> None:
     major = version.split(".")[0] if isinstance(version, str) else ""
     check(major.isdecimal(), place, "expected a format_version like '1.0'", repr(version), "export again")
@@ -332,8 +355,8 @@ def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
     ours = False
     if target.is_dir() and not target.is_symlink() and (target / kind.manifest).is_file():
         try:
-            manifest = json.loads((target / kind.manifest).read_bytes())
-            ours = isinstance(manifest, dict) and manifest.get("format") == kind.format
+            content = (target / kind.manifest).read_bytes()
+            ours = parse_json(content, dict[str, Any], place).get("format") == kind.format
         except ValueError:
             ours = False
     check(

@@ -21,6 +21,7 @@ from torch import Tensor
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.export.artifact import (
     MAX_FILE_BYTES,
+    RunOfArtifact,
     describe_file,
     file_bytes,
     new_folder,
@@ -30,6 +31,7 @@ from dnis_torchrec.export.artifact import (
 from dnis_torchrec.export.form_registry import Rows, form_named
 from dnis_torchrec.export.forms import describe_forms
 from dnis_torchrec.export.sparse import SCIPY_FORMATS, write_scipy
+from dnis_torchrec.json_files import conform
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.mixed_dimension import rows_per_chunk
@@ -334,10 +336,12 @@ def as_json(run: Mapping[str, Any]) -> Any:
         ValueError: if it holds what JSON cannot.
     """
     try:
-        return json.loads(json.dumps(run, allow_nan=False))
+        described = json.loads(json.dumps(run, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         remedy = "turn tensors, paths and non-finite numbers into JSON first"
         raise ValueError(describe("run", "expected values that JSON can hold", str(error), remedy)) from error
+    conform(described, RunOfArtifact, "run")
+    return described
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

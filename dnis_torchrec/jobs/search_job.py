@@ -97,7 +97,8 @@ def run_search(job: SearchJob) -> list[ReportRow]:
         ValueError: for a bad argument, data or size; before training. If another job writes the same run, or ranks do
             not see the same folder.
         NotImplementedError: for baselines on several ranks.
-        SearchInterrupted: on SIGINT, after the state was saved; if nothing could be, the run is gone.
+        SearchInterrupted: on SIGINT, SIGTERM or SIGHUP, after the state was saved; if nothing could be, the run is
+            gone.
         CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
         RunWriteError: if what was found could not be written; the checkpoints stay, and it can be resumed.
         NonFiniteError: if training diverges; the last good checkpoint stays.
@@ -146,14 +147,14 @@ def _run_folder(job: SearchJob, head: Mapping[str, Any]) -> Iterator[RunFolder]:
                 if rank_of() == 0 and run.status() != "finished":
                     run.write_head("searching", head)
                     run.announce()
-        yield run
+            yield run
 
 
 def _search(
     job: SearchJob, recipe: Recipe, config: SearchConfig, head: dict[str, Any], run: RunFolder, device: torch.device
 ) -> None:
     """The search itself; leaves a finished run with its row."""
-    with _left_in_order(run, head), console_events(run, _note_of_size(job, recipe, config)) as events:
+    with console_events(run, _note_of_size(job, recipe, config)) as events:
         torch.manual_seed(job.seed)
         started = time.monotonic()
         outcome = search(recipe, config, run.checkpoints, device, events, job.saving)

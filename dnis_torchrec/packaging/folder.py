@@ -8,16 +8,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import check
 from dnis_torchrec.export.artifact import FolderKind, describe_file, file_inside
+from dnis_torchrec.json_files import conform, parse_json
 
 FORMAT = "dnis-torchrec-package"
 FORMAT_VERSION = "1.0"
 MANIFEST = "package.json"
 PACKAGE = FolderKind("package", MANIFEST, FORMAT)
-FIELDS = ("kind", "model", "inputs", "feature_names", "num_dense", "is_weighted", "libraries", "files")
+
+
+class _File(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class _Package(TypedDict):
+    kind: str
+    model: str
+    inputs: Any
+    feature_names: list[str]
+    num_dense: int
+    is_weighted: bool
+    libraries: list[str]
+    files: dict[str, _File]
 
 
 def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:
@@ -25,7 +41,7 @@ def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:
 
     Args:
         folder: the package's, with all other files in it.
-        fields: at least `FIELDS` without ``files``; JSON-able.
+        fields: at least those of `_Package` without ``files``; JSON-able.
 
     Raises:
         TypeError: if a field is not JSON-able.
@@ -54,16 +70,12 @@ def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[st
     folder, place = Path(path), f"package {str(path)!r}, file {MANIFEST!r}"
     remedy = "package the model again"
     file = file_inside(folder, MANIFEST, place, "give a folder that `dnis package` wrote")
-    try:
-        manifest = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(describe(place, "expected JSON", error, remedy)) from error
+    manifest: Any = parse_json(file.read_bytes(), Any, place, remedy=remedy)
     found = manifest.get("format") if isinstance(manifest, dict) else None
     check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that `dnis package` wrote")
     version = str(manifest.get("format_version"))
     check(version.split(".")[0] == "1", place, "expected a format_version 1.x", version, "update dnis_torchrec")
-    missing = [field for field in FIELDS if field not in manifest]
-    check(not missing, place, "expected all fields", f"none of {missing}", remedy)
+    conform(manifest, _Package, place, remedy=remedy)
     for name, entry in manifest["files"].items():
         place = f"package {str(path)!r}, file {name!r}"
         file = file_inside(folder, name, place, remedy)

@@ -11,12 +11,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.json_files import read_json
 from dnis_torchrec.report.row_distribution import RowDistribution
 from dnis_torchrec.whole_files import written_whole
 
@@ -197,6 +198,10 @@ def write_rows(path: Path, rows: Iterable[ReportRow], **extra: Any) -> Path:
     return write_text(path, json_text({"rows": [row.to_json() for row in rows], **extra}, str(path)) + "\n")
 
 
+class _Rows(TypedDict):
+    rows: list[dict[str, Any]]
+
+
 def read_rows(path: Path) -> tuple[ReportRow, ...]:
     """Reads the rows of a report.json, or of a comparison.json, whose empty rows are left out.
 
@@ -211,13 +216,7 @@ def read_rows(path: Path) -> tuple[ReportRow, ...]:
     """
     path = Path(path)
     check(path.is_file(), str(path), "expected a report.json", "no such file")
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except ValueError as error:  # a JSONDecodeError and a UnicodeDecodeError are ValueErrors
-        raise ValueError(describe(str(path), "expected valid JSON", str(error))) from error
-    rows = described.get("rows") if isinstance(described, dict) else None
-    if not isinstance(rows, list):
-        raise ValueError(describe(str(path), "expected an object with a list 'rows'", type(rows).__name__))
+    rows = read_json(path, _Rows)["rows"]
     places = {f"{path} rows[{index}]": row for index, row in enumerate(rows)}
     return tuple(ReportRow.from_json(row, place=place) for place, row in places.items() if not _is_empty(row))
 
@@ -242,10 +241,6 @@ def json_text(value: object, place: str) -> str:
         return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise type(error)(describe(place, "expected JSON-able values", str(error))) from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"the constant {name}, which is not JSON")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,22 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
+from dnis_torchrec.checks import visible
 from dnis_torchrec.report.content import ReportRow, RowGroup, seed_groups
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
 MINUS = "\N{MINUS SIGN}"
+
+
+def cell(text: str, style: str = "") -> Text:
+    """What a cell or heading of a terminal's table says, where it is no markup and steers no terminal.
+
+    Args:
+        text: with names of others in it.
+        style: rich's.
+    """
+    return Text(visible(text), style)
 
 
 def rows_frame(rows: Iterable[ReportRow]) -> pd.DataFrame:
@@ -63,13 +74,13 @@ def rows_table(rows: Iterable[ReportRow], metrics: Sequence[str] | None = None) 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method")
     for heading in ("compression", "parameters", "smallest form", *metrics, "seeds", "time"):
-        table.add_column(Text(heading), justify="right")
+        table.add_column(cell(heading), justify="right")
     directions = {name: is_higher_better(name) for name in metrics}
     best = {name: best_groups(groups, name, up) for name, up in directions.items() if up is not None}
     for index, group in enumerate(groups):
-        cells = [Text(group_metric(group, name), "bold" if index in best.get(name, ()) else "") for name in metrics]
+        cells = [cell(group_metric(group, name), "bold" if index in best.get(name, ()) else "") for name in metrics]
         table.add_row(
-            Text(group.method),
+            cell(group.method),
             format_ratio(group.compression_ratio),
             format_count(group.parameters),
             smallest_form(group),

@@ -21,9 +21,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from socket import gethostname
+from typing import TypedDict
 from uuid import uuid4
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.json_files import parse_json
 from dnis_torchrec.storage.access import StorageError, filesystem, retrying
 
 RENEW_SECONDS, DEAD_SECONDS, SETTLE_SECONDS = 10.0, 45.0, 1.0
@@ -58,6 +60,11 @@ def claimed(url: str, *, job: str = "") -> Iterator[Claim]:
         done.set()
         thread.join()
         claim.release()
+
+
+class _Told(TypedDict):
+    writer: str
+    job: str
 
 
 class Claim:
@@ -101,10 +108,10 @@ class Claim:
             try:
                 found = self._read()
                 if found and not self._is_own(found):
-                    self._lost_to = json.loads(found)["writer"]
+                    self._lost_to = self._parsed(found)["writer"]
                 else:
                     self._write()
-            except StorageError as error:
+            except (StorageError, ValueError) as error:
                 logger.warning("%s; the claim is renewed later", error)
 
     def check_kept(self) -> None:
@@ -120,18 +127,22 @@ class Claim:
 
     def release(self) -> None:
         """Lets go of the URL, if it is ours still. If storage does not answer, the claim dies by itself."""
-        with suppress(StorageError, FileNotFoundError):
+        with suppress(StorageError, FileNotFoundError, ValueError):
             found = self._read()
             if found and self._is_own(found):
                 retrying(lambda: self._files.rm_file(self._path), self._place)
 
     def _refuse(self, found: bytes | None, *, unless: bool) -> None:
-        writer = json.loads(found)["writer"] if found else "nobody"
+        writer = self._parsed(found)["writer"] if found else "nobody"
         remedy = "wait for it, or choose another --out"
         check(unless, self._place, "expected no other job at work there", writer, remedy)
 
     def _is_own(self, told: bytes) -> bool:
-        return bool(json.loads(told)["job"] == self._job)
+        return self._parsed(told)["job"] == self._job
+
+    def _parsed(self, told: bytes) -> _Told:
+        remedy = "remove the file if no other job is at work there"
+        return parse_json(told, _Told, f"{self._place}.writer", remedy=remedy)
 
     def _read(self) -> bytes | None:
         self._files.invalidate_cache()

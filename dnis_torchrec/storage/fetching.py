@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import posixpath
 import re
@@ -17,6 +16,7 @@ import fsspec
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.foreign_folders import check_plain, is_plain_file, make_folder
+from dnis_torchrec.json_files import read_json
 from dnis_torchrec.storage.access import filesystem, local_path, retrying, version_of
 from dnis_torchrec.whole_files import write_json, written_whole
 
@@ -100,7 +100,7 @@ def _fetch_files(
     record = folder / FETCHED
     make_folder(folder, within=cache_folder() if folder.is_relative_to(cache_folder()) else folder)
     check_plain(folder, f"copy {folder}")
-    known: dict[str, str] = json.loads(record.read_text()) if record.is_file() else {}
+    known = read_json(record, dict[str, str], remedy="remove the folder") if record.is_file() else {}
     for name in known:
         check(_is_inside(name), f"file {record}", "expected names inside the folder", repr(name), "remove the folder")
     for gone in sorted(set(known) - set(names.values())):

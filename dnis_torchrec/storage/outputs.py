@@ -8,7 +8,6 @@ folder asks for it.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import posixpath
@@ -20,9 +19,11 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from dnis_torchrec.checks import describe
 from dnis_torchrec.foreign_folders import is_plain_file, make_folder
+from dnis_torchrec.json_files import read_json
 from dnis_torchrec.storage.access import StorageError, exists, filesystem, local_path, retrying
 from dnis_torchrec.storage.claim import Claim, claimed
 from dnis_torchrec.storage.fetching import FETCHED, cache_folder, fetch, local_copy_of
@@ -98,8 +99,8 @@ class Mirror:
         if name != RUN:
             return True
         try:
-            return bool(json.loads((self.folder / name).read_text(encoding="utf-8"))["status"] == "finished")
-        except (OSError, ValueError, KeyError, TypeError):
+            return read_json(self.folder / name, dict[str, Any]).get("status") == "finished"
+        except (OSError, ValueError):
             return True
 
     def _versions(self) -> dict[str, tuple[int, int]]:
@@ -235,7 +236,7 @@ def _told_folder(told: Path, place: str) -> Path:
             requirement = f"expected the first process to prepare it within {SHARED_WAIT_SECONDS:g} s"
             raise StorageError(describe(place, requirement, "nothing", remedy))
         time.sleep(SHARED_POLL_SECONDS)
-    return Path(json.loads(told.read_text(encoding="utf-8"))["folder"])
+    return Path(read_json(told, dict[str, str])["folder"])
 
 
 @contextmanager

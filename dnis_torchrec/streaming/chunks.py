@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import fsspec
 import numpy as np
@@ -24,6 +25,7 @@ import pyarrow.parquet as pq
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.foreign_folders import is_plain_file
+from dnis_torchrec.json_files import read_json
 from dnis_torchrec.storage import expand, filesystem, read_bytes, retrying, version_of
 from dnis_torchrec.whole_files import write_text, written_whole
 
@@ -50,6 +52,13 @@ class Chunk:
     end: int
     first_row: int
     num_rows: int
+
+
+class _Kept(TypedDict):
+    """An index in a file."""
+
+    files: list[str]
+    chunks: list[tuple[int, int, int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ def index_files(
     fingerprint = hashlib.sha256(described.encode()).hexdigest()
     kept = cache / f"index_{fingerprint[:16]}.json" if cache else None
     if kept is not None and is_plain_file(kept):
-        content = json.loads(kept.read_text(encoding="utf-8"))
+        content = read_json(kept, _Kept, remedy="remove it")
         unpacked = set(content["files"]) - set(addresses)  # may have been removed alone, being large
         if all(Path(name).parent == cache and is_plain_file(Path(name)) for name in unpacked):
             return ChunkIndex(tuple(content["files"]), fingerprint, tuple(Chunk(*chunk) for chunk in content["chunks"]))
@@ -121,8 +130,8 @@ def index_files(
     index = ChunkIndex(plain, fingerprint, tuple(chunks))
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        content = {"files": index.files, "chunks": [astuple(chunk) for chunk in index.chunks]}
-        write_text(kept, json.dumps(content) + "\n")
+        described = json.dumps({"files": index.files, "chunks": [astuple(chunk) for chunk in index.chunks]})
+        write_text(kept, described + "\n")
     return index
 
 

@@ -1,0 +1,99 @@
+"""The one way to the terminal: what names, files and recipes of others hold never steers it (see `checks.visible`)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, NoReturn, TextIO
+
+import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from dnis_torchrec.checks import describe_error, is_of_system, visible
+
+_plain_warning, _show_any_error_of_thread = warnings.formatwarning, threading.excepthook
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Prints a text that may hold names and messages of others.
+
+    Args:
+        text: a line or several.
+        err: to standard error.
+    """
+    typer.echo(visible(text), err=err)
+
+
+def fail(error: BaseException, code: int) -> NoReturn:
+    """Says an error in one line on standard error and ends the command.
+
+    Args:
+        error: what went wrong.
+        code: exit code.
+    """
+    say(f"error: {describe_error(error)}", err=True)
+    raise typer.Exit(code) from error
+
+
+class PlainConsole(Console):
+    """Standard output, where brackets and colons in a name are no markup.
+
+    Args:
+        width: of the lines; None for that of the terminal.
+    """
+
+    def __init__(self, width: int | None = None) -> None:
+        super().__init__(width=width, file=sys.stdout, markup=False, emoji=False)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """As rich does, which measures lines by this, too."""
+        return super().render_str(visible(text), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """As rich does; colours and what else rich itself says to the terminal are added after this."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+def guard_standard_error() -> None:
+    """Logs, warnings and tracebacks reach standard error through `visible`, whoever they are from.
+
+    What the system refuses to a thread of a library, as it does to TensorBoard's on a full disk, is one line, too.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    warnings.formatwarning = _format_warning
+    sys.excepthook = _show_error
+    threading.excepthook = _show_error_of_thread
+
+
+class _VisibleFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return visible(_plain_warning(message, category, filename, lineno, line))
+
+
+def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    stream: TextIO = sys.stderr
+    stream.write(visible("".join(traceback.format_exception(kind, error, trace))))
+
+
+def _show_error_of_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_value is None or not is_of_system(failed.exc_value):
+        _show_any_error_of_thread(failed)
+        return
+    name = "a thread" if failed.thread is None else f"thread {failed.thread.name}"
+    say(f"WARNING: {name}: {describe_error(failed.exc_value)}", err=True)

@@ -1,0 +1,138 @@
+"""Signals that ask a process to end: SIGINT (Ctrl-C), SIGTERM (schedulers, torchrun), SIGHUP (a terminal that closes).
+
+A command ends where a signal strikes it (`Ending`): what it was writing is taken away. Work that saves itself first
+notes the signal and looks at it when it can stop (`StopRequest`); the next signal then ends the command. One that comes
+while the command is ending ends the process there and then. A signal that is ignored from the start, as nohup has it,
+stays ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAME_REQUEST_SECONDS = 0.5
+"""Signals so soon after the first are the same request: a terminal that closes sends SIGHUP twice, systemd two kinds.
+"""
+TORCHRUN_SECONDS = 10.0
+"""The same for ranks of torchrun, which passes on what its ranks may have been sent, too. It kills them after 30 s."""
+
+
+class Stopped(BaseException):
+    """A signal has ended what was going on; no error of the program, so no ``except Exception`` holds it up.
+
+    Args:
+        number: of the signal.
+
+    Example:
+        >>> str(Stopped(signal.SIGTERM)), Stopped(signal.SIGTERM).exit_code
+        ('stopped by SIGTERM', 143)
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = exit_code(number)
+
+
+def exit_code(number: int) -> int:
+    """What a process exits with that a signal has ended, as shells have it."""
+    return 128 + number
+
+
+class _Handlers:
+    """Takes the place of the handlers of `REQUESTS` while the block runs. For the main thread alone."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._since, self._process = 0.0, os.getpid()
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in REQUESTS:
+            previous = signal.getsignal(number)
+            # A shell ignores SIGINT for what it runs in the background: who sends it all the same means it.
+            if previous is not None and (previous is not signal.SIG_IGN or number == signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if os.getpid() != self._process:
+            _end_forked(number)
+        elif self.number is None:
+            self.number, self._since = number, time.monotonic()
+            self._first(number)
+        elif time.monotonic() - self._since >= _seconds_of_one_request():
+            self._next(number)
+
+    def _first(self, number: int) -> None:
+        """Of a request."""
+
+    def _next(self, number: int) -> None:
+        """Hands it on to the handlers that were there before."""
+        self._restore()
+        signal.raise_signal(number)
+
+
+class StopRequest(_Handlers):
+    """Notes that a signal has come, for work that saves itself before it stops.
+
+    A further signal, and one that nobody has looked at when the block ends, are for the handlers that were there
+    before.
+
+    Attributes:
+        number: of the signal; None as long as none has come.
+
+    Example:
+        >>> with StopRequest() as request:
+        ...     request.is_requested()
+        False
+    """
+
+    def is_requested(self) -> bool:
+        """Whether a signal has come."""
+        return self.number is not None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends the noting of signals."""
+        self._restore()
+        if self.number is not None and error is None:
+            signal.raise_signal(self.number)
+
+
+class Ending(_Handlers):
+    """Raises `Stopped` where a signal strikes; the next one, which comes while that is dealt with, ends the process."""
+
+    def _first(self, number: int) -> None:
+        raise Stopped(number)
+
+    def _next(self, number: int) -> None:
+        for each in REQUESTS:
+            signal.signal(each, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+def _seconds_of_one_request() -> float:
+    return TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else SAME_REQUEST_SECONDS
+
+
+def _end_forked(number: int) -> None:
+    """In a process forked from this one, as those that load data are: only SIGTERM is for it, by whoever made it."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
