@@ -366,6 +366,7 @@ OF_ITSELF = {
     "dnis_torchrec/packaging/aot_inductor.py",
     "dnis_torchrec/run_folder.py",
     "dnis_torchrec/search_loop.py",
+    "dnis_torchrec/users_code.py",  # what pip writes of an installed package
     "dnis_torchrec/verification/resident.py",
 }
 """What parses text that this very job has made."""
