@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
     {"_dependencies", "checks", "csr_size", "denormals", "detachable_pipeline", "hashing", "jagged"},
-    {"whole_files"},
+    {"batch_checks", "whole_files"},
     {"batch_slices", "native_build", "ranks", "reductions", "sketch", "storage"},
     {"batch_parts", "block_operators", "frequency", "level_schedule", "metrics", "recipe", "row_routing"},
     {
@@ -61,6 +61,7 @@ LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 SERVING_NEEDS = {
     "_dependencies",
     "bag_splitting",
+    "batch_checks",
     "block_operators",
     "checks",
     "csr_size",

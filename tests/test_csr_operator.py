@@ -297,10 +297,21 @@ def test_ids_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize("implementation", [operator, torch_csr_embedding_bag])
-@pytest.mark.parametrize("offsets", [[0, 2, 4], [0, 3, 2], [-1, 2, 3], [0, 2**40, 3]])
-def test_offsets_that_are_none(implementation: Any, offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match="feature 0: expected rising offsets up to the number of ids"):
-        implementation(*small_call(offsets=torch.tensor(offsets)).arguments())
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "offsets", [[0, 2, 4], [0, 3, 2], [-1, 2, 3], [0, 2**31 - 1, 3], [0, -(2**31), 3], [0, 2, 2], [1, 2, 3], [0, 5, 3]]
+)
+def test_offsets_that_are_none(implementation: Any, offsets: list[int], dtype: torch.dtype) -> None:
+    """Also those that are right for every bag, and leave ids over."""
+    with pytest.raises(ValueError, match="offsets: expected them to rise from 0 to the number of ids"):
+        implementation(*small_call(offsets=torch.tensor(offsets, dtype=dtype)).arguments())
+
+
+@pytest.mark.parametrize("implementation", [operator, torch_csr_embedding_bag])
+@pytest.mark.parametrize("offsets", [[0, 1, 0, 1, 2, 3], [0, -1, 0, 1, 2, 3], [1, 1, 1, 1, 2, 3]])
+def test_offsets_of_keys_that_nobody_reads_count_too(implementation: Any, offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="offsets: expected them to rise from 0 to the number of ids"):
+        implementation(*small_call(offsets=torch.tensor(offsets), keys=[1]).arguments())
 
 
 @pytest.mark.parametrize("implementation", [operator, torch_csr_embedding_bag])

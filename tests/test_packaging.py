@@ -165,7 +165,17 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             lambda d, v, n: (d, torch.cat([v, v[:1]]), n),
             ValueError,
-            r"input 'lengths': expected \d+ in all, one for each",
+            "features 'user', 'genre': expected as many ids as their lengths add up to",
+        ),
+        (
+            lambda d, v, n: (d, v, torch.cat([n[:1], 2**30 + n[1:]])),
+            ValueError,
+            "feature 'genre': expected no more ids than there are, got a bag of 1073741",
+        ),
+        (
+            lambda d, v, n: (d, v, torch.cat([n[:, :2] - 9, n[:, 2:3] + 18, n[:, 3:]], dim=1)),
+            ValueError,
+            "feature 'user': expected lengths of at least 0, got -",
         ),
         (lambda d, v, n: (d, v), ValueError, "expected .'dense', 'values', 'lengths'."),
     ],
