@@ -355,7 +355,9 @@ def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype,
     [
         ({"ids": torch.zeros(3)}, "ids: expected int32 or int64"),
         ({"ids": torch.arange(6)[::2]}, "ids: expected one contiguous dimension"),
-        ({"offsets": torch.tensor([0, 2])}, "offsets: expected bags for each feature"),
+        ({"offsets": torch.tensor([0, 3])}, "offsets: expected batch_size bags of every key"),
+        ({"offsets": torch.tensor([0], dtype=torch.int32)}, "offsets: expected them to rise"),
+        ({"offsets": torch.zeros(0, dtype=torch.int64)}, "offsets: expected them to rise"),
         ({"keys": [1]}, "offsets: expected bags for each feature"),
         ({"keys": [0, 0]}, "keys: expected one for each feature"),
         ({"per_sample_weights": torch.ones(2)}, "per_sample_weights: expected one"),
@@ -368,6 +370,8 @@ def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype,
         ({"layout": torch.tensor([[0, 2**62, 0, 2, 0, 4, 1]])}, "layout: expected tables that exist"),
         ({"layout": torch.tensor([[0, 1, 1, 2, 0, 4, 1]])}, "layout: expected columns within the output"),
         ({"layout": torch.tensor([[0, 1, 0, 2**62, 0, 4, 1]])}, "layout: expected columns within the output"),
+        ({"layout": torch.tensor([[0, 1, 0, 1, 0, 4, 1]])}, "layout: expected columns for the whole output"),
+        ({"layout": torch.zeros(0, 7, dtype=torch.int64)}, "layout: expected columns for the whole output"),
         ({"layout": torch.tensor([[0, 1, 0, 2, 0, 8, 1]])}, "layout: expected values of 4, 2 or 1 bytes"),
         ({"layout": torch.tensor([[0, 1, 0, 2, 0, 4, 4]])}, "layout: expected columns of 1 or 2 bytes"),
         ({"layout": torch.tensor([[0, 1, 0, 2, 0]])}, r"layout: expected int64 of shape \(F, 7\)"),
@@ -378,6 +382,22 @@ def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype,
 def test_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         operator(*small_call(**changes).arguments())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ([[0, 1, 0, 2, 0, 4, 1], [0, 1, 1, 2, 0, 4, 1]], "layout: expected columns within the output, those of one"),
+        ([[0, 1, 2, 2, 0, 4, 1], [0, 1, 0, 2, 0, 4, 1]], "layout: expected columns within the output, those of one"),
+        # the second feature would number the rows of shard 1 anew, and the first find its last ones behind them
+        ([[0, 2, 0, 2, 0, 4, 1], [1, 1, 2, 2, 0, 4, 1]], "layout: expected shards of one table each"),
+    ],
+)
+def test_features_share_neither_columns_nor_parts_of_a_table(layout: list[list[int]], message: str) -> None:
+    call = small_call(offsets=torch.tensor([0, 2, 3, 3, 3]), layout=torch.tensor(layout), width=4)
+    with pytest.raises(ValueError, match=message):
+        operator(*replace(call, ids=torch.tensor([0, 5, 1]), tables=call.tables * 2).arguments())
 
 
 @needs_compiler

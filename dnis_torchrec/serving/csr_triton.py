@@ -197,6 +197,15 @@ def _row_bounds(  # type: ignore[no-untyped-def]
     return first, last
 
 
+def _bag_bounds(offsets, bag, num_bags, num_ids, fault):  # type: ignore[no-untyped-def]
+    """Where the ids of a bag begin and end; nothing, and a fault, where offsets do not rise from 0 to `num_ids`."""
+    begin, end = tl.load(offsets + bag).to(tl.int64), tl.load(offsets + bag + 1).to(tl.int64)
+    is_sound = (begin >= 0) & (begin <= end) & (end <= num_ids)
+    is_sound = is_sound & (tl.load(offsets) == 0) & (tl.load(offsets + num_bags) == num_ids)
+    tl.store(fault, 1, mask=is_sound == 0)
+    return begin, tl.where(is_sound, end, begin)
+
+
 def _as_float(bits, value_bytes: tl.constexpr):  # type: ignore[no-untyped-def]
     """The float32 of a value's bits, by its width: float32, float16, int8."""
     if value_bytes == 4:
@@ -213,6 +222,7 @@ def _jitted(function: Any) -> Any:
 
 
 _number, _bounds, _float = _jitted(_number_at), _jitted(_row_bounds), _jitted(_as_float)
+_bag = _jitted(_bag_bounds)
 
 
 def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
@@ -247,12 +257,7 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     num_rows = tl.load(feature + 2)
     first_bag = tl.load(feature + 3) * batch_size
     first_column, embedding_dim, is_mean = tl.load(feature + 4), tl.load(feature + 5), tl.load(feature + 6)
-    bounds = offsets + first_bag + bag
-    begin, end = tl.load(bounds).to(tl.int64), tl.load(bounds + 1).to(tl.int64)
-    is_sound = (begin >= 0) & (begin <= end) & (end <= num_ids)
-    is_sound = is_sound & (tl.load(offsets) == 0) & (tl.load(offsets + num_bags) == num_ids)
-    tl.store(fault, 1, mask=is_sound == 0)
-    end = tl.where(is_sound, end, begin)  # nothing beyond the batch is read
+    begin, end = _bag(offsets, first_bag + bag, num_bags, num_ids, fault)
     own_columns = tl.program_id(2) * columns_per_program + tl.arange(0, columns_per_program)
     pooled = tl.zeros((columns_per_program,), tl.float32)
     for i in range(begin, end):
