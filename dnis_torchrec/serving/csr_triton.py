@@ -255,9 +255,8 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     rows = tl.load(feature).to(tl.pointer_type(tl.uint8))
     row_pointers = tl.load(feature + 1)
     num_rows = tl.load(feature + 2)
-    first_bag = tl.load(feature + 3) * batch_size
     first_column, embedding_dim, is_mean = tl.load(feature + 4), tl.load(feature + 5), tl.load(feature + 6)
-    begin, end = _bag(offsets, first_bag + bag, num_bags, num_ids, fault)
+    begin, end = _bag(offsets, tl.load(feature + 3) * batch_size + bag, num_bags, num_ids, fault)
     own_columns = tl.program_id(2) * columns_per_program + tl.arange(0, columns_per_program)
     pooled = tl.zeros((columns_per_program,), tl.float32)
     for i in range(begin, end):

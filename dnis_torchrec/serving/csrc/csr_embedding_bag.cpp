@@ -18,7 +18,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(DNIS_PORTABLE)
 #define DNIS_X86 1
 #include <immintrin.h>
 #endif
@@ -300,15 +300,15 @@ Tensor csr_embedding_bag(
     const std::vector<Tensor>& tensors, const Tensor& layout, const std::optional<std::vector<int64_t>>& keys,
     int64_t batch_size, int64_t width, bool zero_unknown) {
   Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
-  Tensor out = empty_output(batch_size, width);
-  if (batch_size == 0 || width == 0) return out;
-  bags.out = static_cast<float*>(out.mutable_data_ptr());
+  if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
   std::vector<Shard> shards = make_shards(tensors);
   const std::vector<Feature> features = make_features(layout, keys, shards, bags.num_keys, width);
+  Tensor out = empty_output(batch_size, width);
+  bags.out = static_cast<float*>(out.mutable_data_ptr());
   const auto ahead = [&](int64_t f) {
     if (f + 1 < static_cast<int64_t>(features.size())) prefetch(features[f + 1], bags, 0);
   };
-  if (!features.empty()) pool_all(features, bags, instruction_set.load()->pool, ahead, describe);
+  pool_all(features, bags, instruction_set.load()->pool, ahead, describe);
   return out;
 }
 

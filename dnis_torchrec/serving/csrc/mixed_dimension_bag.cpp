@@ -20,7 +20,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(DNIS_PORTABLE)
 #define DNIS_X86 1
 #include <immintrin.h>
 #endif
@@ -166,16 +166,16 @@ Tensor mixed_dimension_bag(
     const std::optional<std::vector<int64_t>>& keys, int64_t batch_size, int64_t width, int64_t bits,
     bool zero_unknown) {
   Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
-  Tensor out = empty_output(batch_size, width);
-  if (batch_size == 0 || width == 0) return out;
-  bags.out = static_cast<float*>(out.mutable_data_ptr());
+  if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
   const Pool pool = pool_of(bits);
   std::vector<Block> blocks = make_blocks(block_layout, tables, masks, bits, bags.max_dim);
   std::vector<int64_t> ends(blocks.size());
   const std::vector<Table> made = make_tables(table_layout, block_layout, blocks, ends, tables, positions);
   const std::vector<Feature> features =
       make_features(feature_layout, block_layout, table_layout, made, keys, bags.num_keys, width);
-  if (!features.empty()) pool_all(features, bags, pool, [](int64_t) {}, describe);
+  Tensor out = empty_output(batch_size, width);
+  bags.out = static_cast<float*>(out.mutable_data_ptr());
+  pool_all(features, bags, pool, [](int64_t) {}, describe);
   return out;
 }
 
