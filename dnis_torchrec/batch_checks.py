@@ -1,7 +1,7 @@
 """Checks that a batch holds what it says: as many ids as its lengths ask for, before anything reads them.
 
-Kernels trust lengths and offsets: where these ask for more ids than there are, they read beyond the batch. So what comes
-from outside passes here, or through an operator that checks as much by itself, and errors name the feature.
+Kernels trust lengths and offsets: where these ask for more ids than there are, they read beyond the batch. So what
+comes from outside passes here, or through an operator that checks as much by itself, and errors name the feature.
 
 Shapes: B batch, F features (keys of the batch), I ids of a batch.
 """

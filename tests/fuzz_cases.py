@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.bag_offsets import names_tensor, torch_bag_offsets
 from dnis_torchrec.serving.csr_operator import torch_csr_embedding_bag
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.logical_tables import LogicalTables
 from dnis_torchrec.serving.mixed_dimension_operator import BlockLayout
-from dnis_torchrec.scheme import MixedDimensionScheme
 from tests.serving_reference import table_scheme
 
 INTEGERS = (torch.int32, torch.int64)
@@ -48,9 +48,7 @@ def draw_lengths(random: Random, num_bags: int, longest: int) -> list[int]:
 def draw_ids(random: Random, lengths: list[int], rows: list[int]) -> list[int]:
     """Ids of the bags of keys that may be as large as `rows` say."""
     per_key = len(lengths) // len(rows)
-    return [
-        random.randrange(rows[index // per_key]) for index, length in enumerate(lengths) for _ in range(length)
-    ]
+    return [random.randrange(rows[index // per_key]) for index, length in enumerate(lengths) for _ in range(length)]
 
 
 def offsets_of(lengths: list[int]) -> list[int]:
@@ -234,7 +232,7 @@ def draw_selection(random: Random) -> Selection:
     layout: list[list[int]] = []
     in_column, out_column, alpha_size, most_rows = 0, 0, 0, []
     for output in range(random.randint(1, 3)):
-        dim, num_rows = random.choice([0, 1, 3, 17]), random.randint(1, 4)
+        dim, num_rows = random.choice([1, 3, 17]), random.randint(1, 4)
         for _ in range(random.randint(1, 3)):
             layout.append([in_column, out_column, dim, alpha_size, output])
             most_rows.append(num_rows)

@@ -56,9 +56,7 @@ FORMS: dict[str, Callable[[MixedDimensionScheme], nn.Module]] = {
     "mixed": lambda s: MixedDimensionEmbeddingBagCollection.from_tables(s, tables()),
     "mixed_uncompiled": lambda s: uncompiled(MixedDimensionEmbeddingBagCollection.from_tables(s, tables())),
     "mixed_int8": lambda s: QuantizedMixedDimensionEmbeddingBagCollection.from_tables(s, tables(), precision="int8"),
-    "dense_fp16": lambda s: DenseEmbeddingBagCollection.from_tables(
-        s, tables(), precision="fp16", drops_rows=False
-    ),
+    "dense_fp16": lambda s: DenseEmbeddingBagCollection.from_tables(s, tables(), precision="fp16", drops_rows=False),
     "row_pruned": lambda s: DenseEmbeddingBagCollection.from_tables(s, tables(), precision="int4", drops_rows=True),
     "narrow": lambda s: NarrowEmbeddingBagCollection.from_tables(embedding_configs(s), tables()),
 }
@@ -165,7 +163,7 @@ def test_integers_of_other_widths_are_ids_too(form: tuple[str, nn.Module], dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bool])
 def test_ids_that_are_no_integers_are_refused(form: tuple[str, nn.Module], dtype: torch.dtype) -> None:
     features = KeyedJaggedTensor(["f", "g"], torch.ones(2, dtype=dtype), lengths=torch.tensor([1, 0, 0, 1]))
-    with pytest.raises(TypeError, match="features 'f', 'g': expected int.* ids, got torch"):
+    with pytest.raises(TypeError, match=r"features 'f', 'g': expected int.* ids, got torch"):
         form[1](features)
 
 
@@ -173,7 +171,9 @@ def test_ids_that_are_no_integers_are_refused(form: tuple[str, nn.Module], dtype
 @pytest.mark.parametrize("count", [1, 3])
 def test_weights_have_to_be_as_many_as_ids(name: str, count: int) -> None:
     features = batch("fg", [3, 9], lengths=[1, 0, 0, 1], weights=[0.5] * count)
-    with pytest.raises(ValueError, match=f"features 'f', 'g': expected a weight for each of 2 ids, got {count} weights"):
+    with pytest.raises(
+        ValueError, match=f"features 'f', 'g': expected a weight for each of 2 ids, got {count} weights"
+    ):
         FORMS[name](scheme_of(is_weighted=True))(features)
 
 

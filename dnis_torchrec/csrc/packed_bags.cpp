@@ -211,7 +211,8 @@ struct Packing {
   }
 
   void check_feature(const Feature& feature, const int64_t* start, int64_t num_pieces, int64_t alpha_size) const {
-    const bool sound = feature.num_keys > 0 && feature.num_keys <= MOST && feature.dim <= MOST;  // so no product overflows
+    const bool sound = feature.num_keys > 0 && feature.num_keys <= MOST && feature.dim >= 0 &&
+                       feature.dim <= MOST;  // so that no product overflows
     check(sound && lies_within(feature.in_column, feature.num_keys * feature.dim, in_width), "layout", "keys inside");
     check(lies_within(feature.out_column, feature.dim, out_width), "layout", "outputs inside");
     check(lies_within(feature.alpha_offset, feature.dim, alpha_size), "layout", "alphas inside");

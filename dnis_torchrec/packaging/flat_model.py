@@ -185,7 +185,7 @@ class FlatModel(nn.Module):
             What the model gives: ``(B,)`` or ``(B, 1)``.
 
         Raises:
-            ValueError: if lengths are not those of the ids; names the feature. What is compiled or scripted: RuntimeError.
+            ValueError: if lengths are not those of the ids; names the feature. Compiled or scripted: RuntimeError.
         """
         features = KeyedJaggedTensor(
             keys=self._keys,

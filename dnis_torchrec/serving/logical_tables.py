@@ -241,7 +241,9 @@ def checked_bags(
         torch._assert_async(is_row.all())
     elif not bool(is_row.all()):
         name_unknown_id(logical, ids.split(counts.tolist()))
-    return KeyedJaggedTensor(keys=logical.names, values=ids, weights=weights, lengths=lengths.view(-1), stride=batch_size)
+    return KeyedJaggedTensor(
+        keys=logical.names, values=ids, weights=weights, lengths=lengths.view(-1), stride=batch_size
+    )
 
 
 def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tensor]) -> None:

@@ -201,8 +201,9 @@ inline void find_rows(
     row.weight = bags.weights != nullptr ? bags.weights[first + k] : 1.0f;
     const uint8_t* begin = row.values - SCALE_BYTES<Value>;
     __builtin_prefetch(begin);
-    // another cache line if the row is long or straddles two
-    __builtin_prefetch(row.values + row.length * static_cast<int64_t>(sizeof(Value) + sizeof(Column)) - 1);
+    // another cache line if the row is long or straddles two; a number, because no byte need be there
+    const uintptr_t end = reinterpret_cast<uintptr_t>(row.values) + row.length * (sizeof(Value) + sizeof(Column));
+    __builtin_prefetch(reinterpret_cast<const void*>(end - 1));
   }
   for (int64_t k = first + count; k < first + count + WINDOW && k < bags.num_ids; ++k) feature.prefetch(bags.ids[k]);
 }
