@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.row_routing import RowRouting
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.bag_offsets import names_tensor, torch_bag_offsets
 from dnis_torchrec.serving.csr_operator import torch_csr_embedding_bag
 from dnis_torchrec.serving.csr_table import CsrTable
@@ -119,29 +119,31 @@ def stored_block(random: Random, rows: int, dim: int, bits: int) -> tuple[Tensor
     return torch.cat([scales.view(torch.uint8), stored], dim=1), values
 
 
+def draw_block_table(random: Random, name: str, bits: int) -> tuple[TableScheme, dict[int, Tensor], Tensor]:
+    """A table of blocks, whose rows stand by block or do not: its scheme, the blocks' tables, and all of it dense."""
+    num_rows, num_blocks, dim = random.randint(1, 12), random.choice([1, 3, 40]), random.choice([1, 5, 16, 33])
+    blocks = [random.randint(0, num_blocks) for _ in range(num_rows)]
+    routing = RowRouting.from_map(torch.tensor(sorted(blocks) if random.random() < 0.5 else blocks), num_blocks)
+    retained = torch.rand(num_blocks, dim) < random.random()
+    readers, pooling = tuple("fg"[: random.randint(1, 2)]), random.choice(["sum", "mean"])
+    scheme = table_scheme(name, routing, retained, feature_names=readers, pooling=pooling)
+    dense, stored = torch.zeros(num_rows, dim), {}
+    for block in range(num_blocks):
+        rows = (routing.all_blocks() == block).nonzero().flatten()
+        columns = retained[block].nonzero().flatten()
+        if len(rows) and len(columns):
+            stored[block], values = stored_block(random, len(rows), len(columns), bits)
+            dense[rows.unsqueeze(1), columns] = values
+    return scheme, stored, dense
+
+
 def mixed_dimension_bag(random: Random) -> Case:
-    """One or two tables of blocks, whose rows stand by block or do not."""
+    """One or two tables of blocks, and a key that nobody reads."""
     bits, batch_size = random.choice([32, 16, 8, 4]), random.randint(1, 4)
-    schemes, dense = {}, {}
-    stored: dict[tuple[str, int], Tensor] = {}
+    schemes, dense, stored = {}, {}, {}
     for name in "tu"[: random.randint(1, 2)]:
-        num_rows, num_blocks, dim = random.randint(1, 12), random.choice([1, 3, 40]), random.choice([1, 5, 16, 33])
-        block_of_row = torch.tensor([random.randint(0, num_blocks) for _ in range(num_rows)])
-        retained = torch.rand(num_blocks, dim) < random.random()
-        schemes[name] = table_scheme(
-            name,
-            RowRouting.from_map(block_of_row.sort().values if random.random() < 0.5 else block_of_row, num_blocks),
-            retained,
-            feature_names=tuple("fg"[: random.randint(1, 2)]),
-            pooling=random.choice(["sum", "mean"]),
-        )
-        weight, block_of_row = torch.zeros(num_rows, dim), schemes[name].routing.all_blocks()
-        for block in range(num_blocks):
-            rows, columns = (block_of_row == block).nonzero().flatten(), retained[block].nonzero().flatten()
-            if len(rows) and len(columns):
-                stored[name, block], values = stored_block(random, len(rows), len(columns), bits)
-                weight[rows.unsqueeze(1), columns] = values
-        dense[name] = weight
+        schemes[name], blocks, dense[name] = draw_block_table(random, name, bits)
+        stored |= {(name, block): table for block, table in blocks.items()}
     logical = LogicalTables.of(MixedDimensionScheme(schemes))
     layout = BlockLayout.of(logical, list(stored), [table.routing.positions() for table in logical.tables])
     names = ["f", "g", "x"]

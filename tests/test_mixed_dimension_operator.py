@@ -60,6 +60,7 @@ def changed(tensor: Tensor, row: int, column: int, value: int) -> Tensor:
         ("tables", 0, 2, 100),
         ("tables", 0, 3, 1),
         ("tables", 0, 0, 100),
+        ("tables", 0, 0, -1),
         ("blocks", 0, 0, 11),
         ("blocks", 1, 0, 0),
         ("blocks", 0, 1, 99),

@@ -77,6 +77,15 @@ def test_graph_and_torchscript_predict_what_the_model_predicts(artifact: Path, f
             expected = flat(*inputs)
             torch.testing.assert_close(graph(*inputs), expected)
             torch.testing.assert_close(script(*inputs), expected)
+        dense, values, lengths = inputs_of(4, 0)
+        for wrong, message in (
+            (torch.cat([lengths[:1], lengths[1:] + 2**30]), "feature 'genre': expected no more ids than there are"),
+            (torch.cat([lengths[:1], -lengths[1:]]), "feature 'genre': expected lengths of at least 0, got -"),
+            (torch.zeros_like(lengths), "features 'user', 'genre': expected as many ids as their lengths add up to"),
+        ):
+            for packaged in (graph, script, flat):  # nobody checks a request before: the error is theirs
+                with pytest.raises((ValueError, RuntimeError), match=message):
+                    packaged(dense, values, wrong)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 3), (0, 3), (2, 4, 3), (3,)])

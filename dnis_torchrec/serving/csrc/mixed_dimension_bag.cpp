@@ -94,6 +94,7 @@ std::vector<Table> make_tables(
     const int64_t all_blocks = static_cast<int64_t>(blocks.size());
     const bool is_own = first == next_block && num_blocks >= 0 && num_blocks <= all_blocks - first;
     check(is_own, "table_layout", "blocks that exist, those of one table behind those of another");
+    check(fields[0] >= 0, "table_layout", "no fewer than 0 rows");
     next_block += num_blocks;
     table = {blocks.data() + first, ends.data() + first, nullptr, fields[0], num_blocks};
     fields += 4;
