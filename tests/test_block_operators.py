@@ -309,10 +309,10 @@ def test_lengths_of_keys_that_nobody_reads_count_too(lengths: list[int]) -> None
         fill_rows_(rows, torch.tensor([1]), torch.tensor(lengths), [ends], [(0, 2, 0)])
 
 
-@pytest.mark.parametrize("lengths", [[MOST, 1, 1], [MOST, MOST, 3], [-1, 1, 1], [2**62] * 4, [2**62] * 4 + [1]])
+@pytest.mark.parametrize("lengths", [[MOST, 1, 1], [MOST, MOST, 3], [-1, 1, 1], [2**62] * 4 + [1], [2**62] * 5])
 def test_lengths_whose_sum_overflows_are_no_good(lengths: list[int]) -> None:
-    bounds = torch.full((len(lengths),), MOST)
-    assert not are_good_bags(torch.tensor([1]), torch.tensor(lengths), bounds, bounds)
+    most = torch.tensor([MOST])
+    assert not are_good_bags(torch.tensor([1]), torch.tensor(lengths), most, most)
 
 
 @pytest.mark.parametrize(
@@ -335,9 +335,8 @@ def test_bags_are_split_within_their_tensors(first_of: list[int], batch_size: in
 
 
 def test_a_split_bag_below_0_is_none() -> None:
-    split = split_bags(
-        torch.tensor([1]), torch.tensor([1]), None, [torch.tensor([2])], torch.tensor([-9, 0]), [0, 2], 1, 1
-    )
+    one, pieces = torch.tensor([1]), torch.tensor([-9, 0])
+    split = split_bags(one, one, None, [torch.tensor([2])], pieces, [0, 2], 1, 1)
     assert (split[0].tolist(), split[1].tolist()) == ([], [0])
 
 

@@ -181,5 +181,5 @@ def test_pieces_are_packed_within_their_tensors(size: int, keys: int) -> None:
     starts, piece_of_id = torch.tensor([[0, 2]]), torch.tensor([1], dtype=torch.int32)
     sizes = torch.tensor([size, 1], dtype=torch.int32)
     ids, lengths = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="block operators: (sizes|num_keys): expected"):
+    with pytest.raises(ValueError, match=r"block operators: (sizes|num_keys): expected"):
         torch.ops.dnis_torchrec.pack_ids(ids[0], None, starts, sizes, piece_of_id, [keys], ids[1], lengths, None)
