@@ -22,7 +22,7 @@ OTHER_FBGEMM := $(if $(filter cpu,$(FLAVOUR)),fbgemm-gpu,fbgemm-gpu-cpu)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check fuzz bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo 'make demo    search, prune, fine-tune, export, reload and report on generated data; writes $(DEMO_OUT)/'
 	@echo 'make test    all tests; those on real data read DNIS_DATA (default ../shared/data) or are skipped'
 	@echo 'make check   lint, format, types, doc examples'
+	@echo 'make fuzz    hostile arguments for all compiled operators, under the sanitizers; skipped where the compiler has none'
 	@echo 'make bench   quick benchmarks: which ratios moved from the committed ones, benchmarks/ratios.json (minutes)'
 	@echo 'make clean   remove caches and $(DEMO_OUT)/ ($(VENV) stays)'
 	@echo 'Variables:   FLAVOUR=cpu|cuda|auto  TORCH_INDEX=<address of PyTorch wheels>  PYTHON=python3.12  DEMO_OUT=dir'
@@ -73,6 +74,9 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --doctest-modules dnis_torchrec
+
+fuzz: $(STAMP)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -W ignore -m tests.fuzz_operators
 
 bench: $(STAMP)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive $(BIN)/python -W ignore -m benchmarks.compare_ratios

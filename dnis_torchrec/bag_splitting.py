@@ -214,13 +214,28 @@ def select_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJ
         >>> select_features(kjt, ["b", "a"]).values().tolist()
         [2, 1]
     """
-    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-        requirement = "expected one batch size for all features (stride), the only kind supported"
-        remedy = "expand the bags to one per sample first"
-        raise NotImplementedError(describe("KeyedJaggedTensor", requirement, "a batch size per feature", remedy))
+    check_one_batch_size(features)
     if features.keys() == list(names):
         return features
     index_of_key = {key: index for index, key in enumerate(features.keys())}
     for name in names:
         check_known("feature", name, index_of_key)
     return features.permute([index_of_key[name] for name in names])
+
+
+def check_one_batch_size(features: KeyedJaggedTensor) -> None:
+    """Refuses what TorchRec calls variable batch size.
+
+    Args:
+        features: a batch.
+
+    Raises:
+        NotImplementedError: if it holds one stride per key, or inverse indices.
+
+    Example:
+        >>> check_one_batch_size(KeyedJaggedTensor(keys=["a"], values=torch.tensor([1]), lengths=torch.tensor([1])))
+    """
+    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+        requirement = "expected one batch size for all features (stride), the only kind supported"
+        remedy = "expand the bags to one per sample first"
+        raise NotImplementedError(describe("KeyedJaggedTensor", requirement, "a batch size per feature", remedy))

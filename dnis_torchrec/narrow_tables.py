@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from dnis_torchrec.batch_checks import INTEGERS, check_bags, named
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.json_files import parse_json
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -361,7 +362,12 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
         Returns:
             KeyedTensor of ``(B, sum of D over features)``.
+
+        Raises:
+            ValueError: if the bags are not those of the ids, see `check_bags`.
+            TypeError: if ids are no int32 or int64.
         """
+        _check_batch(features)
         pooled = self.narrow(features).to_dict()
         dims = [table.logical_dim for table, _ in self._readers]
         if len(self.projections):
@@ -379,6 +385,14 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def is_weighted(self) -> bool:
         """Whether bags carry per-sample weights."""
         return self._tables.is_weighted
+
+
+@torch.fx.wrap  # a leaf for TorchRec's tracer
+def _check_batch(features: KeyedJaggedTensor) -> None:
+    check_bags(features)
+    dtype = features.values().dtype
+    if dtype not in INTEGERS:
+        raise TypeError(describe(named(features.keys()), "expected int32 or int64 ids", dtype, "convert them"))
 
 
 def _columns(table: TableScheme, wanted: str) -> Tensor:

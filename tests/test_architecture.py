@@ -27,7 +27,7 @@ LAYERS = (
         "users_code",
         "workplaces",
     },
-    {"features_by_name", "foreign_folders", "frozen_tables", "json_files"},
+    {"batch_checks", "features_by_name", "foreign_folders", "frozen_tables", "json_files"},
     {"whole_files"},
     {"batch_slices", "native_build", "ranks", "reductions", "sketch", "storage"},
     {"batch_parts", "block_operators", "frequency", "level_schedule", "metrics", "recipe", "row_routing"},
@@ -74,6 +74,7 @@ LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 SERVING_NEEDS = {
     "_dependencies",
     "bag_splitting",
+    "batch_checks",
     "block_operators",
     "checks",
     "csr_size",

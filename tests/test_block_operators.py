@@ -298,6 +298,71 @@ def test_what_is_out_of_range_is_refused_and_not_read() -> None:
         select_pieces(torch.ones(1, 2), torch.ones(2), bad_row, None, layout, 2)
 
 
+MOST = 2**63 - 1
+
+
+@pytest.mark.parametrize("lengths", [[-5, 0, 1], [MOST, 1, 1], [2, 1, -2], [MOST, MOST, 3]])
+def test_lengths_of_keys_that_nobody_reads_count_too(lengths: list[int]) -> None:
+    """What stands in front decides where a key's ids begin: nothing is read beside the ids."""
+    rows, ends = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([2, 4])
+    with pytest.raises(ValueError, match="block operators: lengths: expected as many ids as they say"):
+        fill_rows_(rows, torch.tensor([1]), torch.tensor(lengths), [ends], [(0, 2, 0)])
+
+
+@pytest.mark.parametrize("lengths", [[MOST, 1, 1], [MOST, MOST, 3], [-1, 1, 1], [2**62] * 4 + [1], [2**62] * 5])
+def test_lengths_whose_sum_overflows_are_no_good(lengths: list[int]) -> None:
+    most = torch.tensor([MOST])
+    assert not are_good_bags(torch.tensor([1]), torch.tensor(lengths), most, most)
+
+
+@pytest.mark.parametrize(
+    ("first_of", "batch_size", "message"),
+    [
+        ([-1, 2], 1, "first_of: expected F . 1 rising places"),
+        ([0, 3, 2], 1, "first_of: expected F . 1 rising places"),
+        ([0, 2], -1, "batch_size: expected no more than there are lengths"),
+        ([0, 2], 2**62, "batch_size: expected no more than there are lengths"),
+        ([0, 2], 1, "lengths: expected as many ids as they say"),
+    ],
+)
+def test_bags_are_split_within_their_tensors(first_of: list[int], batch_size: int, message: str) -> None:
+    ids, ends = torch.tensor([1]), torch.tensor([2, 4])
+    lengths, room = torch.tensor([MOST] * (len(first_of) - 1)), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.dnis_torchrec.split_bags(
+            ids, lengths, None, [ends] * len(lengths), torch.tensor([0, 1]), first_of, batch_size, room, room[:0], None
+        )
+
+
+def test_a_split_bag_below_0_is_none() -> None:
+    one, pieces = torch.tensor([1]), torch.tensor([-9, 0])
+    split = split_bags(one, one, None, [torch.tensor([2])], pieces, [0, 2], 1, 1)
+    assert (split[0].tolist(), split[1].tolist()) == ([], [0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ([0, 0, 2, 0, -1], "divisors: expected one for each output"),
+        ([MOST, 0, 2, 0, 0], "layout: expected pieces inside"),
+        ([0, MOST, 2, 0, 0], "layout: expected outputs inside"),
+        ([0, 0, MOST, 0, 0], "layout: expected pieces inside"),
+        ([0, 0, 2, MOST, 0], "layout: expected alphas inside"),
+    ],
+)
+def test_layouts_that_point_beside_their_tensors(layout: list[int], message: str) -> None:
+    rows, divisors = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
+    with pytest.raises(ValueError, match=message):
+        select_pieces(torch.ones(1, 2), torch.ones(2), rows, divisors, torch.tensor([layout]), 2)
+
+
+def test_nothing_is_written_over_what_tells_where_to_write() -> None:
+    rows = torch.zeros(1, 1, dtype=torch.int32)
+    arguments = (torch.ones(1, 1), torch.ones(1), rows, None, torch.tensor([[0, 0, 1, 0, 0]]))
+    with pytest.raises(ValueError, match="rows: expected memory that nothing is written to"):
+        torch.ops.dnis_torchrec.select_pooled(*arguments, rows.view(torch.float32))
+
+
 def test_a_collection_gives_the_same_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, hits and gradients of single-id, multi-hot, MEAN and shared features of two dims, keys in any order."""
     tables = [

@@ -297,10 +297,21 @@ def test_ids_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize("implementation", [operator, torch_csr_embedding_bag])
-@pytest.mark.parametrize("offsets", [[0, 2, 4], [0, 3, 2], [-1, 2, 3], [0, 2**40, 3]])
-def test_offsets_that_are_none(implementation: Any, offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match="feature 0: expected rising offsets up to the number of ids"):
-        implementation(*small_call(offsets=torch.tensor(offsets)).arguments())
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "offsets", [[0, 2, 4], [0, 3, 2], [-1, 2, 3], [0, 2**31 - 1, 3], [0, -(2**31), 3], [0, 2, 2], [1, 2, 3], [0, 5, 3]]
+)
+def test_offsets_that_are_none(implementation: Any, offsets: list[int], dtype: torch.dtype) -> None:
+    """Also those that are right for every bag, and leave ids over."""
+    with pytest.raises(ValueError, match="offsets: expected them to rise from 0 to the number of ids"):
+        implementation(*small_call(offsets=torch.tensor(offsets, dtype=dtype)).arguments())
+
+
+@pytest.mark.parametrize("implementation", [operator, torch_csr_embedding_bag])
+@pytest.mark.parametrize("offsets", [[0, 1, 0, 1, 2, 3], [0, -1, 0, 1, 2, 3], [1, 1, 1, 1, 2, 3]])
+def test_offsets_of_keys_that_nobody_reads_count_too(implementation: Any, offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="offsets: expected them to rise from 0 to the number of ids"):
+        implementation(*small_call(offsets=torch.tensor(offsets), keys=[1]).arguments())
 
 
 @pytest.mark.parametrize("implementation", [operator, torch_csr_embedding_bag])
@@ -344,7 +355,9 @@ def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype,
     [
         ({"ids": torch.zeros(3)}, "ids: expected int32 or int64"),
         ({"ids": torch.arange(6)[::2]}, "ids: expected one contiguous dimension"),
-        ({"offsets": torch.tensor([0, 2])}, "offsets: expected bags for each feature"),
+        ({"offsets": torch.tensor([0, 3])}, "offsets: expected batch_size bags of every key"),
+        ({"offsets": torch.tensor([0], dtype=torch.int32)}, "offsets: expected them to rise"),
+        ({"offsets": torch.zeros(0, dtype=torch.int64)}, "offsets: expected them to rise"),
         ({"keys": [1]}, "offsets: expected bags for each feature"),
         ({"keys": [0, 0]}, "keys: expected one for each feature"),
         ({"per_sample_weights": torch.ones(2)}, "per_sample_weights: expected one"),
@@ -357,6 +370,8 @@ def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype,
         ({"layout": torch.tensor([[0, 2**62, 0, 2, 0, 4, 1]])}, "layout: expected tables that exist"),
         ({"layout": torch.tensor([[0, 1, 1, 2, 0, 4, 1]])}, "layout: expected columns within the output"),
         ({"layout": torch.tensor([[0, 1, 0, 2**62, 0, 4, 1]])}, "layout: expected columns within the output"),
+        ({"layout": torch.tensor([[0, 1, 0, 1, 0, 4, 1]])}, "layout: expected columns for the whole output"),
+        ({"layout": torch.zeros(0, 7, dtype=torch.int64)}, "layout: expected columns for the whole output"),
         ({"layout": torch.tensor([[0, 1, 0, 2, 0, 8, 1]])}, "layout: expected values of 4, 2 or 1 bytes"),
         ({"layout": torch.tensor([[0, 1, 0, 2, 0, 4, 4]])}, "layout: expected columns of 1 or 2 bytes"),
         ({"layout": torch.tensor([[0, 1, 0, 2, 0]])}, r"layout: expected int64 of shape \(F, 7\)"),
@@ -367,6 +382,22 @@ def test_columns_outside_the_row(implementation: Any, column_dtype: torch.dtype,
 def test_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         operator(*small_call(**changes).arguments())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ([[0, 1, 0, 2, 0, 4, 1], [0, 1, 1, 2, 0, 4, 1]], "layout: expected columns within the output, those of one"),
+        ([[0, 1, 2, 2, 0, 4, 1], [0, 1, 0, 2, 0, 4, 1]], "layout: expected columns within the output, those of one"),
+        # the second feature would number the rows of shard 1 anew, and the first find its last ones behind them
+        ([[0, 2, 0, 2, 0, 4, 1], [1, 1, 2, 2, 0, 4, 1]], "layout: expected shards of one table each"),
+    ],
+)
+def test_features_share_neither_columns_nor_parts_of_a_table(layout: list[list[int]], message: str) -> None:
+    call = small_call(offsets=torch.tensor([0, 2, 3, 3, 3]), layout=torch.tensor(layout), width=4)
+    with pytest.raises(ValueError, match=message):
+        operator(*replace(call, ids=torch.tensor([0, 5, 1]), tables=call.tables * 2).arguments())
 
 
 @needs_compiler

@@ -60,6 +60,15 @@ def test_an_unknown_id_is_asserted_or_contributes_zero() -> None:
 
 @needs_triton
 @on_a_device
+@pytest.mark.parametrize("offsets", [[0, 2, 4], [0, 3, 2], [0, 2, 2], [1, 2, 3], [0, 2**40, 3]])
+def test_offsets_that_do_not_rise_to_the_number_of_ids_are_asserted(offsets: list[int]) -> None:
+    if DEVICE == "cpu":  # on a GPU the assertion would end the process
+        with pytest.raises(RuntimeError):
+            pooled(small_call(offsets=torch.tensor(offsets)))
+
+
+@needs_triton
+@on_a_device
 def test_shards_are_refused() -> None:
     call = small_call(layout=torch.tensor([[0, 2, 0, 2, 0, 4, 1]]))
     with pytest.raises(NotImplementedError, match="supported on a GPU is one shard per table, got 2"):
@@ -82,8 +91,8 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
     from triton.compiler import compile as compile_kernel
 
     pointers = {"ids": id_dtype, "offsets": "i64", "weights": "fp32" if is_weighted else id_dtype}
-    pointers |= {"features": "i64", "unknown": "i32", "out": "fp32"}
-    numbers = {"batch_size": "i32", "width": "i32"}
+    pointers |= {"features": "i64", "fault": "i32", "out": "fp32"}
+    numbers = dict.fromkeys(["num_ids", "num_bags", "batch_size", "width"], "i32")
     fixed = {"has_weights": is_weighted, "checks_ids": True, "value_bytes": value_bytes, "column_bytes": column_bytes}
     fixed |= {"scale_bytes": RowLayout(value_bytes, column_bytes).scale_bytes, "pointer_bytes": pointer_bytes}
     fixed |= {"record_bytes": 64, "start_bytes": 8, "rows_per_record": 56, "fields_per_feature": 7}

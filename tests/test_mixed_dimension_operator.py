@@ -55,16 +55,22 @@ def changed(tensor: Tensor, row: int, column: int, value: int) -> Tensor:
         ("features", 0, 1, -1),
         ("features", 0, 2, 4),
         ("features", 0, 2, 17),
+        ("features", 1, 1, 0),
         ("tables", 0, 1, 4),
         ("tables", 0, 2, 100),
         ("tables", 0, 3, 1),
         ("tables", 0, 0, 100),
+        ("tables", 0, 0, -1),
         ("blocks", 0, 0, 11),
         ("blocks", 1, 0, 0),
         ("blocks", 0, 1, 99),
         ("blocks", 0, 2, 6),
         ("blocks", 0, 3, 100),
         ("blocks", 0, 4, 7),
+        ("blocks", 0, 2, 2**62),
+        ("blocks", 0, 2, -(2**63)),
+        # its second block would be the first of the other table, whose rows are counted from elsewhere
+        ("tables", 1, 1, 1),
     ],
 )
 def test_layouts_that_do_not_fit(field: str, row: int, column: int, value: int) -> None:
@@ -97,11 +103,19 @@ def test_tensors_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    "offsets", [torch.tensor([0, 2, 1, 3, 4]), torch.tensor([0, 1, 2, 3, 9]), torch.tensor([-1, 1, 2, 3, 4])]
+    "offsets",
+    [
+        torch.tensor([0, 2, 1, 3, 4]),
+        torch.tensor([0, 1, 2, 3, 9]),
+        torch.tensor([-1, 1, 2, 3, 4]),
+        torch.tensor([0, 1, 2, 3, 3]),  # right for every bag, and leaves an id over
+        torch.tensor([1, 1, 2, 3, 4]),
+        torch.tensor([0, 2**31 - 1, -(2**31), 3, 4], dtype=torch.int32),
+    ],
 )
 def test_offsets_that_do_not_rise(offsets: Tensor) -> None:
     layout, tables, _ = parts()
-    with pytest.raises(ValueError, match=r"feature \d: expected rising offsets"):
+    with pytest.raises(ValueError, match="offsets: expected them to rise from 0 to the number of ids"):
         look_up(layout, tables, offsets=offsets)
 
 

@@ -116,6 +116,10 @@ def test_the_cpp_loader_says_what_is_wrong(package: Path, loader: Path, tmp_path
     done = subprocess.run([str(loader), str(package)], input=request_of(wrong), capture_output=True, text=True)
     assert done.returncode == 1
     assert "feature 0: expected ids in 0..39, got 40" in done.stderr
+    wrong = (dense, values, torch.cat([lengths[:1], lengths[1:] + 7]))
+    done = subprocess.run([str(loader), str(package)], input=request_of(wrong), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "feature 'genre': expected no more ids than there are, got a bag of" in done.stderr
     done = subprocess.run([str(loader), str(tmp_path)], input="", capture_output=True, text=True)
     assert done.returncode == 1
     assert "constants.safetensors: expected a file that can be read" in done.stderr

@@ -167,3 +167,19 @@ def test_what_is_out_of_range_is_refused_and_not_read() -> None:
         select_packed(pooled[:1], alpha, packed, layout, 4)
     with pytest.raises(ValueError, match="layout: expected keys inside"):
         select_packed(pooled[:, :3], alpha, packed, layout, 4)
+    for column, message in enumerate(("keys", "outputs", "keys", "keys", "alphas", "alphas")):
+        for number in (-(2**63), -1, 2**62, 2**63 - 1):
+            changed = layout.clone()
+            changed[0, column] = number
+            with pytest.raises(ValueError, match=f"layout: expected {message} inside"):
+                select_packed(pooled, alpha, packed, changed, 4)
+
+
+@pytest.mark.parametrize(("size", "keys"), [(-5, 1), (2**31 - 1, 1), (1, 0), (1, -1), (1, 2**62)])
+def test_pieces_are_packed_within_their_tensors(size: int, keys: int) -> None:
+    """A size below 0 would have the ids of the next piece written in front of all."""
+    starts, piece_of_id = torch.tensor([[0, 2]]), torch.tensor([1], dtype=torch.int32)
+    sizes = torch.tensor([size, 1], dtype=torch.int32)
+    ids, lengths = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"block operators: (sizes|num_keys): expected"):
+        torch.ops.dnis_torchrec.pack_ids(ids[0], None, starts, sizes, piece_of_id, [keys], ids[1], lengths, None)

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -40,8 +41,8 @@ std::vector<Piece> make_pieces(const Tensor& layout, int64_t in_width, int64_t o
   for (size_t k = 0; k < pieces.size(); ++k, fields += 5) {
     pieces[k] = {fields[0], fields[1], fields[2], fields[3], fields[4], true, true};
     const Piece& piece = pieces[k];
-    check(piece.dim >= 0 && piece.in_column >= 0 && piece.in_column + piece.dim <= in_width, "layout", "pieces inside");
-    check(piece.out_column >= 0 && piece.out_column + piece.dim <= out_width, "layout", "outputs inside");
+    check(lies_within(piece.in_column, piece.dim, in_width), "layout", "pieces inside");
+    check(lies_within(piece.out_column, piece.dim, out_width), "layout", "outputs inside");
     if (k > 0 && pieces[k - 1].output == piece.output) pieces[k].is_first = pieces[k - 1].is_last = false;
   }
   return pieces;
@@ -64,9 +65,9 @@ struct Selection {
     check(rows_.dim() == 2 && rows_.size(0) == batch_size && rows_.size(1) == num_pieces, "rows", "shape (B, K)");
     if (!divisors_) return;
     divisors = numbers<Number>(*divisors_, dtype, "divisors");
+    check(divisors_->dim() == 2 && divisors_->size(0) == batch_size, "divisors", "shape (B, outputs)");
     num_outputs = divisors_->size(1);
-    check(divisors_->size(0) == batch_size, "divisors", "shape (B, outputs)");
-    for (const Piece& piece : pieces) check(piece.output < num_outputs, "divisors", "one for each output");
+    for (const Piece& piece : pieces) check(lies_within(piece.output, 1, num_outputs), "divisors", "one for each output");
   }
 
   int32_t row(int64_t sample, size_t piece) const { return rows[sample * static_cast<int64_t>(pieces.size()) + piece]; }
@@ -191,6 +192,7 @@ bool run_typed(Task task, const Tensor& wide, const Tensor& alpha, const Tensor&
   const int64_t batch_size = wide.size(0), in_width = wide.size(1), out_width = narrow.size(1);
   const Selection<Number> selection(rows, divisors, layout, batch_size, in_width, out_width, dtype);
   check_rows(selection.rows, batch_size, selection.pieces, alpha.numel());
+  check_apart(task == Task::SELECT ? narrow : task == Task::SPREAD ? wide : alpha, rows, "rows");
   if (task == Task::SELECT) {
     select(selection, numbers<Number>(wide, dtype, "pooled"), in_width, numbers<Number>(alpha, dtype, "alpha"),
            mutable_numbers<Number>(narrow, dtype, "out"), out_width);
@@ -233,14 +235,19 @@ void fill_rows_typed(const Id* ids, const Length* lengths, int64_t num_ids, int6
                      int64_t num_pieces) {
   std::vector<int64_t> begins(static_cast<size_t>(num_keys + 1), 0);
   for (int64_t key = 0; key < num_keys; ++key) {
-    int64_t count = 0;
-    for (int64_t b = 0; b < batch_size; ++b) count += static_cast<int64_t>(lengths[key * batch_size + b]);
-    begins[key + 1] = begins[key] + count;
+    int64_t end = begins[key];
+    for (int64_t b = 0; b < batch_size; ++b) {
+      const int64_t length = static_cast<int64_t>(lengths[key * batch_size + b]);
+      check(lies_within(end, length, num_ids), "lengths", "as many ids as they say");
+      end += length;
+    }
+    begins[key + 1] = end;
   }
   check(begins.back() == num_ids, "lengths", "as many ids as they say");
   for (size_t f = 0; f < routings.size(); ++f) {
     const int64_t piece = places[3 * f], key = places[3 * f + 1], first_row = places[3 * f + 2];
     check(piece >= 0 && piece < num_pieces && key >= 0 && key < num_keys, "places", "pieces and keys that exist");
+    check(lies_within(first_row, routings[f].num_blocks(), MOST), "places", "rows of alpha");
     routings[f].with_blocks([&](const auto& block) {
       int64_t next = begins[key];
       for (int64_t b = 0; b < batch_size; ++b) {
@@ -263,6 +270,7 @@ void fill_rows(Tensor ids, Tensor lengths, std::vector<Tensor> routings, std::ve
   check(lengths.numel() % batch_size == 0, "lengths", "shape (F * B,)");
   const std::vector<Routing> routes(routings.begin(), routings.end());
   int32_t* to = mutable_numbers<int32_t>(rows, ScalarType::Int, "rows");
+  check_apart(rows, lengths, "lengths");
   with_integers(ids, "ids", [&](const auto* id) {
     with_integers(lengths, "lengths", [&](const auto* length) {
       const int64_t num_keys = lengths.numel() / batch_size;
@@ -282,12 +290,15 @@ bool are_good_bags(Tensor ids, Tensor lengths, Tensor bounds, Tensor longest) {
     with_integers(lengths, "lengths", [&](const auto* length) {
       int64_t left = num_ids;
       for (int64_t key = 0; key < num_keys && are_good; ++key) {
-        int64_t count = 0;
+        const int64_t longest_of_key = std::min(most[key], num_ids);  // so that good lengths do not overflow their sum
+        uint64_t sum = 0;
         for (int64_t b = 0; b < num_bags / num_keys; ++b, ++length) {
-          are_good &= (*length >= 0) & (static_cast<int64_t>(*length) <= most[key]);
-          count += static_cast<int64_t>(*length);
+          are_good &= (*length >= 0) & (static_cast<int64_t>(*length) <= longest_of_key);
+          sum += static_cast<uint64_t>(*length);
         }
-        are_good &= count <= left;
+        are_good &= sum <= static_cast<uint64_t>(left);
+        if (!are_good) break;
+        const int64_t count = static_cast<int64_t>(sum);
         left -= count;
         for (int64_t i = 0; are_good && i < count; ++i, ++id)
           are_good = *id >= 0 && static_cast<int64_t>(*id) < bound[key];
@@ -315,20 +326,23 @@ void split_typed(const Split& split) {
   const Length* length = static_cast<const Length*>(split.lengths);
   Length* counts = static_cast<Length*>(split.split_lengths);
   const int64_t num_features = static_cast<int64_t>(split.routings.size());
-  std::vector<int32_t> piece_of_id(static_cast<size_t>(split.num_ids));
+  std::vector<int32_t> bag_of_id(static_cast<size_t>(split.num_ids));  // split bag, -1 for what is dropped
   std::fill(counts, counts + split.num_pieces * split.batch_size, Length(0));
   int64_t i = 0;
   for (int64_t f = 0; f < num_features; ++f) {
     const int64_t num_blocks = split.first_of[f + 1] - split.first_of[f];
     for (int64_t b = 0; b < split.batch_size; ++b) {
-      const int64_t end = i + static_cast<int64_t>(length[f * split.batch_size + b]);
-      check(end >= i && end <= split.num_ids, "lengths", "as many ids as they say");
-      for (; i < end; ++i) {
+      const int64_t length_of_bag = static_cast<int64_t>(length[f * split.batch_size + b]);
+      check(lies_within(i, length_of_bag, split.num_ids), "lengths", "as many ids as they say");
+      for (const int64_t end = i + length_of_bag; i < end; ++i) {
         const int64_t block = split.routings[f].block(static_cast<int64_t>(id[i]));
         check(block < num_blocks, "routings", "blocks of their table");
         const int64_t piece = split.pieces[split.first_of[f] + block];
-        piece_of_id[i] = static_cast<int32_t>(piece);
-        if (piece < split.num_pieces) ++counts[piece * split.batch_size + b];
+        bag_of_id[i] = -1;
+        if (piece < 0 || piece >= split.num_pieces) continue;
+        const int64_t bag = piece * split.batch_size + b;
+        bag_of_id[i] = static_cast<int32_t>(bag);
+        ++counts[bag];
       }
     }
   }
@@ -339,18 +353,13 @@ void split_typed(const Split& split) {
     next[bag] = total;
     total += static_cast<int64_t>(counts[bag]);
   }
-  i = 0;
-  for (int64_t f = 0; f < num_features; ++f) {
-    for (int64_t b = 0; b < split.batch_size; ++b) {
-      for (const int64_t end = i + static_cast<int64_t>(length[f * split.batch_size + b]); i < end; ++i) {
-        if (piece_of_id[i] >= split.num_pieces) continue;
-        const int64_t position = next[piece_of_id[i] * split.batch_size + b]++;
-        static_cast<Id*>(split.split_ids)[position] = id[i];
-        if (split.weights == nullptr) continue;
-        std::memcpy(static_cast<char*>(split.split_weights) + position * split.weight_bytes,
-                    static_cast<const char*>(split.weights) + i * split.weight_bytes, split.weight_bytes);
-      }
-    }
+  for (i = 0; i < split.num_ids; ++i) {
+    if (bag_of_id[i] < 0) continue;
+    const int64_t position = next[bag_of_id[i]]++;
+    static_cast<Id*>(split.split_ids)[position] = id[i];
+    if (split.weights == nullptr) continue;
+    std::memcpy(static_cast<char*>(split.split_weights) + position * split.weight_bytes,
+                static_cast<const char*>(split.weights) + i * split.weight_bytes, split.weight_bytes);
   }
 }
 
@@ -364,17 +373,25 @@ void split_bags(Tensor ids, Tensor lengths, std::optional<Tensor> weights, std::
   check(split_ids.scalar_type() == ids.scalar_type() && split_ids.numel() == ids.numel(), "split_ids", "room for ids");
   check(split_lengths.scalar_type() == lengths.scalar_type(), "split_lengths", "the dtype of lengths");
   check(pieces.scalar_type() == ScalarType::Long, "pieces", "int64");
-  check(first_of.size() == routings.size() + 1 && first_of.back() == pieces.numel(), "first_of", "F + 1 places");
+  const bool rises = first_of.size() == routings.size() + 1 && first_of.front() >= 0 &&
+                     std::is_sorted(first_of.begin(), first_of.end()) && first_of.back() == pieces.numel();
+  check(rises, "first_of", "F + 1 rising places");
+  check(batch_size >= 0 && batch_size <= lengths.numel(), "batch_size", "no more than there are lengths");
   check(lengths.numel() == static_cast<int64_t>(routings.size()) * batch_size, "lengths", "shape (F * B,)");
+  const int64_t num_bags = split_lengths.numel();
+  const bool are_whole = batch_size == 0 ? num_bags == 0 : num_bags % batch_size == 0;
+  check(are_whole && num_bags <= std::numeric_limits<int32_t>::max(), "split_lengths", "shape (K * B,), below 2^31");
   Split split{ids.const_data_ptr(), lengths.const_data_ptr(), nullptr, split_ids.mutable_data_ptr(),
               split_lengths.mutable_data_ptr(), nullptr, std::vector<Routing>(routings.begin(), routings.end()),
               static_cast<const int64_t*>(pieces.const_data_ptr()), first_of, ids.numel(),
-              batch_size == 0 ? 0 : split_lengths.numel() / batch_size, batch_size, 0};
+              batch_size == 0 ? 0 : num_bags / batch_size, batch_size, 0};
   check(weights.has_value() == split_weights.has_value(), "split_weights", "room for weights, or neither");
   if (weights) {
-    const bool fits = weights->is_contiguous() && split_weights->is_contiguous() && weights->numel() == ids.numel() &&
-                      split_weights->numel() == ids.numel() && weights->scalar_type() == split_weights->scalar_type();
-    check(fits, "weights", "one for each id");
+    for (const Tensor& tensor : {*weights, *split_weights}) {
+      check_plain(tensor, "weights");
+      const bool fits = tensor.numel() == ids.numel() && tensor.scalar_type() == weights->scalar_type();
+      check(fits, "weights", "one for each id");
+    }
     split.weights = weights->const_data_ptr();
     split.split_weights = split_weights->mutable_data_ptr();
     split.weight_bytes = weights->element_size();

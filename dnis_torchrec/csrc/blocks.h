@@ -19,6 +19,7 @@ using torch::stable::Tensor;
 constexpr int64_t SAMPLES_PER_THREAD = 64;  // samples that outweigh waking a thread
 constexpr int64_t MAX_PARTIAL_SUMS = 16;    // alpha's gradient is summed in at most so many parts, whatever the threads
 constexpr int64_t SAMPLES_PER_SUM = 256;    // and in fewer where the batch is small
+constexpr int64_t MOST = 1 << 30;           // of columns, keys and rows of alpha: far from where integers end
 constexpr int64_t FEW_BLOCKS = 16;          // up to here comparing with all ends beats guessing where to branch
 
 inline void check(bool condition, const char* argument, const char* requirement) {
@@ -35,6 +36,19 @@ template <typename Number>
 Number* mutable_numbers(const Tensor& tensor, ScalarType dtype, const char* argument) {
   check(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.is_cpu(), argument, "another dtype or layout");
   return static_cast<Number*>(tensor.mutable_data_ptr());
+}
+
+// Whether [first, first + count) lies in [0, size); nothing overflows, whatever the numbers are.
+inline bool lies_within(int64_t first, int64_t count, int64_t size) {
+  return first >= 0 && count >= 0 && first <= size && count <= size - first;
+}
+
+// Checks that what is written does not lie over what tells where to write.
+inline void check_apart(const Tensor& written, const Tensor& read, const char* argument) {
+  const auto begin_of = [](const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()); };
+  const auto end_of = [&](const Tensor& tensor) { return begin_of(tensor) + tensor.numel() * tensor.element_size(); };
+  const bool is_apart = begin_of(written) >= end_of(read) || begin_of(read) >= end_of(written);
+  check(is_apart, argument, "memory that nothing is written to");
 }
 
 inline void check_plain(const Tensor& tensor, const char* argument) {
@@ -75,6 +89,9 @@ struct Routing {
           "uint8, uint16 or int64");
     kind = dtype == ScalarType::Byte ? BYTES : dtype == ScalarType::UInt16 ? SHORTS : ENDS;
   }
+
+  // No row lies in a block from here on.
+  int64_t num_blocks() const { return kind == NONE ? 1 : kind == ENDS ? size + 1 : kind == BYTES ? 256 : 65'536; }
 
   int64_t block(int64_t id) const {
     if (kind == NONE) return 0;

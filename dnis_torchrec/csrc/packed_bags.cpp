@@ -38,16 +38,20 @@ void find_typed(const Id* ids, const Length* lengths, int64_t num_ids, int64_t b
   std::vector<int32_t> piece_of_block;
   for (size_t f = 0; f < routings.size(); ++f) {
     const int64_t first_row = features[3 * f], first_alpha_row = features[3 * f + 1], num_blocks = features[3 * f + 2];
-    check(num_blocks >= 0, "features", "numbers of blocks");
+    check(num_blocks >= 0 && num_blocks <= routings[f].num_blocks(), "features", "numbers of blocks");
+    check(lies_within(first_alpha_row, num_blocks, MOST), "features", "rows of alpha");
+    check(first_row >= 0, "features", "first rows of at least 0");
     last_bag.assign(static_cast<size_t>(num_blocks), -1);
     piece_of_block.assign(static_cast<size_t>(num_blocks), 0);
     int64_t* starts = pieces.starts + f * (batch_size + 1);
     for (int64_t b = 0; b < batch_size; ++b) {
       starts[b] = next;
-      const int64_t end = i + static_cast<int64_t>(lengths[f * batch_size + b]);
-      check(end >= i && end <= num_ids, "lengths", "as many ids as they say");
-      for (; i < end; ++i) {
-        const int64_t block = routings[f].block(static_cast<int64_t>(ids[i]) + first_row);
+      const int64_t length = static_cast<int64_t>(lengths[f * batch_size + b]);
+      check(lies_within(i, length, num_ids), "lengths", "as many ids as they say");
+      for (const int64_t end = i + length; i < end; ++i) {
+        const int64_t id = static_cast<int64_t>(ids[i]);
+        check(id <= std::numeric_limits<int64_t>::max() - first_row, "ids", "rows of their table");
+        const int64_t block = routings[f].block(id + first_row);
         pieces.piece_of_id[i] = -1;
         if (block >= num_blocks) continue;
         if (last_bag[block] != b) {
@@ -89,23 +93,26 @@ void find_pieces(Tensor ids, Tensor lengths, std::vector<Tensor> routings, std::
 }
 
 // Lays the pieces of every feature out over its keys, row by row: its j-th goes to key j % keys, row j / keys. Returns
-// where the ids of every piece begin.
+// where the ids of every piece begin. What it reads is read once: whatever lies over it, nothing is written outside.
 template <typename Length>
 std::vector<int64_t> place_pieces(const int64_t* starts, const int32_t* sizes, int64_t num_pieces, int64_t batch_size,
-                                  const std::vector<int64_t>& num_keys, int64_t num_rows, Length* packed_lengths) {
+                                  const std::vector<int64_t>& num_keys, int64_t num_rows, int64_t num_ids,
+                                  Length* packed_lengths) {
   std::vector<int64_t> begins(static_cast<size_t>(num_pieces));
   int64_t total = 0;
   for (size_t f = 0; f < num_keys.size(); ++f, starts += batch_size + 1) {
-    const bool fits = starts[0] >= 0 && starts[0] <= starts[batch_size] && starts[batch_size] <= num_pieces;
-    check(fits && num_keys[f] > 0, "starts", "rising ones");
-    check(starts[batch_size] - starts[0] <= num_keys[f] * num_rows, "packed_lengths", "room for all pieces");
+    const int64_t first = starts[0], end = starts[batch_size];
+    check(first >= 0 && first <= end && end <= num_pieces, "starts", "rising ones");
+    check(end - first <= num_keys[f] * num_rows, "packed_lengths", "room for all pieces");
     for (int64_t key = 0; key < num_keys[f]; ++key, packed_lengths += num_rows) {
       std::fill(packed_lengths, packed_lengths + num_rows, Length(0));
       Length* length = packed_lengths;
-      for (int64_t piece = starts[0] + key; piece < starts[batch_size]; piece += num_keys[f]) {
-        *length++ = static_cast<Length>(sizes[piece]);
+      for (int64_t piece = first + key; piece < end; piece += num_keys[f]) {
+        const int32_t size = sizes[piece];
+        check(lies_within(total, size, num_ids), "sizes", "as many ids as there are");
+        *length++ = static_cast<Length>(size);
         begins[piece] = total;
-        total += sizes[piece];
+        total += size;
       }
     }
   }
@@ -142,7 +149,10 @@ void pack_ids(Tensor ids, std::optional<Tensor> weights, Tensor starts, Tensor s
   const bool fits = starts.dim() == 2 && starts.size(0) == static_cast<int64_t>(num_keys.size()) && starts.size(1) >= 1;
   check(fits, "starts", "shape (F, B + 1)");
   int64_t total_keys = 0;
-  for (const int64_t count : num_keys) total_keys += count;
+  for (const int64_t count : num_keys) {
+    check(count > 0 && count <= packed_lengths.numel(), "num_keys", "one at least for each feature, and room for all");
+    total_keys += count;
+  }
   const int64_t num_rows = total_keys == 0 ? 0 : packed_lengths.numel() / total_keys;
   check(packed_lengths.numel() == num_rows * total_keys, "packed_lengths", "shape (K * R,)");
   check(piece_of_id.numel() == num_ids, "piece_of_id", "one for each id");
@@ -164,7 +174,7 @@ void pack_ids(Tensor ids, std::optional<Tensor> weights, Tensor starts, Tensor s
     using Length = std::remove_cv_t<std::remove_pointer_t<decltype(length)>>;
     next = place_pieces(numbers<int64_t>(starts, ScalarType::Long, "starts"),
                         numbers<int32_t>(sizes, ScalarType::Int, "sizes"), sizes.numel(), starts.size(1) - 1, num_keys,
-                        num_rows, static_cast<Length*>(packed_lengths.mutable_data_ptr()));
+                        num_rows, num_ids, static_cast<Length*>(packed_lengths.mutable_data_ptr()));
   });
   with_integers(ids, "ids", [&](const auto* id) {
     using Id = std::remove_cv_t<std::remove_pointer_t<decltype(id)>>;
@@ -201,17 +211,22 @@ struct Packing {
   }
 
   void check_feature(const Feature& feature, const int64_t* start, int64_t num_pieces, int64_t alpha_size) const {
-    const bool sound = feature.dim >= 0 && feature.num_keys > 0 && feature.in_column >= 0 && feature.out_column >= 0 &&
-                       feature.alpha_offset >= 0 && feature.alpha_stride >= 0;
-    check(sound && feature.in_column + feature.num_keys * feature.dim <= in_width, "layout", "keys inside");
-    check(feature.out_column + feature.dim <= out_width, "layout", "outputs inside");
+    const bool sound = feature.num_keys > 0 && feature.num_keys <= MOST && feature.dim >= 0 &&
+                       feature.dim <= MOST;  // so that no product overflows
+    check(sound && lies_within(feature.in_column, feature.num_keys * feature.dim, in_width), "layout", "keys inside");
+    check(lies_within(feature.out_column, feature.dim, out_width), "layout", "outputs inside");
+    check(lies_within(feature.alpha_offset, feature.dim, alpha_size), "layout", "alphas inside");
+    const int64_t left = alpha_size - feature.alpha_offset - feature.dim;
+    const bool has_stride = feature.alpha_stride >= 0 && feature.alpha_stride <= alpha_size;
+    check(has_stride, "layout", "alphas inside");
     bool rises = start[0] >= 0;
     for (int64_t b = 0; b < batch_size; ++b) rises &= start[b] <= start[b + 1];
     check(rises && start[batch_size] <= num_pieces, "starts", "rising ones");
-    check(start[batch_size] - start[0] <= feature.num_keys * num_rows, "starts", "pieces that there are");
+    const int64_t count = start[batch_size] - start[0];
+    check(count == 0 || (count - 1) / feature.num_keys < num_rows, "starts", "pieces that there are");
     bool fits = true;
     for (int64_t p = start[0]; p < start[batch_size]; ++p)
-      fits &= rows[p] >= 0 && feature.alpha_offset + rows[p] * feature.alpha_stride + feature.dim <= alpha_size;
+      fits &= rows[p] >= 0 && rows[p] * feature.alpha_stride <= left;
     check(fits, "rows", "rows of alpha");
   }
 
@@ -299,6 +314,9 @@ void run_typed(Task task, const Tensor& wide, const Tensor& alpha, const Tensor&
   const ScalarType dtype = wide.scalar_type();
   check(wide.dim() == 2 && narrow.dim() == 2, "tensors", "matrices");
   const Packing packing(starts, rows, layout, wide, narrow, alpha.numel());
+  const Tensor& written = task == Task::SELECT ? narrow : task == Task::SPREAD ? wide : alpha;
+  check_apart(written, starts, "starts");
+  check_apart(written, rows, "rows");
   if (task == Task::SELECT) {
     select(packing, numbers<Number>(wide, dtype, "pooled"), numbers<Number>(alpha, dtype, "alpha"),
            mutable_numbers<Number>(narrow, dtype, "out"));

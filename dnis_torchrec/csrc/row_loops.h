@@ -20,7 +20,7 @@ namespace baseline {
 #include "row_kernel.h"
 }  // namespace baseline
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(DNIS_PORTABLE)
 #define DNIS_X86
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)

@@ -23,6 +23,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.packaging.transposed_linear import TransposedLinear
+from dnis_torchrec.serving.bag_offsets import bag_offsets, names_tensor
+from dnis_torchrec.serving.csr_operator import load_operator
 from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
 
 INPUTS = ("dense", "values", "lengths", "weights")
@@ -130,7 +132,7 @@ class Signature:
 
         Raises:
             TypeError: for a wrong dtype.
-            ValueError: for a wrong number of inputs, wrong shapes, or lengths that do not add up to the number of ids.
+            ValueError: for a wrong number of inputs, wrong shapes, or lengths that are not those of the ids.
         """
         names = self.input_names
         check(len(inputs) == len(names), "inputs", f"expected {names}", f"{len(inputs)} of them")
@@ -146,8 +148,7 @@ class Signature:
             if tensor.dtype != dtype:
                 raise TypeError(describe(f"input {name!r}", f"expected {dtype}", tensor.dtype, "convert it"))
             check(tuple(tensor.shape) == shape, f"input {name!r}", f"expected shape {shape}", tuple(tensor.shape))
-        total = int(inputs[2].sum())
-        check(total == num_ids, "input 'lengths'", f"expected {num_ids} in all, one for each of 'values'", total)
+        bag_offsets(inputs[2], inputs[1], names_tensor(self.feature_names))
 
 
 class FlatModel(nn.Module):
@@ -162,10 +163,14 @@ class FlatModel(nn.Module):
         - Output: the model's, ``(B,)`` or ``(B, 1)``.
     """
 
+    feature_names: Tensor
+
     def __init__(self, model: nn.Module, signature: Signature) -> None:
         super().__init__()
         self.model = model
         self._keys = list(signature.feature_names)
+        self.register_buffer("feature_names", names_tensor(self._keys))
+        load_operator()
 
     def forward(self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
         """Predicts.
@@ -178,16 +183,17 @@ class FlatModel(nn.Module):
 
         Returns:
             What the model gives: ``(B,)`` or ``(B, 1)``.
+
+        Raises:
+            ValueError: if lengths are not those of the ids; names the feature. Compiled or scripted: RuntimeError.
         """
-        of_bags = lengths.reshape(-1)
-        # given along, so that TorchRec does not reach for FBGEMM to sum lengths up
-        offsets = torch.cat([of_bags.new_zeros(1, dtype=torch.int64), of_bags.cumsum(0, dtype=torch.int64)])
         features = KeyedJaggedTensor(
             keys=self._keys,
             values=values,
             weights=weights,
-            lengths=of_bags,
-            offsets=offsets,
+            lengths=lengths.reshape(-1),
+            # given along, so that they are checked, and TorchRec does not reach for FBGEMM to sum lengths up
+            offsets=bag_offsets(lengths, values, self.feature_names),
             stride=dense.shape[0],
         )
         return self.model(dense_features=dense, sparse_features=features)

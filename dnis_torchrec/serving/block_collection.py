@@ -13,11 +13,12 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.bag_splitting import select_features
+from dnis_torchrec.bag_splitting import check_one_batch_size
+from dnis_torchrec.batch_checks import readable_bags
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.bag_routing import BagRouter
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_ids, name_unknown_id
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, name_unknown_id
 from dnis_torchrec.serving.mixed_dimension_operator import BlockLayout, load_mixed_dimension_operator
 
 
@@ -112,8 +113,9 @@ class BlockCollection(EmbeddingBagCollectionInterface):
             Pooled embeddings, D per key.
 
         Raises:
-            ValueError: if a feature or the weights are missing or, on CPU, an id is unknown and has to raise.
-            TypeError: if ids are no int32 or int64.
+            ValueError: if a feature or the weights are missing or, on CPU, the bags are not those of the ids (see
+                `check_bags`), or an id is unknown and has to raise.
+            TypeError: if ids are no integers.
             NotImplementedError: if the features of the batch differ in stride.
         """
         if self._is_compiled_on(features.values()):
@@ -152,12 +154,13 @@ class BlockCollection(EmbeddingBagCollectionInterface):
             ``(B, sum of D over features)`` float32.
 
         Raises:
-            ValueError: if an id is unknown and has to raise, `offsets` are no whole number of bags per feature, or
-                weights are missing or not wanted.
+            ValueError: if an id is unknown and has to raise, `offsets` are no whole number of bags per feature or do
+                not rise from 0 to the number of ids, or weights are missing or not wanted.
+            TypeError: if ids are no integers.
         """
         batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
         if self._is_compiled_on(ids):
-            return self._pooled(ids, offsets, per_sample_weights, None, batch_size)
+            return self._pooled(ids, offsets, per_sample_weights, None, batch_size, self._logical.features)
         keys = self._logical.features
         bags = KeyedJaggedTensor(keys, ids, per_sample_weights, offsets=offsets, stride=batch_size)
         return self(bags).values()
@@ -165,13 +168,19 @@ class BlockCollection(EmbeddingBagCollectionInterface):
     def _lookup(self, features: KeyedJaggedTensor) -> Tensor:
         logical = self._logical
         keys = None if features.keys() == logical.features else logical.positions(features)
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            select_features(features, logical.features)  # says why this is refused
-        weights = logical.weights_of(features)
-        return self._pooled(features.values(), features.offsets(), weights, keys, features.stride())
+        check_one_batch_size(features)
+        weights, offsets, batch_size = logical.weights_of(features), features.offsets(), features.stride()
+        logical.check_batch_size(features.keys(), offsets, batch_size)
+        return self._pooled(features.values(), offsets, weights, keys, batch_size, features.keys())
 
     def _pooled(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        keys: list[int] | None,
+        batch_size: int,
+        names: list[str],
     ) -> Tensor:
         try:
             return self._layout.lookup(
@@ -185,7 +194,9 @@ class BlockCollection(EmbeddingBagCollectionInterface):
                 zero_unknown=self._zero_unknown,
             )
         except ValueError:
-            check_ids(ids)
+            taken = readable_bags(names, ids, offsets, weights)
+            if taken[0] is not ids or taken[1] is not weights:
+                return self._pooled(taken[0], offsets, taken[1], keys, batch_size, names)
             if not self._zero_unknown:
                 first = offsets[::batch_size].tolist()
                 positions = keys or range(len(self._logical.features))

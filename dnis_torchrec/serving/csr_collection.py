@@ -17,14 +17,15 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.bag_splitting import select_features
+from dnis_torchrec.bag_splitting import check_one_batch_size
+from dnis_torchrec.batch_checks import readable_bags
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.csr_operator import load_operator
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.held_buffers import HeldBuffers
 from dnis_torchrec.serving.interleaved_rows import RowLayout
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_ids, name_unknown_id
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, name_unknown_id
 
 
 class _Placed(NamedTuple):
@@ -155,16 +156,17 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             Pooled embeddings, D per key.
 
         Raises:
-            ValueError: if a feature or the weights are missing, or an id is unknown and ``"error"`` wanted.
-            TypeError: if ids are no int32 or int64, or int32 and a table has more rows than those can tell apart.
+            ValueError: if a feature or the weights are missing, the bags are not those of the ids (see `check_bags`),
+                or an id is unknown and ``"error"`` wanted.
+            TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
             NotImplementedError: if the features of the batch differ in stride.
         """
         logical = self._logical
         keys = None if features.keys() == logical.features else logical.positions(features)
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            select_features(features, logical.features)  # says why this is refused
-        weights = logical.weights_of(features)
-        pooled = self._lookup(features.values(), features.offsets(), weights, keys, features.stride())
+        check_one_batch_size(features)
+        weights, offsets, batch_size = logical.weights_of(features), features.offsets(), features.stride()
+        logical.check_batch_size(features.keys(), offsets, batch_size)
+        pooled = self._lookup(features.values(), offsets, weights, keys, batch_size, features.keys())
         return KeyedTensor(keys=logical.names, length_per_key=self._dims, values=pooled)
 
     def lookup(self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -179,17 +181,23 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             ``(B, sum of D over features)`` float32.
 
         Raises:
-            ValueError: if an id is unknown and ``"error"`` wanted, `offsets` are no whole number of bags per feature,
-                or weights are missing or not wanted.
-            TypeError: if ids are int32 and a table has more rows than those can tell apart.
+            ValueError: if an id is unknown and ``"error"`` wanted, `offsets` are no whole number of bags per feature
+                or do not rise from 0 to the number of ids, or weights are missing or not wanted.
+            TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
         """
         batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
-        return self._lookup(ids, offsets, per_sample_weights, None, batch_size)
+        return self._lookup(ids, offsets, per_sample_weights, None, batch_size, self._logical.features)
 
     def _lookup(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        keys: list[int] | None,
+        batch_size: int,
+        names: list[str],
     ) -> Tensor:
-        if self._needs_int64 and ids.dtype != torch.int64:
+        if self._needs_int64 and ids.dtype == torch.int32:
             requirement = "expected int64 ids, because a table has more than 2^31 rows"
             raise TypeError(describe("KeyedJaggedTensor", requirement, ids.dtype, "hash to int64"))
         # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
@@ -208,7 +216,9 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 self._zero_unknown,
             )
         except ValueError:
-            check_ids(ids)
+            taken = readable_bags(names, ids, offsets, weights)
+            if taken[0] is not ids or taken[1] is not weights:
+                return self._lookup(taken[0], offsets, taken[1], keys, batch_size, names)
             if not self._zero_unknown:
                 self._name_unknown_id(ids, offsets, keys, batch_size)
             raise

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dnis_torchrec.batch_checks import INTEGERS
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.serving import csr_triton
+from dnis_torchrec.serving.bag_offsets import register_bag_offsets
 from dnis_torchrec.serving.compact_pointers import num_rows_of, row_bounds
 from dnis_torchrec.serving.csr_build import NO_COMPILE, load
 from dnis_torchrec.serving.interleaved_rows import RowLayout, read_rows
-from dnis_torchrec.serving.logical_tables import check_ids
 
 NAMESPACE, NAME = "dnis_torchrec", "csr_embedding_bag"
 SCHEMA = (
@@ -67,6 +68,7 @@ def _load_operator() -> bool:
     if torch.cuda.is_available() and csr_triton.triton is not None:
         torch.library.impl(f"{NAMESPACE}::{NAME}", "CUDA", _cuda_csr_embedding_bag)
     torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake_csr_embedding_bag)
+    register_bag_offsets(compiled=compiled)
     return compiled
 
 
@@ -119,8 +121,8 @@ def torch_csr_embedding_bag(
         ``(B, width)`` float32.
 
     Raises:
-        ValueError: for an id outside its table, and for offsets, row pointers or columns that point out of theirs.
-        TypeError: for ids that are no int32 or int64 (the compiled one: ValueError).
+        ValueError: for an id outside its table, for offsets, row pointers or columns that point out of theirs, and for
+            ids that are no int32 or int64.
 
     Example:
         >>> from dnis_torchrec.serving.interleaved_rows import interleaved
@@ -131,17 +133,18 @@ def torch_csr_embedding_bag(
         >>> torch_csr_embedding_bag(ids, offsets, None, table, layout, None, 2, 2, False).tolist()
         [[3.0, 6.0], [0.0, 0.0]]
     """
-    check_ids(ids)
-    out = torch.zeros(batch_size, width, device=ids.device)
+    check(ids.dtype in INTEGERS, f"{NAME}: ids", "expected int32 or int64", ids.dtype)
     shards, bounds = split_shards(tables), offsets.long()
+    ends = (int(bounds[0]), int(bounds[-1])) if bounds.numel() else None
+    rises = ends == (0, ids.numel()) and bool((bounds.diff() >= 0).all())
+    check(rises, f"{NAME}: offsets", "expected them to rise from 0 to the number of ids", "others")
+    out = torch.zeros(batch_size, width, device=ids.device)
     for feature, fields in enumerate(layout.tolist()):
         first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
         key, place = feature if keys is None else keys[feature], f"{NAME}: feature {feature}"
         table = shards[first_shard : first_shard + num_shards]
         bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
         first, last, lengths = int(bags[0]), int(bags[-1]), bags.diff()
-        rising = first >= 0 and last <= ids.numel() and bool((lengths >= 0).all())
-        check(rising, place, "expected rising offsets up to the number of ids", "others")
         bag = torch.repeat_interleave(lengths, output_size=last - first)
         row, num_rows = ids[first:last].long(), sum(num_rows_of(pointers) for _, pointers in table)
         is_row = (row >= 0) & (row < num_rows)

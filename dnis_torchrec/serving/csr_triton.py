@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dnis_torchrec.checks import check
 from dnis_torchrec.csr_size import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES
 from dnis_torchrec.serving.compact_pointers import num_rows_of
 from dnis_torchrec.serving.interleaved_rows import RowLayout
@@ -70,7 +71,7 @@ def triton_csr_embedding_bag(
 
     Args:
         ids: ``(I,)``; this and all that follows as for `torch_csr_embedding_bag`, every tensor on the GPU.
-        offsets: ``(keys * B + 1,)``; they are trusted.
+        offsets: ``(keys * B + 1,)``, rising from 0 to I.
         per_sample_weights: ``(I,)`` or None.
         tables: buffers of all tables.
         layout: ``(F, 7)``; rather on the CPU, because reading it from the GPU waits for the GPU.
@@ -83,15 +84,19 @@ def triton_csr_embedding_bag(
         ``(B, width)`` float32.
 
     Raises:
-        RuntimeError: for an unknown id unless `zero_unknown`; on a GPU later and for the whole process, as an
-            asynchronous assertion is.
+        ValueError: if a feature has no bags.
+        RuntimeError: for offsets that do not rise from 0 to I, and an unknown id unless `zero_unknown`; on a GPU later
+            and for the whole process, as an asynchronous assertion is.
         NotImplementedError: for tables of several shards.
     """
     out = torch.empty(batch_size, width, device=ids.device)
-    unknown = None if zero_unknown else torch.zeros(1, dtype=torch.int32, device=ids.device)
+    fault = torch.zeros(1, dtype=torch.int32, device=ids.device)
     for encoding, features in _by_encoding(tables, layout, keys).items():
         if batch_size == 0:
             break
+        num_keys = (offsets.numel() - 1) // batch_size
+        has_bags = all(0 <= feature.key < num_keys for feature in features)
+        check(has_bags, "offsets", "expected bags for each feature", f"those of {num_keys} keys")
         widest = max(feature.embedding_dim for feature in features)
         columns_per_program = min(MOST_COLUMNS_PER_PROGRAM, triton.next_power_of_2(max(widest, 1)))
         programs_per_bag = triton.cdiv(max(widest, 1), columns_per_program)  # one at D = 0, too: its ids are checked
@@ -100,12 +105,14 @@ def triton_csr_embedding_bag(
             offsets,
             ids if per_sample_weights is None else per_sample_weights,
             _on_device(tuple(features), ids.device),
-            ids if unknown is None else unknown,
+            fault,
             out,
+            ids.numel(),
+            offsets.numel() - 1,
             batch_size,
             width,
             has_weights=per_sample_weights is not None,
-            checks_ids=unknown is not None,
+            checks_ids=not zero_unknown,
             value_bytes=encoding.value_bytes,
             column_bytes=encoding.column_bytes,
             scale_bytes=RowLayout(encoding.value_bytes, encoding.column_bytes).scale_bytes,
@@ -119,8 +126,7 @@ def triton_csr_embedding_bag(
             num_warps=WARPS_PER_PROGRAM,
             enable_fp_fusion=False,  # a fused multiply-add would round otherwise than the CPU's operator
         )
-    if unknown is not None:
-        torch._assert_async(unknown == 0)
+    torch._assert_async(fault == 0)
     return out
 
 
@@ -191,6 +197,15 @@ def _row_bounds(  # type: ignore[no-untyped-def]
     return first, last
 
 
+def _bag_bounds(offsets, bag, num_bags, num_ids, fault):  # type: ignore[no-untyped-def]
+    """Where the ids of a bag begin and end; nothing, and a fault, where offsets do not rise from 0 to `num_ids`."""
+    begin, end = tl.load(offsets + bag).to(tl.int64), tl.load(offsets + bag + 1).to(tl.int64)
+    is_sound = (begin >= 0) & (begin <= end) & (end <= num_ids)
+    is_sound = is_sound & (tl.load(offsets) == 0) & (tl.load(offsets + num_bags) == num_ids)
+    tl.store(fault, 1, mask=is_sound == 0)
+    return begin, tl.where(is_sound, end, begin)
+
+
 def _as_float(bits, value_bytes: tl.constexpr):  # type: ignore[no-untyped-def]
     """The float32 of a value's bits, by its width: float32, float16, int8."""
     if value_bytes == 4:
@@ -207,6 +222,7 @@ def _jitted(function: Any) -> Any:
 
 
 _number, _bounds, _float = _jitted(_number_at), _jitted(_row_bounds), _jitted(_as_float)
+_bag = _jitted(_bag_bounds)
 
 
 def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
@@ -214,8 +230,10 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     offsets,
     weights,
     features,
-    unknown,
+    fault,
     out,
+    num_ids,
+    num_bags,
     batch_size,
     width,
     has_weights: tl.constexpr,
@@ -237,17 +255,15 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     rows = tl.load(feature).to(tl.pointer_type(tl.uint8))
     row_pointers = tl.load(feature + 1)
     num_rows = tl.load(feature + 2)
-    first_bag = tl.load(feature + 3) * batch_size
     first_column, embedding_dim, is_mean = tl.load(feature + 4), tl.load(feature + 5), tl.load(feature + 6)
-    bounds = offsets + first_bag + bag
-    begin, end = tl.load(bounds).to(tl.int64), tl.load(bounds + 1).to(tl.int64)
+    begin, end = _bag(offsets, tl.load(feature + 3) * batch_size + bag, num_bags, num_ids, fault)
     own_columns = tl.program_id(2) * columns_per_program + tl.arange(0, columns_per_program)
     pooled = tl.zeros((columns_per_program,), tl.float32)
     for i in range(begin, end):
         row = tl.load(ids + i).to(tl.int64)
         is_row = (row >= 0) & (row < num_rows)
         if checks_ids:
-            tl.store(unknown, 1, mask=is_row == 0)
+            tl.store(fault, 1, mask=is_row == 0)
         first, last = _bounds(row_pointers, row, is_row, pointer_bytes, record_bytes, start_bytes, rows_per_record)
         count = last - first
         start = rows + first * (value_bytes + column_bytes) + tl.where(is_row, row, 0) * scale_bytes

@@ -13,8 +13,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.bag_splitting import select_features
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.bag_splitting import check_one_batch_size
+from dnis_torchrec.batch_checks import check_bags, integer_ids, named
+from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 UNKNOWN_IDS = ("error", "zero")
@@ -150,6 +151,23 @@ class LogicalTables:
         check((weights is not None) == self.is_weighted, "per_sample_weights", requirement, given)
         return batch_size
 
+    def check_batch_size(self, names: list[str], offsets: Tensor, batch_size: int) -> None:
+        """Checks that a batch has as many bags as its batch size and its keys say.
+
+        Args:
+            names: its keys.
+            offsets: ``(keys * B + 1,)``.
+            batch_size: B.
+
+        Raises:
+            ValueError: if it has others.
+        """
+        if not torch.compiler.is_compiling():  # sizes are symbols then, and a check would fix them
+            num_bags = max(offsets.numel() - 1, 0)
+            if num_bags != len(names) * batch_size:
+                requirement = f"expected {len(names) * batch_size} lengths, one for each bag"
+                check(False, named(names), requirement, num_bags)
+
     def divide_means_(self, pooled: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """Divides the sums of MEAN tables by the length of the whole bag, as FBGEMM does also for weighted bags.
 
@@ -200,14 +218,21 @@ def checked_bags(
         One key per feature, without weights if the collection takes none.
 
     Raises:
-        ValueError: if a feature or the weights are missing or, on CPU, an id is unknown and `unknown` None.
-        TypeError: if ids are no int32 or int64.
+        ValueError: if a feature or the weights are missing or, on CPU, the bags are not those of the ids (see
+            `check_bags`), or an id is unknown and `unknown` None.
+        TypeError: if ids are no integers.
         NotImplementedError: if the features of the batch differ in stride.
     """
-    check_ids(features.values())
-    bags = select_features(features, logical.features)
-    ids, weights, batch_size = bags.values().long(), logical.weights_of(bags), bags.stride()
-    counts = bags.lengths().view(len(logical.features), batch_size).sum(dim=1)
+    check_one_batch_size(features)
+    check_bags(features)
+    keys, batch_size, weights = features.keys(), features.stride(), logical.weights_of(features)
+    ids, lengths = integer_ids(features.values(), keys).long(), features.lengths().view(len(keys), batch_size)
+    if weights is not None:
+        weights = weights.float()
+    if keys != logical.features:
+        order = torch.tensor(logical.positions(features), dtype=torch.int32, device=ids.device)
+        lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, ids, weights)
+    counts = lengths.sum(dim=1)
     limit = torch.repeat_interleave(limits, counts, output_size=ids.numel())
     is_row = (ids >= 0) & (ids < limit)
     if unknown is not None:
@@ -216,20 +241,9 @@ def checked_bags(
         torch._assert_async(is_row.all())
     elif not bool(is_row.all()):
         name_unknown_id(logical, ids.split(counts.tolist()))
-    return KeyedJaggedTensor(keys=logical.names, values=ids, weights=weights, lengths=bags.lengths(), stride=batch_size)
-
-
-def check_ids(ids: Tensor) -> None:
-    """Checks that ids are integers as TorchRec has them; others would be rounded, or read as something else.
-
-    Args:
-        ids: of a batch.
-
-    Raises:
-        TypeError: if they are no int32 or int64.
-    """
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(describe("KeyedJaggedTensor", "expected int32 or int64 ids", ids.dtype, "convert them"))
+    return KeyedJaggedTensor(
+        keys=logical.names, values=ids, weights=weights, lengths=lengths.view(-1), stride=batch_size
+    )
 
 
 def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tensor]) -> None:

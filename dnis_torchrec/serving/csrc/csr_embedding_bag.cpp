@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -17,7 +18,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(DNIS_PORTABLE)
 #define DNIS_X86 1
 #include <immintrin.h>
 #endif
@@ -69,6 +70,8 @@ struct Shard {
   CompactPointers compact_pointers;
   int64_t first_row;
   int64_t num_rows;
+  int64_t table_begin = -1;  // shards of its table, once a feature has read it
+  int64_t table_size = 0;
 };
 
 struct Feature {
@@ -114,7 +117,7 @@ struct Row {
 };
 
 struct Fault {
-  enum Kind { NONE, UNKNOWN_ID, OFFSETS, ROW_POINTERS, COLUMNS };
+  enum Kind { NONE, UNKNOWN_ID, ROW_POINTERS, COLUMNS };
   Kind kind = NONE;
   int64_t position = 0;
 
@@ -222,12 +225,17 @@ std::vector<Shard> make_shards(const std::vector<Tensor>& tensors) {
   return shards;
 }
 
-// Counts the rows of a table's shards through, and returns how many there are.
-int64_t number_rows(Shard* shards, int64_t num_shards) {
+// Counts the rows of a table's shards through, and returns how many there are. A shard is of one table.
+int64_t number_rows(std::vector<Shard>& shards, int64_t begin, int64_t num_shards) {
   int64_t num_rows = 0;
-  for (Shard* shard = shards; shard < shards + num_shards; ++shard) {
-    shard->first_row = num_rows;
-    num_rows += shard->num_rows;
+  for (int64_t index = begin; index < begin + num_shards; ++index) {
+    Shard& shard = shards[index];
+    const bool is_own = shard.table_size == 0 || (shard.table_begin == begin && shard.table_size == num_shards);
+    check(is_own, "layout", "shards of one table each");
+    shard.table_begin = begin;
+    shard.table_size = num_shards;
+    shard.first_row = num_rows;
+    num_rows += shard.num_rows;
   }
   return num_rows;
 }
@@ -242,6 +250,7 @@ std::vector<Feature> make_features(
   check(!keys || static_cast<int64_t>(keys->size()) == num_features, "keys", "one for each feature");
   const int64_t* fields = static_cast<const int64_t*>(layout.const_data_ptr());
   std::vector<Feature> features(num_features);
+  Columns columns{width};
   for (int64_t f = 0; f < num_features; ++f, fields += LAYOUT_FIELDS) {
     const int64_t first_shard = fields[0], num_shards = fields[1], first_column = fields[2], embedding_dim = fields[3];
     const int64_t value_bytes = fields[5], column_bytes = fields[6];
@@ -250,20 +259,19 @@ std::vector<Feature> make_features(
     check(
         first_shard >= 0 && num_shards > 0 && first_shard < there && num_shards <= there - first_shard, "layout",
         "tables that exist");
-    check(
-        first_column >= 0 && embedding_dim >= 0 && first_column <= width && embedding_dim <= width - first_column,
-        "layout", "columns within the output");
+    columns.take(first_column, embedding_dim, "layout");
     check(key >= 0 && key < num_keys, "offsets", "bags for each feature");
     check(value_bytes == 4 || value_bytes == 2 || value_bytes == 1, "layout", "values of 4, 2 or 1 bytes");
     check(column_bytes == 1 || column_bytes == 2, "layout", "columns of 1 or 2 bytes");
     const ValueKind kind = value_bytes == 4   ? ValueKind::FLOAT
                            : value_bytes == 2 ? ValueKind::HALF
                                               : ValueKind::INT8;
-    Shard* own = shards.data() + first_shard;
-    const int64_t num_rows = number_rows(own, num_shards);
+    const Shard* own = shards.data() + first_shard;
+    const int64_t num_rows = number_rows(shards, first_shard, num_shards);
     const bool is_mean = fields[4] != 0, has_wide_columns = column_bytes == 2;
     features[f] = {own, num_shards, num_rows, key, first_column, embedding_dim, is_mean, kind, has_wide_columns};
   }
+  columns.check_all_taken("layout");
   return features;
 }
 
@@ -273,8 +281,6 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
     case Fault::UNKNOWN_ID:
       return place + "ids in 0.." + std::to_string(fields.num_embeddings - 1) + ", got " +
              std::to_string(bags.ids[fault.position]);
-    case Fault::OFFSETS:
-      return place + "rising offsets up to the number of ids, got others at " + std::to_string(fault.position);
     case Fault::ROW_POINTERS:
       return place + "rising row pointers up to the number of values, got others at row " +
              std::to_string(bags.ids[fault.position]);
@@ -286,7 +292,6 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
 // Asks memory for where the first rows of some bags begin.
 void prefetch(const Feature& feature, const Bags& bags, int64_t first_bag) {
   const int64_t begin = bags.offsets[feature.key * bags.batch_size + first_bag];
-  if (begin < 0) return;
   for (int64_t k = begin; k < std::min(begin + WINDOW, bags.num_ids); ++k) feature.prefetch(bags.ids[k]);
 }
 
@@ -295,16 +300,15 @@ Tensor csr_embedding_bag(
     const std::vector<Tensor>& tensors, const Tensor& layout, const std::optional<std::vector<int64_t>>& keys,
     int64_t batch_size, int64_t width, bool zero_unknown) {
   Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
-  Tensor out = empty_output(batch_size, width);
-  if (batch_size == 0 || width == 0) return out;
-  bags.out = static_cast<float*>(out.mutable_data_ptr());
+  if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
   std::vector<Shard> shards = make_shards(tensors);
-  const int64_t num_keys = (offsets.numel() - 1) / batch_size;
-  const std::vector<Feature> features = make_features(layout, keys, shards, num_keys, width);
+  const std::vector<Feature> features = make_features(layout, keys, shards, bags.num_keys, width);
+  Tensor out = empty_output(batch_size, width);
+  bags.out = static_cast<float*>(out.mutable_data_ptr());
   const auto ahead = [&](int64_t f) {
     if (f + 1 < static_cast<int64_t>(features.size())) prefetch(features[f + 1], bags, 0);
   };
-  if (!features.empty()) pool_all(features, bags, instruction_set.load()->pool, ahead, describe);
+  pool_all(features, bags, instruction_set.load()->pool, ahead, describe);
   return out;
 }
 

@@ -4,7 +4,7 @@
 // machine without it.
 //
 // Every level gives the same bits: one multiplication and one addition per value, in the order of the ids, never fused.
-// Whatever ids, offsets and tables hold, nothing outside the buffers is read or written.
+// Whatever ids and tables hold, nothing outside the buffers is read or written; offsets rise (fused_bags.h).
 
 // Number k of an array that may begin at any byte.
 template <typename Number>
@@ -201,8 +201,9 @@ inline void find_rows(
     row.weight = bags.weights != nullptr ? bags.weights[first + k] : 1.0f;
     const uint8_t* begin = row.values - SCALE_BYTES<Value>;
     __builtin_prefetch(begin);
-    // another cache line if the row is long or straddles two
-    __builtin_prefetch(row.values + row.length * static_cast<int64_t>(sizeof(Value) + sizeof(Column)) - 1);
+    // another cache line if the row is long or straddles two; a number, because no byte need be there
+    const uintptr_t end = reinterpret_cast<uintptr_t>(row.values) + row.length * (sizeof(Value) + sizeof(Column));
+    __builtin_prefetch(reinterpret_cast<const void*>(end - 1));
   }
   for (int64_t k = first + count; k < first + count + WINDOW && k < bags.num_ids; ++k) feature.prefetch(bags.ids[k]);
 }
@@ -219,10 +220,6 @@ Fault pool_typed(const Feature& feature, const Bags& bags, int64_t first_bag, in
     float* out = bags.out + bag * bags.width + feature.first_column;
     for (uint32_t d = 0; d < embedding_dim; ++d) out[d] = 0.0f;
     const int64_t begin = bags.offsets[first_offset + bag], end = bags.offsets[first_offset + bag + 1];
-    if (__builtin_expect(begin < 0 || begin > end || end > last_id || last_id > bags.num_ids, 0)) {
-      fault.note(Fault::OFFSETS, first_offset + bag);
-      continue;
-    }
     for (int64_t i = begin; i < end; ++i) {
       if (i >= window_end || i < window_begin) {
         window_begin = i;

@@ -20,10 +20,11 @@ struct Integers {
 
 struct Bags {
   Integers ids;          // (I,)
-  Integers offsets;      // (keys * B + 1,)
+  Integers offsets;      // (keys * B + 1,), rising from 0 to I
   const float* weights;  // (I,) or null
   float* out;            // (B, width)
   int64_t num_ids;
+  int64_t num_keys;
   int64_t batch_size;
   int64_t width;
   int64_t max_dim;  // largest R of a block; mixed dimensions only
@@ -43,6 +44,31 @@ Integers integers(const Tensor& tensor, const char* argument) {
   return {tensor.const_data_ptr(), dtype == ScalarType::Long};
 }
 
+// Whether offsets rise from 0 to the number of ids: what every lookup relies on, of keys that nobody reads, too. The signs
+// of all offsets and of all steps between them say it without a branch; none overflows, or a sign before it was set.
+template <typename Offset>
+bool are_sound(const Offset* offsets, int64_t count, int64_t num_ids) {
+  using Bits = std::make_unsigned_t<Offset>;
+  if (count < 1 || offsets[0] != 0 || offsets[count - 1] != num_ids) return false;
+  Bits signs = 0;
+  for (int64_t i = 1; i < count; ++i) {
+    const Bits next = static_cast<Bits>(offsets[i]);
+    signs |= next | (next - static_cast<Bits>(offsets[i - 1]));
+  }
+  return signs >> (8 * sizeof(Bits) - 1) == 0;
+}
+
+// Checks that offsets are those of whole keys, and tells of how many.
+int64_t count_keys(const Tensor& tensor, const Integers& offsets, int64_t num_ids, int64_t batch_size) {
+  const int64_t count = tensor.numel();
+  const bool rises = offsets.is_wide ? are_sound(static_cast<const int64_t*>(offsets.data), count, num_ids)
+                                     : are_sound(static_cast<const int32_t*>(offsets.data), count, num_ids);
+  check(rises, "offsets", "them to rise from 0 to the number of ids");
+  const int64_t num_keys = batch_size == 0 ? 0 : (count - 1) / batch_size;
+  check(num_keys * batch_size == count - 1, "offsets", "batch_size bags of every key");
+  return num_keys;
+}
+
 // What the bags of a batch hold; `out` and `max_dim` are for the caller to set.
 Bags read_bags(
     const Tensor& ids, const Tensor& offsets, const std::optional<Tensor>& per_sample_weights, int64_t batch_size,
@@ -52,6 +78,7 @@ Bags read_bags(
   bags.ids = integers(ids, "ids");
   bags.num_ids = ids.numel();
   bags.offsets = integers(offsets, "offsets");
+  bags.num_keys = count_keys(offsets, bags.offsets, bags.num_ids, batch_size);
   bags.batch_size = batch_size;
   bags.width = width;
   bags.zero_unknown = zero_unknown;
@@ -63,6 +90,20 @@ Bags read_bags(
   }
   return bags;
 }
+
+// Gives the columns of the output out: features take them one after the other, so that each is written, and by one alone.
+struct Columns {
+  int64_t width;
+  int64_t next = 0;
+
+  void take(int64_t first_column, int64_t embedding_dim, const char* argument) {
+    const bool fits = first_column == next && embedding_dim >= 0 && embedding_dim <= width - next &&
+                      embedding_dim <= std::numeric_limits<int32_t>::max();
+    check(fits, argument, "columns within the output, those of one feature behind those of another");
+    next += embedding_dim;
+  }
+  void check_all_taken(const char* argument) const { check(next == width, argument, "columns for the whole output"); }
+};
 
 Tensor empty_output(int64_t batch_size, int64_t width) {
   const int64_t sizes[] = {batch_size, width}, strides[] = {width, 1};

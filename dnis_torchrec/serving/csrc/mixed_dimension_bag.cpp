@@ -12,13 +12,15 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(DNIS_PORTABLE)
 #define DNIS_X86 1
 #include <immintrin.h>
 #endif
@@ -67,7 +69,9 @@ std::vector<Block> make_blocks(
     block.row_bytes = rows.size(1) * (is_float ? 4 : 1);
     const bool aligned = reinterpret_cast<uintptr_t>(block.rows) % alignof(float) == 0 && block.row_bytes % alignof(float) == 0;
     check(bits != 32 || aligned, "tables", "rows aligned as float32 is");
-    check(block.dim >= 0 && bytes_of_row(block.dim, bits) <= block.row_bytes, "tables", "R values in every row");
+    const bool has_room = block.dim >= 0 && block.dim <= 2 * block.row_bytes &&  // so that nothing overflows
+                          bytes_of_row(block.dim, bits) <= block.row_bytes;
+    check(has_room, "tables", "R values in every row");
     block.masks = all_masks + first_mask;
     int64_t num_columns = 0;
     for (int64_t j = 0; j < num_masks; ++j) num_columns += __builtin_popcount(block.masks[j]);
@@ -84,10 +88,14 @@ std::vector<Table> make_tables(
   const int64_t* fields = int64_rows(layout, "table_layout", 4);
   const int64_t* block_fields = int64_rows(block_layout, "blocks", 5);
   std::vector<Table> made(layout.size(0));
+  int64_t next_block = 0;
   for (Table& table : made) {
     const int64_t first = fields[1], num_blocks = fields[2], index = fields[3];
     const int64_t all_blocks = static_cast<int64_t>(blocks.size());
-    check(first >= 0 && num_blocks >= 0 && first <= all_blocks - num_blocks, "table_layout", "blocks that exist");
+    const bool is_own = first == next_block && num_blocks >= 0 && num_blocks <= all_blocks - first;
+    check(is_own, "table_layout", "blocks that exist, those of one table behind those of another");
+    check(fields[0] >= 0, "table_layout", "no fewer than 0 rows");
+    next_block += num_blocks;
     table = {blocks.data() + first, ends.data() + first, nullptr, fields[0], num_blocks};
     fields += 4;
     int64_t begin = 0;
@@ -118,13 +126,12 @@ std::vector<Feature> make_features(
   const int64_t* table_fields = int64_rows(table_layout, "table_layout", 4);
   check(!keys || static_cast<int64_t>(keys->size()) == layout.size(0), "keys", "one for each feature");
   std::vector<Feature> features(layout.size(0));
+  Columns columns{width};
   for (size_t f = 0; f < features.size(); ++f, fields += 4) {
     const int64_t table = fields[0], first_column = fields[1], embedding_dim = fields[2];
     const int64_t key = keys ? (*keys)[f] : static_cast<int64_t>(f);
     check(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_layout", "tables that exist");
-    const bool inside = first_column >= 0 && embedding_dim >= 0 && first_column <= width &&
-                        embedding_dim <= width - first_column;
-    check(inside, "feature_layout", "columns within the output");
+    columns.take(first_column, embedding_dim, "feature_layout");
     check(key >= 0 && key < num_keys, "offsets", "bags for each feature");
     const int64_t first = table_fields[4 * table + 1];
     for (int64_t s = 0; s < tables[table].num_blocks; ++s) {
@@ -138,6 +145,7 @@ std::vector<Feature> make_features(
     }
     features[f] = {&tables[table], key, first_column, embedding_dim, fields[3] != 0};
   }
+  columns.check_all_taken("feature_layout");
   return features;
 }
 
@@ -147,8 +155,6 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
     case Fault::UNKNOWN_ID:
       return place + "ids in 0.." + std::to_string(fields.table->num_embeddings - 1) + ", got " +
              std::to_string(bags.ids[fault.position]);
-    case Fault::OFFSETS:
-      return place + "rising offsets up to the number of ids, got others at " + std::to_string(fault.position);
     default:
       return place + "positions from 0 on, got others for row " + std::to_string(bags.ids[fault.position]);
   }
@@ -161,17 +167,16 @@ Tensor mixed_dimension_bag(
     const std::optional<std::vector<int64_t>>& keys, int64_t batch_size, int64_t width, int64_t bits,
     bool zero_unknown) {
   Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
-  Tensor out = empty_output(batch_size, width);
-  if (batch_size == 0 || width == 0) return out;
-  bags.out = static_cast<float*>(out.mutable_data_ptr());
+  if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
   const Pool pool = pool_of(bits);
   std::vector<Block> blocks = make_blocks(block_layout, tables, masks, bits, bags.max_dim);
   std::vector<int64_t> ends(blocks.size());
   const std::vector<Table> made = make_tables(table_layout, block_layout, blocks, ends, tables, positions);
-  const int64_t num_keys = (offsets.numel() - 1) / batch_size;
   const std::vector<Feature> features =
-      make_features(feature_layout, block_layout, table_layout, made, keys, num_keys, width);
-  if (!features.empty()) pool_all(features, bags, pool, [](int64_t) {}, describe);
+      make_features(feature_layout, block_layout, table_layout, made, keys, bags.num_keys, width);
+  Tensor out = empty_output(batch_size, width);
+  bags.out = static_cast<float*>(out.mutable_data_ptr());
+  pool_all(features, bags, pool, [](int64_t) {}, describe);
   return out;
 }
 

@@ -1,0 +1,168 @@
+"""Checks that a batch holds what it says: as many ids as its lengths ask for, before anything reads them.
+
+Kernels trust lengths and offsets: where these ask for more ids than there are, they read beyond the batch. So what
+comes from outside passes here, or through an operator that checks as much by itself, and errors name the feature.
+
+Shapes: B batch, F features (keys of the batch), I ids of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.checks import SHOWN, check, describe
+
+INTEGERS = (torch.int32, torch.int64)
+"""What operators take ids, lengths and offsets as."""
+
+
+def named(features: Sequence[str]) -> str:
+    """Features as errors name them: ``"feature 'f'"``, ``"features 'f', 'g'"``.
+
+    Args:
+        features: one at least.
+
+    Example:
+        >>> named(["f", "g"])
+        "features 'f', 'g'"
+    """
+    listed = ", ".join(map(repr, features[:SHOWN])) + (", ..." if len(features) > SHOWN else "")
+    return f"features {listed}" if len(features) > 1 else f"feature {listed}"
+
+
+def check_bags(features: KeyedJaggedTensor) -> None:
+    """Checks that lengths, offsets and weights of a batch are those of its ids.
+
+    Nothing is looked at under torch.export and torch.compile; on a GPU, where looking would stop the stream, an
+    assertion runs there.
+
+    Args:
+        features: the batch; keys that nobody reads are checked, too, because theirs shift all others.
+
+    Raises:
+        ValueError: naming the feature, or all of them where no single one is at fault.
+
+    Example:
+        >>> check_bags(KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 5]), lengths=torch.tensor([0, 2])))
+    """
+    if torch.compiler.is_compiling():
+        return
+    lengths, ids, weights = features.lengths(), features.values(), features.weights_or_none()
+    if ids.device.type != "cpu":
+        torch._assert_async((lengths >= 0).all() & (lengths.sum() == ids.numel()))
+        return
+    names = features.keys()
+    num_bags = lengths.numel() if features.variable_stride_per_key() else len(names) * features.stride()
+    fits = ids.dim() == 1 and (weights is None or weights.numel() == ids.numel())
+    if not fits or not _are_sound(lengths, num_bags, ids.numel()):
+        refuse_bags(names, lengths, num_bags, ids, weights)
+    offsets = features.offsets_or_none()
+    if offsets is not None and num_bags:
+        agree = int(offsets[0]) == 0 and bool((offsets.diff() == lengths).all())
+        check(agree, named(names), "expected offsets that rise from 0 by the lengths", "others")
+
+
+def _are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
+    if lengths.dtype not in INTEGERS or lengths.numel() != num_bags:
+        return False
+    if not num_bags:
+        return num_ids == 0
+    lowest, highest = torch.aminmax(lengths)  # no length above the number of ids: their sum does not overflow
+    return int(lowest) >= 0 and int(highest) <= num_ids and int(lengths.sum()) == num_ids
+
+
+def refuse_bags(
+    names: Sequence[str], lengths: Tensor, num_bags: int, ids: Tensor, weights: Tensor | None = None
+) -> None:
+    """Says what is wrong with the bags of a batch; looks at one after the other.
+
+    Args:
+        names: keys of the batch.
+        lengths: ``(F * B,)``, on the CPU.
+        num_bags: ``F * B``, as the batch size has it.
+        ids: ``(I,)``.
+        weights: ``(I,)``, or None.
+
+    Raises:
+        ValueError: as `check_bags`. Nothing is wrong if it does not raise.
+
+    Example:
+        >>> refuse_bags(["f", "g"], torch.tensor([1, 0, 3, 0]), 4, torch.tensor([7, 7]))
+        Traceback (most recent call last):
+        ValueError: feature 'g': expected no more ids than there are, got a bag of 3 in sample 0, with 1 left
+    """
+    everywhere, num_ids = named(names), ids.numel()
+    check(lengths.dtype in INTEGERS, everywhere, "expected int32 or int64 lengths", lengths.dtype)
+    check(lengths.numel() == num_bags, everywhere, f"expected {num_bags} lengths, one for each bag", lengths.numel())
+    check(ids.dim() == 1, everywhere, "expected ids of one dimension", tuple(ids.shape))
+    batch_size, left = num_bags // len(names) if names else 0, num_ids
+    for bag, length in enumerate(lengths.flatten().tolist()):
+        place, sample = named([names[bag // batch_size]]), f"in sample {bag % batch_size}"
+        check(length >= 0, place, "expected lengths of at least 0", f"{length} {sample}")
+        received = f"a bag of {length} {sample}, with {left} left"
+        check(length <= left, place, "expected no more ids than there are", received)
+        left -= length
+    requirement = f"expected as many ids as their lengths add up to, {num_ids - left}"
+    check(left == 0, everywhere, requirement, num_ids)
+    if weights is not None:
+        received = f"{weights.numel()} weights"
+        check(weights.numel() == num_ids, everywhere, f"expected a weight for each of {num_ids} ids", received)
+
+
+def readable_bags(
+    names: Sequence[str], ids: Tensor, offsets: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What to give an operator that refused some bags: they are checked, and converted.
+
+    Args:
+        names: keys of the batch.
+        ids: ``(I,)``, on the CPU.
+        offsets: ``(F * B + 1,)``.
+        weights: ``(I,)``, or None.
+
+    Returns:
+        The ids and weights themselves, if an operator takes them as they are.
+
+    Raises:
+        ValueError: if the bags are at fault, as `check_bags`.
+        TypeError: if ids are no integers.
+
+    Example:
+        >>> ids, _ = readable_bags(["f"], torch.tensor([3], dtype=torch.uint8), torch.tensor([0, 1]), None)
+        >>> ids.dtype
+        torch.int64
+    """
+    everywhere = named(names)
+    check(offsets.dtype in INTEGERS, everywhere, "expected int32 or int64 offsets", offsets.dtype)
+    first = int(offsets[0]) if offsets.numel() else None
+    check(first == 0, everywhere, "expected offsets that rise from 0", first)
+    refuse_bags(names, offsets.long().diff(), offsets.numel() - 1, ids, weights)
+    return integer_ids(ids, names), weights if weights is None else weights.float()
+
+
+def integer_ids(ids: Tensor, names: Sequence[str]) -> Tensor:
+    """Ids as operators take them; others than integers would be rounded, or read as something else.
+
+    Args:
+        ids: of a batch.
+        names: keys of the batch.
+
+    Returns:
+        `ids` if they are int32 or int64, else int64; what does not fit becomes a number below 0, which no table has.
+
+    Raises:
+        TypeError: if they are no integers.
+
+    Example:
+        >>> integer_ids(torch.tensor([200], dtype=torch.uint8), ["f"])
+        tensor([200])
+    """
+    if ids.dtype in INTEGERS:
+        return ids
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(describe(named(names), "expected integer ids", ids.dtype, "convert them"))
+    return ids.long()

@@ -1,0 +1,374 @@
+"""Arguments for every compiled operator, drawn at random, and what each has to give: plain loops over torch's tensors.
+
+For tests/fuzz_operators.py. Tables and batches are tiny, so that whatever is read or written beside a tensor lies in
+memory that nobody owns, which AddressSanitizer sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.bag_offsets import names_tensor, torch_bag_offsets
+from dnis_torchrec.serving.csr_operator import torch_csr_embedding_bag
+from dnis_torchrec.serving.csr_table import CsrTable
+from dnis_torchrec.serving.logical_tables import LogicalTables
+from dnis_torchrec.serving.mixed_dimension_operator import BlockLayout
+from tests.serving_reference import table_scheme
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of an operator, in its order, and a check of what it gave, or wrote into them."""
+
+    arguments: list[Any]
+    check: Callable[[Any], None]
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding; NaN, as of what nobody writes, equals nothing."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
+
+
+def draw_lengths(random: Random, num_bags: int, longest: int) -> list[int]:
+    """How many ids each bag holds."""
+    return [random.randint(0, longest) for _ in range(num_bags)]
+
+
+def draw_ids(random: Random, lengths: list[int], rows: list[int]) -> list[int]:
+    """Ids of the bags of keys that may be as large as `rows` say."""
+    per_key = len(lengths) // len(rows)
+    return [random.randrange(rows[index // per_key]) for index, length in enumerate(lengths) for _ in range(length)]
+
+
+def offsets_of(lengths: list[int]) -> list[int]:
+    """Where bags begin, and the number of ids."""
+    return list(itertools.accumulate(lengths, initial=0))
+
+
+def integers(random: Random, numbers: list[int]) -> Tensor:
+    """As int32 or int64."""
+    return torch.tensor(numbers, dtype=random.choice(INTEGERS))
+
+
+def of_bags(ids: list[int], lengths: list[int]) -> list[list[int]]:
+    """The ids of every bag."""
+    bounds = offsets_of(lengths)
+    return [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def csr_embedding_bag(random: Random) -> Case:
+    """Tables of every kind of values, columns and row pointers, in one shard or two."""
+    batch_size, num_keys = random.randint(1, 4), random.randint(1, 3)
+    tensors: list[Tensor] = []
+    placed, rows = [], []
+    for _ in range(random.randint(1, 2)):
+        dim, dtype = random.choice([1, 3, 8, 17, 300]), random.choice([torch.float32, torch.float16, torch.int8])
+        shards = [
+            CsrTable.from_dense(torch.randn(n, dim) * (torch.rand(n, dim) < random.random())).quantized(dtype)
+            for n in [random.randint(1, 70) for _ in range(random.randint(1, 2))]
+        ]
+        placed.append([len(tensors) // 2, len(shards), dim, dtype.itemsize, 1 if dim <= 256 else 2])
+        rows.append(sum(shard.num_embeddings for shard in shards))
+        tensors += [tensor for shard in shards for tensor in shard.lookup_tensors().values()]
+    readers = [random.randrange(len(placed)) for _ in range(random.randint(1, num_keys))]
+    keys = random.sample(range(num_keys), len(readers))
+    layout, width, rows_of_key = [], 0, [9] * num_keys
+    for table, key in zip(readers, keys, strict=True):
+        first_shard, num_shards, dim, value_bytes, column_bytes = placed[table]
+        layout.append([first_shard, num_shards, width, dim, random.randint(0, 1), value_bytes, column_bytes])
+        width, rows_of_key[key] = width + dim, rows[table]
+    lengths = draw_lengths(random, num_keys * batch_size, 4)
+    ids = draw_ids(random, lengths, rows_of_key)
+    arguments = [
+        integers(random, ids),
+        integers(random, offsets_of(lengths)),
+        torch.randn(len(ids)) if random.random() < 0.5 else None,
+        tensors,
+        torch.tensor(layout),
+        keys,
+        batch_size,
+        width,
+        random.random() < 0.3,
+    ]
+    return Case(arguments, lambda out: same(out, torch_csr_embedding_bag(*arguments)))
+
+
+def stored_block(random: Random, rows: int, dim: int, bits: int) -> tuple[Tensor, Tensor]:
+    """The table of a block as the operator reads it, and its values."""
+    if bits == 32:
+        values = torch.randn(rows, dim + random.randint(0, 2))
+        return values, values[:, :dim]
+    if bits == 16:
+        halves = torch.randn(rows, dim + random.randint(0, 2)).half()
+        return halves.view(torch.uint8), halves[:, :dim].float()
+    scales = torch.rand(rows, 2).half()  # and biases
+    stored = torch.randint(0, 256, (rows, (dim * bits + 7) // 8 + random.randint(0, 2)), dtype=torch.uint8)
+    steps = stored if bits == 8 else torch.stack([stored & 15, stored >> 4], dim=2).flatten(1)
+    values = steps[:, :dim].float() * scales[:, :1].float() + scales[:, 1:].float()
+    return torch.cat([scales.view(torch.uint8), stored], dim=1), values
+
+
+def draw_block_table(random: Random, name: str, bits: int) -> tuple[TableScheme, dict[int, Tensor], Tensor]:
+    """A table of blocks, whose rows stand by block or do not: its scheme, the blocks' tables, and all of it dense."""
+    num_rows, num_blocks, dim = random.randint(1, 12), random.choice([1, 3, 40]), random.choice([1, 5, 16, 33])
+    blocks = [random.randint(0, num_blocks) for _ in range(num_rows)]
+    routing = RowRouting.from_map(torch.tensor(sorted(blocks) if random.random() < 0.5 else blocks), num_blocks)
+    retained = torch.rand(num_blocks, dim) < random.random()
+    readers, pooling = tuple("fg"[: random.randint(1, 2)]), random.choice(["sum", "mean"])
+    scheme = table_scheme(name, routing, retained, feature_names=readers, pooling=pooling)
+    dense, stored = torch.zeros(num_rows, dim), {}
+    for block in range(num_blocks):
+        rows = (routing.all_blocks() == block).nonzero().flatten()
+        columns = retained[block].nonzero().flatten()
+        if len(rows) and len(columns):
+            stored[block], values = stored_block(random, len(rows), len(columns), bits)
+            dense[rows.unsqueeze(1), columns] = values
+    return scheme, stored, dense
+
+
+def mixed_dimension_bag(random: Random) -> Case:
+    """One or two tables of blocks, and a key that nobody reads."""
+    bits, batch_size = random.choice([32, 16, 8, 4]), random.randint(1, 4)
+    schemes, dense, stored = {}, {}, {}
+    for name in "tu"[: random.randint(1, 2)]:
+        schemes[name], blocks, dense[name] = draw_block_table(random, name, bits)
+        stored |= {(name, block): table for block, table in blocks.items()}
+    logical = LogicalTables.of(MixedDimensionScheme(schemes))
+    layout = BlockLayout.of(logical, list(stored), [table.routing.positions() for table in logical.tables])
+    names = ["f", "g", "x"]
+    random.shuffle(names)
+    rows_of = [min([t.num_embeddings for t in schemes.values() if n in t.feature_names], default=9) for n in names]
+    lengths = draw_lengths(random, 3 * batch_size, 4)
+    ids = draw_ids(random, lengths, rows_of)
+    weights = torch.randn(len(ids)) if random.random() < 0.5 else None
+    keys = [names.index(feature) for feature in logical.features]
+    arguments = [
+        integers(random, ids),
+        integers(random, offsets_of(lengths)),
+        weights,
+        list(stored.values()),
+        layout.positions,
+        layout.features,
+        layout.tables,
+        layout.blocks,
+        layout.masks,
+        keys,
+        batch_size,
+        layout.width,
+        bits,
+        random.random() < 0.3,
+    ]
+
+    def check(out: Tensor) -> None:
+        factors = torch.ones(len(ids)) if weights is None else weights
+        bounds, parts = offsets_of(lengths), []
+        for table, key in zip(logical.tables, keys, strict=True):
+            pooled = torch.zeros(batch_size, table.embedding_dim)
+            for bag in range(batch_size):
+                begin, end = bounds[key * batch_size + bag], bounds[key * batch_size + bag + 1]
+                for place in range(begin, end):
+                    pooled[bag] += dense[table.name][ids[place]] * factors[place]
+                if table.pooling == "mean":
+                    pooled[bag] /= max(end - begin, 1)
+            parts.append(pooled)
+        same(out, torch.cat(parts, dim=1))
+
+    return Case(arguments, check)
+
+
+def bag_offsets(random: Random) -> Case:
+    """Lengths of one to three features."""
+    num_features, batch_size = random.randint(1, 3), random.randint(0, 4)
+    lengths = draw_lengths(random, num_features * batch_size, 3)
+    arguments = [
+        integers(random, lengths).view(num_features, batch_size),
+        torch.arange(sum(lengths)),
+        names_tensor(["a", "bc", "d"][:num_features]),
+    ]
+    return Case(arguments, lambda out: same(out, torch_bag_offsets(*arguments)))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Pieces of a collection: what the three operators of soft selection read; `terms` are (sample, piece)."""
+
+    layout: list[list[int]]
+    rows: Tensor
+    alpha: Tensor
+    divisors: Tensor | None
+    pooled: Tensor
+    width: int
+
+    def factor(self, sample: int, piece: int) -> tuple[slice, slice, slice] | None:
+        """Columns of the piece, of its output, and its part of alpha; None of an empty bag."""
+        in_column, out_column, dim, first, _ = self.layout[piece]
+        row = int(self.rows[sample, piece])
+        begin = first + row * dim
+        return None if row < 0 else (*(slice(c, c + dim) for c in (in_column, out_column)), slice(begin, begin + dim))
+
+    def divisor(self, sample: int, piece: int) -> float:
+        """Of the output that the piece adds to."""
+        return 1.0 if self.divisors is None else float(self.divisors[sample, self.layout[piece][4]])
+
+    @property
+    def terms(self) -> list[tuple[int, int, slice, slice, slice]]:
+        """Every piece of every sample that is not empty."""
+        places = itertools.product(range(len(self.rows)), range(len(self.layout)))
+        return [(b, k, *found) for b, k in places if (found := self.factor(b, k)) is not None]
+
+
+def draw_selection(random: Random) -> Selection:
+    """One to three outputs of one to three pieces each; the alphas of all stand in one tensor."""
+    batch_size, dtype = random.randint(1, 70), random.choice([torch.float32, torch.float64])
+    layout: list[list[int]] = []
+    in_column, out_column, alpha_size, most_rows = 0, 0, 0, []
+    for output in range(random.randint(1, 3)):
+        dim, num_rows = random.choice([1, 3, 17]), random.randint(1, 4)
+        for _ in range(random.randint(1, 3)):
+            layout.append([in_column, out_column, dim, alpha_size, output])
+            most_rows.append(num_rows)
+            in_column += dim
+        out_column, alpha_size = out_column + dim, alpha_size + dim * num_rows
+    rows = [[random.randint(-1, most - 1) for most in most_rows] for _ in range(batch_size)]
+    pooled = torch.randn(batch_size, in_column, dtype=dtype)
+    divisors = torch.rand(batch_size, output + 1, dtype=dtype) + 1 if random.random() < 0.5 else None
+    alpha = torch.randn(alpha_size, dtype=dtype)
+    rows_tensor = torch.tensor(rows, dtype=torch.int32)
+    return Selection(layout, rows_tensor, alpha, divisors, pooled, out_column)
+
+
+def select_pooled(random: Random) -> Case:
+    """out = sum over pieces of pooled * alpha / divisor."""
+    s = draw_selection(random)
+    out = s.pooled.new_full((len(s.pooled), s.width), torch.nan)
+
+    def check(_: None) -> None:
+        expected = torch.zeros_like(out)
+        for b, k, own, to, of_alpha in s.terms:
+            expected[b, to] += s.pooled[b, own] * s.alpha[of_alpha] / s.divisor(b, k)
+        same(out, expected)
+
+    return Case([s.pooled, s.alpha, s.rows, s.divisors, torch.tensor(s.layout), out], check)
+
+
+def spread_gradient(random: Random) -> Case:
+    """grad_pooled = grad * alpha / divisor, 0 or untouched for empty bags; whether grad is finite."""
+    s, keep_empty = draw_selection(random), random.random() < 0.5
+    grad = torch.randn(len(s.pooled), s.width, dtype=s.pooled.dtype)
+    grad_pooled = torch.full_like(s.pooled, 7.0)
+
+    def check(is_finite: bool) -> None:
+        expected = torch.full_like(s.pooled, 7.0 if keep_empty else 0.0)
+        for b, k, own, to, of_alpha in s.terms:
+            expected[b, own] = grad[b, to] * s.alpha[of_alpha] / s.divisor(b, k)
+        same(grad_pooled, expected)
+        assert is_finite
+
+    return Case([grad, s.alpha, s.rows, s.divisors, torch.tensor(s.layout), keep_empty, grad_pooled], check)
+
+
+def sum_alpha_gradient(random: Random) -> Case:
+    """grad_alpha = sum over samples of grad * pooled / divisor."""
+    s = draw_selection(random)
+    grad = torch.randn(len(s.pooled), s.width, dtype=s.pooled.dtype)
+    grad_alpha = torch.full_like(s.alpha, torch.nan)
+
+    def check(_: None) -> None:
+        expected = torch.zeros_like(s.alpha)
+        for b, k, own, to, of_alpha in s.terms:
+            expected[of_alpha] += grad[b, to] * s.pooled[b, own] / s.divisor(b, k)
+        same(grad_alpha, expected)
+
+    return Case([grad, s.pooled, s.rows, s.divisors, torch.tensor(s.layout), grad_alpha], check)
+
+
+def draw_routing(random: Random, num_rows: int, num_blocks: int) -> tuple[Tensor, list[int]]:
+    """Where rows belong, in one of the ways that operators know, and as a list; block `num_blocks` is none."""
+    kind = random.choice(["ends", "map", "wide map"])
+    if kind == "ends":
+        ends = sorted(random.randint(0, num_rows) for _ in range(num_blocks))
+        return torch.tensor(ends, dtype=torch.int64), [sum(row >= end for end in ends) for row in range(num_rows)]
+    blocks = [random.randint(0, num_blocks) for _ in range(num_rows)]
+    return torch.tensor(blocks, dtype=torch.uint8 if kind == "map" else torch.uint16), blocks
+
+
+def fill_rows(random: Random) -> Case:
+    """Rows of alpha of single-id features, of which a key may have none."""
+    num_keys, batch_size, num_pieces = random.randint(1, 3), random.randint(1, 5), random.randint(1, 4)
+    lengths = draw_lengths(random, num_keys * batch_size, 1)
+    ids = draw_ids(random, lengths, [9] * num_keys)
+    drawn = [draw_routing(random, 9, random.choice([1, 4, 20])) for _ in range(random.randint(1, num_pieces))]
+    pieces = random.sample(range(num_pieces), len(drawn))
+    places = [(piece, random.randrange(num_keys), random.randint(0, 50)) for piece in pieces]
+    rows = torch.full((batch_size, num_pieces), -7, dtype=torch.int32)
+
+    def check(_: None) -> None:
+        bags, expected = of_bags(ids, lengths), torch.full_like(rows, -7)
+        for (piece, key, first_row), (_, blocks) in zip(places, drawn, strict=True):
+            for b in range(batch_size):
+                bag = bags[key * batch_size + b]
+                expected[b, piece] = first_row + blocks[bag[0]] if bag else -1
+        same(rows, expected)
+
+    flat = [number for place in places for number in place]
+    routings = [routing for routing, _ in drawn]
+    return Case([integers(random, ids), integers(random, lengths), routings, flat, rows], check)
+
+
+def are_good_bags(random: Random) -> Case:
+    """Bags some of which are too long, or hold an id too high."""
+    num_keys, batch_size = random.randint(1, 3), random.randint(0, 4)
+    lengths = draw_lengths(random, num_keys * batch_size, 2)
+    ids = draw_ids(random, lengths, [9] * num_keys)
+    bounds, longest = ([random.choice([1, 9, 2**63 - 1]) for _ in range(num_keys)] for _ in range(2))
+
+    def check(are_good: bool) -> None:
+        keys = [bag // max(batch_size, 1) for bag in range(len(lengths))]
+        fits = zip(of_bags(ids, lengths), keys, strict=True) if lengths else []
+        expected = all(len(bag) <= longest[key] and all(i < bounds[key] for i in bag) for bag, key in fits)
+        assert are_good == expected
+
+    return Case([integers(random, ids), integers(random, lengths), torch.tensor(bounds), torch.tensor(longest)], check)
+
+
+def split_bags(random: Random) -> Case:
+    """Bags of one to three features, split by block; some blocks are dropped."""
+    batch_size, num_blocks = random.randint(1, 4), [random.choice([1, 4, 20]) for _ in range(random.randint(1, 3))]
+    lengths = draw_lengths(random, len(num_blocks) * batch_size, 4)
+    ids = draw_ids(random, lengths, [9] * len(num_blocks))
+    drawn = [draw_routing(random, 9, count) for count in num_blocks]
+    first_of, num_pieces = offsets_of([count + 1 for count in num_blocks]), random.randint(0, 6)
+    pieces = [random.randint(0, num_pieces) for _ in range(first_of[-1])]
+    ids_tensor, lengths_tensor = integers(random, ids), integers(random, lengths)
+    weights = torch.randn(len(ids), dtype=torch.float64) if random.random() < 0.5 else None
+    split_ids, split_weights = torch.zeros_like(ids_tensor), None if weights is None else torch.zeros_like(weights)
+    split_lengths = lengths_tensor.new_zeros(num_pieces * batch_size)
+
+    def check(_: None) -> None:
+        split: list[list[int]] = [[] for _ in range(num_pieces * batch_size)]
+        bag_of_id = [bag for bag, length in enumerate(lengths) for _ in range(length)]
+        for place, bag in enumerate(bag_of_id):
+            feature, b = divmod(bag, batch_size)
+            piece = pieces[first_of[feature] + drawn[feature][1][ids[place]]]
+            if piece < num_pieces:
+                split[piece * batch_size + b].append(place)
+        order = [place for bag in split for place in bag]
+        assert split_lengths.tolist() == [len(bag) for bag in split]
+        assert split_ids[: len(order)].tolist() == [ids[place] for place in order]
+        if weights is not None and split_weights is not None:
+            same(split_weights[: len(order)], weights[order])
+
+    routings, at = [routing for routing, _ in drawn], torch.tensor(pieces)
+    written = [split_ids, split_lengths, split_weights]
+    return Case([ids_tensor, lengths_tensor, weights, routings, at, first_of, batch_size, *written], check)
