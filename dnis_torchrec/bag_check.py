@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.batch_checks import check_bags
 from dnis_torchrec.block_operators import are_compiled, are_good_bags
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.jagged import jagged_by_key
@@ -38,8 +39,8 @@ class BagCheck(nn.Module):
             raise NotImplementedError(describe("features", "supported are batches of one size for all keys", "several"))
         if self._are_good(features):
             return
-        if features.lengths().device.type == "cpu":
-            check_lengths(features)
+        if features.values().device.type == "cpu":
+            check_bags(features)
         jagged = jagged_by_key(features)
         for output in self._outputs:
             place = f"table {output.table!r}, feature {output.feature!r}"
@@ -55,7 +56,8 @@ class BagCheck(nn.Module):
     def _are_good(self, features: KeyedJaggedTensor) -> bool:
         """The usual case on a CPU, decided for all features at once; False where each has to be looked at."""
         ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
-        if ids.device.type != "cpu":
+        weights = features.weights_or_none()
+        if ids.device.type != "cpu" or (weights is not None and weights.numel() != ids.numel()):
             return False
         if keys not in self._limits:
             if not {output.feature for output in self._outputs} <= set(keys):
@@ -78,30 +80,6 @@ class BagCheck(nn.Module):
             if not output.is_multi_hot:
                 longest[output.feature] = 1
         return torch.tensor(list(bounds.values())), torch.tensor(list(longest.values()))
-
-
-def check_lengths(features: KeyedJaggedTensor) -> None:
-    """Checks that the bags of a batch are those of its ids: none too many, none left over. CPU.
-
-    Args:
-        features: the bags, all of one batch size.
-
-    Raises:
-        ValueError: naming the feature.
-
-    Example:
-        >>> kjt = KeyedJaggedTensor(keys=["f", "g"], values=torch.tensor([3, 0, 1]), lengths=torch.tensor([2, 1]))
-        >>> check_lengths(kjt)
-    """
-    keys, num_ids = features.keys(), features.values().numel()
-    left, requirement = num_ids, "expected lengths that add up to the ids of the batch"
-    for key, lengths in zip(keys, features.lengths().view(len(keys), -1).long(), strict=True):
-        shortest, longest = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)
-        check(shortest >= 0, f"feature {key!r}", "expected lengths of at least 0", shortest)
-        wanted = longest if longest > num_ids else int(lengths.sum())  # which cannot overflow then
-        check(wanted <= left, f"feature {key!r}", requirement, f"bags of {wanted} ids where {left} are left")
-        left -= wanted
-    check(left == 0, f"features {keys}", requirement, f"{left} ids of {num_ids} in no bag")
 
 
 def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: str) -> None:
