@@ -160,8 +160,8 @@ def blocks_from_counts(
     Args:
         counts: occurrences in the training data.
         tables: the tables to block, as ``embedding_bag_configs()`` gives them.
-        num_blocks: S wanted, at most 65,535; with scope ``"table"`` as many as a table has rows, where those are fewer. ``"decades"``
-            and ``"explicit"`` have as many blocks as they come to.
+        num_blocks: S wanted, at most 65,535; with scope ``"table"`` as many as a table has rows, where those are fewer.
+            ``"decades"`` and ``"explicit"`` have as many blocks as they come to.
         scope: ``"global"`` (the paper: tables of equal embedding_dim together) or ``"table"``.
         strategy: ``"equal_rows"`` (the paper's reading), ``"equal_mass"`` (equal occurrences), ``"decades"`` (one block
             per power of ten of the frequency; never-seen rows join the last) or ``"explicit"``.

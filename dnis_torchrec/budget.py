@@ -245,7 +245,9 @@ def out_of_reach(size: Size, blocks: RowBlocks, amount: float) -> SizeOutOfReach
     name, received = size.given
     if name == "compression_ratio":
         limit = math.floor(100 * _dense_parameters(blocks) / amount) / 100  # rounded up, it could not be met
-        return SizeOutOfReachError(describe(name, f"expected at most {limit:.2f} for these tables and blocks", received))
+        return SizeOutOfReachError(
+            describe(name, f"expected at most {limit:.2f} for these tables and blocks", received)
+        )
     _, fixed, _ = _costs(size, blocks)
     smallest = math.ceil((fixed + amount) * (1 - 1e-12))
     return SizeOutOfReachError(describe(name, f"expected at least {smallest} for these tables and blocks", received))

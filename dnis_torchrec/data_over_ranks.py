@@ -13,6 +13,9 @@ Shapes: B batch, W ranks.
 
 from __future__ import annotations
 
+import itertools
+import logging
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -26,10 +29,15 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.hashing import mix
 from dnis_torchrec.recipe import DataSplits
 from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.sample_sketch import SampleSketch, share_found
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "selection", "test")
 FINGERPRINTS = 1 << 40
 """How many fingerprints there are: few enough that those of many ranks can be added up."""
+OVERLAP = 0.5
+"""Share of a split's samples, beyond what repeats anyway, that another split may have too before a warning says so."""
 
 
 class SplitsItself(Protocol):
@@ -168,11 +176,14 @@ class NotedBatches:
         fingerprint: of the samples of the last pass, below `FINGERPRINTS`: another label, id or bag changes it, the
             order of the samples and how batches and ranks share them do not. Dense features, to which some streams add
             noise, have no part in it.
+        sketch: of the samples of the last pass; there dense features have a part, and weights of ids have none.
+        batches: those of the last pass that are still there, by their id.
     """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = batches
-        self.fingerprint = 0
+        self.fingerprint, self.sketch = 0, SampleSketch()
+        self.batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[Batch]:
         return self._noting(self._batches)
@@ -182,10 +193,14 @@ class NotedBatches:
         return self._noting(for_counting(self._batches))
 
     def _noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        self.fingerprint = 0
+        self.fingerprint, self.sketch = 0, SampleSketch()
+        self.batches.clear()
         for batch in batches:
             yield batch  # to be checked first
-            self.fingerprint = (self.fingerprint + _sum_of_samples(batch)) % FINGERPRINTS
+            samples = _samples(batch)
+            self.fingerprint = (self.fingerprint + int(samples.sum())) % FINGERPRINTS
+            self.sketch.add(_with_dense(samples, batch))
+            self.batches[id(batch)] = batch
 
 
 def noting(data: DataSplits) -> DataSplits:
@@ -208,8 +223,43 @@ def fingerprints(noted: DataSplits, ranks: Ranks) -> dict[str, int]:
     return dict(zip(SPLITS, sums.tolist(), strict=True))
 
 
-def _sum_of_samples(batch: Batch) -> int:
-    """Label and bags of each sample mixed into one number, and these added up."""
+def warn_of_overlaps(noted: DataSplits, ranks: Ranks) -> None:
+    """Warns of splits that have batches or many samples in common: what is measured on such data says little.
+
+    Some reductions of a sample of bounded size per split; the warnings come from rank 0, one per pair of splits.
+
+    Args:
+        noted: from `noting`, after each split was read to its end.
+        ranks: that the data is split over.
+    """
+    splits = {name: getattr(noted, name) for name in SPLITS}
+    sketches = {name: split.sketch.over_ranks(ranks) for name, split in splits.items()}
+    for pair in itertools.combinations(reversed(SPLITS), 2):
+        for one, other in (pair, reversed(pair)):
+            found, expected = share_found(sketches[one], sketches[other])
+            if found - expected > OVERLAP:
+                message = f"about {found:.0%} of the {one} split's samples are in the {other} split, too"
+                break
+        else:
+            if not any(splits[pair[1]].batches.get(key) is batch for key, batch in splits[pair[0]].batches.items()):
+                continue
+            message = f"a batch of the {pair[0]} split is one of the {pair[1]} split, too"
+        if ranks.is_first:
+            logger.warning("%s: no sample should be in two splits, or what is measured on one says little", message)
+
+
+def _with_dense(samples: np.ndarray, batch: Batch) -> np.ndarray:
+    """The numbers of samples, each mixed with its dense features."""
+    if not isinstance(batch.dense_features, torch.Tensor) or not len(samples):
+        return samples
+    dense = batch.dense_features.detach().cpu().float().reshape(len(samples), -1).contiguous()
+    bits = dense.view(torch.int32).numpy().astype(np.uint64)
+    columns = np.arange(1, bits.shape[1] + 1, dtype=np.uint64) << np.uint64(32)
+    return mix(samples + mix(bits + columns).sum(axis=1, dtype=np.uint64))
+
+
+def _samples(batch: Batch) -> np.ndarray:
+    """Label and bags of each sample mixed into one number, ``(B,)`` uint64."""
     features, zero = batch.sparse_features, np.zeros(1, np.uint64)
     factors = np.array([2 * zlib.crc32(key.encode()) + 1 for key in features.keys()], np.uint64)  # noqa: SIM118
     ids = features.values().detach().cpu().numpy().astype(np.uint64)
@@ -217,5 +267,4 @@ def _sum_of_samples(batch: Batch) -> int:
     sums = np.concatenate([zero, np.cumsum(mix(ids + np.uint64(1)))])  # a bag of row 0 is no empty one
     bags = np.diff(sums[offsets]).reshape(len(factors), features.stride())
     labels = batch.labels.detach().cpu().float().flatten().view(torch.int32).numpy().astype(np.uint64)
-    samples = mix((bags * factors[:, None]).sum(axis=0) + mix(labels))
-    return int(samples.sum()) % FINGERPRINTS
+    return mix((bags * factors[:, None]).sum(axis=0) + mix(labels))

@@ -29,11 +29,12 @@ from dnis_torchrec.batch_parts import BatchParts
 from dnis_torchrec.blocking import SCOPES, RowBlocks, blocks_from_counts, check_num_blocks
 from dnis_torchrec.budget import Budget, Size, check_compresses
 from dnis_torchrec.cached_tables import PrefetchedTables
-from dnis_torchrec.checked_counts import count_training_data
+from dnis_torchrec.checked_counts import count_training_data, read_before_training
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data_over_ranks import check_same, fingerprints, noting, split_over_ranks
+from dnis_torchrec.data_over_ranks import split_over_ranks
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.lookup_batches import LookupBatches
 from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.pruning import STRUCTURES, num_elements, prune
 from dnis_torchrec.ranks import together
@@ -326,7 +327,8 @@ def search(
         check_pooling(recipe.model)
         check_compresses(config.size, dense_parameters(recipe.model))
         check_num_blocks(config.num_blocks, tables, scope=config.scope, strategy=config.strategy)
-    whole, counts, data = _counted(recipe, config, tables, ranks)
+    limits = CountLimits(exact_rows=config.exact_count_rows)
+    whole, counts, data = read_before_training(recipe, tables, ranks, limits)
     recipe = replace(recipe, data=replace(whole, validation=_in_parts(recipe.data, config, ranks)))
     blocks = blocks_from_counts(
         counts, tables, num_blocks=config.num_blocks, scope=config.scope, strategy=config.strategy
@@ -390,18 +392,6 @@ def _sharded(
         prefetched=not config.unrolled,
         batch_size=batch_size,
     )
-
-
-def _counted(
-    recipe: Recipe, config: SearchConfig, tables: Sequence[EmbeddingBagConfig], ranks: Ranks
-) -> tuple[DataSplits, FrequencyCounts, dict[str, int]]:
-    """This rank's splits, the counts of all ranks, and the fingerprint of every split."""
-    limits = CountLimits(exact_rows=config.exact_count_rows)
-    whole = split_over_ranks(recipe.data, ranks)
-    noted = noting(whole)
-    counts = count_training_data(noted, recipe.loss, tables, limits=limits, process_group=ranks.group)
-    check_same(whole, ranks)
-    return whole, counts, fingerprints(noted, ranks)
 
 
 def _in_parts(data: DataSplits, config: SearchConfig, ranks: Ranks) -> Iterable[Batch]:
@@ -498,4 +488,5 @@ def _pipeline(
         alpha_averaging=config.alpha_averaging,
         unrolled_step=_highest_rate(optimizer) if config.unrolled else None,
     )
-    return pipeline, BilevelStream(recipe.data.train, recipe.data.validation, schedule)
+    train, validation = LookupBatches(recipe.data.train), LookupBatches(recipe.data.validation)
+    return pipeline, BilevelStream(train, validation, schedule)

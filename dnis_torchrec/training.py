@@ -37,6 +37,7 @@ from dnis_torchrec.denormals import flushing_denormals
 from dnis_torchrec.detachable_pipeline import DetachableTrainPipeline
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.finite import REMEDY, FiniteGuard, NonFiniteError
+from dnis_torchrec.lookup_batches import LookupBatches, for_lookup
 from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.ranks import world_size_of
@@ -288,7 +289,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
             metrics = metrics_of(loss, is_ranking=is_ranking).to(device)
         if is_binary and not is_ranking:
             check_classes(batch.labels, "evaluation split")
-        batch = batch.to(device)
+        batch = for_lookup(batch).to(device)
         seen += batch.labels.numel()
         _, (value, predictions, labels) = model(batch)
         if labels.numel():  # the mean of none is NaN
@@ -414,7 +415,7 @@ def train_plainly(
         save_checkpoint(start, model)
     model.train()
     for epoch in range(max_epochs):
-        batches = iter(recipe.data.train)
+        batches = iter(LookupBatches(recipe.data.train))
         step = 0
         while True:
             try:

@@ -53,8 +53,14 @@ def test_fewer_epochs_than_none_are_refused(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"threshold": 1e9}, r"threshold: expected a number below 0\.\d+, above which nothing is left, got 1000000000\.0"),
-        ({"threshold": 1e9, "structure": "element"}, r"threshold: expected a number below \d\.\d+, above which nothing"),
+        (
+            {"threshold": 1e9},
+            r"threshold: expected a number below 0\.\d+, above which nothing is left, got 1000000000\.0",
+        ),
+        (
+            {"threshold": 1e9, "structure": "element"},
+            r"threshold: expected a number below \d\.\d+, above which nothing",
+        ),
         ({"size": Size(compression_ratio=400)}, r"compression_ratio: expected at most \d+\.\d\d for these tables"),
         ({"size": Size(embedding_bytes=10**6)}, "embedding_bytes: expected at most 1664, what the uncompressed tables"),
     ],

@@ -96,7 +96,7 @@ def assert_scheme_tells_the_tables(model: nn.Module, blocks: RowBlocks, scheme: 
 
 
 def pruned(case: Case, expected: list[torch.Tensor], **options) -> MixedDimensionScheme | None:
-    """Prunes to the tables that are expected; None where these hold nothing: it is refused, and no table has changed."""
+    """Prunes to the tables that are expected; None where these hold nothing: refused, and no table has changed."""
     model, blocks, counts = case
     before = [table_of(model, name).clone() for name in ("a", "b")]
     if any(bool(table.any()) for table in expected):
@@ -428,40 +428,6 @@ def test_pruned_values_of_a_sharded_model_stay_zero(sharding_type: str) -> None:
 
 
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"structure": "row"}, r"structure: expected one of \('element', 'block'\), got 'row'"),
-        ({"scope": "model"}, "scope: expected 'global' or 'table', got 'model'"),
-        ({}, r"prune: expected exactly one of size and threshold, got \(None, None\)"),
-        ({"threshold": 0.1, "size": Size(parameters=1)}, "prune: expected exactly one of size and threshold"),
-        ({"threshold": -0.1}, "threshold: expected a number >= 0, got -0.1"),
-        ({"size": Size(parameters=0.5)}, "parameters: expected at least 1 for these tables and blocks, got 0.5"),
-        (
-            {"size": Size(embedding_bytes=16, form="csr_fp32"), "structure": "element"},
-            "embedding_bytes: expected at least 17 for these tables in CSR, got 16",
-        ),
-        (
-            {"size": Size(compression_ratio=8.5), "structure": "element"},
-            r"compression_ratio: expected at most 8 for these tables, got 8\.5",
-        ),
-        (
-            {"size": Size(parameters=0.5), "structure": "element"},
-            r"parameters: expected at least 1 for these tables, got 0\.5",
-        ),
-        ({"size": Size(parameters=9)}, "parameters: expected at most 8, what the uncompressed tables take, got 9"),
-        ({"size": Size(embedding_bytes=33)}, "embedding_bytes: expected at most 32, what the uncompressed tables take"),
-        ({"threshold": 1.0}, "threshold: expected a number below 1, above which nothing is left, got 1.0"),
-        ({"threshold": 7.0, "structure": "element"}, "threshold: expected a number below 1, above which nothing is"),
-    ],
-)
-def test_unfit_options_are_refused_before_a_table_changes(options: dict, message: str) -> None:
-    model, blocks, counts = simple()
-    with pytest.raises(ValueError, match=f"^{message}"):
-        prune(model, blocks, counts, **options)
-    assert (model.embedding_bags["a"].weight == 1).all()
 
 
 def test_the_smallest_csr_size_that_is_named_can_be_met() -> None:

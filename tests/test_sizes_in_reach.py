@@ -24,6 +24,7 @@ from dnis_torchrec.pruning import drop_zeros_, prune
 from dnis_torchrec.search import SearchConfig, search
 from dnis_torchrec.soft_selection import Alpha
 from tests.test_budget import blocks_of
+from tests.test_pruning import simple
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")
@@ -143,3 +144,37 @@ def test_tables_of_zeros_are_refused(how: dict[str, object], structure: str, tmp
     with pytest.raises(ValueError, match=r"^export: expected a scheme that retains a value, got none"):
         export(model, nothing, tmp_path / "artifact")
     assert not (tmp_path / "artifact").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"structure": "row"}, r"structure: expected one of \('element', 'block'\), got 'row'"),
+        ({"scope": "model"}, "scope: expected 'global' or 'table', got 'model'"),
+        ({}, r"prune: expected exactly one of size and threshold, got \(None, None\)"),
+        ({"threshold": 0.1, "size": Size(parameters=1)}, "prune: expected exactly one of size and threshold"),
+        ({"threshold": -0.1}, "threshold: expected a number >= 0, got -0.1"),
+        ({"size": Size(parameters=0.5)}, "parameters: expected at least 1 for these tables and blocks, got 0.5"),
+        (
+            {"size": Size(embedding_bytes=16, form="csr_fp32"), "structure": "element"},
+            "embedding_bytes: expected at least 17 for these tables in CSR, got 16",
+        ),
+        (
+            {"size": Size(compression_ratio=8.5), "structure": "element"},
+            r"compression_ratio: expected at most 8 for these tables, got 8\.5",
+        ),
+        (
+            {"size": Size(parameters=0.5), "structure": "element"},
+            r"parameters: expected at least 1 for these tables, got 0\.5",
+        ),
+        ({"size": Size(parameters=9)}, "parameters: expected at most 8, what the uncompressed tables take, got 9"),
+        ({"size": Size(embedding_bytes=33)}, "embedding_bytes: expected at most 32, what the uncompressed tables take"),
+        ({"threshold": 1.0}, "threshold: expected a number below 1, above which nothing is left, got 1.0"),
+        ({"threshold": 7.0, "structure": "element"}, "threshold: expected a number below 1, above which nothing is"),
+    ],
+)
+def test_unfit_options_are_refused_before_a_table_changes(options: dict, message: str) -> None:
+    model, blocks, counts = simple()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        prune(model, blocks, counts, **options)
+    assert (model.embedding_bags["a"].weight == 1).all()
