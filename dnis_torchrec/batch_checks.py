@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.checks import check, describe
 
 CLEAN = "clean the data"
+SOME_SAMPLES, NO_EMPTY_BATCHES = "expected at least one sample", "leave empty batches out"
 
 
 def check_batch(batch: Batch, place: str) -> None:
@@ -33,7 +34,7 @@ def check_batch(batch: Batch, place: str) -> None:
         >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3]), lengths=torch.tensor([1]))
         >>> check_batch(Batch(torch.zeros(1, 2), kjt, torch.ones(1)), "train batch 0")
     """
-    check(batch.labels.numel() > 0, place, "expected at least one sample", "none", "leave empty batches out")
+    check(batch.labels.numel() > 0, place, SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
     for name, value in parts_of(batch).items():
         if isinstance(value, KeyedJaggedTensor):
             check_ids_are_integers(value.values(), f"{place}, feature {value.keys()[0]!r}" if value.keys() else place)

@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from dnis_torchrec.checks import check
 from dnis_torchrec.data_over_ranks import (
     check_same,
+    check_steps,
     fingerprints,
     for_counting,
     noting,
@@ -44,12 +45,13 @@ def read_before_training(
         This rank's splits, the counts of all ranks, and the fingerprint of every split.
 
     Raises:
-        ValueError: on all ranks, as `count_training_data`, or if ranks have read other batches.
+        ValueError: on all ranks, as `count_training_data`, or if ranks have read other batches, or not as many.
     """
     whole = split_over_ranks(recipe.data, ranks)
     noted = noting(whole)
     counts = count_training_data(noted, recipe.loss, tables, limits=limits, process_group=ranks.group)
     check_same(whole, ranks)
+    check_steps(whole, noted, ranks)
     warn_of_overlaps(noted, ranks)
     if ranks.is_first:
         warn_of_sigmoid(recipe.model, recipe.loss, next(iter(recipe.data.selection)))

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torchrec.datasets.utils import Batch
 
+from dnis_torchrec.batch_checks import NO_EMPTY_BATCHES, SOME_SAMPLES
 from dnis_torchrec.batch_slices import CutBatches, slice_of
 from dnis_torchrec.checks import check
 from dnis_torchrec.hashing import mix
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "selection", "test")
 FINGERPRINTS = 1 << 40
 """How many fingerprints there are: few enough that those of many ranks can be added up."""
+SAME_BATCHES = "expected as many batches on every rank"
 OVERLAP = 0.5
 """Share of a split's samples, beyond what repeats anyway, that another split may have too before a warning says so."""
 
@@ -97,6 +99,7 @@ class SlicedBatches(CutBatches):
     def _whole(self) -> Iterator[Batch]:
         seen = 0
         for index, batch in enumerate(self._batches):
+            check(batch.labels.numel() > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
             if self.fingerprint is None:
                 seen += _fingerprint(batch, index)
             yield batch
@@ -176,6 +179,7 @@ class NotedBatches:
         fingerprint: of the samples of the last pass, below `FINGERPRINTS`: another label, id or bag changes it, the
             order of the samples and how batches and ranks share them do not. Dense features, to which some streams add
             noise, have no part in it.
+        sizes: samples of every batch of the last pass.
         sketch: of the samples of the last pass; there dense features have a part, and weights of ids have none.
         batches: those of the last pass that are still there, by their id.
     """
@@ -183,6 +187,7 @@ class NotedBatches:
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = batches
         self.fingerprint, self.sketch = 0, SampleSketch()
+        self.sizes: list[int] = []
         self.batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -194,11 +199,13 @@ class NotedBatches:
 
     def _noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         self.fingerprint, self.sketch = 0, SampleSketch()
+        self.sizes.clear()
         self.batches.clear()
         for batch in batches:
             yield batch  # to be checked first
             samples = _samples(batch)
             self.fingerprint = (self.fingerprint + int(samples.sum())) % FINGERPRINTS
+            self.sizes.append(len(samples))
             self.sketch.add(_with_dense(samples, batch))
             self.batches[id(batch)] = batch
 
@@ -221,6 +228,36 @@ def fingerprints(noted: DataSplits, ranks: Ranks) -> dict[str, int]:
     """
     sums = ranks.sum_(torch.tensor([getattr(noted, name).fingerprint for name in SPLITS])) % FINGERPRINTS
     return dict(zip(SPLITS, sums.tolist(), strict=True))
+
+
+def check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
+    """Checks that data which splits itself gives every rank as many batches, and as large ones to learn on.
+
+    Otherwise one rank would wait for another in the midst of training. Two gathers of a number per batch and split.
+
+    Args:
+        data: from `split_over_ranks`. Batches that say what is counted of them (see `for_counting`) have another number
+            of steps, and are taken at their word.
+        noted: the same from `noting`, after each split was read to its end.
+        ranks: that the data is split over.
+
+    Raises:
+        ValueError: on all ranks, naming split, batch and ranks.
+    """
+    for name in SPLITS:
+        batches, sizes = getattr(data, name), torch.tensor(getattr(noted, name).sizes, dtype=torch.int64)
+        if isinstance(batches, SlicedBatches) or hasattr(batches, "counted") or ranks.world_size == 1:
+            continue
+        numbers = ranks.concatenate(torch.tensor([len(sizes)])).tolist()
+        of_ranks = [part.tolist() for part in ranks.concatenate(sizes).split(numbers)]
+        remedy = "leave out what does not fill a batch on every rank"
+        for rank, own in enumerate(of_ranks):
+            received = f"{len(own)} on rank {rank}, {len(of_ranks[0])} on rank 0"
+            check(len(own) == len(of_ranks[0]), f"{name} stream", SAME_BATCHES, received, remedy)
+        for index, of_batch in enumerate(zip(*of_ranks, strict=True) if name in ("train", "validation") else ()):
+            other = next((rank for rank, size in enumerate(of_batch) if size != of_batch[0]), 0)
+            received = f"{of_batch[other]} on rank {other}, {of_batch[0]} on rank 0"
+            check(not other, f"{name} batch {index}", "expected as many samples on every rank", received, remedy)
 
 
 def warn_of_overlaps(noted: DataSplits, ranks: Ranks) -> None:

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.batch_checks import check_ids_are_integers, parts_of
+from dnis_torchrec.batch_checks import NO_EMPTY_BATCHES, SOME_SAMPLES, check_ids_are_integers, parts_of
 from dnis_torchrec.batch_slices import CutBatches
+from dnis_torchrec.checks import check
 
 ID_TYPES = (torch.int64, torch.int32)
 
 
 class LookupBatches(CutBatches):
-    """The batches of a stream, each as `for_lookup` gives it. Local.
+    """The batches of a stream that is learned on, each as `for_lookup` gives it. Local.
 
     Args:
         batches: can be iterated again and again; its attribute ``epoch``, if it has one, is passed on.
+        name: of the split, for errors.
     """
 
+    def __init__(self, batches: Iterable[Batch], name: str) -> None:
+        super().__init__(batches)
+        self._name = name
+
     def __iter__(self) -> Iterator[Batch]:
-        return map(for_lookup, self._batches)
+        """The batches.
+
+        Raises:
+            ValueError: for a batch without samples, whose mean loss there is none of, or ids that are no integers.
+        """
+        for index, batch in enumerate(self._batches):
+            check(batch.labels.numel() > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
+            yield for_lookup(batch)
 
 
 def for_lookup(batch: Batch) -> Batch:

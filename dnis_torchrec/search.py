@@ -488,5 +488,6 @@ def _pipeline(
         alpha_averaging=config.alpha_averaging,
         unrolled_step=_highest_rate(optimizer) if config.unrolled else None,
     )
-    train, validation = LookupBatches(recipe.data.train), LookupBatches(recipe.data.validation)
+    data = recipe.data
+    train, validation = LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation")
     return pipeline, BilevelStream(train, validation, schedule)

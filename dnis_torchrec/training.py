@@ -289,6 +289,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
             metrics = metrics_of(loss, is_ranking=is_ranking).to(device)
         if is_binary and not is_ranking:
             check_classes(batch.labels, "evaluation split")
+        if not batch.labels.numel() and world_size_of() == 1:  # TorchRec's collections look up no batch of none
+            continue
         batch = for_lookup(batch).to(device)
         seen += batch.labels.numel()
         _, (value, predictions, labels) = model(batch)
@@ -415,7 +417,7 @@ def train_plainly(
         save_checkpoint(start, model)
     model.train()
     for epoch in range(max_epochs):
-        batches = iter(LookupBatches(recipe.data.train))
+        batches = iter(LookupBatches(recipe.data.train, "train"))
         step = 0
         while True:
             try:

@@ -179,7 +179,8 @@ def train_controller(
     """
     steps_per_epoch = sum(1 for _ in recipe.data.train)
     schedule = LevelSchedule(warm_up_steps=warm_up_epochs * steps_per_epoch)
-    train, validation = LookupBatches(recipe.data.train), LookupBatches(recipe.data.validation)
+    data = recipe.data
+    train, validation = LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation")
     stream = BilevelStream(train, validation, schedule)
     supernet = Supernet(recipe, grid, device)
     lower_steps = (warm_up_epochs + ramp_epochs) * steps_per_epoch
