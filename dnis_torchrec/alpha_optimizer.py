@@ -118,13 +118,15 @@ class AlphaOptimizer:
         check(0 <= averaging < 1, "averaging", "expected a number in [0, 1)", averaging)
         check(learning_rate is None or learning_rate > 0, "learning_rate", "expected a number above 0", learning_rate)
         self._alpha, self._blocks, self._pressure, self._averaging = alpha, blocks, pressure, averaging
-        budget = None if pressure is None else Budget.of(pressure.size, blocks)
+        budget = None if pressure is None else Budget.of(pressure.size, blocks, by_alpha_row=True)
         seen = {dim: blocks.per_alpha_row(dim, blocks.seen_rows) for dim in alpha.dims}
         self._costs = seen if budget is None else budget.cost_per_alpha_row(blocks)
         self._target = 1.0 if budget is None else budget.share(blocks)
         self._amount = float("inf") if budget is None else budget.amount
         self._column_costs = torch.cat([self._costs[dim].repeat_interleave(dim) for dim in alpha.dims])
         self._total = float(self._column_costs.sum())
+        is_seen = torch.cat([(seen[dim] > 0).repeat_interleave(dim) for dim in alpha.dims])
+        self._is_within_reach = is_seen & (self._column_costs <= self._amount * (1 + 1e-9))
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
         self._floor = 0.0 if pressure is None else FLOOR
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
@@ -223,7 +225,8 @@ class AlphaOptimizer:
     def _first(self, amounts: Sequence[float]) -> list[Tensor]:
         """The columns of highest score, as many as cost an amount: bool, one after the other over all embedding_dims.
 
-        The last one may exceed it by a part of its cost.
+        The last one may exceed it by a part of its cost. The best of those that the budget could pay for by itself is
+        always among them: where dearer ones outlived them all, the ramp would end with nothing.
 
         Args:
             amounts: one answer for each.
@@ -232,6 +235,7 @@ class AlphaOptimizer:
         costs = self._column_costs[order]
         spent_before = torch.empty_like(costs)
         spent_before[order] = (costs.cumsum(0) - costs).masked_fill_(scores < 0, torch.inf)
+        spent_before[self._last_resort(order)] = 0.0
         return [spent_before < amount * (1 - 1e-9) for amount in amounts]
 
     def _affordable(self) -> Tensor:
@@ -242,11 +246,16 @@ class AlphaOptimizer:
         """
         scores, costs = self._all_scores(), self._column_costs.tolist()
         kept, room = torch.zeros(scores.numel(), dtype=torch.bool), self._amount * (1 + 1e-9)
-        for column in torch.argsort(scores, descending=True, stable=True).tolist():
-            if scores[column] >= 0 and costs[column] <= room:
+        order = torch.argsort(scores, descending=True, stable=True)
+        for column in (self._last_resort(order), *order.tolist()):
+            if scores[column] >= 0 and costs[column] <= room and not kept[column]:
                 kept[column] = True
                 room -= costs[column]
         return kept
+
+    def _last_resort(self, order: Tensor) -> int:
+        """The first column of an order, of rows that training saw, that the budget can pay for by itself."""
+        return int(order[self._is_within_reach[order]][0])
 
     def _all_scores(self) -> Tensor:
         """Of every column, one after the other over all embedding_dims; -1 for the dead."""

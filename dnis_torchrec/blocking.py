@@ -22,7 +22,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.frequency import FrequencyCounts, RowCounts, pieces
-from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.row_routing import MAX_NUM_BLOCKS, RowRouting
 from dnis_torchrec.whole_files import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -168,8 +168,8 @@ def blocks_from_counts(
     Args:
         counts: occurrences in the training data.
         tables: the tables to block, as ``embedding_bag_configs()`` gives them.
-        num_blocks: S wanted; with scope ``"table"`` as many as a table has rows, where those are fewer. ``"decades"``
-            and ``"explicit"`` have as many blocks as they come to.
+        num_blocks: S wanted, at most 65,535; with scope ``"table"`` as many as a table has rows, where those are fewer.
+            ``"decades"`` and ``"explicit"`` have as many blocks as they come to.
         scope: ``"global"`` (the paper: tables of equal embedding_dim together) or ``"table"``.
         strategy: ``"equal_rows"`` (the paper's reading), ``"equal_mass"`` (equal occurrences), ``"decades"`` (one block
             per power of ten of the frequency; never-seen rows join the last) or ``"explicit"``.
@@ -193,6 +193,7 @@ def blocks_from_counts(
     check(scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(scope))
     check(strategy in STRATEGIES, "strategy", f"expected one of {STRATEGIES}", repr(strategy))
     check(num_blocks >= 1, "num_blocks", "expected at least 1", num_blocks)
+    check(num_blocks <= MAX_NUM_BLOCKS, "num_blocks", f"expected at most {MAX_NUM_BLOCKS}", num_blocks)
     check(
         (boundaries is not None) == (strategy == "explicit"),
         "boundaries",
@@ -225,6 +226,33 @@ def blocks_from_counts(
         {table.name: occurrences[table.name] for table in tables},
         {table.name: seen_rows[table.name] for table in tables},
     )
+
+
+def check_num_blocks(num_blocks: int, tables: Sequence[EmbeddingBagConfig], *, scope: str, strategy: str) -> None:
+    """Checks that there are rows for so many blocks, before anything is counted.
+
+    Args:
+        num_blocks: S wanted.
+        tables: the tables to block.
+        scope: see `blocks_from_counts`.
+        strategy: see `blocks_from_counts`; ``"decades"`` and ``"explicit"`` have as many blocks as they come to.
+
+    Raises:
+        ValueError: if no tables that are blocked together have so many rows, or so many blocks cannot be numbered.
+
+    Example:
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> check_num_blocks(4, [table], scope="global", strategy="equal_rows")
+    """
+    if strategy not in ("equal_rows", "equal_mass"):
+        return
+    rows: dict[object, int] = {}
+    for table in tables:
+        together = table.embedding_dim if scope == "global" else table.name
+        rows[together] = rows.get(together, 0) + table.num_embeddings
+    most = min(MAX_NUM_BLOCKS, max(rows.values(), default=MAX_NUM_BLOCKS))
+    requirement = f"expected at most {most} blocks for the rows of these tables"
+    check(num_blocks <= most, "num_blocks", requirement, num_blocks, "take fewer blocks")
 
 
 class _FrequencyOrder:

@@ -24,7 +24,7 @@ BYTE_FORMS = ("mixed_dimension_fp32", "csr_fp32")
 
 
 class SizeOutOfReachError(ValueError):
-    """A size that the tables cannot be brought to."""
+    """A size that the tables cannot be brought to, or that would leave nothing of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,28 +110,43 @@ class Budget:
     unit: str
 
     @staticmethod
-    def of(size: Size, blocks: RowBlocks) -> Budget:
+    def of(size: Size, blocks: RowBlocks, *, by_alpha_row: bool = False) -> Budget:
         """Turns a size into a budget.
 
         Args:
             size: what the user asked for.
             blocks: the blocks that are retained or dropped.
+            by_alpha_row: whether a column is retained in all tables that share a row of alpha or in none of them, as a
+                search with pressure decides; by itself it is in each block on its own.
 
         Raises:
             SizeOutOfReachError: if not even one column of the cheapest block fits; the message gives the smallest size
                 that does.
             ValueError: if training looked up no row at all.
         """
+        budget = Budget.unchecked(size, blocks)
+        prices = [cost[blocks.seen_rows[table] > 0] for table, cost in budget.column_costs.items()]
+        check(any(cost.numel() for cost in prices), "blocks", "expected rows that training looked up", "none")
+        if by_alpha_row:
+            seen = blocks.seen_rows
+            prices = [cost[blocks.per_alpha_row(d, seen) > 0] for d, cost in budget.cost_per_alpha_row(blocks).items()]
+        cheapest = min(float(cost.min()) for cost in prices if cost.numel())
+        if budget.amount < cheapest:
+            raise out_of_reach(size, blocks, cheapest)
+        return budget
+
+    @staticmethod
+    def unchecked(size: Size, blocks: RowBlocks) -> Budget:
+        """As `of`, for a size that may pay for nothing.
+
+        Args:
+            size: what the user asked for.
+            blocks: the blocks that are retained or dropped.
+        """
         costs, fixed, unit = _costs(size, blocks)
         name, value = size.given
         within = _dense_parameters(blocks) / value * (1 + 1e-12)  # 1716 / 8.8 is 194.999...
-        amount = within if name == "compression_ratio" else value - fixed
-        affordable = [cost[blocks.seen_rows[table] > 0] for table, cost in costs.items()]
-        check(any(cost.numel() for cost in affordable), "blocks", "expected rows that training looked up", "none")
-        cheapest = min(float(cost.min()) for cost in affordable if cost.numel())
-        if amount < cheapest:
-            _refuse(size, blocks, cheapest, fixed)
-        return Budget(float(amount), costs, unit)
+        return Budget(float(within if name == "compression_ratio" else value - fixed), costs, unit)
 
     def share(self, blocks: RowBlocks) -> float:
         """The budget as a share of what all columns of all blocks together cost.
@@ -219,10 +234,40 @@ def _dense_parameters(blocks: RowBlocks) -> int:
     return sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
 
 
-def _refuse(size: Size, blocks: RowBlocks, cheapest: float, fixed: float) -> None:
+def out_of_reach(size: Size, blocks: RowBlocks, amount: float) -> SizeOutOfReachError:
+    """The error for a size that retains nothing; names the smallest one, as the user gave it, that retains something.
+
+    Args:
+        size: what the user asked for.
+        blocks: of all tables.
+        amount: the smallest `Budget.amount` that buys a column.
+    """
     name, received = size.given
     if name == "compression_ratio":
-        limit = math.floor(100 * _dense_parameters(blocks) / cheapest) / 100  # rounded up, it could not be met
-        raise SizeOutOfReachError(describe(name, f"expected at most {limit:.2f} for these tables and blocks", received))
-    smallest = int(fixed + cheapest)
-    raise SizeOutOfReachError(describe(name, f"expected at least {smallest} for these tables and blocks", received))
+        limit = math.floor(100 * _dense_parameters(blocks) / amount) / 100  # rounded up, it could not be met
+        return SizeOutOfReachError(
+            describe(name, f"expected at most {limit:.2f} for these tables and blocks", received)
+        )
+    _, fixed, _ = _costs(size, blocks)
+    smallest = math.ceil((fixed + amount) * (1 - 1e-12))
+    return SizeOutOfReachError(describe(name, f"expected at least {smallest} for these tables and blocks", received))
+
+
+def check_compresses(size: Size, dense_parameters: int) -> None:
+    """Checks that a size in parameters or bytes is none above that of the uncompressed tables.
+
+    Args:
+        size: what the user asked for; a compression ratio is above 1 in any case.
+        dense_parameters: of the uncompressed tables: the sum of N D.
+
+    Raises:
+        ValueError: naming the size of the uncompressed tables.
+
+    Example:
+        >>> check_compresses(Size(embedding_bytes=4000), dense_parameters=1000)
+    """
+    limits = {"parameters": dense_parameters, "embedding_bytes": 4 * dense_parameters}
+    name, value = size.given
+    if name in limits:
+        requirement = f"expected at most {limits[name]}, what the uncompressed tables take"
+        check(value <= limits[name], name, requirement, value, "ask for less")

@@ -13,6 +13,9 @@ Shapes: B batch, W ranks.
 
 from __future__ import annotations
 
+import itertools
+import logging
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -26,10 +29,17 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.hashing import mix
 from dnis_torchrec.recipe import DataSplits
 from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.sample_sketch import SampleSketch, share_found
+from dnis_torchrec.split_checks import NO_EMPTY_BATCHES, SOME_SAMPLES
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "selection", "test")
 FINGERPRINTS = 1 << 40
 """How many fingerprints there are: few enough that those of many ranks can be added up."""
+SAME_BATCHES = "expected as many batches on every rank"
+OVERLAP = 0.5
+"""Share of a split's samples, beyond what repeats anyway, that another split may have too before a warning says so."""
 
 
 class SplitsItself(Protocol):
@@ -89,6 +99,7 @@ class SlicedBatches(CutBatches):
     def _whole(self) -> Iterator[Batch]:
         seen = 0
         for index, batch in enumerate(self._batches):
+            check(batch.labels.numel() > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
             if self.fingerprint is None:
                 seen += _fingerprint(batch, index)
             yield batch
@@ -168,11 +179,16 @@ class NotedBatches:
         fingerprint: of the samples of the last pass, below `FINGERPRINTS`: another label, id or bag changes it, the
             order of the samples and how batches and ranks share them do not. Dense features, to which some streams add
             noise, have no part in it.
+        sizes: samples of every batch of the last pass.
+        sketch: of the samples of the last pass; there dense features have a part, and weights of ids have none.
+        batches: those of the last pass that are still there, by their id.
     """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = batches
-        self.fingerprint = 0
+        self.fingerprint, self.sketch = 0, SampleSketch()
+        self.sizes: list[int] = []
+        self.batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[Batch]:
         return self._noting(self._batches)
@@ -182,10 +198,16 @@ class NotedBatches:
         return self._noting(for_counting(self._batches))
 
     def _noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        self.fingerprint = 0
+        self.fingerprint, self.sketch = 0, SampleSketch()
+        self.sizes.clear()
+        self.batches.clear()
         for batch in batches:
             yield batch  # to be checked first
-            self.fingerprint = (self.fingerprint + _sum_of_samples(batch)) % FINGERPRINTS
+            samples = _samples(batch)
+            self.fingerprint = (self.fingerprint + int(samples.sum())) % FINGERPRINTS
+            self.sizes.append(len(samples))
+            self.sketch.add(_with_dense(samples, batch))
+            self.batches[id(batch)] = batch
 
 
 def noting(data: DataSplits) -> DataSplits:
@@ -208,8 +230,73 @@ def fingerprints(noted: DataSplits, ranks: Ranks) -> dict[str, int]:
     return dict(zip(SPLITS, sums.tolist(), strict=True))
 
 
-def _sum_of_samples(batch: Batch) -> int:
-    """Label and bags of each sample mixed into one number, and these added up."""
+def check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
+    """Checks that data which splits itself gives every rank as many batches, and as large ones to learn on.
+
+    Otherwise one rank would wait for another in the midst of training. Two gathers of a number per batch and split.
+
+    Args:
+        data: from `split_over_ranks`. Batches that say what is counted of them (see `for_counting`) have another number
+            of steps, and are taken at their word.
+        noted: the same from `noting`, after each split was read to its end.
+        ranks: that the data is split over.
+
+    Raises:
+        ValueError: on all ranks, naming split, batch and ranks.
+    """
+    for name in SPLITS:
+        batches, sizes = getattr(data, name), torch.tensor(getattr(noted, name).sizes, dtype=torch.int64)
+        if isinstance(batches, SlicedBatches) or hasattr(batches, "counted") or ranks.world_size == 1:
+            continue
+        numbers = ranks.concatenate(torch.tensor([len(sizes)])).tolist()
+        of_ranks = [part.tolist() for part in ranks.concatenate(sizes).split(numbers)]
+        remedy = "leave out what does not fill a batch on every rank"
+        for rank, own in enumerate(of_ranks):
+            received = f"{len(own)} on rank {rank}, {len(of_ranks[0])} on rank 0"
+            check(len(own) == len(of_ranks[0]), f"{name} stream", SAME_BATCHES, received, remedy)
+        for index, of_batch in enumerate(zip(*of_ranks, strict=True) if name in ("train", "validation") else ()):
+            other = next((rank for rank, size in enumerate(of_batch) if size != of_batch[0]), 0)
+            received = f"{of_batch[other]} on rank {other}, {of_batch[0]} on rank 0"
+            check(not other, f"{name} batch {index}", "expected as many samples on every rank", received, remedy)
+
+
+def warn_of_overlaps(noted: DataSplits, ranks: Ranks) -> None:
+    """Warns of splits that have batches or many samples in common: what is measured on such data says little.
+
+    Some reductions of a sample of bounded size per split; the warnings come from rank 0, one per pair of splits.
+
+    Args:
+        noted: from `noting`, after each split was read to its end.
+        ranks: that the data is split over.
+    """
+    splits = {name: getattr(noted, name) for name in SPLITS}
+    sketches = {name: split.sketch.over_ranks(ranks) for name, split in splits.items()}
+    for pair in itertools.combinations(reversed(SPLITS), 2):
+        for one, other in (pair, reversed(pair)):
+            found, expected = share_found(sketches[one], sketches[other])
+            if found - expected > OVERLAP:
+                message = f"about {found:.0%} of the {one} split's samples are in the {other} split, too"
+                break
+        else:
+            if not any(splits[pair[1]].batches.get(key) is batch for key, batch in splits[pair[0]].batches.items()):
+                continue
+            message = f"a batch of the {pair[0]} split is one of the {pair[1]} split, too"
+        if ranks.is_first:
+            logger.warning("%s: no sample should be in two splits, or what is measured on one says little", message)
+
+
+def _with_dense(samples: np.ndarray, batch: Batch) -> np.ndarray:
+    """The numbers of samples, each mixed with its dense features."""
+    if not isinstance(batch.dense_features, torch.Tensor) or not len(samples):
+        return samples
+    dense = batch.dense_features.detach().cpu().float().reshape(len(samples), -1).contiguous()
+    bits = dense.view(torch.int32).numpy().astype(np.uint64)
+    columns = np.arange(1, bits.shape[1] + 1, dtype=np.uint64) << np.uint64(32)
+    return mix(samples + mix(bits + columns).sum(axis=1, dtype=np.uint64))
+
+
+def _samples(batch: Batch) -> np.ndarray:
+    """Label and bags of each sample mixed into one number, ``(B,)`` uint64."""
     features, zero = batch.sparse_features, np.zeros(1, np.uint64)
     factors = np.array([2 * zlib.crc32(key.encode()) + 1 for key in features.keys()], np.uint64)  # noqa: SIM118
     ids = features.values().detach().cpu().numpy().astype(np.uint64)
@@ -217,5 +304,4 @@ def _sum_of_samples(batch: Batch) -> int:
     sums = np.concatenate([zero, np.cumsum(mix(ids + np.uint64(1)))])  # a bag of row 0 is no empty one
     bags = np.diff(sums[offsets]).reshape(len(factors), features.stride())
     labels = batch.labels.detach().cpu().float().flatten().view(torch.int32).numpy().astype(np.uint64)
-    samples = mix((bags * factors[:, None]).sum(axis=0) + mix(labels))
-    return int(samples.sum()) % FINGERPRINTS
+    return mix((bags * factors[:, None]).sum(axis=0) + mix(labels))

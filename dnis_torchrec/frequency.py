@@ -24,6 +24,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.json_files import NotNegative
 from dnis_torchrec.sketch import EstimatedCounts
+from dnis_torchrec.split_checks import check_ids_are_integers
 from dnis_torchrec.whole_files import read_tensors, write_tensors
 
 RowCounts = Tensor | EstimatedCounts
@@ -221,12 +222,14 @@ def bags_of(table: EmbeddingBagConfig, jagged: Mapping[str, JaggedTensor], place
         place: which batch, for the error.
 
     Raises:
-        ValueError: if the batch lacks a feature, or an id lies outside the table.
+        ValueError: if the batch lacks a feature, or an id is no integer or lies outside the table.
     """
     bags = {}
     for feature in table.feature_names:
         check_known(f"feature of table {table.name!r} in {place}", feature, jagged)
-        ids, lengths = jagged[feature].values().cpu().long(), jagged[feature].lengths()
+        ids, lengths = jagged[feature].values(), jagged[feature].lengths()
+        check_ids_are_integers(ids, f"table {table.name!r}, feature {feature!r}, {place}")
+        ids = ids.cpu().long()
         _check_ids(ids, table, feature, place)
         bags[feature] = ids, int(lengths.max()) if lengths.numel() else 0
     return bags

@@ -131,7 +131,9 @@ class NormalizedEntropy(_TorchRecMetric):
 
 
 class Calibration(_TorchRecMetric):
-    """Predicted clicks divided by clicks; 1 is best, and 0 stands for no click at all. Computed by torchrec.metrics.
+    """Predicted clicks divided by clicks; 1 is best. Computed by torchrec.metrics.
+
+    NaN where all samples are of one class.
 
     Shape:
         - preds: ``(B,)`` probabilities.
@@ -145,16 +147,18 @@ class Calibration(_TorchRecMetric):
     """
 
     def __init__(self) -> None:
-        super().__init__(("calibration_num", "calibration_denom"))
+        super().__init__(("calibration_num", "calibration_denom", "num_negatives"))
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Adds a batch."""
         labels = target.double()
         self._add(get_calibration_states(labels, preds.double(), torch.ones_like(labels)))
+        self._add({"num_negatives": (1 - labels).sum()})
 
     def compute(self) -> Tensor:
         """Calibration of all samples so far."""
-        return compute_calibration(self.calibration_num, self.calibration_denom)
+        sums, has_both = (self.calibration_num, self.calibration_denom), bool(self.num_negatives)
+        return compute_calibration(*sums) if has_both and bool(sums[1]) else torch.tensor(torch.nan)
 
 
 class RankingMetrics(Metric):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check, describe, nearest
+from dnis_torchrec.split_checks import check_batch
 from dnis_torchrec.users_code import RecipeError, errors_of_recipe
 
 
@@ -270,8 +271,8 @@ def check_classes(labels: Tensor, place: str, remedy: str = "smooth labels in th
         raise ValueError(describe(place, "expected labels 0 or 1", float(labels[other][0]), remedy))
 
 
-def with_checked_labels(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterator[Batch]:
-    """The batches of a split, each after a check of its labels.
+def checked_batches(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterator[Batch]:
+    """The batches of a split, each after a check of its labels, dense features and weights.
 
     Args:
         batches: of the split.
@@ -280,12 +281,13 @@ def with_checked_labels(batches: Iterable[Batch], loss: nn.Module, name: str) ->
         name: of the split.
 
     Raises:
-        ValueError: naming split, batch and the offending value.
+        ValueError: naming split, batch and the offending value; also for a batch without samples.
     """
     for index, batch in enumerate(batches):
-        check_labels(batch.labels, loss, f"{name} batch {index}")
+        place = f"{name} batch {index}"
+        check_labels(batch.labels, loss, place)
+        check_batch(batch, place)
         if name in ("selection", "test"):
-            place = f"{name} batch {index}"
             if isinstance(loss, nn.BCEWithLogitsLoss):
                 check_classes(batch.labels, place)
             elif isinstance(batch, RankingBatch):

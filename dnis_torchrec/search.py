@@ -26,16 +26,17 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dnis_torchrec.alpha_optimizer import Pressure
 from dnis_torchrec.batch_parts import BatchParts
-from dnis_torchrec.blocking import SCOPES, RowBlocks, blocks_from_counts
-from dnis_torchrec.budget import Budget, Size
+from dnis_torchrec.blocking import SCOPES, RowBlocks, blocks_from_counts, check_num_blocks
+from dnis_torchrec.budget import Budget, Size, check_compresses
 from dnis_torchrec.cached_tables import PrefetchedTables
-from dnis_torchrec.checked_counts import count_training_data
+from dnis_torchrec.checked_counts import count_training_data, read_before_training
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data_over_ranks import check_same, fingerprints, noting, split_over_ranks
+from dnis_torchrec.data_over_ranks import split_over_ranks
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.lookup_batches import LookupBatches
 from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
-from dnis_torchrec.pruning import STRUCTURES, prune
+from dnis_torchrec.pruning import STRUCTURES, num_elements, prune
 from dnis_torchrec.ranks import together
 from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.reductions import Ranks
@@ -187,6 +188,9 @@ class SearchConfig:
                 columns, alpha's rate, how often it steps, and the rates of the search and of its release.
             size: see `size`; with pressure not above that of the recipe's `least_compression`.
             settings: any field by name, instead of the recipe's or the default.
+
+        Raises:
+            ValueError: for a field out of range, or a size above that of the uncompressed tables.
         """
         names = (
             "num_blocks",
@@ -206,9 +210,11 @@ class SearchConfig:
             "upper_every",
         )
         config = SearchConfig(size=size, **{name: getattr(recipe, name) for name in names} | dict(settings or {}))
+        parameters = dense_parameters(recipe.model)
+        check_compresses(size, parameters)
         if not config.pressure or recipe.least_compression == 1:
             return config
-        return replace(config, size=size.pressed_to(recipe.least_compression, dense_parameters(recipe.model)))
+        return replace(config, size=size.pressed_to(recipe.least_compression, parameters))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,12 +325,15 @@ def search(
     with together():
         tables = table_configs(recipe.model)
         check_pooling(recipe.model)
-    whole, counts, data = _counted(recipe, config, tables, ranks)
+        check_compresses(config.size, dense_parameters(recipe.model))
+        check_num_blocks(config.num_blocks, tables, scope=config.scope, strategy=config.strategy)
+    limits = CountLimits(exact_rows=config.exact_count_rows)
+    whole, counts, data = read_before_training(recipe, tables, ranks, limits)
     recipe = replace(recipe, data=replace(whole, validation=_in_parts(recipe.data, config, ranks)))
     blocks = blocks_from_counts(
         counts, tables, num_blocks=config.num_blocks, scope=config.scope, strategy=config.strategy
     )
-    Budget.of(config.size, blocks)
+    _check_size(config, blocks)
     steps_per_epoch = sum(1 for _ in recipe.data.train)
     _check_upper_steps(config, steps_per_epoch)
     with together():
@@ -385,18 +394,6 @@ def _sharded(
     )
 
 
-def _counted(
-    recipe: Recipe, config: SearchConfig, tables: Sequence[EmbeddingBagConfig], ranks: Ranks
-) -> tuple[DataSplits, FrequencyCounts, dict[str, int]]:
-    """This rank's splits, the counts of all ranks, and the fingerprint of every split."""
-    limits = CountLimits(exact_rows=config.exact_count_rows)
-    whole = split_over_ranks(recipe.data, ranks)
-    noted = noting(whole)
-    counts = count_training_data(noted, recipe.loss, tables, limits=limits, process_group=ranks.group)
-    check_same(whole, ranks)
-    return whole, counts, fingerprints(noted, ranks)
-
-
 def _in_parts(data: DataSplits, config: SearchConfig, ranks: Ranks) -> Iterable[Batch]:
     """This rank's share of every part of the validation batches.
 
@@ -453,6 +450,14 @@ def _highest_rate(optimizer: KeyedOptimizerWrapper) -> float:
     return max(group["lr"] for group in optimizer.param_groups)
 
 
+def _check_size(config: SearchConfig, blocks: RowBlocks) -> None:
+    """What a search retains in the end are whole columns of alpha, columns of blocks or single values."""
+    if config.pressure or config.structure == "block":
+        Budget.of(config.size, blocks, by_alpha_row=config.pressure)
+    if config.structure == "element":
+        num_elements(config.size, blocks)
+
+
 def _check_upper_steps(config: SearchConfig, steps_per_epoch: int) -> None:
     """Without an upper step before columns die, or at all, alpha would decide nothing."""
     epochs = config.ramp_epochs + (0 if config.pressure else config.release_epochs)
@@ -483,4 +488,6 @@ def _pipeline(
         alpha_averaging=config.alpha_averaging,
         unrolled_step=_highest_rate(optimizer) if config.unrolled else None,
     )
-    return pipeline, BilevelStream(recipe.data.train, recipe.data.validation, schedule)
+    data = recipe.data
+    train, validation = LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation")
+    return pipeline, BilevelStream(train, validation, schedule)

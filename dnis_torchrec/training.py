@@ -39,6 +39,7 @@ from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.features_by_name import read_by_name_
 from dnis_torchrec.finite import REMEDY, FiniteGuard, NonFiniteError
 from dnis_torchrec.frozen_tables import FROZEN_RATE
+from dnis_torchrec.lookup_batches import LookupBatches, for_lookup
 from dnis_torchrec.metrics import metrics_of
 from dnis_torchrec.pruning import RetainedMask
 from dnis_torchrec.ranks import world_size_of
@@ -292,7 +293,9 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
             metrics = metrics_of(loss, is_ranking=is_ranking).to(device)
         if is_binary and not is_ranking:
             check_classes(batch.labels, "evaluation split")
-        batch = batch.to(device)
+        if not batch.labels.numel() and world_size_of() == 1:  # TorchRec's collections look up no batch of none
+            continue
+        batch = for_lookup(batch).to(device)
         seen += batch.labels.numel()
         _, (value, predictions, labels) = model(batch)
         if labels.numel():  # the mean of none is NaN
@@ -418,7 +421,7 @@ def train_plainly(
         save_checkpoint(start, model)
     model.train()
     for epoch in range(max_epochs):
-        batches = iter(recipe.data.train)
+        batches = iter(LookupBatches(recipe.data.train, "train"))
         step = 0
         while True:
             try:

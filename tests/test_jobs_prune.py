@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dnis_torchrec import Size
-from dnis_torchrec.jobs import SearchJob, prune_job, run_evaluate, run_export, run_prune, run_report, run_search
+from dnis_torchrec.jobs import SearchJob, prune_job, run_export, run_prune, run_report, run_search
 from dnis_torchrec.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.training import set_learning_rates_, train_plainly
 from tests.test_cli import dnis
@@ -51,16 +53,38 @@ def test_fewer_epochs_than_none_are_refused(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "pruned").exists()
 
 
-def test_a_run_that_retains_nothing_is_evaluated_reported_and_read(run: Path, tmp_path: Path) -> None:
-    row = run_prune(run, None, tmp_path / "nothing", threshold=1e9, max_epochs=1)
-    uncompressed = RunFolder.open(run).scheme().dense_parameters
-    assert (row.parameters, row.compression_ratio) == (0, uncompressed)
-    page = run_report(tmp_path / "nothing").read_text()
-    assert "hold no parameters at all" in page
-    assert f"0 of {uncompressed} parameters" in page
-    found = run_evaluate(tmp_path / "nothing", None)
-    assert found["compression_ratio"] == uncompressed
-    assert found["metrics"] == row.metrics
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            {"threshold": 1e9},
+            r"threshold: expected a number below 0\.\d+, above which nothing is left, got 1000000000\.0",
+        ),
+        (
+            {"threshold": 1e9, "structure": "element"},
+            r"threshold: expected a number below \d\.\d+, above which nothing",
+        ),
+        ({"size": Size(compression_ratio=400)}, r"compression_ratio: expected at most \d+\.\d\d for these tables"),
+        ({"size": Size(embedding_bytes=10**6)}, "embedding_bytes: expected at most 1664, what the uncompressed tables"),
+    ],
+)
+def test_a_run_that_would_retain_nothing_or_all_is_refused_before_training(
+    run: Path, tmp_path: Path, how: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prune_job, "train_plainly", None)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run_prune(run, None, tmp_path / "nothing", max_epochs=1, **how)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_the_smallest_size_that_is_named_can_be_met_by_the_run(run: Path, tmp_path: Path) -> None:
+    """Which has fewer columns than the tables have: its cheapest one may be dearer than theirs."""
+    with pytest.raises(ValueError, match=r"^compression_ratio: expected at most [\d.]+ for these") as caught:
+        run_prune(run, None, tmp_path / "nothing", size=Size(compression_ratio=400), max_epochs=0)
+    named = float(re.search(r"at most ([\d.]+) for", str(caught.value)).group(1))
+    assert run_prune(run, None, tmp_path / "least", size=Size(compression_ratio=named), max_epochs=0).parameters > 0
+    with pytest.raises(ValueError, match=rf"^compression_ratio: expected at most {named:.2f} for these"):
+        run_prune(run, None, tmp_path / "nothing", size=Size(compression_ratio=named + 0.01), max_epochs=0)
 
 
 def test_an_interrupted_prune_leaves_nothing_and_the_run_it_was_to_replace(

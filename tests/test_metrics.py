@@ -144,10 +144,13 @@ class TestClicks:
         assert float(entropy.compute()) == pytest.approx(logloss / natural, rel=1e-9)
         assert float(calibration.compute()) == pytest.approx(p.sum() / y.sum(), rel=1e-9)
 
-    def test_no_click_at_all(self):
+    @pytest.mark.parametrize("label", [0, 1])
+    def test_one_class_is_no_calibration(self, label: int):
         calibration = Calibration()
-        calibration.update(torch.tensor([0.5]), torch.tensor([0]))
-        assert float(calibration.compute()) == 0.0
+        calibration.update(torch.tensor([0.5, 0.25]), torch.tensor([label, label]))
+        assert math.isnan(float(calibration.compute()))
+        calibration.update(torch.tensor([0.5]), torch.tensor([1 - label]))
+        assert float(calibration.compute()) == pytest.approx(1.25 / (1 + label))
 
 
 def test_the_task_decides_the_metrics():

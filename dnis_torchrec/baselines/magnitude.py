@@ -14,6 +14,7 @@ from dnis_torchrec.baselines.trained_scheme import columns_of_dims, keep_columns
 from dnis_torchrec.budget import Size, SizeOutOfReachError
 from dnis_torchrec.cached_tables import writing_to_tables
 from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint
+from dnis_torchrec.checks import check
 from dnis_torchrec.csr_size import column_bytes, pointer_bytes
 from dnis_torchrec.pruning import RetainedMask, keep_largest_, num_elements, prune
 from dnis_torchrec.recipe import Recipe, TrainTask
@@ -72,9 +73,14 @@ class MagnitudePruning:
 
         Args:
             compression_ratio: parameters of the uncompressed tables over those retained; met to the value.
+
+        Raises:
+            ValueError: if that is less than one value.
         """
         load_checkpoint(self._folder / "dense", self._model)
         num_keep = int(self._dense_parameters / compression_ratio)
+        requirement = f"expected at most {self._dense_parameters} for these tables"
+        check(num_keep >= 1, "compression_ratio", requirement, compression_ratio)
         trained = self.prune_(num_keep)
         return self._row("magnitude", num_keep, self._dense.seconds + trained.seconds)
 

@@ -30,7 +30,7 @@ from dnis_torchrec.checkpoint import load_checkpoint
 from dnis_torchrec.checks import check_known
 from dnis_torchrec.data_over_ranks import for_counting
 from dnis_torchrec.frequency import FrequencyCounts, count_frequencies, longest_bags
-from dnis_torchrec.pruning import RetainedMask, prune
+from dnis_torchrec.pruning import RetainedMask, drop_zeros_
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -127,7 +127,7 @@ def keep_columns_(
     for table in kept:
         check_known("table", table, blocks.routings)
     _zero_dropped_(model, blocks.routings, kept)
-    return prune(model, blocks, counts, threshold=0.0)
+    return drop_zeros_(model, blocks, counts)
 
 
 def uniform_scheme_(model: nn.Module, widths: Mapping[str, int]) -> MixedDimensionScheme:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, read_result
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
-from dnis_torchrec.data_over_ranks import SPLITS, NotedBatches
+from dnis_torchrec.data_over_ranks import SPLITS, fingerprints, noting, warn_of_overlaps
+from dnis_torchrec.final_sigmoid import warn_of_sigmoid
 from dnis_torchrec.foreign_folders import check_plain
 from dnis_torchrec.jobs import build_recipe
 from dnis_torchrec.metrics import check_candidates
-from dnis_torchrec.recipe import RankingBatch, Recipe, with_checked_labels
+from dnis_torchrec.recipe import RankingBatch, Recipe, checked_batches
+from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
 from dnis_torchrec.search import table_configs
 from dnis_torchrec.table_shards import collections
@@ -239,11 +241,10 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
     recipe = build_recipe(comparison.recipe, comparison.data, seed=comparison.seeds[0])
     check_pooling(recipe.model)
     batch_sizes: dict[str, int] = {}
-    test = NotedBatches(recipe.data.test)
-    splits = replace(recipe.data, test=test)
+    noted = noting(recipe.data)
     for name in SPLITS:
         num_batches, queries = 0, []
-        for batch in with_checked_labels(getattr(splits, name), recipe.loss, name):
+        for batch in checked_batches(getattr(noted, name), recipe.loss, name):
             num_batches += 1
             batch_sizes.setdefault(name, batch.labels.numel())
             if isinstance(batch, RankingBatch):
@@ -252,13 +253,15 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
         check(num_batches > 0, place, f"expected at least one {name} batch", "none", remedy)
         if queries:
             check_candidates(torch.cat(queries), place=f"{place}, {name} split")
+    warn_of_overlaps(noted, Ranks())
+    warn_of_sigmoid(recipe.model, recipe.loss, next(iter(recipe.data.selection)))
     metric, higher = primary_metric(recipe.loss, recipe.data.test)
     return RecipeFacts(
         embedding_dims={table.name: table.embedding_dim for table in table_configs(recipe.model)},
         dense_bytes=dense_table_bytes(recipe.model),
         primary_metric=metric,
         higher_is_better=higher,
-        test_fingerprint=test.fingerprint,
+        test_fingerprint=fingerprints(noted, Ranks())["test"],
         settings=_settings_of(recipe) | {"batch_size": batch_sizes["train"]},
         notes=tuple(recipe.notes),
     )

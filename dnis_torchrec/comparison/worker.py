@@ -69,7 +69,7 @@ def run_cell(folder: Path) -> CellResult:
             recipe = method_task.build(None)
             trained = _measure(task, made, recipe, device)
             result = CellResult(cell=cell, rules=rules, versions=versions(), trained=trained)
-            if task.artifact:
+            if task.artifact and made.scheme.parameters:  # without embeddings there is nothing to serve
                 _export(folder / "artifact", result, trained, made, recipe)
     result.write(folder)
     return result

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dnis_torchrec.checks import check_known, describe
+from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.export.exporting import ARTIFACT_FORMS, write_artifact
 from dnis_torchrec.export.over_ranks import write_over_ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -53,7 +53,7 @@ def export(
 
     Raises:
         RuntimeError: if the model was never searched, or is not merged yet.
-        ValueError: see `write_artifact`; on all ranks alike.
+        ValueError: if the scheme retains no value at all; else see `write_artifact`; on all ranks alike.
         NotImplementedError: for `scipy_formats` of a sharded model.
     """
     found = collections(model)
@@ -69,6 +69,7 @@ def export(
         shards[shard.table].append(shard)
     for name in scheme.tables:
         check_known("table", name, shards)
+    check(scheme.parameters > 0, "export", "expected a scheme that retains a value", "none", "prune to a larger size")
     dense = dense_state(model)
     if ranks.world_size > 1:
         if scipy_formats:

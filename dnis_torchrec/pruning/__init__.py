@@ -2,6 +2,6 @@
 
 from dnis_torchrec.pruning.elements import keep_largest_, num_elements
 from dnis_torchrec.pruning.mask import RetainedMask
-from dnis_torchrec.pruning.prune import STRUCTURES, check_pruning, prune
+from dnis_torchrec.pruning.prune import STRUCTURES, check_pruning, drop_zeros_, prune
 
-__all__ = ["STRUCTURES", "RetainedMask", "check_pruning", "keep_largest_", "num_elements", "prune"]
+__all__ = ["STRUCTURES", "RetainedMask", "check_pruning", "drop_zeros_", "keep_largest_", "num_elements", "prune"]

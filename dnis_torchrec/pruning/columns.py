@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocking import RowBlocks
-from dnis_torchrec.budget import Budget, keep_within
+from dnis_torchrec.budget import Budget, Size, SizeOutOfReachError, keep_within, out_of_reach
+from dnis_torchrec.checks import describe
 from dnis_torchrec.pruning.tables import PrunedTable
 from dnis_torchrec.reductions import Ranks
 
@@ -20,33 +21,75 @@ _LIMB_BITS = 28
 
 
 def kept_columns(
-    tables: list[PrunedTable], blocks: RowBlocks, limit: Budget | float, scope: str, ranks: Ranks
+    tables: list[PrunedTable], blocks: RowBlocks, wanted: Size | float, scope: str, ranks: Ranks
 ) -> dict[str, Tensor]:
-    """Chooses columns: what a budget affords, or what lies above a threshold. The same on every rank.
+    """Chooses columns: what a size affords, or what lies above a threshold. The same on every rank; no table changes.
 
     Args:
         tables: to choose from.
         blocks: their blocks.
-        limit: a budget, or a root mean square up to which columns are dropped.
+        wanted: a size, or a root mean square up to which columns are dropped.
         scope: ``"global"`` or ``"table"``, see `prune`.
         ranks: that hold the tables.
 
     Returns:
-        table -> ``(S, D)`` bool.
+        table -> ``(S, D)`` bool, at least one of them true.
+
+    Raises:
+        SizeOutOfReachError: if not one column would be left; the message gives the smallest size, or the threshold,
+            that leaves one.
     """
     scores = {table.name: mean_squares(table, ranks) for table in tables}
-    if not isinstance(limit, Budget):
-        return {name: score > limit**2 for name, score in scores.items()}
-    names = [table.name for table in tables]
+    largest = max(float(score.max()) for score in scores.values()) ** 0.5
+    if not isinstance(wanted, Size):
+        kept = {name: score > wanted**2 for name, score in scores.items()}
+        check_leaves_something(largest, wanted, any(bool(columns.any()) for columns in kept.values()))
+        return kept
+    check_leaves_something(largest)
+    budget, names = Budget.unchecked(wanted, blocks), [table.name for table in tables]
+    costs = budget.column_costs
     if scope == "global":
-        return _keep_columns_within(names, scores, limit.column_costs, limit.amount)
-    share = limit.share(blocks)
-    kept: dict[str, Tensor] = {}
-    for name in names:
-        cost = limit.column_costs[name]
-        amount = share * float(cost.sum()) * scores[name].shape[1] * (1 + 1e-12)  # as in `Budget.of`
-        kept |= _keep_columns_within([name], scores, limit.column_costs, amount)
+        parts = dict.fromkeys(names, 1.0)
+        kept = _keep_columns_within(names, scores, costs, budget.amount)
+    else:
+        totals = {name: float(cost.sum()) * blocks.embedding_dims[name] for name, cost in costs.items()}
+        parts = {name: totals[name] / sum(totals.values()) for name in names}
+        share, kept = budget.share(blocks), {}
+        for name in names:
+            kept |= _keep_columns_within([name], scores, costs, share * totals[name] * (1 + 1e-12))  # as in `Budget.of`
+    if not any(bool(columns.any()) for columns in kept.values()):
+        prices = {name: costs[name][(scores[name] > 0).any(dim=1)] / part for name, part in parts.items() if part}
+        raise out_of_reach(wanted, blocks, min(float(cost.min()) for cost in prices.values() if cost.numel()))
     return kept
+
+
+def check_leaves_something(largest: float, threshold: float | None = None, leaves: bool = True) -> None:
+    """Checks that pruning leaves a value: tables without one are no model.
+
+    Args:
+        largest: magnitude of all values, or root mean square of all columns, of rows that training looked up.
+        threshold: what is dropped up to it, if not by a size.
+        leaves: whether something is left above the threshold.
+
+    Raises:
+        SizeOutOfReachError: if nothing is left.
+    """
+    if largest == 0:
+        requirement = "expected a value that is not zero, in a row that training looked up"
+        raise SizeOutOfReachError(describe("tables", requirement, "none"))
+    if not leaves:
+        requirement = f"expected a number below {largest:.6g}, above which nothing is left"
+        raise SizeOutOfReachError(describe("threshold", requirement, threshold))
+
+
+def largest_magnitude(table: PrunedTable, ranks: Ranks) -> float:
+    """The largest magnitude of a value in a row that training looked up. One reduction over ranks.
+
+    Args:
+        table: to look at.
+        ranks: that hold it; all of them call this.
+    """
+    return float(_largest_squares(table, ranks).max()) ** 0.5
 
 
 @torch.no_grad()

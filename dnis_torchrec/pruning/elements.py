@@ -8,6 +8,7 @@ of its own values stay, the same values as on one process, and no rank has seen 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.budget import Size, SizeOutOfReachError
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import describe
 from dnis_torchrec.csr_size import column_bytes, pointer_bytes
 from dnis_torchrec.pruning.tables import PrunedTable
 from dnis_torchrec.reductions import Ranks
@@ -101,27 +102,32 @@ def keep_above_(tables: list[PrunedTable], threshold: float) -> None:
             part.mul_(part.abs() > threshold)
 
 
-def num_elements(size: Size, blocks: RowBlocks) -> int:
+def num_elements(size: Size, blocks: RowBlocks, *, at_least: int = 1) -> int:
     """How many single values a size affords.
 
     Args:
         size: what the user asked for.
         blocks: of all tables; they tell N and D, blocks themselves do not matter.
+        at_least: values that it has to pay for.
 
     Returns:
         At most the number of all values.
 
     Raises:
-        ValueError: for a compression ratio that cannot be met.
-        SizeOutOfReachError: for bytes that do not even pay for CSR's row pointers and one value.
+        SizeOutOfReachError: for a size that does not pay for so many values, in bytes after CSR's row pointers.
         NotImplementedError: for bytes of a form other than CSR.
     """
     total = sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
     name, value = size.given
     if name == "compression_ratio":
-        check(value <= total, name, f"expected at most {total} for these tables", value)
+        limit = math.floor(100 * total / at_least) / 100
+        if value > limit:
+            most = f"{limit:.2f}".rstrip("0").rstrip(".")
+            raise SizeOutOfReachError(describe(name, f"expected at most {most} for these tables", value))
         return int(total / value)
     if name == "parameters":
+        if value < at_least:
+            raise SizeOutOfReachError(describe(name, f"expected at least {at_least} for these tables", value))
         return min(int(value), total)
     if size.form != "csr_fp32":
         raise NotImplementedError(describe("form", "supported for single elements is 'csr_fp32'", repr(size.form)))
@@ -129,8 +135,8 @@ def num_elements(size: Size, blocks: RowBlocks) -> int:
     pointers = sum(pointer_bytes(routing.num_embeddings, dims[table]) for table, routing in blocks.routings.items())
     per_value = {4 + column_bytes(dim) for dim in dims.values()}
     affordable = int(value - pointers) // max(per_value)
-    smallest = pointers + max(per_value)
-    if affordable < 1:
+    smallest = pointers + at_least * max(per_value)
+    if affordable < at_least:
         raise SizeOutOfReachError(describe(name, f"expected at least {smallest} for these tables in CSR", value))
     return min(affordable, total)
 

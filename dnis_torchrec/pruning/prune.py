@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dnis_torchrec.blocking import RowBlocks
-from dnis_torchrec.budget import Budget, Size
+from dnis_torchrec.budget import Size, check_compresses
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.pruning.columns import keep_columns_, kept_columns, nonzero_columns
+from dnis_torchrec.pruning.columns import (
+    check_leaves_something,
+    keep_columns_,
+    kept_columns,
+    largest_magnitude,
+    nonzero_columns,
+)
 from dnis_torchrec.pruning.elements import keep_above_, keep_largest_of_tables_, num_elements
 from dnis_torchrec.pruning.schemes import scheme_of
 from dnis_torchrec.pruning.tables import PrunedTable, pruned_tables, zero_never_seen_
@@ -58,8 +66,9 @@ def prune(
         The scheme, to `export` with the model.
 
     Raises:
-        ValueError: for an unknown structure or scope, not exactly one of size and threshold, a size that cannot be met,
-            a model without a collection, or a NaN or infinity in a table of any rank; no table has changed then.
+        ValueError: for an unknown structure or scope, not exactly one of size and threshold, a size above that of the
+            uncompressed tables, one that cannot be met or a threshold that leaves nothing, a model without a
+            collection, or a NaN or infinity in a table of any rank; no table has changed then.
         NotImplementedError: for element structure with bytes of a form other than CSR, or tables of which some ranks
             hold copies and some do not.
         RuntimeError: if the model is not merged yet.
@@ -78,12 +87,36 @@ def prune(
     check_pruning(structure=structure, scope=scope, threshold=threshold)
     wanted = _size_or_threshold(size, threshold)
     tables, ranks = pruned_tables(model, blocks, counts)
+    if isinstance(wanted, Size):
+        check_compresses(wanted, sum(table.num_values for table in tables))
     if structure == "element":
         _prune_elements_(tables, blocks, wanted, scope, ranks)
         return scheme_of(tables, {table.name: nonzero_columns(table, ranks) for table in tables}, ranks)
-    limit = Budget.of(wanted, blocks) if isinstance(wanted, Size) else wanted  # raises before a table changes
+    kept = kept_columns(tables, blocks, wanted, scope, ranks)  # raises before a table changes
+    return _with_columns_(tables, kept, ranks)
+
+
+@torch.no_grad()
+def drop_zeros_(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) -> MixedDimensionScheme:
+    """Says what a model retains whose dropped columns are zero already; it may be nothing.
+
+    Rows never seen in training are zeroed. Collectives and errors are those of `prune`.
+
+    Args:
+        model: see `prune`.
+        blocks: see `prune`.
+        counts: see `prune`.
+
+    Returns:
+        The scheme of every column of a block that holds a value other than zero.
+    """
+    tables, ranks = pruned_tables(model, blocks, counts)
+    return _with_columns_(tables, {table.name: nonzero_columns(table, ranks) for table in tables}, ranks)
+
+
+def _with_columns_(tables: list[PrunedTable], kept: Mapping[str, Tensor], ranks: Ranks) -> MixedDimensionScheme:
+    """Zeroes rows never seen and all columns but these."""
     zero_never_seen_(tables)
-    kept = kept_columns(tables, blocks, limit, scope, ranks)
     for table in tables:
         keep_columns_(table, kept[table.name])
     return scheme_of(tables, kept, ranks)
@@ -116,15 +149,19 @@ def _size_or_threshold(size: Size | None, threshold: float | None) -> Size | flo
 def _prune_elements_(
     tables: list[PrunedTable], blocks: RowBlocks, wanted: Size | float, scope: str, ranks: Ranks
 ) -> None:
+    largest = {table.name: largest_magnitude(table, ranks) for table in tables}
     if not isinstance(wanted, Size):
+        check_leaves_something(max(largest.values()), wanted, max(largest.values()) > wanted)
         zero_never_seen_(tables)
         keep_above_(tables, wanted)
         return
-    num_keep = num_elements(wanted, blocks)  # raises before a table changes
+    check_leaves_something(max(largest.values()))
+    total = sum(table.num_values for table in tables)
+    most = total if scope == "global" else max(table.num_values for table in tables if largest[table.name])
+    num_keep = num_elements(wanted, blocks, at_least=-(-total // most))  # raises before a table changes
     zero_never_seen_(tables)
     if scope == "global":
         keep_largest_of_tables_(tables, num_keep, ranks)
         return
-    total = sum(table.num_values for table in tables)
     for table in tables:
         keep_largest_of_tables_([table], num_keep * table.num_values // total, ranks)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dnis_torchrec.batch_slices import slice_of
 from dnis_torchrec.budget import Size
 from dnis_torchrec.data_over_ranks import split_over_ranks
 from dnis_torchrec.export.of_model import export
@@ -115,6 +116,38 @@ def unrolled(rank: Rank) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     short = replace(config(num_blocks=3, unrolled=True), ramp_epochs=1, release_epochs=1)
     return {"held": held_by(search(make_recipe(), short, folder, CPU).model)}
+
+
+class OwnBatches(Repeatable):
+    """This rank's own batches, as data that splits itself gives them."""
+
+    is_split_over_ranks = True
+
+
+UNEVEN = {
+    "a smaller last batch": {"train": ([16, 16], [16, 7])},
+    "fewer batches": {"train": ([16, 16], [16])},
+    "a batch of none": {"train": ([16, 16], [16, 0])},
+    "a smaller batch of validation": {"validation": ([16, 16], [9, 16])},
+    "fewer batches of test": {"test": ([16, 16], [16])},
+    "smaller batches of test": {"test": ([16, 16], [16, 7])},
+}
+"""What is uneven -> split -> sizes of the batches of each of two ranks."""
+
+
+def uneven(rank: Rank) -> dict[str, Any]:
+    """Searches of data that splits itself unevenly."""
+    outcomes = {}
+    for place, (what, sizes_of) in enumerate(UNEVEN.items()):
+        recipe, folder = make_recipe(), rank.folder / f"uneven{place}"
+        folder.mkdir(exist_ok=True)
+        parts = {}
+        for name, sizes in sizes_of.items():
+            whole = [make_batch(max(size, 1), 10 * rank.rank + at) for at, size in enumerate(sizes[rank.rank])]
+            parts[name] = OwnBatches([slice_of(b, 0, n) for b, n in zip(whole, sizes[rank.rank], strict=True)])
+        recipe = replace(recipe, data=replace(recipe.data, **parts))
+        outcomes[what] = outcome_of(lambda r=recipe, f=folder: search(r, config(num_blocks=3), f, CPU))
+    return outcomes
 
 
 def jobs(rank: Rank) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tests.distributed.search_scenarios import (
     rotatable,
     rotated,
     stopped,
+    uneven,
     unrolled,
     whole_search,
 )
@@ -40,6 +41,7 @@ SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZER
     **{name: partial(rotated, order) for name, order in ROTATED.items()},
     "stopped": stopped,
     "unrolled": unrolled,
+    "uneven": uneven,
     "estimated": estimated,
     "refused": refused,
     "diverges": diverges,
@@ -241,3 +243,19 @@ def test_nan_on_one_rank_stops_all(both) -> None:
     good, bad = both[0]["diverges"]
     assert good["outcome"].startswith("NonFiniteError: lower step 24, rank 1: expected a finite loss")
     assert bad["outcome"].startswith("NonFiniteError: lower step 24")
+
+
+def test_ranks_with_uneven_data_are_refused_before_training(both) -> None:
+    """What would leave one rank waiting for another; batches that are only judged may be of any size."""
+    samples, batches = "expected as many samples on every rank", "expected as many batches on every rank"
+    expected = {
+        "a smaller last batch": f"train batch 1: {samples}, got 7 on rank 1, 16 on rank 0; leave out",
+        "fewer batches": f"train stream: {batches}, got 1 on rank 1, 2 on rank 0; leave out",
+        "a batch of none": "train batch 1: expected at least one sample, got none; leave empty batches out",
+        "a smaller batch of validation": f"validation batch 0: {samples}, got 9 on rank 1, 16 on rank 0; leave out",
+        "fewer batches of test": f"test stream: {batches}, got 1 on rank 1, 2 on rank 0; leave out",
+        "smaller batches of test": "went on",
+    }
+    for own in both[0]["uneven"]:
+        assert {what: own[what] for what in expected if expected[what] not in own[what]} == {}
+        assert all(text.startswith("ValueError") for what, text in own.items() if expected[what] != "went on")

@@ -19,6 +19,7 @@ from dnis_torchrec.baselines.nis.grid import Grid
 from dnis_torchrec.checks import check
 from dnis_torchrec.finite import FiniteGuard
 from dnis_torchrec.level_schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.lookup_batches import LookupBatches
 from dnis_torchrec.recipe import Recipe, TrainTask, check_classes
 from dnis_torchrec.soft_selection import Alpha
 from dnis_torchrec.swap import prepare_
@@ -178,7 +179,9 @@ def train_controller(
     """
     steps_per_epoch = sum(1 for _ in recipe.data.train)
     schedule = LevelSchedule(warm_up_steps=warm_up_epochs * steps_per_epoch)
-    stream = BilevelStream(recipe.data.train, recipe.data.validation, schedule)
+    data = recipe.data
+    train, validation = LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation")
+    stream = BilevelStream(train, validation, schedule)
     supernet = Supernet(recipe, grid, device)
     lower_steps = (warm_up_epochs + ramp_epochs) * steps_per_epoch
     num_options = [len(choice.options) for choice in grid.choices]
