@@ -50,7 +50,7 @@ class Comparison:
         patience: epochs without a better selection loss before any training stops.
         max_epochs: epochs of one training at most.
         trials: of methods that need several; None for each method's own number.
-        artifacts: whether to export every cell that runs.
+        artifacts: whether to export every cell that runs, but for models without embeddings.
         jobs: processes at a time, cells and those that help them; None for `default_jobs`.
         registry: ``module:name`` of the mapping from method name to `Method`.
 

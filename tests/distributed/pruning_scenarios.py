@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "block csr bytes": {"size": Size(embedding_bytes=2000, form="csr_fp32")},
     "block threshold": {"threshold": 0.5},
     "element ratio": {"size": Size(compression_ratio=3), "structure": "element"},
-    "element nothing": {"size": Size(parameters=0.5), "structure": "element"},
+    "element least": {"size": Size(parameters=1), "structure": "element"},
     "element parameters per table": {"size": Size(parameters=333), "structure": "element", "scope": "table"},
     "element csr bytes": {"size": Size(embedding_bytes=3000, form="csr_fp32"), "structure": "element"},
     "element threshold": {"threshold": 0.5, "structure": "element"},
@@ -135,9 +135,22 @@ def outcome_of(action: Any) -> str:
     return "went on"
 
 
+NOTHING: dict[str, dict[str, Any]] = {
+    "block size": {"size": Size(parameters=0.5)},
+    "element size": {"size": Size(parameters=0.5), "structure": "element"},
+    "block threshold": {"threshold": 1e9},
+    "element threshold": {"threshold": 1e9, "structure": "element"},
+}
+"""Name -> how to prune to nothing."""
+
+
 def refusals(rank: Rank) -> dict[str, Any]:
-    """What one rank alone meets stops all of them, and no table changes."""
+    """What one rank alone meets stops all of them, and no table changes; nor where nothing would be left."""
     whole = sharded("ties", "row_wise", rank)
+    nothing = {
+        name: outcome_of(lambda options=options: prune(whole, blocks(), counts(), **options))
+        for name, options in NOTHING.items()
+    }
     if rank.rank == 1:
         next(s for m in collections(whole).values() for s in local_shards(m) if s.table == "tag").weight[0, 0] = (
             torch.inf
@@ -148,7 +161,10 @@ def refusals(rank: Rank) -> dict[str, Any]:
         for name, options in {"block": CASES["block ratio"], "element": CASES["element ratio"]}.items()
     }
     after = shards_of(whole)
-    return ends | {"changed": [name for name, weight in before.items() if not torch.equal(weight, after[name])]}
+    return ends | {
+        "nothing": nothing,
+        "changed": [name for name, weight in before.items() if not torch.equal(weight, after[name])],
+    }
 
 
 def export_all(kind: str, rank: Rank) -> dict[str, Any]:

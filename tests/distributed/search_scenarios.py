@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,11 +19,13 @@ from dnis_torchrec.batch_slices import slice_of
 from dnis_torchrec.budget import Size
 from dnis_torchrec.data_over_ranks import split_over_ranks
 from dnis_torchrec.export.of_model import export
+from dnis_torchrec.hashing import mix
 from dnis_torchrec.jobs import SearchJob, run_search
 from dnis_torchrec.model_parts import save_parts
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.report import ReportRow
+from dnis_torchrec.sample_sketch import SampleSketch
 from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, search
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.table_shards import collections, local_shards
@@ -116,6 +119,22 @@ def unrolled(rank: Rank) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     short = replace(config(num_blocks=3, unrolled=True), ramp_epochs=1, release_epochs=1)
     return {"held": held_by(search(make_recipe(), short, folder, CPU).model)}
+
+
+def sketches(rank: Rank) -> dict[str, Any]:
+    """What ranks know together of samples that each has seen its share of, one of them a larger one."""
+    found = {}
+    for size in (20, 500):
+        sketch = SampleSketch(size)
+        sketch.add(SAMPLES[: len(SAMPLES) // 3] if rank.rank == 0 else SAMPLES[len(SAMPLES) // 3 :])
+        merged = sketch.over_ranks(Ranks(dist.group.WORLD))
+        ids, times = merged.up_to(merged.limit)
+        found[str(size)] = {"ids": [str(own) for own in ids], "times": times.tolist()}
+    return found
+
+
+SAMPLES = mix(np.arange(300, dtype=np.uint64) ** np.uint64(2) % np.uint64(97))
+"""Hashes of samples that repeat."""
 
 
 class OwnBatches(Repeatable):

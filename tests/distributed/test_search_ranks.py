@@ -6,6 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from dnis_torchrec.training import evaluate
 from tests.distributed.harness import RankResults, running_ranks
 from tests.distributed.search_scenarios import (
     CPU,
+    SAMPLES,
     config,
     diverges,
     estimated,
@@ -27,6 +29,7 @@ from tests.distributed.search_scenarios import (
     refused,
     rotatable,
     rotated,
+    sketches,
     stopped,
     uneven,
     unrolled,
@@ -42,6 +45,7 @@ SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZER
     "stopped": stopped,
     "unrolled": unrolled,
     "uneven": uneven,
+    "sketches": sketches,
     "estimated": estimated,
     "refused": refused,
     "diverges": diverges,
@@ -259,3 +263,13 @@ def test_ranks_with_uneven_data_are_refused_before_training(both) -> None:
     for own in both[0]["uneven"]:
         assert {what: own[what] for what in expected if expected[what] not in own[what]} == {}
         assert all(text.startswith("ValueError") for what, text in own.items() if expected[what] != "went on")
+
+
+@pytest.mark.parametrize("size", [20, 500])
+def test_samples_of_all_ranks_are_known_to_each_as_one_process_knows_them(both, size: int) -> None:
+    values, times = np.unique(SAMPLES, return_counts=True)
+    for own in both[0]["sketches"]:
+        kept = len(own[str(size)]["ids"])
+        assert kept == min(size, len(values)) or (kept < size and kept >= size // 2)
+        assert own[str(size)]["ids"] == [str(value) for value in values[:kept]]
+        assert own[str(size)]["times"] == times[:kept].tolist()
