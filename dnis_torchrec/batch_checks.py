@@ -18,6 +18,8 @@ from dnis_torchrec.checks import SHOWN, check, describe
 
 INTEGERS = (torch.int32, torch.int64)
 """What operators take ids, lengths and offsets as."""
+FEW = 128
+"""Numbers that Python adds up before torch has begun."""
 
 
 def named(features: Sequence[str]) -> str:
@@ -58,7 +60,7 @@ def check_bags(features: KeyedJaggedTensor) -> None:
     names = features.keys()
     num_bags = lengths.numel() if features.variable_stride_per_key() else len(names) * features.stride()
     fits = ids.dim() == 1 and (weights is None or weights.numel() == ids.numel())
-    if not fits or not _are_sound(lengths, num_bags, ids.numel()):
+    if not fits or not are_sound(lengths, num_bags, ids.numel()):
         refuse_bags(names, lengths, num_bags, ids, weights)
     offsets = features.offsets_or_none()
     if offsets is not None and num_bags:
@@ -66,11 +68,23 @@ def check_bags(features: KeyedJaggedTensor) -> None:
         check(agree, named(names), "expected offsets that rise from 0 by the lengths", "others")
 
 
-def _are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
+def are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
+    """Whether no length is below 0, and they add up to the number of ids.
+
+    Args:
+        lengths: of any shape, on the CPU.
+        num_bags: how many there should be.
+        num_ids: I.
+
+    Example:
+        >>> are_sound(torch.tensor([2, 0]), 2, 2), are_sound(torch.tensor([3, -1]), 2, 2)
+        (True, False)
+    """
     if lengths.dtype not in INTEGERS or lengths.numel() != num_bags:
         return False
-    if not num_bags:
-        return num_ids == 0
+    if num_bags <= FEW:
+        listed = lengths.flatten().tolist()
+        return sum(listed) == num_ids and min(listed, default=0) >= 0
     lowest, highest = torch.aminmax(lengths)  # no length above the number of ids: their sum does not overflow
     return int(lowest) >= 0 and int(highest) <= num_ids and int(lengths.sum()) == num_ids
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.batch_checks import check_bags, integer_ids, named, readable_bags, refuse_bags
+from dnis_torchrec.batch_checks import are_sound, check_bags, integer_ids, named, readable_bags, refuse_bags
 from dnis_torchrec.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -251,3 +251,12 @@ def test_bag_offsets(operator: Callable[..., Tensor], dtype: torch.dtype) -> Non
     ):
         with pytest.raises(ValueError, match=message):
             operator(other, torch.arange(count), names)
+
+
+def test_many_lengths_are_added_up_alike() -> None:
+    lengths = torch.ones(200, dtype=torch.int32)
+    assert are_sound(lengths, 200, 200)
+    for place, length in ((0, -1), (199, 2), (7, 2**31 - 1)):
+        assert not are_sound(lengths.scatter(0, torch.tensor([place]), length), 200, 200)
+    assert not are_sound(torch.full((4, 64), 2**56), 256, 0)  # their sum is 0 in int64
+    assert not are_sound(lengths, 199, 200)

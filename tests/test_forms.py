@@ -128,17 +128,30 @@ def test_nothing_retained() -> None:
     assert found["row_pruned_int8"].resident_bytes == serve(scheme, {"t": weight}, "row_pruned_int8").table_bytes()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
-def test_ids_that_are_no_integers_of_torchrec_are_named(mode: type, dtype: torch.dtype) -> None:
+def test_ids_that_are_no_integers_are_named(mode: type, dtype: torch.dtype) -> None:
     """In every form, compiled or not."""
     scheme = blocks_of([4], rows=10, dim=8)
     weight = torch.randn(10, 8) * (torch.arange(8) < 4)
     batch = KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 2]).to(dtype), lengths=torch.tensor([1, 1]))
     for form in SERVING_FORMS:
         module = serve(scheme, {"t": weight}, form)
-        with mode(), pytest.raises(TypeError, match="KeyedJaggedTensor: expected int32 or int64 ids, got torch"):
+        with mode(), pytest.raises(TypeError, match="feature 'f': expected integer ids, got torch"):
             module(batch)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+def test_lengths_that_ask_for_other_ids_than_there_are_are_named(mode: type) -> None:
+    """In every form, compiled or not; tests/test_batch_checks.py has all the ways to be wrong."""
+    scheme = blocks_of([4], rows=10, dim=8)
+    weight = torch.randn(10, 8) * (torch.arange(8) < 4)
+    for form in SERVING_FORMS:
+        module = serve(scheme, {"t": weight}, form)
+        for lengths in ([1, 9], [3, -1], [1, 0]):
+            batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor(lengths, dtype=torch.int32))
+            with mode(), pytest.raises(ValueError, match="feature 'f': expected "):
+                module(batch)
 
 
 def test_unknown_forms() -> None:

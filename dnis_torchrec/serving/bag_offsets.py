@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dnis_torchrec.batch_checks import INTEGERS, named, refuse_bags
+from dnis_torchrec.batch_checks import INTEGERS, are_sound, named, refuse_bags
 from dnis_torchrec.checks import check
 
 NAMESPACE, NAME = "dnis_torchrec", "bag_offsets"
@@ -82,7 +82,8 @@ def torch_bag_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
     fits = lengths.dim() == 2 and len(lengths) == len(names)
     check(fits, named(names), "expected contiguous lengths of shape (F, B) on the CPU", "others")
     check(lengths.dtype in INTEGERS, named(names), "expected int32 or int64 lengths", "others")
-    refuse_bags(names, lengths, lengths.numel(), ids.flatten())
+    if not are_sound(lengths, lengths.numel(), ids.numel()):
+        refuse_bags(names, lengths, lengths.numel(), ids.flatten())
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0, dtype=torch.int64)])
 
 

@@ -18,7 +18,7 @@ from dnis_torchrec.batch_checks import readable_bags
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.bag_routing import BagRouter
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, name_unknown_id
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_num_bags, name_unknown_id
 from dnis_torchrec.serving.mixed_dimension_operator import BlockLayout, load_mixed_dimension_operator
 
 
@@ -167,11 +167,12 @@ class BlockCollection(EmbeddingBagCollectionInterface):
 
     def _lookup(self, features: KeyedJaggedTensor) -> Tensor:
         logical = self._logical
-        keys = None if features.keys() == logical.features else logical.positions(features)
+        names = features.keys()
+        keys = None if names == logical.features else logical.positions(features)
         check_one_batch_size(features)
         weights, offsets, batch_size = logical.weights_of(features), features.offsets(), features.stride()
-        logical.check_batch_size(features.keys(), offsets, batch_size)
-        return self._pooled(features.values(), offsets, weights, keys, batch_size, features.keys())
+        check_num_bags(names, offsets, batch_size)
+        return self._pooled(features.values(), offsets, weights, keys, batch_size, names)
 
     def _pooled(
         self,

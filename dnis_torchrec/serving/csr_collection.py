@@ -25,7 +25,7 @@ from dnis_torchrec.serving.csr_operator import load_operator
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.held_buffers import HeldBuffers
 from dnis_torchrec.serving.interleaved_rows import RowLayout
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, name_unknown_id
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_num_bags, name_unknown_id
 
 
 class _Placed(NamedTuple):
@@ -162,11 +162,12 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             NotImplementedError: if the features of the batch differ in stride.
         """
         logical = self._logical
-        keys = None if features.keys() == logical.features else logical.positions(features)
+        names = features.keys()
+        keys = None if names == logical.features else logical.positions(features)
         check_one_batch_size(features)
         weights, offsets, batch_size = logical.weights_of(features), features.offsets(), features.stride()
-        logical.check_batch_size(features.keys(), offsets, batch_size)
-        pooled = self._lookup(features.values(), offsets, weights, keys, batch_size, features.keys())
+        check_num_bags(names, offsets, batch_size)
+        pooled = self._lookup(features.values(), offsets, weights, keys, batch_size, names)
         return KeyedTensor(keys=logical.names, length_per_key=self._dims, values=pooled)
 
     def lookup(self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:

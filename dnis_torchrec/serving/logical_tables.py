@@ -151,23 +151,6 @@ class LogicalTables:
         check((weights is not None) == self.is_weighted, "per_sample_weights", requirement, given)
         return batch_size
 
-    def check_batch_size(self, names: list[str], offsets: Tensor, batch_size: int) -> None:
-        """Checks that a batch has as many bags as its batch size and its keys say.
-
-        Args:
-            names: its keys.
-            offsets: ``(keys * B + 1,)``.
-            batch_size: B.
-
-        Raises:
-            ValueError: if it has others.
-        """
-        if not torch.compiler.is_compiling():  # sizes are symbols then, and a check would fix them
-            num_bags = max(offsets.numel() - 1, 0)
-            if num_bags != len(names) * batch_size:
-                requirement = f"expected {len(names) * batch_size} lengths, one for each bag"
-                check(False, named(names), requirement, num_bags)
-
     def divide_means_(self, pooled: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """Divides the sums of MEAN tables by the length of the whole bag, as FBGEMM does also for weighted bags.
 
@@ -185,6 +168,23 @@ class LogicalTables:
             if table.pooling == "mean":
                 pooled.narrow(1, first, table.embedding_dim).div_(lengths[key].clamp(min=1).unsqueeze(1))
         return pooled
+
+
+def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
+    """Checks that a batch has as many bags as its batch size and its keys say.
+
+    Args:
+        names: its keys.
+        offsets: ``(keys * B + 1,)``.
+        batch_size: B.
+
+    Raises:
+        ValueError: if it has others.
+    """
+    # a batch size that is a symbol would be fixed by looking at it
+    if type(batch_size) is int and offsets.numel() != len(names) * batch_size + 1:
+        requirement = f"expected {len(names) * batch_size} lengths, one for each bag"
+        check(False, named(names), requirement, max(offsets.numel() - 1, 0))
 
 
 def logical_config(table: TableScheme) -> EmbeddingBagConfig:

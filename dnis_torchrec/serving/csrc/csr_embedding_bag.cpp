@@ -117,7 +117,7 @@ struct Row {
 };
 
 struct Fault {
-  enum Kind { NONE, UNKNOWN_ID, ROW_POINTERS, COLUMNS };
+  enum Kind { NONE, UNKNOWN_ID, OFFSETS, ROW_POINTERS, COLUMNS };
   Kind kind = NONE;
   int64_t position = 0;
 
@@ -281,6 +281,8 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
     case Fault::UNKNOWN_ID:
       return place + "ids in 0.." + std::to_string(fields.num_embeddings - 1) + ", got " +
              std::to_string(bags.ids[fault.position]);
+    case Fault::OFFSETS:
+      return std::string(OPERATOR) + ": offsets: expected " + RISING;
     case Fault::ROW_POINTERS:
       return place + "rising row pointers up to the number of values, got others at row " +
              std::to_string(bags.ids[fault.position]);
@@ -292,6 +294,7 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
 // Asks memory for where the first rows of some bags begin.
 void prefetch(const Feature& feature, const Bags& bags, int64_t first_bag) {
   const int64_t begin = bags.offsets[feature.key * bags.batch_size + first_bag];
+  if (begin < 0) return;
   for (int64_t k = begin; k < std::min(begin + WINDOW, bags.num_ids); ++k) feature.prefetch(bags.ids[k]);
 }
 

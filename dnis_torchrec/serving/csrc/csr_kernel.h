@@ -4,7 +4,7 @@
 // machine without it.
 //
 // Every level gives the same bits: one multiplication and one addition per value, in the order of the ids, never fused.
-// Whatever ids and tables hold, nothing outside the buffers is read or written; offsets rise (fused_bags.h).
+// Whatever ids, offsets and tables hold, nothing outside the buffers is read or written.
 
 // Number k of an array that may begin at any byte.
 template <typename Number>
@@ -220,6 +220,10 @@ Fault pool_typed(const Feature& feature, const Bags& bags, int64_t first_bag, in
     float* out = bags.out + bag * bags.width + feature.first_column;
     for (uint32_t d = 0; d < embedding_dim; ++d) out[d] = 0.0f;
     const int64_t begin = bags.offsets[first_offset + bag], end = bags.offsets[first_offset + bag + 1];
+    if (__builtin_expect(begin < 0 || begin > end || end > last_id || last_id > bags.num_ids, 0)) {
+      fault.note(Fault::OFFSETS, first_offset + bag);
+      continue;
+    }
     for (int64_t i = begin; i < end; ++i) {
       if (i >= window_end || i < window_begin) {
         window_begin = i;

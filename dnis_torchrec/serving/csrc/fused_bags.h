@@ -20,7 +20,7 @@ struct Integers {
 
 struct Bags {
   Integers ids;          // (I,)
-  Integers offsets;      // (keys * B + 1,), rising from 0 to I
+  Integers offsets;      // (keys * B + 1,)
   const float* weights;  // (I,) or null
   float* out;            // (B, width)
   int64_t num_ids;
@@ -44,29 +44,29 @@ Integers integers(const Tensor& tensor, const char* argument) {
   return {tensor.const_data_ptr(), dtype == ScalarType::Long};
 }
 
-// Whether offsets rise from 0 to the number of ids: what every lookup relies on, of keys that nobody reads, too. The signs
-// of all offsets and of all steps between them say it without a branch; none overflows, or a sign before it was set.
-template <typename Offset>
-bool are_sound(const Offset* offsets, int64_t count, int64_t num_ids) {
-  using Bits = std::make_unsigned_t<Offset>;
-  if (count < 1 || offsets[0] != 0 || offsets[count - 1] != num_ids) return false;
-  Bits signs = 0;
-  for (int64_t i = 1; i < count; ++i) {
-    const Bits next = static_cast<Bits>(offsets[i]);
-    signs |= next | (next - static_cast<Bits>(offsets[i - 1]));
-  }
-  return signs >> (8 * sizeof(Bits) - 1) == 0;
-}
+constexpr const char* RISING = "them to rise from 0 to the number of ids";
 
-// Checks that offsets are those of whole keys, and tells of how many.
-int64_t count_keys(const Tensor& tensor, const Integers& offsets, int64_t num_ids, int64_t batch_size) {
-  const int64_t count = tensor.numel();
-  const bool rises = offsets.is_wide ? are_sound(static_cast<const int64_t*>(offsets.data), count, num_ids)
-                                     : are_sound(static_cast<const int32_t*>(offsets.data), count, num_ids);
-  check(rises, "offsets", "them to rise from 0 to the number of ids");
+// Checks where offsets begin and end, and tells of how many keys they are.
+int64_t count_keys(const Integers& offsets, int64_t count, int64_t num_ids, int64_t batch_size) {
+  check(count > 0 && offsets[0] == 0 && offsets[count - 1] == num_ids, "offsets", RISING);
   const int64_t num_keys = batch_size == 0 ? 0 : (count - 1) / batch_size;
   check(num_keys * batch_size == count - 1, "offsets", "batch_size bags of every key");
   return num_keys;
+}
+
+// Checks the offsets of keys that no feature reads; kernels check the others, bag by bag, as they come to them. Each
+// begins where the one before it ends: if all rise, what one bag holds is part of no other.
+template <typename Feature>
+void check_unread(const std::vector<Feature>& features, const Bags& bags) {
+  std::vector<bool> is_read(static_cast<size_t>(bags.num_keys));
+  for (const Feature& feature : features) is_read[feature.key] = true;
+  for (int64_t key = 0; key < bags.num_keys; ++key) {
+    if (is_read[key]) continue;
+    bool rises = true;
+    for (int64_t bag = key * bags.batch_size; bag < (key + 1) * bags.batch_size; ++bag)
+      rises &= bags.offsets[bag] <= bags.offsets[bag + 1];
+    check(rises, "offsets", RISING);
+  }
 }
 
 // What the bags of a batch hold; `out` and `max_dim` are for the caller to set.
@@ -78,7 +78,7 @@ Bags read_bags(
   bags.ids = integers(ids, "ids");
   bags.num_ids = ids.numel();
   bags.offsets = integers(offsets, "offsets");
-  bags.num_keys = count_keys(offsets, bags.offsets, bags.num_ids, batch_size);
+  bags.num_keys = count_keys(bags.offsets, offsets.numel(), bags.num_ids, batch_size);
   bags.batch_size = batch_size;
   bags.width = width;
   bags.zero_unknown = zero_unknown;
@@ -121,6 +121,7 @@ Tensor empty_output(int64_t batch_size, int64_t width) {
 template <typename Feature, typename Pool, typename Ahead, typename Describe>
 void pool_all(const std::vector<Feature>& features, const Bags& bags, Pool pool, Ahead ahead, Describe describe) {
   using Fault = decltype(pool(features[0], bags, 0, 0));
+  check_unread(features, bags);
   const int64_t num_bags = static_cast<int64_t>(features.size()) * bags.batch_size;
   std::mutex mutex;
   Fault fault;

@@ -17,7 +17,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(DNIS_PORTABLE)
@@ -155,6 +154,8 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
     case Fault::UNKNOWN_ID:
       return place + "ids in 0.." + std::to_string(fields.table->num_embeddings - 1) + ", got " +
              std::to_string(bags.ids[fault.position]);
+    case Fault::OFFSETS:
+      return std::string(OPERATOR) + ": offsets: expected " + RISING;
     default:
       return place + "positions from 0 on, got others for row " + std::to_string(bags.ids[fault.position]);
   }

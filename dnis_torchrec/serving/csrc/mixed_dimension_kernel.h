@@ -2,7 +2,7 @@
 // mixed_dimension_bag.cpp includes this file in its namespace, behind what it needs of the standard library.
 //
 // Portable code and AVX-512 give the same bits: one multiplication and one addition per value, in the order of the ids,
-// never fused. Whatever ids hold, nothing outside the buffers is read or written; offsets rise (fused_bags.h).
+// never fused. Whatever ids and offsets hold, nothing outside the buffers is read or written.
 
 constexpr int64_t LANES = 16;               // columns of one mask
 constexpr int64_t LINE = 64;                // bytes of a cache line
@@ -45,9 +45,9 @@ struct Row {
   const Block* block;
 };
 
-// The first thing found wrong: what, and at which id.
+// The first thing found wrong: what, and at which id (OFFSETS: which offset).
 struct Fault {
-  enum Kind { NONE, UNKNOWN_ID, POSITIONS };
+  enum Kind { NONE, UNKNOWN_ID, OFFSETS, POSITIONS };
   Kind kind = NONE;
   int64_t position = 0;
 
@@ -182,8 +182,10 @@ __attribute__((always_inline)) inline Fault pool(
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
     float* out = bags.out + bag * bags.width + feature.first_column;
     const int64_t begin = bags.offsets[first_offset + bag], end = bags.offsets[first_offset + bag + 1];
+    const bool rising = begin >= 0 && begin <= end && end <= last_id && last_id <= bags.num_ids;
+    if (__builtin_expect(!rising, 0)) fault.note(Fault::OFFSETS, first_offset + bag);
     bool is_first = true;
-    for (int64_t i = begin; i < end; ++i) {
+    for (int64_t i = begin; rising && i < end; ++i) {
       if (i >= window_end || i < window_begin) {
         window_begin = i;
         window_end = std::min(i + WINDOW, last_id);
@@ -201,7 +203,7 @@ __attribute__((always_inline)) inline Fault pool(
       is_first = false;
     }
     if (is_first) std::fill(out, out + dim, 0.0f);
-    if (feature.is_mean && end - begin > 1) {
+    if (feature.is_mean && rising && end - begin > 1) {
       const float length = static_cast<float>(end - begin);
       for (int64_t d = 0; d < dim; ++d) out[d] /= length;
     }
