@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.batch_checks import check_bags
+from dnis_torchrec.batch_checks import INTEGERS, check_bags, named
 from dnis_torchrec.block_operators import are_compiled, are_good_bags
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.jagged import jagged_by_key
@@ -33,13 +33,18 @@ class BagCheck(nn.Module):
 
         Raises:
             ValueError: naming table, feature and the value received, or for lengths that are not those of the ids.
+            TypeError: naming the features, for ids that are neither int32 nor int64.
             NotImplementedError: for features of variable batch size.
         """
         if features.variable_stride_per_key():
             raise NotImplementedError(describe("features", "supported are batches of one size for all keys", "several"))
         if self._are_good(features):
             return
-        if features.values().device.type == "cpu":
+        ids = features.values()
+        if ids.dtype not in INTEGERS:
+            remedy = "convert them with .long()"
+            raise TypeError(describe(named(features.keys()), "expected int32 or int64 ids", ids.dtype, remedy))
+        if ids.device.type == "cpu":
             check_bags(features)
         jagged = jagged_by_key(features)
         for output in self._outputs:
@@ -57,7 +62,8 @@ class BagCheck(nn.Module):
         """The usual case on a CPU, decided for all features at once; False where each has to be looked at."""
         ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
         weights = features.weights_or_none()
-        if ids.device.type != "cpu" or (weights is not None and weights.numel() != ids.numel()):
+        has_weights = weights is None or weights.numel() == ids.numel()
+        if ids.device.type != "cpu" or ids.dtype not in INTEGERS or not has_weights:
             return False
         if keys not in self._limits:
             if not {output.feature for output in self._outputs} <= set(keys):

@@ -44,3 +44,11 @@ def test_fewer_weights_than_ids() -> None:
     model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
     with pytest.raises(ValueError, match="expected a weight for each of 15 ids, got 14 weights"):
         model["e"](features)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int16])
+def test_ids_of_other_types(dtype: torch.dtype) -> None:
+    features = KeyedJaggedTensor(keys=KEYS, values=torch.zeros(15, dtype=dtype), lengths=torch.ones(15).int())
+    model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
+    with pytest.raises(TypeError, match="features 'user_id', 'movie_id', 'genre_id': expected int32 or int64 ids"):
+        model["e"](features)

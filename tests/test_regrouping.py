@@ -78,7 +78,7 @@ def test_serves_exactly(rows: int, dim: int, groups: int, multiple: int, density
     table = after.tables["t"]
     assert table.routing.num_blocks <= max(groups, 1)
     assert table.num_retained <= table.block_area <= before.tables["t"].block_area
-    module = MixedDimensionEmbeddingBagCollection.from_tables(after, {"t": weight})
+    module = MixedDimensionEmbeddingBagCollection.from_tables(after, {"t": weight}, new_rows=False)
     bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(rows)]})
     with torch.no_grad():
         assert module(bags).values().equal(weight)
