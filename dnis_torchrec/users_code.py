@@ -119,7 +119,7 @@ def is_of_package(file: Path | str) -> bool:
     """Whether a file lies where packages are installed; those installed as links to a checkout do not.
 
     Args:
-        file: an absolute path without links.
+        file: an absolute path, without links or as Python's own paths have them.
 
     Example:
         >>> is_of_package(os.path.realpath(os.__file__))
@@ -150,7 +150,8 @@ def _of_python() -> tuple[Path, ...]:
 @cache
 def _of_packages() -> tuple[Path, ...]:
     users = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-    return _real(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *users)
+    named = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *users)
+    return tuple(dict.fromkeys((*_real(*named), *map(Path, map(os.path.abspath, named)))))
 
 
 def _real(*folders: str) -> tuple[Path, ...]:
@@ -186,7 +187,10 @@ def _told(place: str, error: BaseException) -> str:
 
 
 def _summary(error: BaseException) -> str:
-    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    try:
+        text = str(error.msg if isinstance(error, SyntaxError) else error)
+    except Exception:
+        text = "its message cannot be shown"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

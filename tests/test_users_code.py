@@ -165,6 +165,17 @@ def test_causes_are_told_with_their_frames() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_an_error_that_cannot_be_told_names_the_recipe_all_the_same() -> None:
+    told = r"^recipe 'shop:small': Unspeakable: its message cannot be shown\n"
+    with pytest.raises(RecipeError, match=told), errors_of_recipe("shop:small"):
+        raise Unspeakable
+
+
 def test_an_interrupt_is_no_error_of_the_recipe() -> None:
     with pytest.raises(KeyboardInterrupt), errors_of_recipe("shop:small"):
         raise KeyboardInterrupt
