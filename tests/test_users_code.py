@@ -165,6 +165,13 @@ def test_causes_are_told_with_their_frames() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_a_recipe_of_an_installed_package_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users_code, "_is_users", lambda _: False)
+    told = rf"^recipe '{__name__}:small': RuntimeError: no"
+    with pytest.raises(RecipeError, match=told), named_errors(), errors_of_its_code(f"{__name__}:small"):
+        raise RuntimeError("no")
+
+
 class Unspeakable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no")
