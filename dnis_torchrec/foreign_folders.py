@@ -56,6 +56,26 @@ def check_plain(folder: Path, place: str) -> None:
         check(False, place, "expected plain files and folders in it", received, "remove it")
 
 
+def check_outside(folder: Path, place: str) -> None:
+    """Refuses to replace a folder that this process stands in: relative paths would go on in the old one.
+
+    Args:
+        folder: to be replaced.
+        place: what it is, for the error.
+
+    Raises:
+        ValueError: if the working folder is this one, or lies in it.
+
+    Example:
+        >>> check_outside(Path.cwd(), "run folder .")
+        Traceback (most recent call last):
+        ValueError: run folder .: expected a working folder outside of what is replaced, got ...
+    """
+    here = Path.cwd()
+    is_inside = here.resolve().is_relative_to(folder.resolve())
+    check(not is_inside, place, "expected a working folder outside of what is replaced", here, "go to another folder")
+
+
 def _special_files(folder: Path) -> Iterator[Path]:
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from dnis_torchrec.checks import check_known, describe
+from dnis_torchrec.user_folders import user_cache_folder
 from dnis_torchrec.workplaces import workplace
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -209,8 +210,7 @@ def find_compiler() -> str | None:
 
 def cache_folder() -> Path:
     """Where libraries are kept: ``$XDG_CACHE_HOME/dnis_torchrec``, by default ``~/.cache/dnis_torchrec``."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "dnis_torchrec"
+    return user_cache_folder() / "dnis_torchrec"
 
 
 def may_compile() -> bool:

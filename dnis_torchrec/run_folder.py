@@ -36,7 +36,7 @@ from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checkpoint import checkpoint_folder
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.export.artifact import FolderKind, new_folder
-from dnis_torchrec.foreign_folders import check_plain, file_lock, make_folder
+from dnis_torchrec.foreign_folders import check_outside, check_plain, file_lock, make_folder
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.json_files import NotNegative, Positive, conform, read_json
 from dnis_torchrec.model_parts import delete_parts, has_parts, load_parts, part_name, save_parts
@@ -123,6 +123,7 @@ class RunFolder:
             remedy += ", --resume the run or --overwrite it" if can_resume else " or --overwrite the run"
         expected = "expected a folder that does not exist"
         check(overwrite and is_run, f"run folder {path}", expected, "an existing one", remedy)
+        check_outside(path, f"run folder {path}")
         check_plain(path, f"run folder {path}")
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import site
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -63,7 +64,8 @@ def errors_of_its_code(spec: str) -> Iterator[None]:
         yield
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if not isinstance(error, RecipeError) and not _is_own(files[-1]) and any(map(_is_users, files)):
+        is_at_work = any(_is_users(file) or lies_in(file, _package_of(spec)) for file in files)
+        if not isinstance(error, RecipeError) and not _is_own(files[-1]) and is_at_work:
             error.add_note(_place(spec))
         raise
 
@@ -119,7 +121,7 @@ def is_of_package(file: Path | str) -> bool:
     """Whether a file lies where packages are installed; those installed as links to a checkout do not.
 
     Args:
-        file: an absolute path without links.
+        file: an absolute path, without links or as Python's own paths have them.
 
     Example:
         >>> is_of_package(os.path.realpath(os.__file__))
@@ -150,7 +152,8 @@ def _of_python() -> tuple[Path, ...]:
 @cache
 def _of_packages() -> tuple[Path, ...]:
     users = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-    return _real(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *users)
+    named = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *users)
+    return tuple(dict.fromkeys((*_real(*named), *map(Path, map(os.path.abspath, named)))))
 
 
 def _real(*folders: str) -> tuple[Path, ...]:
@@ -165,6 +168,13 @@ def _is_users(file: str) -> bool:
     """Whether a frame's file is the user's own: no library's, and no code without a file, as dataclasses make it."""
     real = os.path.realpath(file)
     return not (file.startswith("<") or _is_own(file) or is_of_python(real) or is_of_package(real))
+
+
+def _package_of(spec: str) -> tuple[Path, ...]:
+    """Files and folders of the outermost package that a recipe lies in, which may be an installed one."""
+    package = sys.modules.get(spec.partition(":")[0].partition(".")[0])
+    found = [*getattr(package, "__path__", ()), getattr(package, "__file__", None)]
+    return tuple(Path(file) for file in found if file)
 
 
 def _place(spec: str) -> str:
@@ -186,7 +196,10 @@ def _told(place: str, error: BaseException) -> str:
 
 
 def _summary(error: BaseException) -> str:
-    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    try:
+        text = str(error.msg if isinstance(error, SyntaxError) else error)
+    except Exception:
+        text = "its message cannot be shown"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

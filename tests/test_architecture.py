@@ -27,7 +27,7 @@ LAYERS = (
         "users_code",
         "workplaces",
     },
-    {"batch_checks", "features_by_name", "foreign_folders", "frozen_tables", "json_files"},
+    {"batch_checks", "features_by_name", "foreign_folders", "frozen_tables", "json_files", "user_folders"},
     {"whole_files"},
     {"batch_slices", "native_build", "ranks", "reductions", "sketch", "split_checks", "storage"},
     {
@@ -93,6 +93,7 @@ SERVING_NEEDS = {
     "row_routing",
     "scheme",
     "serving",
+    "user_folders",
     "workplaces",
 }
 """All of the package that a serving module may load: nothing that trains."""

@@ -208,6 +208,7 @@ def test_no_folder(tmp_path: Path) -> None:
         (1, "expected a format_version like '1.0', got 1"),
         (None, "expected a format_version like"),
         ("new", "expected a format_version like"),
+        ("9" * 5000, "expected a format_version like"),
     ],
 )
 def test_newer_and_strange_versions_are_refused(written: Path, version: object, message: str) -> None:

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dnis_torchrec.comparison import processes
+from dnis_torchrec.comparison import processes, worker
 from dnis_torchrec.comparison.cells import Cell, CellTask, read_crash, read_result
 from dnis_torchrec.comparison.processes import COMMAND, SECONDS_TO_END, run_cells
+from dnis_torchrec.recipe import Recipe
 from tests.comparison_stand_ins import calls, is_alive, make_folders, make_out, stand_in
 from tests.test_cli import ROOT, environment
 from tests.test_comparison import REGISTRY
+from tests.tiny import make_recipe
 
 
 @pytest.fixture
@@ -187,5 +189,28 @@ def test_a_real_process_ends_when_its_parent_is_gone(out: Path) -> None:
         finally:
             process.kill()
     assert read_result(folder) is None
+    assert read_crash(folder) is None
+    assert not (folder / "work").exists()
+
+
+def ended_while_built(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
+    del data
+    signal.raise_signal(signal.SIGTERM)
+    return make_recipe(seed=seed, embedding_dim=embedding_dim)
+
+
+def test_a_cell_that_is_ended_while_its_recipe_is_built_did_not_crash(
+    gloo, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell(method="uniform", size=2, seed=0)
+    recipe = f"{__name__}:{ended_while_built.__name__}"
+    rules = {"recipe": recipe, "data": None, "patience": 3, "max_epochs": 2, "trials": None}
+    folder = out / "cells" / cell.name
+    CellTask(cell=cell, rules=rules, registry=REGISTRY, cells_at_once=1, artifact=False).write(folder)
+    monkeypatch.setattr(sys, "argv", ["worker", str(folder)])
+    monkeypatch.setattr(worker, "_end_with_parent", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        worker.main()
+    assert ended.value.code == 128 + signal.SIGTERM
     assert read_crash(folder) is None
     assert not (folder / "work").exists()

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dnis_torchrec.export.artifact import new_folder
 from dnis_torchrec.foreign_folders import check_plain, file_lock, is_plain_file, make_folder, open_log
+from dnis_torchrec.run_folder import RunFolder
+from tests.tiny_artifact import write_tiny_artifact
 
 
 @pytest.fixture
@@ -98,3 +101,20 @@ def test_a_log_is_begun_beside_what_was_there(tmp_path: Path, outside: Path) -> 
     with pytest.raises(OSError, match="symbolic link"):
         open_log(log, anew=False)
     assert (outside / "precious").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("path", [".", "../out", "../../out"])
+def test_who_stands_in_what_is_replaced_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """The folder would move away with its user, and the new one be written into the old."""
+    artifact = write_tiny_artifact(tmp_path / "out")
+    before = sorted(artifact.rglob("*"))
+    inside = artifact / "csr" if path.startswith("../..") else artifact
+    monkeypatch.chdir(inside)
+    refused = pytest.raises(ValueError, match="expected a working folder outside of what is replaced, got")
+    with refused, new_folder(path, overwrite=True):
+        pass
+    (artifact / "run.json").touch()
+    with pytest.raises(ValueError, match=rf"^run folder {path}: expected a working folder outside of what is replaced"):
+        RunFolder.check_free(Path(path), overwrite=True)
+    (artifact / "run.json").unlink()
+    assert sorted(artifact.rglob("*")) == before

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from dnis_torchrec import users_code
 from dnis_torchrec.export import read_manifest
 from dnis_torchrec.export.artifact import write_manifest
 from dnis_torchrec.jobs import build_recorded, load_recorded, recorded, recorded_run, run_evaluate
@@ -240,6 +241,27 @@ def test_code_that_is_not_the_users_never_runs(place: Callable[[Attack], str], a
     assert not attack.mark.exists()
 
 
+@pytest.mark.parametrize("recipe", [None, "shop.recipes:recipe"])
+def test_a_folder_takes_no_installed_modules_place(attack: Attack, recipe: str | None) -> None:
+    """Libraries import some modules late, when the working folder is looked in first."""
+    for name, inner in (("networkx", ""), ("wave", "runs"), ("sympy", "")):
+        attack.put(f"{name}/__init__.py")
+        folder = attack.project / name / inner
+        folder.mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=f"that takes no installed module's place, got the package '.*/{name}'"):
+            load_recorded(folder, {"recipe": "shop.recipes:recipe"}, recipe=recipe)
+    assert not attack.mark.exists()
+    attack.put("bundle/__init__.py")
+    (attack.project / "yaml").mkdir()
+    for name in ("yaml", "bundle"):  # one without code of its own takes no place, and a project may be a package
+        load_recorded(attack.project / name, {"recipe": "shop.recipes:recipe"}, recipe=recipe)
+
+
+def test_other_programs_files_make_no_folder_a_strangers(attack: Attack) -> None:
+    (attack.project / "package.json").write_text('{"name": "dnis-torchrec-demo", "format": "cjs"}')
+    assert load_recorded(attack.folder, {"recipe": "shop.recipes:recipe"}) == "shop.recipes:recipe"
+
+
 def test_a_package_that_looks_elsewhere_once_it_is_imported_is_looked_at_again(attack: Attack) -> None:
     (attack.project / "trade").mkdir()
     (attack.project / "trade" / "__init__.py").write_text(f"__path__.insert(0, {str(attack.folder)!r})\n")
@@ -315,6 +337,45 @@ def test_code_of_the_working_folder_and_of_installed_packages_is_taken(
     assert build_recorded(attack.folder, {"recipe": "shop.recipes:recipe"}, None).notes == ("generated for tests",)
     data = attack.project  # which holds the working folder, so that it can be no stranger's
     assert load_recorded(attack.folder, {"recipe": "shop.recipes:recipe"}, data) == "shop.recipes:recipe"
+
+
+def test_a_project_in_a_checkout_has_its_runs_beside_its_recipes(
+    attack: Attack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the checkout that the project lies in holds all of it, and is no archive that was unpacked."""
+    monkeypatch.setattr(recorded, "editable_folders", lambda: (attack.project.parent,))
+    assert load_recorded(attack.folder, {"recipe": "shop.recipes:recipe"}) == "shop.recipes:recipe"
+    attack.put("bundle/evil.py")
+    with pytest.raises(ValueError, match="which may have come with what is read"):
+        load_recorded(attack.project / "bundle" / "artifact", {"recipe": "bundle.evil:recipe"})
+    assert not attack.mark.exists()
+
+
+def test_packages_are_installed_wherever_the_user_stands(attack: Attack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment within the project, seen from the folder above."""
+    installed = attack.project / ".venv" / "site-packages"
+    attack.put("shop/evil.py")
+    monkeypatch.chdir(attack.project.parent)
+    (installed / "bought").mkdir(parents=True)
+    (installed / "bought" / "__init__.py").write_text(HARMLESS)
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setattr(users_code, "_of_packages", lambda: (installed,))
+    assert load_recorded(attack.folder, {"recipe": "bought:recipe"}) == "bought:recipe"
+    with pytest.raises(ValueError, match="which may have come with what is read"):
+        load_recorded(attack.folder, {"recipe": "project.shop.evil:recipe"})
+    assert not attack.mark.exists()
+
+
+def test_who_has_no_home_has_no_copies(attack: Attack, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DNIS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert load_recorded(attack.folder, {"recipe": "shop.recipes:recipe"}) == "shop.recipes:recipe"
+    with pytest.raises(OSError, match=r"^cache folder: expected a home folder or XDG_CACHE_HOME, got neither; set "):
+        cache_folder()
 
 
 @pytest.mark.parametrize("field", [{"seed": "0"}, {"seed": -1}, {"seed": True}, {"seed": 2**63}, {"seed": None}])

@@ -165,6 +165,24 @@ def test_causes_are_told_with_their_frames() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_a_recipe_of_an_installed_package_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users_code, "_is_users", lambda _: False)
+    told = rf"^recipe '{__name__}:small': RuntimeError: no"
+    with pytest.raises(RecipeError, match=told), named_errors(), errors_of_its_code(f"{__name__}:small"):
+        raise RuntimeError("no")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_an_error_that_cannot_be_told_names_the_recipe_all_the_same() -> None:
+    told = r"^recipe 'shop:small': Unspeakable: its message cannot be shown\n"
+    with pytest.raises(RecipeError, match=told), errors_of_recipe("shop:small"):
+        raise Unspeakable
+
+
 def test_an_interrupt_is_no_error_of_the_recipe() -> None:
     with pytest.raises(KeyboardInterrupt), errors_of_recipe("shop:small"):
         raise KeyboardInterrupt

@@ -309,6 +309,19 @@ def test_memory_is_measured_in_a_fresh_process(small: Path) -> None:
     assert all(row.touched_bytes >= 0 for row in rows)
 
 
+def test_tables_of_other_features_are_refused_by_name(copy: Path) -> None:
+    """A model would look for features that nobody looks up, or take those of one table for another's."""
+    for features in (["genre"], ["user", "user"], ["client"]):
+        manifest = read_manifest(copy)
+        manifest["tables"]["user"]["feature_names"] = features
+        write_manifest(copy, manifest)
+        message = re.escape(
+            f"{copy}, table 'user': expected the features of the model's table, ['user'], got {features}"
+        )
+        with pytest.raises(ValueError, match=message):
+            drop_in_(tiny.demo(None).model, copy)
+
+
 def test_every_row_is_looked_up_that_all_tables_of_a_feature_have(small: Path) -> None:
     tables = read_scheme(small).tables
     (batch,) = every_row(MixedDimensionScheme(tables))

@@ -39,6 +39,7 @@ from dnis_torchrec.jobs import build_recipe, versions
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search import dense_parameters
+from dnis_torchrec.signals import Ending, Stopped
 from dnis_torchrec.table_shards import collections
 from dnis_torchrec.training import evaluate, process_group
 from dnis_torchrec.users_code import RecipeError
@@ -176,14 +177,16 @@ def _export(out: Path, result: CellResult, trained: TrainedCell, made: MethodRes
 def main() -> None:
     """Entry point of the process: exit code 0 with a result.json, 1 with a crash.txt; one that helps leaves neither."""
     folder = Path(sys.argv[1])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if sys.argv[2:] == [HELPS]:
-        help_cell(folder)
-        return
+    helps = sys.argv[2:] == [HELPS]
     try:
-        run_cell(folder)
+        with Ending():
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+            (help_cell if helps else run_cell)(folder)
+    except Stopped as stop:
+        sys.exit(stop.exit_code)
     except Exception as error:
+        if helps:
+            raise
         # What the recipe itself raised says more here, in full, than what a command would say of it in short.
         told = error.__cause__ if isinstance(error, RecipeError) and error.__cause__ else error
         write_crash(folder, "".join(traceback.format_exception(told)))

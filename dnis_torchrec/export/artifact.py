@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.foreign_folders import check_outside
 from dnis_torchrec.json_files import NotNegative, Positive, conform, parse_json
 from dnis_torchrec.scheme import DescribedTable
 from dnis_torchrec.workplaces import Workplace, workplace
@@ -340,7 +341,13 @@ def _with_digits(content: bytes, old: str, new: str) -> bytes:
 
 def _check_version(version: object, place: str) -> None:
     major = version.split(".")[0] if isinstance(version, str) else ""
-    check(major.isdecimal(), place, "expected a format_version like '1.0'", repr(version), "export again")
+    check(
+        re.fullmatch("[0-9]{1,9}", major) is not None,
+        place,
+        "expected a format_version like '1.0'",
+        repr(version),
+        "export again",
+    )
     newest = int(FORMAT_VERSION.split(".")[0])
     remedy = "update dnis_torchrec"
     check(int(major) <= newest, place, f"expected a format_version up to {newest}.x", repr(version), remedy)
@@ -352,6 +359,7 @@ def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
     place = f"{kind.name} {str(target)!r}"
     remedy = "pass overwrite=True to replace it"
     check(overwrite, place, "expected a path that does not exist", "an existing one", remedy)
+    check_outside(target, place)
     ours = False
     if target.is_dir() and not target.is_symlink() and (target / kind.manifest).is_file():
         try:

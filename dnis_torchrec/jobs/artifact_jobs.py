@@ -14,7 +14,8 @@ from dnis_torchrec.export import load, load_dense_state, read_manifest, read_sch
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.recipe import Recipe, TrainTask
 from dnis_torchrec.run_folder import RunFolder, check_shapes, load_state_
-from dnis_torchrec.table_shards import collections
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.table_shards import collections, table_configs_of
 from dnis_torchrec.training import evaluate, process_group
 from dnis_torchrec.users_code import errors_of_its_code
 
@@ -133,6 +134,16 @@ def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str | None 
     return built
 
 
+def _check_features(collection: nn.Module, scheme: MixedDimensionScheme, fqn: str, artifact: Path) -> None:
+    """Refuses tables that read other features than the model's: the model would miss some, or take one for another."""
+    own = {config.name: tuple(config.feature_names) for config in table_configs_of(collection)}
+    held = {table.name: tuple(table.feature_names) for table in scheme.tables.values() if table.collection == fqn}
+    for name in sorted({*own, *held}):
+        requirement = f"expected the features of the model's table, {list(own.get(name, ()))}"
+        fits = own.get(name) == held.get(name)
+        check(fits, f"{artifact}, table {name!r}", requirement, list(held.get(name, ())), "use the model of the run")
+
+
 def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension") -> nn.Module:
     """Puts an artifact's serving modules and dense weights into a model in place of its EmbeddingBagCollections.
 
@@ -147,10 +158,11 @@ def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension")
     Raises:
         ValueError: if the artifact is damaged or the model has other collections or dense weights.
     """
-    names = {table.collection for table in read_scheme(artifact).tables.values()}
-    own = collections(model)
+    scheme, own = read_scheme(artifact), collections(model)
+    names = {table.collection for table in scheme.tables.values()}
     for name in sorted(names):
         check_known("FQN", name, own)
+        _check_features(own[name], scheme, name, artifact)
     dense = load_dense_state(artifact)
     for name in names:
         served = load(artifact, form=form, collection=name)

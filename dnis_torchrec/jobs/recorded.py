@@ -7,8 +7,10 @@ name lies: outside of what others made, and in the working folder or an installe
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -23,7 +25,7 @@ from dnis_torchrec.users_code import RecipeError, editable_folders, is_of_packag
 REMEDY = "name your own by --recipe MODULE:FUNCTION"
 WRITTEN = ("manifest.json", "package.json", "run.json")
 """Files that make a folder one of this package's; each names its format, all of which begin alike."""
-_FORMATS = b'"dnis-torchrec-'
+_FORMATS = re.compile(rb'"format"\s*:\s*"dnis-torchrec-')
 
 
 def build_recorded(folder: Path, run: Mapping[str, Any], data: Path | None, recipe: str | None = None) -> Recipe:
@@ -67,6 +69,9 @@ def load_recorded(folder: Path, run: Mapping[str, Any], data: Path | None = None
     place, here = _place(folder), Path(os.path.realpath(Path.cwd()))
     requirement, remedy = "expected a working folder outside of it", "go to the folder of your project"
     check(not lies_in(here, _spellings(folder)), place, f"{requirement}: its files would be modules", here, remedy)
+    requirement, remedy = "expected a folder that takes no installed module's place", "rename the folder"
+    for name in _names_in(here, folder):
+        check(not _takes_a_place(name, here), place, requirement, f"the package {str(here / name)!r}", remedy)
     if recipe is not None:
         load_recipe(recipe)
         return recipe
@@ -86,15 +91,35 @@ def _spellings(folder: Path) -> tuple[Path, ...]:
     return Path(os.path.abspath(folder)), Path(os.path.realpath(folder))
 
 
+def _names_in(here: Path, folder: Path) -> set[str]:
+    """What the working folder calls the folder that something lies in, or it itself."""
+    return {inner.relative_to(here).parts[0] for inner in _spellings(folder) if inner.is_relative_to(here)}
+
+
+def _takes_a_place(name: str, here: Path) -> bool:
+    """Whether a folder of the working folder is a package that libraries would import instead of the one they mean."""
+    found = PathFinder.find_spec(name, [str(here)])
+    if found is None or found.origin is None:  # no package, or one without code, which any other of the name precedes
+        return False
+    others = [entry for entry in sys.path if entry and os.path.realpath(entry) != str(here)]
+    meant = PathFinder.find_spec(name, others)
+    origin = None if meant is None or meant.origin is None else os.path.realpath(meant.origin)
+    return origin is not None and (is_of_python(origin) or is_of_package(origin))
+
+
 def _foreign(folder: Path, data: Path | None, here: Path) -> tuple[Path, ...]:
     """Folders that may be others': what is read, with all that came in one folder with it, its data, copies of URLs."""
     found = list(_spellings(folder))
-    for base in (here, *editable_folders()):
-        for inner in _spellings(folder):
-            if inner != base and inner.is_relative_to(base):
-                found += _spellings(base / inner.relative_to(base).parts[0])
-    for other in (cache_folder(), data):
-        if other is not None and not lies_in(here, _spellings(other)):
+    for inner in _spellings(folder):
+        projects = [base for base in (here, *editable_folders()) if inner != base and inner.is_relative_to(base)]
+        if projects:  # of one in the other the inner one is the project, and the outer one's folder is no archive
+            project = max(projects, key=lambda base: len(base.parts))
+            found += _spellings(project / inner.relative_to(project).parts[0])
+    others = [] if data is None else [data]
+    with suppress(OSError):  # who has no cache folder has no copies
+        others.append(cache_folder())
+    for other in others:
+        if not lies_in(here, _spellings(other)):
             found += _spellings(other)
     return tuple(dict.fromkeys(found))
 
@@ -118,10 +143,12 @@ def _check_users(spec: str, place: str, foreign: tuple[Path, ...], here: Path, m
 
 def _not_users(file: str, foreign: tuple[Path, ...], here: Path) -> str:
     """Why a file is neither the user's nor a package's; nothing if it is one of them."""
-    real = Path(os.path.realpath(file))
+    named, real = Path(os.path.abspath(file)), Path(os.path.realpath(file))
     if not os.path.isabs(file) or is_of_python(real):
         return "which is Python's own"
-    if lies_in(os.path.abspath(file), foreign) or lies_in(real, foreign):
+    if is_of_package(named) and is_of_package(real):  # wherever they are installed, as in a project's own environment
+        return ""
+    if lies_in(named, foreign) or lies_in(real, foreign):
         return "which may have come with what is read"
     if is_of_package(real):
         return ""
@@ -135,7 +162,7 @@ def _is_written(folder: Path) -> bool:
     """Whether a folder is a run, an artifact or a package."""
     for file in (folder / name for name in WRITTEN):
         try:
-            if _FORMATS in file.read_bytes():
+            if _FORMATS.search(file.read_bytes()):
                 return True
         except OSError:
             continue

@@ -18,6 +18,7 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.foreign_folders import check_plain, is_plain_file, make_folder
 from dnis_torchrec.json_files import read_json
 from dnis_torchrec.storage.access import filesystem, local_path, retrying, version_of
+from dnis_torchrec.user_folders import user_cache_folder
 from dnis_torchrec.whole_files import write_json, written_whole
 
 CACHE_VARIABLE = "DNIS_CACHE"
@@ -26,10 +27,13 @@ FETCHED = ".fetched.json"
 
 
 def cache_folder() -> Path:
-    """Where copies of what lies on storage are kept: ``$DNIS_CACHE``, or dnis_torchrec in the user's cache folder."""
+    """Where copies of what lies on storage are kept: ``$DNIS_CACHE``, or dnis_torchrec in the user's cache folder.
+
+    Raises:
+        OSError: if the user has no cache folder.
+    """
     chosen = os.environ.get(CACHE_VARIABLE)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(chosen) if chosen else Path(base) / "dnis_torchrec"
+    return Path(chosen) if chosen else user_cache_folder() / "dnis_torchrec"
 
 
 def local_copy_of(url: str) -> Path:

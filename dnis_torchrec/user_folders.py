@@ -1,0 +1,24 @@
+"""Folders that the system gives each user."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dnis_torchrec.checks import describe
+
+
+def user_cache_folder() -> Path:
+    """``$XDG_CACHE_HOME``, or ``.cache`` in the user's home folder.
+
+    Raises:
+        OSError: if there is neither, as for a user of a container whom its system does not know.
+    """
+    named = os.environ.get("XDG_CACHE_HOME")
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError as error:
+        requirement, remedy = "expected a home folder or XDG_CACHE_HOME", "set XDG_CACHE_HOME to a folder of yours"
+        raise OSError(describe("cache folder", requirement, "neither", remedy)) from error
