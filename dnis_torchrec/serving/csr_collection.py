@@ -164,9 +164,11 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         logical = self._logical
         names = features.keys()
         keys = None if names == logical.features else logical.positions(features)
-        check_one_batch_size(features)
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+            check_one_batch_size(features)  # says why this is refused
         weights, offsets, batch_size = logical.weights_of(features), features.offsets(), features.stride()
-        check_num_bags(names, offsets, batch_size)
+        if keys is not None:  # else the operator sees that there are as many as features
+            check_num_bags(names, offsets, batch_size)
         pooled = self._lookup(features.values(), offsets, weights, keys, batch_size, names)
         return KeyedTensor(keys=logical.names, length_per_key=self._dims, values=pooled)
 
@@ -217,6 +219,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 self._zero_unknown,
             )
         except ValueError:
+            check_num_bags(names, offsets, batch_size)
             taken = readable_bags(names, ids, offsets, weights)
             if taken[0] is not ids or taken[1] is not weights:
                 return self._lookup(taken[0], offsets, taken[1], keys, batch_size, names)

@@ -138,6 +138,9 @@ def torch_csr_embedding_bag(
     ends = (int(bounds[0]), int(bounds[-1])) if bounds.numel() else None
     rises = ends == (0, ids.numel()) and bool((bounds.diff() >= 0).all())
     check(rises, f"{NAME}: offsets", "expected them to rise from 0 to the number of ids", "others")
+    num_bags = bounds.numel() - 1
+    fits = keys is not None or not batch_size or num_bags == len(layout) * batch_size
+    check(fits, f"{NAME}: offsets", "expected bags for each feature and for no other", num_bags)
     out = torch.zeros(batch_size, width, device=ids.device)
     for feature, fields in enumerate(layout.tolist()):
         first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields

@@ -248,6 +248,7 @@ std::vector<Feature> make_features(
   check(fits, "layout", "int64 of shape (F, 7)");
   const int64_t num_features = layout.size(0);
   check(!keys || static_cast<int64_t>(keys->size()) == num_features, "keys", "one for each feature");
+  check(keys || num_features == num_keys, "offsets", "bags for each feature and for no other");
   const int64_t* fields = static_cast<const int64_t*>(layout.const_data_ptr());
   std::vector<Feature> features(num_features);
   Columns columns{width};

@@ -58,6 +58,9 @@ int64_t count_keys(const Integers& offsets, int64_t count, int64_t num_ids, int6
 // begins where the one before it ends: if all rise, what one bag holds is part of no other.
 template <typename Feature>
 void check_unread(const std::vector<Feature>& features, const Bags& bags) {
+  bool is_each_read = static_cast<int64_t>(features.size()) == bags.num_keys;
+  for (size_t f = 0; is_each_read && f < features.size(); ++f) is_each_read = features[f].key == static_cast<int64_t>(f);
+  if (is_each_read) return;  // the usual case, without taking memory
   std::vector<bool> is_read(static_cast<size_t>(bags.num_keys));
   for (const Feature& feature : features) is_read[feature.key] = true;
   for (int64_t key = 0; key < bags.num_keys; ++key) {

@@ -124,6 +124,7 @@ std::vector<Feature> make_features(
   const int64_t* block_fields = int64_rows(block_layout, "blocks", 5);
   const int64_t* table_fields = int64_rows(table_layout, "table_layout", 4);
   check(!keys || static_cast<int64_t>(keys->size()) == layout.size(0), "keys", "one for each feature");
+  check(keys || layout.size(0) == num_keys, "offsets", "bags for each feature and for no other");
   std::vector<Feature> features(layout.size(0));
   Columns columns{width};
   for (size_t f = 0; f < features.size(); ++f, fields += 4) {
