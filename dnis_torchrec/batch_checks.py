@@ -22,6 +22,10 @@ FEW = 128
 """Numbers that Python adds up before torch has begun."""
 
 
+_RAISES, _NO_WARNING = 0, torch.zeros(1, dtype=torch.int64)
+"""How FBGEMM's check of bounds is told to change nothing."""
+
+
 def named(features: Sequence[str]) -> str:
     """Features as errors name them: ``"feature 'f'"``, ``"features 'f', 'g'"``.
 
@@ -57,15 +61,52 @@ def check_bags(features: KeyedJaggedTensor) -> None:
     if ids.device.type != "cpu":
         torch._assert_async((lengths >= 0).all() & (lengths.sum() == ids.numel()))
         return
-    names = features.keys()
-    num_bags = lengths.numel() if features.variable_stride_per_key() else len(names) * features.stride()
+    names, strides = features.keys(), features.stride_per_key()
+    num_bags = sum(strides)
     fits = ids.dim() == 1 and (weights is None or weights.numel() == ids.numel())
     if not fits or not are_sound(lengths, num_bags, ids.numel()):
-        refuse_bags(names, lengths, num_bags, ids, weights)
+        refuse_bags(names, lengths, strides, ids, weights)
     offsets = features.offsets_or_none()
     if offsets is not None and num_bags:
         agree = int(offsets[0]) == 0 and bool((offsets.diff() == lengths).all())
         check(agree, named(names), "expected offsets that rise from 0 by the lengths", "others")
+
+
+def offsets_of_rows(features: KeyedJaggedTensor, limits: Tensor) -> Tensor | None:
+    """Where the bags of a batch begin, if nothing is wrong with them and every id is a row: one pass, the usual case.
+
+    FBGEMM's operator is there wherever TorchRec is, and compiled; torch's own would take several passes and as many
+    calls, which small batches feel.
+
+    Args:
+        features: the batch, of one batch size.
+        limits: ``(keys,)`` int64, how many rows the ids of each key may mean.
+
+    Returns:
+        ``(keys * B + 1,)``; None where the batch has to be looked at more closely, which says no more than that.
+
+    Example:
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 5]), lengths=torch.tensor([0, 2]))
+        >>> offsets_of_rows(kjt, torch.tensor([6])).tolist(), offsets_of_rows(kjt, torch.tensor([5]))
+        ([0, 0, 2], None)
+    """
+    ids, weights = features.values(), features.weights_or_none()
+    if torch.compiler.is_compiling() or ids.device.type != "cpu":
+        return None
+    lengths, given, num_bags = features.lengths(), features.offsets_or_none(), len(limits) * features.stride()
+    fits = ids.dim() == lengths.dim() == 1 and lengths.numel() == num_bags > 0
+    fits = fits and ids.dtype in INTEGERS and lengths.dtype in INTEGERS
+    if not fits or not (weights is None or weights.numel() == ids.numel()):
+        return None
+    offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)  # where their sum overflows, they fall
+    if given is not None and not (given.dtype == offsets.dtype and torch.equal(given, offsets)):
+        return None
+    try:
+        torch.ops.fbgemm.bounds_check_indices(limits, ids, offsets, _RAISES, _NO_WARNING)
+    except RuntimeError:
+        return None
+    # -1 is nothing to FBGEMM, where it stands for rows that were pruned
+    return offsets if not ids.numel() or int(ids.min()) >= 0 else None
 
 
 def are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
@@ -90,14 +131,14 @@ def are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
 
 
 def refuse_bags(
-    names: Sequence[str], lengths: Tensor, num_bags: int, ids: Tensor, weights: Tensor | None = None
+    names: Sequence[str], lengths: Tensor, strides: Sequence[int], ids: Tensor, weights: Tensor | None = None
 ) -> None:
     """Says what is wrong with the bags of a batch; looks at one after the other.
 
     Args:
         names: keys of the batch.
         lengths: ``(F * B,)``, on the CPU.
-        num_bags: ``F * B``, as the batch size has it.
+        strides: how many bags each key has: B, as the batch has it.
         ids: ``(I,)``.
         weights: ``(I,)``, or None.
 
@@ -105,17 +146,18 @@ def refuse_bags(
         ValueError: as `check_bags`. Nothing is wrong if it does not raise.
 
     Example:
-        >>> refuse_bags(["f", "g"], torch.tensor([1, 0, 3, 0]), 4, torch.tensor([7, 7]))
+        >>> refuse_bags(["f", "g"], torch.tensor([1, 0, 3, 0]), [2, 2], torch.tensor([7, 7]))
         Traceback (most recent call last):
         ValueError: feature 'g': expected no more ids than there are, got a bag of 3 in sample 0, with 1 left
     """
-    everywhere, num_ids = named(names), ids.numel()
+    everywhere, num_ids, num_bags = named(names), ids.numel(), sum(strides)
     check(lengths.dtype in INTEGERS, everywhere, "expected int32 or int64 lengths", lengths.dtype)
     check(lengths.numel() == num_bags, everywhere, f"expected {num_bags} lengths, one for each bag", lengths.numel())
     check(ids.dim() == 1, everywhere, "expected ids of one dimension", tuple(ids.shape))
-    batch_size, left = num_bags // len(names) if names else 0, num_ids
-    for bag, length in enumerate(lengths.flatten().tolist()):
-        place, sample = named([names[bag // batch_size]]), f"in sample {bag % batch_size}"
+    bags = [(name, number) for name, stride in zip(names, strides, strict=True) for number in range(stride)]
+    left = num_ids
+    for (name, number), length in zip(bags, lengths.flatten().tolist(), strict=True):
+        place, sample = named([name]), f"in sample {number}"
         check(length >= 0, place, "expected lengths of at least 0", f"{length} {sample}")
         received = f"a bag of {length} {sample}, with {left} left"
         check(length <= left, place, "expected no more ids than there are", received)
@@ -154,7 +196,8 @@ def readable_bags(
     check(offsets.dtype in INTEGERS, everywhere, "expected int32 or int64 offsets", offsets.dtype)
     first = int(offsets[0]) if offsets.numel() else None
     check(first == 0, everywhere, "expected offsets that rise from 0", first)
-    refuse_bags(names, offsets.long().diff(), offsets.numel() - 1, ids, weights)
+    num_bags = offsets.numel() - 1
+    refuse_bags(names, offsets.long().diff(), [num_bags // max(len(names), 1)] * len(names), ids, weights)
     return integer_ids(ids, names), weights if weights is None else weights.float()
 
 

@@ -24,7 +24,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.batch_checks import INTEGERS, check_bags, named
+from dnis_torchrec.batch_checks import INTEGERS, check_bags, named, offsets_of_rows
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.json_files import parse_json
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -309,6 +309,9 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._configs = [table.logical_config() for table in tables]
         names = get_embedding_names_by_table(tables.configs())
         self._readers = [(table, name) for table, own in zip(tables, names, strict=True) for name in own]
+        self._rows: dict[str, int] = {}
+        for table in sorted(tables, key=lambda table: -table.num_embeddings):  # the smallest counts
+            self._rows |= dict.fromkeys(table.feature_names, table.num_embeddings)
         self.narrow = EmbeddingBagCollection(tables=tables.configs(), is_weighted=tables.is_weighted, device=place)
         self.projections = nn.ParameterDict()
         if projection == "learned":
@@ -364,10 +367,11 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             KeyedTensor of ``(B, sum of D over features)``.
 
         Raises:
-            ValueError: if the bags are not those of the ids, see `check_bags`.
+            ValueError: if a feature or the weights are missing or, on CPU, the bags are not those of the ids (see
+                `check_bags`), or an id is no row.
             TypeError: if ids are no int32 or int64.
         """
-        _check_batch(features)
+        _check_batch(features, self._rows, self.is_weighted())
         pooled = self.narrow(features).to_dict()
         dims = [table.logical_dim for table, _ in self._readers]
         if len(self.projections):
@@ -388,11 +392,28 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
 
 @torch.fx.wrap  # a leaf for TorchRec's tracer
-def _check_batch(features: KeyedJaggedTensor) -> None:
+def _check_batch(features: KeyedJaggedTensor, rows: dict[str, int], is_weighted: bool) -> None:
+    """Checks what is looked up: bags, weights, and ids; `rows` tells how many a feature's smallest table has."""
+    keys, ids = features.keys(), features.values()
+    for feature in rows:
+        check_known("feature", feature, keys)
+    has_weights = not is_weighted or features.weights_or_none() is not None
+    check(has_weights, named(keys), "expected per-sample weights", "none")
+    if ids.dtype not in INTEGERS:
+        raise TypeError(describe(named(keys), "expected int32 or int64 ids", ids.dtype, "convert them"))
+    if features.variable_stride_per_key() or ids.device.type != "cpu":
+        check_bags(features)
+        return
+    limits = torch.tensor([rows.get(key, torch.iinfo(torch.int64).max) for key in keys])
+    if torch.compiler.is_compiling() or offsets_of_rows(features, limits) is not None:
+        return
     check_bags(features)
-    dtype = features.values().dtype
-    if dtype not in INTEGERS:
-        raise TypeError(describe(named(features.keys()), "expected int32 or int64 ids", dtype, "convert them"))
+    counts = features.lengths().view(len(keys), -1).sum(dim=1).tolist() if features.stride() else []
+    for key, of_key in zip(keys, ids.split(counts), strict=False):
+        unknown = of_key[(of_key < 0) | (of_key >= rows[key])] if key in rows else of_key[:0]
+        if unknown.numel():
+            requirement, remedy = f"expected ids in 0..{rows[key] - 1}", "hash ids as before"
+            check(False, named([key]), requirement, f"id {int(unknown[0])}", remedy)
 
 
 def _columns(table: TableScheme, wanted: str) -> Tensor:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.batch_checks import are_sound, check_bags, integer_ids, named, readable_bags, refuse_bags
+from dnis_torchrec.batch_checks import (
+    are_sound,
+    check_bags,
+    integer_ids,
+    named,
+    offsets_of_rows,
+    readable_bags,
+    refuse_bags,
+)
 from dnis_torchrec.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
 from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -198,6 +206,9 @@ def test_plain_tensors_are_checked_alike(name: str) -> None:
         ([0, 1, 0, 2, 3], "feature 'f': expected lengths of at least 0, got -1 in sample 1"),
         ([0, 1, 1, 2, 2], "features 'f', 'g': expected as many ids as their lengths add up to, 2, got 3"),
         ([1, 1, 1, 2, 3], "features 'f', 'g': expected "),
+        ([0.0, 1.0, 1.0, 2.0, 3.0], "offsets: expected int32 or int64, got torch.float32"),
+        ([[0, 1, 1, 2, 3]], r"offsets: expected 2 times the batch size and one more, got .1, 5."),
+        (0, r"offsets: expected 2 times the batch size and one more, got .."),
     ):
         with pytest.raises(ValueError, match=message):
             module.lookup(torch.tensor([1, 2, 3]), torch.tensor(offsets))
@@ -212,7 +223,7 @@ def test_offsets_have_to_say_what_lengths_say() -> None:
 
 def test_what_is_sound_passes_and_comes_back_as_it_is() -> None:
     ids, weights = torch.tensor([1, 2]), torch.tensor([1.0, 2.0])
-    refuse_bags(["f"], torch.tensor([2, 0]), 2, ids, weights)
+    refuse_bags(["f"], torch.tensor([2, 0]), [2], ids, weights)
     taken = readable_bags(["f"], ids, torch.tensor([0, 2, 2], dtype=torch.int32), weights)
     assert taken[0] is ids
     assert taken[1] is weights
@@ -226,6 +237,59 @@ def test_what_is_sound_passes_and_comes_back_as_it_is() -> None:
 def test_offsets_that_are_none(offsets: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         readable_bags(["f"], torch.tensor([1]), offsets, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("keys", ["fg", "gxf"])
+def test_numbers_need_not_lie_side_by_side(form: tuple[str, nn.Module], keys: str, dtype: torch.dtype) -> None:
+    ids, lengths = torch.tensor([3, 29, 7, 1, 0], dtype=dtype), torch.tensor([2, 1, 2, 0, 0, 0][: 2 * len(keys)])
+    with_gaps = [torch.stack([numbers, numbers + 99], dim=1)[:, 0] for numbers in (ids, lengths.to(dtype))]
+    pooled = form[1](KeyedJaggedTensor(list(keys), ids, lengths=lengths)).values()
+    for changed in ((with_gaps[0], lengths), (ids, with_gaps[1]), with_gaps):
+        assert form[1](KeyedJaggedTensor(list(keys), changed[0], lengths=changed[1])).values().equal(pooled)
+
+
+@pytest.mark.parametrize("number", [-1, -(2**63), ROWS, 2**62])
+def test_ids_that_are_no_row_are_named(form: tuple[str, nn.Module], number: int) -> None:
+    for keys in ("fg", "gxf"):
+        values = [{"f": 1, "g": number, "x": -5}[key] for key in keys]
+        with pytest.raises(ValueError, match=rf"feature 'g': expected ids in 0..29.*, got id {number};"):
+            form[1](batch(keys, values, lengths=[1, 0] * len(keys)))
+
+
+def test_what_is_missing_is_named(form: tuple[str, nn.Module]) -> None:
+    with pytest.raises(ValueError, match="expected a known feature, got 'g'; known names: 'f', 'x'"):
+        form[1](batch("fx", [1, 2], lengths=[1, 0, 1, 0]))
+    sums = scheme_of(is_weighted=True)
+    for table in sums.tables.values():
+        object.__setattr__(table, "pooling", "sum")  # torch knows no weighted means
+    with pytest.raises(ValueError, match="expected per-sample weights, got none"):
+        FORMS[form[0]](sums)(batch("fg", [1, 2], lengths=[1, 0, 1, 0]))
+
+
+def test_bags_of_keys_that_differ_in_stride_are_named_too() -> None:
+    strides = [[2], [1], [2]]
+    features = batch("fgh", [1, 2, 3], lengths=[1, 0, 1, 1, 7], stride_per_key_per_rank=strides)
+    with pytest.raises(ValueError, match=r"feature 'h': expected no more ids .* a bag of 7 in sample 1"):
+        check_bags(features)
+
+
+def test_rows_are_known_in_one_pass() -> None:
+    limits = torch.tensor([30, 5])
+
+    def of(ids: list[int], lengths: list[int], **more: Any) -> list[int] | None:
+        more = {name: torch.tensor(numbers) for name, numbers in more.items()}
+        features = KeyedJaggedTensor(["f", "g"], torch.tensor(ids).long(), lengths=torch.tensor(lengths), **more)
+        offsets = offsets_of_rows(features, limits)
+        return None if offsets is None else offsets.tolist()
+
+    assert of([29, 4, 0], [1, 0, 2, 0]) == [0, 1, 1, 3, 3]
+    assert of([], [0, 0]) == [0, 0, 0]
+    assert of([29, 4], [1, 1], offsets=[0, 1, 2]) == [0, 1, 2]
+    assert of([29, 4], [1, 1], offsets=[0, 2, 2]) is None
+    assert of([29, 4], [1, 1], weights=[1.0]) is None
+    for ids, lengths in (([30, 4], [1, 1]), ([29, -1], [1, 1]), ([1, 2], [2, -1]), ([1], [1, 1]), ([1, 2], [1, 0])):
+        assert of(ids, lengths) is None
 
 
 def test_many_features_are_not_all_listed() -> None:

@@ -324,3 +324,17 @@ def test_what_was_hashed_otherwise_is_another_cache_and_another_stream(
 def test_a_list_separator_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"StreamSchema.list_separator: expected at least one character, got ''"):
         StreamSchema(label="y", multi_hot={"f": 9}, list_separator="")
+
+
+@pytest.mark.parametrize("separator", ["§", "\n", "\r", "", "||"])
+def test_a_separator_that_no_reader_takes_is_refused(separator: str) -> None:
+    with pytest.raises(ValueError, match="separator: expected one character of ASCII that ends no line, got "):
+        StreamSchema(label="y", single_id={"f": 10}, separator=separator)
+
+
+@pytest.mark.parametrize("field", ["7.0", "+7", "99999999999999999999", "seven"])
+def test_text_that_is_no_row_is_named_with_its_line(tmp_path: Path, field: str) -> None:
+    (tmp_path / "a.csv").write_text(f"1,7\n1, 7 \n1,{field}\n")
+    schema = StreamSchema(label="y", single_id={"f": 10}, text_columns=("y", "f"), separator=",", hashed=False)
+    with pytest.raises(ValueError, match=rf"line 3: .*, integers in those of ids, got '1,{re.escape(field)}'; clean"):
+        ParsedStream([str(tmp_path / "a.csv")], schema).chunk(0)

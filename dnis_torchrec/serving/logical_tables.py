@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.bag_splitting import check_one_batch_size
-from dnis_torchrec.batch_checks import check_bags, integer_ids, named
+from dnis_torchrec.batch_checks import INTEGERS, check_bags, integer_ids, named, offsets_of_rows
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
@@ -133,7 +133,7 @@ class LogicalTables:
         """The batch size of bags given as plain tensors.
 
         Args:
-            offsets: ``(F * B + 1,)``.
+            offsets: ``(F * B + 1,)`` int32 or int64.
             weights: given if and only if the collection is weighted.
 
         Raises:
@@ -144,8 +144,9 @@ class LogicalTables:
         if torch.compiler.is_compiling():  # sizes are symbols then, and a check would fix them
             return batch_size
         requirement = f"expected {num_features} times the batch size and one more"
-        fits = offsets.numel() == num_features * batch_size + 1 and batch_size >= 0
-        check(fits, "offsets", requirement, offsets.numel())
+        fits = offsets.dim() == 1 and offsets.numel() == num_features * batch_size + 1 and batch_size >= 0
+        check(fits, "offsets", requirement, offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape))
+        check(offsets.dtype in INTEGERS, "offsets", "expected int32 or int64", offsets.dtype)
         given = "some" if weights is not None else "none"
         requirement = "expected some" if self.is_weighted else "expected none: the collection is not weighted"
         check((weights is not None) == self.is_weighted, "per_sample_weights", requirement, given)
@@ -224,26 +225,46 @@ def checked_bags(
         NotImplementedError: if the features of the batch differ in stride.
     """
     check_one_batch_size(features)
-    check_bags(features)
     keys, batch_size, weights = features.keys(), features.stride(), logical.weights_of(features)
-    ids, lengths = integer_ids(features.values(), keys).long(), features.lengths().view(len(keys), batch_size)
-    if weights is not None:
-        weights = weights.float()
+    order, limits_of_keys = None, limits
     if keys != logical.features:
-        order = torch.tensor(logical.positions(features), dtype=torch.int32, device=ids.device)
-        lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, ids, weights)
-    counts = lengths.sum(dim=1)
+        order = torch.tensor(logical.positions(features), device=limits.device)
+        unlimited = torch.full((len(keys),), torch.iinfo(torch.int64).max, device=limits.device)
+        limits_of_keys = unlimited.scatter_reduce(0, order, limits, "amin")
+    offsets = offsets_of_rows(features, limits_of_keys)
+    if offsets is None:
+        check_bags(features)
+    # FBGEMM's operators take numbers for neighbours, whatever strides say
+    ids, lengths = integer_ids(features.values(), keys).long().contiguous(), features.lengths().contiguous()
+    if weights is not None:
+        weights = weights.float().contiguous()
+    if order is not None:
+        by_key = lengths.view(len(keys), batch_size)
+        lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(order.int(), by_key, ids, weights)
+        lengths = lengths.view(-1)
+    if offsets is None:
+        ids = _rows_of(ids, lengths.view(len(logical.features), batch_size).sum(dim=1), logical, limits, unknown)
+    return KeyedJaggedTensor(
+        keys=logical.names,
+        values=ids,
+        weights=weights,
+        lengths=lengths,
+        offsets=offsets if order is None else None,
+        stride=batch_size,
+    )
+
+
+def _rows_of(ids: Tensor, counts: Tensor, logical: LogicalTables, limits: Tensor, unknown: Tensor | None) -> Tensor:
+    """Ids of which `checked_bags` has to look at each; `counts` says how many every feature has."""
     limit = torch.repeat_interleave(limits, counts, output_size=ids.numel())
     is_row = (ids >= 0) & (ids < limit)
     if unknown is not None:
-        ids = torch.where(is_row, ids, torch.repeat_interleave(unknown, counts, output_size=ids.numel()))
-    elif ids.device.type != "cpu":
+        return torch.where(is_row, ids, torch.repeat_interleave(unknown, counts, output_size=ids.numel()))
+    if ids.device.type != "cpu":
         torch._assert_async(is_row.all())
     elif not bool(is_row.all()):
         name_unknown_id(logical, ids.split(counts.tolist()))
-    return KeyedJaggedTensor(
-        keys=logical.names, values=ids, weights=weights, lengths=lengths.view(-1), stride=batch_size
-    )
+    return ids
 
 
 def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tensor]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,15 +161,16 @@ def _read_text(address: str, chunk: Chunk, schema: StreamSchema) -> pa.Table:
         line, received = _first_malformed(text, schema)
         where = f"{place}, line {chunk.first_row + line + 1}" if line >= 0 else place
         requirement = f"expected {len(names)} fields, with numbers in label and dense columns"
+        requirement += "" if schema.hashed else ", integers in those of ids"
         raise ValueError(describe(where, requirement, received or str(error), "clean the data")) from error
 
 
 def _first_malformed(text: bytes, schema: StreamSchema) -> tuple[int, str]:
     """(number, beginning) of the first line that pyarrow would refuse; (-1, "") if none is found."""
     separator = schema.separator.encode()
-    numbers: dict[str, type[int] | type[float]] = {name: float for name in (schema.label, *schema.dense)}
+    numbers: dict[str, Callable[[bytes], object]] = {name: float for name in (schema.label, *schema.dense)}
     if not schema.hashed:
-        numbers |= {name: int for name in schema.single_id}
+        numbers |= dict.fromkeys(schema.single_id, _integer)
     kinds = [numbers.get(name) for name in schema.text_columns]
     for number, line in enumerate(text.splitlines()):
         fields = line.split(separator)
@@ -183,6 +184,11 @@ def _first_malformed(text: bytes, schema: StreamSchema) -> tuple[int, str]:
             except ValueError:
                 return number, excerpt
     return -1, ""
+
+
+def _integer(field: bytes) -> pa.Scalar:
+    """Raises ArrowInvalid, a ValueError, where pyarrow finds no integer: Python's own finds more."""
+    return pa.scalar(field.strip(), pa.binary()).cast(pa.int64())
 
 
 def _numbers(column: pa.Array, place: str, *, missing: float) -> np.ndarray:

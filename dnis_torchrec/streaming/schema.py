@@ -24,7 +24,7 @@ class StreamSchema:
             An integer, a whole float and its text are the same value in every file, see `hash_values`.
         log_dense: dense features become ``log(1 + max(x, 0))``.
         text_columns: names of all columns of a text file, in order; Parquet files bring their own.
-        separator: what stands between two fields of a text file, one character.
+        separator: what stands between two fields of a text file, one character of ASCII.
         list_separator: what stands between two values of a list in text, at least one character.
         split_by: column whose value decides which part of a split a sample belongs to (a user id, say, so that no user
             is in two parts); None splits by the number of the sample.
@@ -56,7 +56,9 @@ class StreamSchema:
         for name, rows in self.num_embeddings.items():
             in_range = lowest <= rows < 2**31
             check(in_range, f"feature {name!r}", f"expected num_embeddings in {lowest}..2**31-1", rows, remedy)
-        check(len(self.separator) == 1, f"{place}.separator", "expected one character", repr(self.separator))
+        is_separator = len(self.separator) == 1 and self.separator.isascii() and self.separator not in "\r\n"
+        requirement = "expected one character of ASCII that ends no line"
+        check(is_separator, f"{place}.separator", requirement, repr(self.separator))
         check(bool(self.list_separator), f"{place}.list_separator", "expected at least one character", "''")
         repeated = sorted({name for name in self.text_columns if self.text_columns.count(name) > 1})
         check(not repeated, f"{place}.text_columns", "expected distinct names", repeated)
