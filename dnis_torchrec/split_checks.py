@@ -49,6 +49,8 @@ def check_batch(batch: Batch, place: str) -> None:
 def _check_num_samples(batch: Any, place: str) -> None:
     """Checks that there is one label for each sample, and that lengths are of a type that lookups take."""
     features, dense, num_labels = batch.sparse_features, batch.dense_features, batch.labels.numel()
+    is_given = dense is not None or not isinstance(batch, Batch)
+    check(is_given, f"{place}, dense_features", "expected a tensor", "none", f"give torch.zeros({num_labels}, 1)")
     requirement, remedy = f"expected {num_labels} samples, one for each label", "leave incomplete samples out"
     if isinstance(features, KeyedJaggedTensor) and features.keys() and not features.variable_stride_per_key():
         check(features.stride() == num_labels, f"{place}, sparse_features", requirement, features.stride(), remedy)

@@ -125,7 +125,12 @@ def short_lengths(batch: Batch) -> Batch:
     return changed(batch, lengths=batch.sparse_features.lengths().short())
 
 
+def no_dense(batch: Batch) -> Batch:
+    return dataclasses.replace(batch, dense_features=None)
+
+
 WRONG += [
+    (no_dense, r", dense_features: expected a tensor, got none; give torch.zeros\(64, 1\)$"),
     (
         fewer_labels,
         r", sparse_features: expected 63 samples, one for each label, got 64; leave incomplete samples out",
@@ -178,6 +183,22 @@ def test_a_batch_without_samples_is_passed_over_where_it_is_only_judged(gloo) ->
 
 def narrow(dtype: torch.dtype) -> Callable[[Batch], Batch]:
     return lambda batch: changed(batch, values=batch.sparse_features.values().to(dtype))
+
+
+class Own(Batch):
+    """A user's batch, with an __init__ of its own."""
+
+    def __init__(self, whole: Batch) -> None:
+        super().__init__(whole.dense_features, whole.sparse_features, whole.labels)
+
+
+def test_a_batch_of_a_users_own_is_converted_too() -> None:
+    whole = narrow(torch.uint8)(make_batch(8, 0))
+    own = Own(whole)
+    ready = for_lookup(own)
+    assert type(ready) is Own
+    assert ready.sparse_features.values().dtype == torch.int64
+    assert own.sparse_features is whole.sparse_features
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
