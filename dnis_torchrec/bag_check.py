@@ -78,14 +78,23 @@ class BagCheck(nn.Module):
         return bool((lowest >= 0).all()) and bool((highest < bounds).all())
 
     def _limits_of(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Of every key the rows of its smallest table, and how many ids a bag may hold; no limits where none reads."""
+        """Of every key the rows of its smallest table, and how many ids a bag may hold; no limits where none reads.
+
+        Of a key that occurs twice the later one is read, as by TorchRec.
+        """
         unlimited = torch.iinfo(torch.int64).max
         bounds, longest = dict.fromkeys(keys, unlimited), dict.fromkeys(keys, unlimited)
         for output in self._outputs:
             bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
             if not output.is_multi_hot:
                 longest[output.feature] = 1
-        return torch.tensor(list(bounds.values())), torch.tensor(list(longest.values()))
+        last = {key: place for place, key in enumerate(keys)}
+        is_read = [last[key] == place for place, key in enumerate(keys)]
+        limits = [
+            [limit[key] if read else unlimited for key, read in zip(keys, is_read, strict=True)]
+            for limit in (bounds, longest)
+        ]
+        return torch.tensor(limits[0]), torch.tensor(limits[1])
 
 
 def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from dnis_torchrec.block_operators import are_compiled, fill_rows_, select_piece
 from dnis_torchrec.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.features_by_name import read_collection_by_name_
-from dnis_torchrec.frozen_tables import frozen_tables
 from dnis_torchrec.jagged import jagged_by_key
 from dnis_torchrec.pooled_pieces import PooledFeature, PooledPieces
 from dnis_torchrec.row_routing import RowRouter
@@ -60,7 +59,6 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     Attributes:
         embedding_bag_collection: the child; DistributedModelParallel shards it.
         blocks: the blocks it was built with.
-        frozen_tables: tables that no step may change: their weights did not require gradients.
         alpha: see `Alpha`.
         multiplies_tables: see `read_whole_features_`.
 
@@ -98,7 +96,6 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.blocks = blocks
         self._tables = list(embedding_bag_collection.embedding_bag_configs())
         self._is_weighted = embedding_bag_collection.is_weighted()
-        self.frozen_tables = frozen_tables(embedding_bag_collection.embedding_bags)
         _check_blocks(self._tables, blocks)
         self._outputs = _pooled_features(self._tables, blocks, multi_hot_features)
         self.bag_check = BagCheck(self._outputs)
@@ -123,11 +120,14 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         self.bag_check(features)
         split = features if self.bag_splitter is None else self.bag_splitter(features)
-        child = self.embedding_bag_collection
-        if isinstance(child, ShardedEmbeddingBagCollection):
-            read_collection_by_name_(child)
-        pooled = child(split)
+        pooled = self.embedding_bag_collection(split)
         return self.selection(pooled, features, split)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A child that is sharded reads by name from then on: pipelines call it without the wrapper."""
+        super().__setattr__(name, value)
+        if isinstance(value, ShardedEmbeddingBagCollection):
+            read_collection_by_name_(value)
 
     def read_whole_features_(self, *, multiply_tables: bool = False) -> None:
         """Gives the child one key per feature, whatever its blocks, for lookups that split bags for themselves.
@@ -387,7 +387,8 @@ def _child(
     It always sums: MEAN is divided by the length of the whole bag afterwards, and a bag of one id is its own mean.
     nn.EmbeddingBag refuses weights with MEAN, and TorchRec pools MEAN wrongly in some sharding plans (see `sharding`).
     """
-    if splitter is None and all(table.pooling == PoolingType.SUM for table in tables):
+    is_torchrecs = type(wrapped) is EmbeddingBagCollection  # sharders look up what to do by this very type
+    if is_torchrecs and splitter is None and all(table.pooling == PoolingType.SUM for table in tables):
         return wrapped
     return _reading(wrapped, tables, outputs, {output.name: output.block_keys for output in outputs})
 

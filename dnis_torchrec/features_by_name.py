@@ -28,7 +28,7 @@ from dnis_torchrec.checks import check, check_known, describe
 Sharded: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 
-def read_by_name_(model: nn.Module, *, refuse_weights: bool = False) -> None:
+def read_by_name_(model: nn.Module, *, refuse_weights: bool | None = False) -> None:
     """Lets every sharded collection of a model read features by name. Local, no collective.
 
     A batch with the same keys as the first one is passed on as it is: that costs a comparison of the keys.
@@ -36,7 +36,8 @@ def read_by_name_(model: nn.Module, *, refuse_weights: bool = False) -> None:
     Args:
         model: sharded; what of it is not, is left alone. A collection may be given twice: the later call decides.
         refuse_weights: raise at per-sample weights in front of an unweighted collection, instead of ignoring them as
-            the unsharded collection does.
+            the unsharded collection does. None leaves it to an earlier call, and raises where there was none: there
+            TorchRec's kernels may have learnt by weights.
 
     Example:
         >>> read_by_name_(nn.Linear(2, 1))  # nothing is sharded, nothing happens
@@ -46,7 +47,7 @@ def read_by_name_(model: nn.Module, *, refuse_weights: bool = False) -> None:
             read_collection_by_name_(module, refuse_weights=refuse_weights)
 
 
-def read_collection_by_name_(collection: Sharded, *, refuse_weights: bool = False) -> None:
+def read_collection_by_name_(collection: Sharded, *, refuse_weights: bool | None = False) -> None:
     """`read_by_name_` for one sharded collection.
 
     Args:
@@ -55,9 +56,20 @@ def read_collection_by_name_(collection: Sharded, *, refuse_weights: bool = Fals
     """
     step = vars(collection).get("input_dist")
     if not isinstance(step, FeaturesByName):
+        if not collection._has_uninitialized_input_dist:
+            _forget_places_(collection)
         # as TorchRec's pipelines replace forwards: no module, and so no name, changes
         vars(collection)["input_dist"] = step = FeaturesByName(collection, collection.input_dist)
-    step.refuse_weights = refuse_weights
+    if refuse_weights is not None:
+        step.refuse_weights = refuse_weights
+
+
+def _forget_places_(collection: Sharded) -> None:
+    """Lets a collection that was called before find its features anew in its next batch."""
+    collection._input_dists, collection._feature_splits, collection._features_order = [], [], []
+    collection._has_uninitialized_input_dist = True
+    if isinstance(collection, ShardedEmbeddingBagCollection):
+        collection._has_features_permute = True
 
 
 class FeaturesByName:
@@ -78,7 +90,7 @@ class FeaturesByName:
         self._read: list[str] = []
         self._names: list[str] = []
         self._orders: dict[tuple[str, ...], tuple[list[int], Tensor]] = {}
-        self.refuse_weights = False
+        self.refuse_weights = True
 
     def __call__(self, ctx: Any, features: KeyedJaggedTensor | TensorDict) -> Any:
         """Begins the input_dist.
@@ -117,7 +129,12 @@ class FeaturesByName:
                 check_known("feature", name, places)
             order = [places[name] for name in self._names]
             self._orders[keys] = order, torch.tensor(order, dtype=torch.int32, device=features.device())
-        return features.permute(*self._orders[keys])
+        ordered = features.permute(*self._orders[keys])
+        inverse = features.inverse_indices_or_none()
+        if inverse is not None:  # of a batch size per feature, which `permute` leaves behind
+            rows = [inverse[0].index(name) for name in self._names]
+            ordered._inverse_indices = self._names, inverse[1][rows]
+        return ordered
 
     def _with_right_weights(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         weights = features.weights_or_none()

@@ -27,10 +27,12 @@ _PASSING = frozenset(
             "Expand",
             "Alias",
         ),
-        *("Transpose", "T", "Permute", "Clone", "ToCopy", "Clamp", "ClampMin", "ClampMax", "Cat"),
+        *("Transpose", "T", "Permute", "Clone", "ToCopy", "Clamp", "ClampMin", "ClampMax"),
     }
 )
 """Operations, by the name of their gradient, behind which probabilities still are probabilities."""
+_JOINING = ("Cat", "Stack")
+"""The same, where it is so of all that they join."""
 _SIGMOIDS = ("Sigmoid", "Hardsigmoid")
 
 
@@ -84,10 +86,15 @@ def ends_in_sigmoid(model: nn.Module, batch: Batch) -> bool:
     finally:
         for module, mode in modes:
             module.training = mode
-    node = getattr(predictions, "grad_fn", None)
+    return _is_probability(getattr(predictions, "grad_fn", None))
+
+
+def _is_probability(node: torch.autograd.graph.Node | None) -> bool:
     while node is not None and _kind(node) in _PASSING and node.next_functions:
         node = node.next_functions[0][0]
-    return node is not None and _kind(node) in _SIGMOIDS
+    if node is None or _kind(node) not in _JOINING:
+        return node is not None and _kind(node) in _SIGMOIDS
+    return all(_is_probability(part) for part, _ in node.next_functions)
 
 
 def _kind(node: torch.autograd.graph.Node) -> str:

@@ -8,6 +8,7 @@ optimizers (`FrozenSlice`), so that weight decay passes it by, too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.optim.fused import FusedOptimizerModule
 
 from dnis_torchrec.checks import describe
 
@@ -53,7 +55,8 @@ def frozen_tables(tables: nn.ModuleDict) -> frozenset[str]:
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
         >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
-        >>>         >>> frozen_tables(EmbeddingBagCollection(tables=[table]).requires_grad_(False).embedding_bags)
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> frozen_tables(EmbeddingBagCollection(tables=[table]).requires_grad_(False).embedding_bags)
         frozenset({'t'})
     """
     return frozenset(name for name, holder in tables.items() if not cast(Tensor, holder.weight).requires_grad)
@@ -84,25 +87,41 @@ def hold_frozen_(collection: Any, holders: nn.ModuleDict, tables: Collection[str
             _freeze_slice_(weight)
         else:  # an empty one: this rank holds nothing of the table
             weight.requires_grad_(False)
+    for kernel in _kernels(collection):
+        if {table.name for table in kernel.config.embedding_tables} <= set(tables):
+            vars(kernel.emb_module)["set_learning_rate"] = _keep_rate
 
 
-def check_frozen_are_held(fqn: str, collection: nn.Module, tables: Collection[str]) -> None:
+def check_frozen_are_held(fqn: str, collection: nn.Module) -> None:
     """Checks that the frozen tables of a collection were sharded as such. Local, no collective.
 
     Args:
         fqn: of the collection, for the error.
         collection: sharded or not.
-        tables: those that were frozen before it was sharded.
 
     Raises:
         NotImplementedError: naming them, if TorchRec's kernels would step them.
     """
+    if not isinstance(collection, ShardedEmbeddingBagCollection):
+        return
     held: frozenset[str] = getattr(collection, "frozen_tables", frozenset())
-    stepped = sorted(set(tables) - held) if isinstance(collection, ShardedEmbeddingBagCollection) else []
+    infos = itertools.chain.from_iterable(collection.sharding_type_to_sharding_infos.values())
+    frozen = {info.embedding_config.name for info in infos if not info.param.requires_grad}  # when it was sharded
+    stepped = sorted(frozen - held)
     if stepped:
         supported = "supported are frozen tables (requires_grad=False) that dnis_torchrec.shard_model has sharded"
         remedy = "shard with it: a DistributedModelParallel of its own trains them"
         raise NotImplementedError(describe(f"FQN {fqn!r}", supported, f"tables {stepped}", remedy))
+
+
+def _kernels(collection: Any) -> list[Any]:
+    """Of TorchRec's lookups, those whose optimizer is fused."""
+    kernels = [kernel for lookup in collection._lookups for kernel in getattr(lookup, "_emb_modules", ())]
+    return [kernel for kernel in kernels if isinstance(kernel, FusedOptimizerModule)]
+
+
+def _keep_rate(lr: float) -> None:
+    """What a schedule of the optimizers of a whole model, or a warm-up, does to a kernel of frozen tables."""
 
 
 def _freeze_slice_(weight: Any) -> FrozenSlice:

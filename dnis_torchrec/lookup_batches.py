@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -43,7 +43,7 @@ def for_lookup(batch: Batch) -> Batch:
     """A batch whose ids and weights are of types that kernels take; the batch itself where they are so already.
 
     Args:
-        batch: a dataclass, as TorchRec's Batch is.
+        batch: TorchRec's Batch, or another object with attributes.
 
     Raises:
         ValueError: naming the features, if their ids are no integers.
@@ -56,7 +56,12 @@ def for_lookup(batch: Batch) -> Batch:
     """
     bags = {name: part for name, part in parts_of(batch).items() if isinstance(part, KeyedJaggedTensor)}
     ready = {name: features_for_lookup(part) for name, part in bags.items()}
-    return batch if all(ready[name] is bags[name] for name in bags) else dataclasses.replace(batch, **ready)
+    if all(ready[name] is bags[name] for name in bags):
+        return batch
+    converted = copy.copy(batch)  # whatever its __init__ wants
+    for name, part in ready.items():
+        setattr(converted, name, part)
+    return converted
 
 
 def features_for_lookup(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

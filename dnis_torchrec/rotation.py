@@ -39,7 +39,15 @@ from dnis_torchrec.cached_tables import writing_to_tables
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.reductions import Ranks
-from dnis_torchrec.table_shards import TableShard, collections, local_shards, num_copies, ranks_of, table_configs_of
+from dnis_torchrec.table_shards import (
+    TableShard,
+    collections,
+    frozen_tables_of,
+    local_shards,
+    num_copies,
+    ranks_of,
+    table_configs_of,
+)
 
 LINEAR_STATES = frozenset({"exp_avg", "momentum_buffer"})
 """Optimizer states that turn as the gradient does."""
@@ -111,7 +119,8 @@ def rotation_groups(model: nn.Module) -> list[RotationGroup]:
         model: sharded or not; any module inside it may be `Rotatable`.
 
     Returns:
-        The groups; none if no module is `Rotatable`.
+        The groups; none if no module is `Rotatable`. Groups with a table or a layer that is frozen (requires_grad is
+        False) are left out: these are to keep their values.
 
     Raises:
         ValueError: if a group names an unknown table, a table is in two groups, tables of a group differ in
@@ -124,7 +133,12 @@ def rotation_groups(model: nn.Module) -> list[RotationGroup]:
     check(not twice, "rotation groups", "expected every table in one group at most", twice)
     for group in groups:
         _check_group(group, _embedding_dims(model))
-    return groups
+    frozen = {table for module in collections(model).values() for table in frozen_tables_of(module)}
+    return [group for group in groups if not _holds_frozen(group, frozen)]
+
+
+def _holds_frozen(group: RotationGroup, frozen_tables: set[str]) -> bool:
+    return bool(frozen_tables & set(group.tables)) or not all(layer.requires_grad for layer in group.layers())
 
 
 def _embedding_dims(model: nn.Module) -> dict[str, int]:

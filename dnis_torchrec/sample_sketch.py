@@ -95,27 +95,37 @@ class SampleSketch:
             self._limit = self._ids[-1]
 
 
-def share_found(of: SampleSketch, among: SampleSketch) -> tuple[float, float]:
-    """How many samples of one stream another has too, and how many it would have anyway.
-
-    Samples may repeat: where they do within the other stream, they are expected to be in it as well. A sample that is
-    drawn as the other stream's were is in it with the share of those of its samples that occur more than once in it
-    (Good and Turing's estimate).
+def share_found(of: SampleSketch, among: SampleSketch) -> float:
+    """How many samples of one stream another has too.
 
     Args:
         of: the stream whose samples are looked for.
         among: where they are looked for.
 
     Returns:
-        (share that was found, share that was to be expected), both 0 where there is too little to tell.
+        Their share, 0 where there is too little to tell.
     """
     limit = min(of.limit, among.limit)
     ids, times = of.up_to(limit)
-    known, repeats = among.up_to(limit)
+    known, _ = among.up_to(limit)
     if len(ids) < LEAST or not len(known):
-        return 0.0, 0.0
-    found = times[np.isin(ids, known)].sum() / times.sum()
-    return float(found), float(1 - (repeats == 1).sum() / repeats.sum())
+        return 0.0
+    return float(times[np.isin(ids, known)].sum() / times.sum())
+
+
+def share_repeated(stream: SampleSketch) -> float:
+    """How many samples of a stream occur more than once in it: that many of another one's, drawn as they were, it has.
+
+    That is Good and Turing's estimate.
+
+    Args:
+        stream: the stream.
+
+    Returns:
+        Their share, 0 for a stream without samples.
+    """
+    _, times = stream.up_to(stream.limit)
+    return float(1 - (times == 1).sum() / times.sum()) if len(times) else 0.0
 
 
 def _gathered(values: np.ndarray, ranks: Ranks) -> np.ndarray:

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import (
@@ -52,6 +52,7 @@ from dnis_torchrec.table_shards import (
     holders_of_tables,
     local_shards,
     sequence_collections,
+    soft_selection_modules,
 )
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
@@ -150,7 +151,8 @@ def check_sharding_plan(
             shape, gives a rank no row of it on a CPU, or cuts the rows of a MEAN table where TorchRec then divides
             wrongly; or naming the FQN, if the model has no such module.
     """
-    tables, fqns = _tables_by_fqn(model), {fqn for fqn, _ in model.named_modules()}
+    tables, lookups = _tables_by_fqn(model), _plain_collections(model)
+    fqns = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     for fqn in plan.plan:
         check(
             fqn in fqns, f"sharding plan, FQN {fqn!r}", "expected a module of the model", "none", nearest(fqn, tables)
@@ -165,7 +167,10 @@ def check_sharding_plan(
         planned = cast(Mapping[str, ParameterSharding], plan.plan.get(fqn, {}))
         for table, shape in shapes.items():
             place = f"sharding plan, table {table!r}"
+            kind = type(lookups[fqn])
             remedy = "make the plan for the prepared model"
+            if kind is not EmbeddingBagCollection:
+                remedy = f"build it as an EmbeddingBagCollection: sharders take no subclass, such as {kind.__name__}"
             check(table in planned, place, f"expected an entry under FQN {fqn!r}", "none", remedy)
             _check_ranks(planned[table], place, world_size, local_world_size)
             _check_shards(planned[table], place, shape, device)
@@ -209,7 +214,8 @@ def shard_model(
     with together(process_group):
         check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
     _check_same(plan, process_group)
-    frozen = _freeze_before_sharding_(model)
+    unsharded = _every_lookup(model)
+    frozen = {fqn: _freeze_before_sharding_(lookup) for fqn, lookup in unsharded.items()}
     weights = _take_weights(model)
     group = process_group if process_group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
     sharded = DistributedModelParallel(
@@ -219,6 +225,7 @@ def shard_model(
         plan=plan,
         sharders=list(sharders),
     )
+    _share_again_(sharded, unsharded)
     for fqn, module in collections(sharded).items():
         replicated = _replicated_tables(plan, fqn)
         by_table = itertools.groupby(sorted(local_shards(module), key=lambda part: part.table), lambda part: part.table)
@@ -235,6 +242,8 @@ def shard_model(
     if world_size == 1:
         _reduce_no_tables_(sharded)
     read_by_name_(sharded, refuse_weights=True)
+    for wrapper in soft_selection_modules(sharded).values():
+        read_by_name_(wrapper)
     return sharded
 
 
@@ -262,15 +271,26 @@ def _lookup_of(collection: nn.Module) -> nn.Module:
     return collection
 
 
-def _freeze_before_sharding_(model: nn.Module) -> dict[str, frozenset[str]]:
-    """FQN -> its frozen tables, for which TorchRec then makes kernels of their own."""
-    frozen = {}
-    for fqn, lookup in _every_lookup(model).items():
-        holders = holders_of_tables(lookup)
-        frozen[fqn] = frozen_tables(holders)
-        for table in frozen[fqn]:
-            freeze_before_sharding_(cast(nn.Parameter, holders[table].weight))
+def _freeze_before_sharding_(lookup: nn.Module) -> frozenset[str]:
+    """The frozen tables of a collection, for which TorchRec then makes kernels of their own."""
+    holders = holders_of_tables(lookup)
+    frozen = frozen_tables(holders)
+    for table in frozen:
+        freeze_before_sharding_(cast(nn.Parameter, holders[table].weight))
     return frozen
+
+
+def _share_again_(model: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:
+    """Puts sharded collections wherever those that they were made of are.
+
+    Of a module that a parent holds under several names, TorchRec shards what is under the first alone.
+    """
+    plain = get_unwrapped_module(model)
+    sharded = {id(lookup): _lookup_of(plain.get_submodule(fqn)) for fqn, lookup in unsharded.items()}
+    for parent in list(plain.modules()):
+        for name, child in list(parent._modules.items()):
+            if id(child) in sharded:
+                setattr(parent, name, sharded[id(child)])
 
 
 def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:

@@ -35,6 +35,7 @@ def check_batch(batch: Batch, place: str) -> None:
         >>> check_batch(Batch(torch.zeros(1, 2), kjt, torch.ones(1)), "train batch 0")
     """
     check(batch.labels.numel() > 0, place, SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
+    _check_num_samples(batch, place)
     for name, value in parts_of(batch).items():
         if isinstance(value, KeyedJaggedTensor):
             check_ids_are_integers(value.values(), f"{place}, feature {value.keys()[0]!r}" if value.keys() else place)
@@ -43,6 +44,22 @@ def check_batch(batch: Batch, place: str) -> None:
             sample, *column = (~value.isfinite()).nonzero()[0].tolist()
             at = f"{place}, {name}, sample {sample}" + "".join(f", column {index}" for index in column)
             raise ValueError(describe(at, "expected finite numbers", float(value[sample, *column]), CLEAN))
+
+
+def _check_num_samples(batch: Any, place: str) -> None:
+    """Checks that there is one label for each sample, and that lengths are of a type that lookups take."""
+    features, dense, num_labels = batch.sparse_features, batch.dense_features, batch.labels.numel()
+    is_given = dense is not None or not isinstance(batch, Batch)
+    check(is_given, f"{place}, dense_features", "expected a tensor", "none", f"give torch.zeros({num_labels}, 1)")
+    requirement, remedy = f"expected {num_labels} samples, one for each label", "leave incomplete samples out"
+    if isinstance(features, KeyedJaggedTensor) and features.keys() and not features.variable_stride_per_key():
+        check(features.stride() == num_labels, f"{place}, sparse_features", requirement, features.stride(), remedy)
+        lengths = features.lengths_or_none()
+        kind = torch.int64 if lengths is None else lengths.dtype
+        place_of_first = f"{place}, feature {features.keys()[0]!r}"
+        check(kind in (torch.int32, torch.int64), place_of_first, "expected int32 or int64 lengths", kind)
+    if isinstance(dense, Tensor) and dense.dim():
+        check(dense.numel() % num_labels == 0, f"{place}, dense_features", requirement, len(dense), remedy)
 
 
 def parts_of(batch: Batch) -> dict[str, Any]:

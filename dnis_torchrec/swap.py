@@ -22,6 +22,7 @@ from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.soft_selection import Alpha
 from dnis_torchrec.table_shards import (
     collections,
+    frozen_tables_of,
     holders_of_tables,
     local_shards,
     multiply_by_alpha_,
@@ -86,7 +87,7 @@ def prepare_(
         check_known("FQN", fqn, found)
     chosen = {fqn: module for fqn, module in found.items() if fqns is None or fqn in fqns}
     _check_features(chosen, multi_hot_features)
-    _check_weights(model, found, chosen)
+    _check_weights(get_unwrapped_module(model), found, chosen)
     alpha = Alpha(blocks.alpha_shapes)
     wrappers = {}  # all of them before the first is put in: a model that does not fit stays whole
     for fqn, collection in chosen.items():
@@ -243,7 +244,7 @@ def _sequence_collection_around(holder: ShardedEmbeddingCollection) -> Embedding
 
 
 def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainCollection:
-    shards, parameters = local_shards(holder), dict(holder.named_parameters())
+    shards, frozen = local_shards(holder), frozen_tables_of(holder)
     for table, target in holders_of_tables(plain).items():
         parts = [shard for shard in shards if shard.table == table]
         weight = parts[0].weight
@@ -253,9 +254,7 @@ def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainColle
             for shard in parts:
                 rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
                 weight[rows, shard.first_column : shard.first_column + shard.weight.shape[1]] = shard.weight
-        own = [value for name, value in parameters.items() if f".{name}".endswith(f".{table}.weight")]
-        learns = all(parameter.requires_grad for parameter in own)  # a frozen table stays frozen
-        target.weight = nn.Parameter(weight, requires_grad=learns)
+        target.weight = nn.Parameter(weight, requires_grad=table not in frozen)
         plain._device = weight.device
     return plain.train(holder.training)
 

@@ -25,6 +25,7 @@ from torchrec.modules.embedding_modules import (
 
 from dnis_torchrec.checks import describe
 from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.frozen_tables import frozen_tables
 from dnis_torchrec.reductions import Ranks
 from dnis_torchrec.row_routing import RowRouter
 
@@ -37,6 +38,14 @@ HOLDERS_OF_COLLECTIONS = ("torchrec.modules.", "torchrec.distributed.")
 """Where TorchRec defines modules that hold a collection and change what it reads or what it returns."""
 INTERFACES = {EmbeddingBagCollectionInterface, DistributedModelParallel}
 """Classes from there that may hold a collection: they do neither."""
+PLAIN_HOLDERS = (
+    *(f"torchrec.modules.{name}" for name in ("activation", "crossnet", "deepfm", "embedding_tower", "lazy_extension")),
+    *("torchrec.modules.mlp", "torchrec.modules.regroup", "torchrec.distributed.test_utils."),
+)
+"""Modules from there whose classes do neither, nor do those that a user derives from them."""
+
+
+NO_HOOKS = "remove the hooks: neither sharded nor merged collections keep them"
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +130,7 @@ def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> No
     parts = fqn.split(".") if fqn else []
     for holder in (".".join(parts[:depth]) for depth in range(len(parts))):
         kind = type(model.get_submodule(holder))
-        if any(base.__module__.startswith(HOLDERS_OF_COLLECTIONS) for base in kind.__mro__ if base not in INTERFACES):
+        if any(_changes_lookups(base) for base in kind.__mro__):
             raise NotImplementedError(describe(place, supported, f"one inside the {kind.__name__} {holder!r}"))
     if not isinstance(collection, EmbeddingBagCollection):
         return
@@ -129,10 +138,35 @@ def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> No
         remedy = "move what it adds into a module around a plain collection"
         received = f"{type(collection).__name__} with a forward of its own"
         raise NotImplementedError(describe(place, supported, received, remedy))
-    hooks = (collection._forward_hooks, collection._forward_pre_hooks, collection._backward_hooks)
-    if any(hooks) or collection._backward_pre_hooks:
-        remedy = "remove the hooks: neither sharded nor merged collections keep them"
-        raise NotImplementedError(describe(place, supported, "one with hooks", remedy))
+    if _has_hooks(collection):
+        raise NotImplementedError(describe(place, supported, "one with hooks", NO_HOOKS))
+    for table, bag in collection.embedding_bags.items():
+        _check_plain_bag(f"{place}, table {table!r}", bag)
+
+
+def _changes_lookups(kind: type) -> bool:
+    is_torchrecs = kind.__module__.startswith(HOLDERS_OF_COLLECTIONS) and kind not in INTERFACES
+    return is_torchrecs and not kind.__module__.startswith(PLAIN_HOLDERS)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+def _check_plain_bag(place: str, bag: nn.Module) -> None:
+    """What TorchRec sharded knows of a table is its config and its weight; all else would be lost without a word."""
+    supported = "supported are tables as TorchRec makes them"
+    if type(bag) is not nn.EmbeddingBag:
+        remedy = "move what it adds into a module around a plain collection"
+        raise NotImplementedError(describe(place, supported, type(bag).__name__, remedy))
+    if _has_hooks(bag) or bag.weight._backward_hooks:
+        raise NotImplementedError(describe(place, supported, "one with hooks", NO_HOOKS))
+    changed = {name: getattr(bag, name) for name in ("max_norm", "padding_idx") if getattr(bag, name) is not None}
+    if changed or bag.scale_grad_by_freq:
+        received = ", ".join(f"{name}={value}" for name, value in (changed or {"scale_grad_by_freq": True}).items())
+        remedy = "leave it out: sharded collections do not know it; empty bags need no id for padding"
+        raise NotImplementedError(describe(place, supported, received, remedy))
 
 
 def holders_of_tables(collection: nn.Module) -> nn.ModuleDict:
@@ -143,6 +177,20 @@ def holders_of_tables(collection: nn.Module) -> nn.ModuleDict:
     """
     is_pooled = isinstance(collection, EmbeddingBagCollection | ShardedEmbeddingBagCollection)
     return cast(nn.ModuleDict, collection.embedding_bags if is_pooled else collection.embeddings)
+
+
+def frozen_tables_of(collection: nn.Module) -> frozenset[str]:
+    """Tables of a collection that no step may change.
+
+    Args:
+        collection: an EmbeddingBagCollection or an EmbeddingCollection, or a wrapper around the first; sharded by
+            `dnis_torchrec.shard_model`, or not.
+    """
+    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+        return frozen_tables_of(collection.embedding_bag_collection)
+    if isinstance(collection, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+        return cast(frozenset[str], getattr(collection, "frozen_tables", frozenset()))
+    return frozen_tables(holders_of_tables(collection))
 
 
 def local_shards(collection: nn.Module) -> list[TableShard]:

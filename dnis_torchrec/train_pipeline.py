@@ -167,7 +167,7 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
         self._prefetched = PrefetchedTables(model)
         self._check_prefetching()
         for fqn, wrapper in wrappers.items():
-            check_frozen_are_held(fqn, wrapper.embedding_bag_collection, wrapper.frozen_tables)
+            check_frozen_are_held(fqn, wrapper.embedding_bag_collection)
         select_on_shards_(model)
         read_by_name_(model)
         first = next(iter(wrappers.values()))

@@ -281,6 +281,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
             than k.
         NonFiniteError: on all ranks, if a prediction or its loss is NaN or infinite.
     """
+    read_by_name_(model, refuse_weights=None)
     was_training = model.training
     model.eval()
     is_binary = isinstance(loss, nn.BCEWithLogitsLoss)

@@ -52,3 +52,21 @@ def test_ids_of_other_types(dtype: torch.dtype) -> None:
     model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
     with pytest.raises(TypeError, match="features 'user_id', 'movie_id', 'genre_id': expected int32 or int64 ids"):
         model["e"](features)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_of_a_key_that_occurs_twice_the_later_one_is_checked_and_read(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(bag_check, "are_compiled", lambda: False)
+    model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
+    ids = [ROWS["user"] + 5, ROWS["user"] - 1, ROWS["movie"] - 1, ROWS["genre"] - 1]
+    features = KeyedJaggedTensor(keys=["user_id", *KEYS], values=torch.tensor(ids), lengths=torch.ones(4).int())
+    expected = KeyedJaggedTensor(keys=KEYS, values=torch.tensor(ids[1:]), lengths=torch.ones(3).int())
+    assert torch.equal(model["e"](features).values(), model["e"](expected).values())
+    features = KeyedJaggedTensor(
+        keys=["user_id", *KEYS], values=torch.tensor([*ids[:3], ROWS["genre"]]), lengths=torch.ones(4).int()
+    )
+    with pytest.raises(ValueError, match=f"feature 'genre_id': expected ids in 0..{ROWS['genre'] - 1}"):
+        model["e"](features)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -185,3 +185,72 @@ def test_weights_that_learn_are_refused_where_torchrec_drops_their_gradient(
         ebc(features)
     with torch.no_grad():
         ebc(features)
+
+
+@every_kind
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_collection_that_was_called_before_reads_by_name_from_then_on(
+    gloo: dist.ProcessGroup, kind: str, decided: bool
+) -> None:
+    """A user's own DistributedModelParallel has noted the places of its first batch by then."""
+    model = collection()
+    expected = model["ebc"](bags()).to_dict()
+    model = sharded(model, kind)
+    ebc = get_unwrapped_module(model)["ebc"]
+    del vars(ebc)["input_dist"]
+    ebc(bags(("x", *FEATURES)))
+    read_by_name_(model, refuse_weights=False if decided else None)
+    for order in (("c", "b", "a"), FEATURES):
+        torch.testing.assert_close(ebc(bags(order)).to_dict(), expected, atol=1e-6, rtol=0)
+    if not decided:  # its kernels may have learnt by weights
+        with pytest.raises(ValueError, match="expected bags without per-sample weights"):
+            ebc(bags(weighted=True))
+
+
+def test_sequence_embeddings_that_were_called_before(gloo: dist.ProcessGroup) -> None:
+    configs = [EmbeddingConfig(name=n, num_embeddings=ROWS, embedding_dim=8, feature_names=[n]) for n in ("a", "b")]
+    model = nn.ModuleDict({"ec": EmbeddingCollection(tables=configs)})
+    expected = {name: jagged.values() for name, jagged in model["ec"](bags()).items()}
+    read = get_unwrapped_module(shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS))["ec"]
+    del vars(read)["input_dist"]
+    read(bags(("x", "b", "a")))
+    read_by_name_(read)
+    found = {name: jagged.values() for name, jagged in read(bags(("a", "b", "x"))).items()}
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_a_wrapper_reads_by_name_also_where_a_pipeline_calls_its_child(gloo: dist.ProcessGroup) -> None:
+    """DistributedModelParallel puts the sharded child into the wrapper."""
+    model = prepared(collection(), 1)
+    constraints = {table.name: ParameterConstraints(sharding_types=["table_wise"]) for table in tables()}
+    plan = make_sharding_plan(model, CPU, SHARDERS, constraints=constraints)
+    child = get_unwrapped_module(DistributedModelParallel(model, device=CPU, plan=plan, sharders=SHARDERS))["ebc"]
+    child = child.embedding_bag_collection
+    pooled = []
+    for order in (FEATURES, ("x", "c", "b", "a")):
+        context = child.create_context()
+        features = child.input_dist(context, bags(order)).wait().wait()
+        pooled.append(child.compute_and_output_dist(context, features).to_dict())
+    torch.testing.assert_close(pooled[1], pooled[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("order", [FEATURES, ("x", "c", "a", "b")])
+def test_a_batch_size_per_feature_is_read_by_name_too(gloo: dist.ProcessGroup, order: tuple[str, ...]) -> None:
+    """As TorchRec's sharded collections read it."""
+    model = collection()
+    weights = {name: bag.weight.detach().clone() for name, bag in model["ebc"].embedding_bags.items()}
+    ebc = get_unwrapped_module(sharded(model, "table_wise"))["ebc"]
+    sample_of = {key: torch.tensor([ord(key) % 2, 1, 1, 0]) for key in order}
+    ids = {key: torch.tensor([ord(key) % ROWS, 3]) for key in order}
+    features = KeyedJaggedTensor(
+        keys=list(order),
+        values=torch.cat(list(ids.values())),
+        lengths=torch.ones(2 * len(order), dtype=torch.int64),
+        stride_per_key_per_rank=[[2]] * len(order),
+        inverse_indices=(list(order), torch.stack(list(sample_of.values()))),
+    )
+    pooled = ebc(features).to_dict()
+    for table in tables():
+        for key in table.feature_names:
+            name = key if key in pooled else f"{key}@{table.name}"
+            torch.testing.assert_close(pooled[name], weights[table.name][ids[key][sample_of[key]]])

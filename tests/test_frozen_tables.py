@@ -18,6 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocking import blocks_from_counts
@@ -192,3 +193,45 @@ def test_a_model_that_a_user_shards_alone_is_refused(gloo: dist.ProcessGroup) ->
     model = DistributedModelParallel(task, device=CPU)
     with pytest.raises(NotImplementedError, match=r"FQN 'model.ebc': supported are frozen tables .*\['kept'\]"):
         BilevelTrainPipeline(model, adam_with_decay(model), CPU)
+
+
+def test_a_table_that_is_frozen_after_prepare_is_refused_too(gloo: dist.ProcessGroup) -> None:
+    batches, net = make_batches(2), Net().requires_grad_(True)
+    task = TrainTask(prepared(net, batches), nn.BCEWithLogitsLoss())
+    task.model.ebc.embedding_bag_collection.embedding_bags[FROZEN].weight.requires_grad_(False)
+    model = DistributedModelParallel(task, device=CPU)
+    with pytest.raises(NotImplementedError, match=r"FQN 'model.ebc': supported are frozen tables .*\['kept'\]"):
+        BilevelTrainPipeline(model, adam_with_decay(model), CPU)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_frozen_when_it_is_sharded_counts(gloo: dist.ProcessGroup, frozen: bool) -> None:
+    """Between prepare_ and shard_model a table may be frozen, or may be let learn again."""
+    batches, net = make_batches(4, longest=3), Net()
+    net.ebc.embedding_bags[FROZEN].weight.requires_grad_(frozen)
+    net = prepared(net, batches)
+    net.ebc.embedding_bag_collection.embedding_bags[FROZEN].weight.requires_grad_(not frozen)
+    before = weights_of(copy.deepcopy(net))
+    model = sharded(TrainTask(net, nn.BCEWithLogitsLoss()), "table_wise", "fused")
+    pipeline = BilevelTrainPipeline(model, adam_with_decay(model), CPU)
+    stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=100))
+    for _ in batches:
+        pipeline.progress(stream)
+    after = weights_of(pipeline.detach())
+    assert torch.equal(after[FROZEN], before[FROZEN]) == frozen
+    assert not torch.equal(after[LEARNING], before[LEARNING])
+
+
+def test_a_schedule_of_all_learning_rates_does_not_wake_a_frozen_table(gloo: dist.ProcessGroup) -> None:
+    batches, net = make_batches(4), Net()
+    before = weights_of(copy.deepcopy(net))
+    model = sharded(TrainTask(net, nn.BCEWithLogitsLoss()), "row_wise", "fused")
+    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1)]
+    optimizer = WarmupOptimizer(model.fused_optimizer, stages, lr=0.2)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch)[0].backward()
+        optimizer.step()
+    after = weights_of(model)
+    assert torch.equal(after[FROZEN], before[FROZEN])
+    assert not torch.equal(after[LEARNING], before[LEARNING])

@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocking import blocks_from_counts
 from dnis_torchrec.frequency import FrequencyCounts
 from dnis_torchrec.rotation import LinearReader, RotationGroup, WeightedProduct, column_scales, rotate_, rotation_groups
+from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.swap import prepare_
 from dnis_torchrec.table_shards import collections, local_shards
 from examples.models import (
@@ -34,6 +35,8 @@ from tests import small_models
 from tests.reference import column_scales_reference, second_moment_reference
 from tests.small_models import shard_as
 
+CPU = torch.device("cpu")
+SHARDERS = [CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})]
 ROWS = {"user": 11, "movie": 7}
 DIM = 8
 BATCH_SIZE = 16
@@ -363,3 +366,37 @@ def test_wrong_groups_are_named(group: RotationGroup, says: str) -> None:
 
     with pytest.raises(ValueError, match=says):
         rotation_groups(Odd())
+
+
+@pytest.mark.parametrize("name", ["mlp", "fm"])
+@pytest.mark.parametrize("searched", [False, True])
+def test_a_frozen_table_is_not_turned_nor_what_would_turn_with_it(name: str, searched: bool) -> None:
+    model = build(name)
+    (module,) = collections(model).values()
+    frozen = module.embedding_bags["movie"].weight.requires_grad_(False)
+    counts = counts_of(model)
+    groups = [group.tables for group in rotation_groups(model)]
+    assert all("movie" not in tables for tables in groups)
+    before, features = frozen.detach().clone(), features_of(model)
+    if searched:
+        prepare_(model, blocks_from_counts(counts, module.embedding_bag_configs(), num_blocks=2))
+    expected = model(dense_features=torch.zeros(BATCH_SIZE, 1), sparse_features=features)
+    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS)
+    optimizer = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda p: torch.optim.Adam(p)
+    )
+    assert [group.tables for group in rotation_groups(sharded)] == groups
+    rotate_(sharded, optimizer, counts)
+    shards = [
+        part.weight for own in collections(sharded).values() for part in local_shards(own) if part.table == "movie"
+    ]
+    assert torch.equal(torch.cat(shards), before)
+    found = sharded(dense_features=torch.zeros(BATCH_SIZE, 1), sparse_features=features)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_a_frozen_layer_is_not_turned() -> None:
+    model = build("mlp")
+    whole = rotation_groups(model)
+    whole[0].layers()[0].requires_grad_(False)
+    assert len(rotation_groups(model)) < len(whole)

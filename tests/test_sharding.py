@@ -26,7 +26,7 @@ from dnis_torchrec.sharding import (
     make_sharding_plan,
     shard_model,
 )
-from dnis_torchrec.swap import prepare_
+from dnis_torchrec.swap import merge_, prepare_, unshard_
 from dnis_torchrec.table_shards import collections, local_shards
 from dnis_torchrec.train_pipeline import BilevelTrainPipeline
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
@@ -258,3 +258,65 @@ def test_two_dimensional_parallelism_is_refused_before_any_collective(
         monkeypatch.setattr(dist, collective, lambda *_, **__: pytest.fail("a collective"))
     with pytest.raises(NotImplementedError, match=r"supported is DistributedModelParallel.*DMPCollection \(2D parall"):
         BilevelTrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+
+
+class Part(nn.Module):
+    """A part of a model that looks up in a collection."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.ebc = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled embeddings."""
+        return self.ebc(features).values()
+
+
+class Twice(Part):
+    """The same under two names."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__(collection)
+        self.again = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled embeddings of both."""
+        return super().forward(features) + self.again(features).values()
+
+
+class InTwoParts(nn.Module):
+    """The same in two parts of a model."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = Part(collection), Part(collection)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled embeddings of both."""
+        return self.first(features) + self.second(features)
+
+
+@pytest.mark.parametrize("searched", [False, True])
+@pytest.mark.parametrize("kind", [Twice, InTwoParts])
+def test_a_collection_that_has_two_names_stays_one(gloo, kind: type[nn.Module], searched: bool) -> None:
+    """TorchRec shards what a parent holds under two names under the first alone."""
+    features = make_batch(5, 0).sparse_features
+    model, unsharded = kind(make_collection()), kind(make_collection())
+    unsharded.load_state_dict(model.state_dict())
+    if searched:
+        tables = table_configs(model)
+        prepare_(model, blocks_from_counts(count_frequencies([features], tables), tables, num_blocks=2))
+    sharders = [CpuEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})]
+    constraints = {table: ParameterConstraints(sharding_types=["table_wise"]) for table in ROWS}
+    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, sharders, constraints=constraints), sharders)
+    optimizer = torch.optim.SGD(unsharded.parameters(), lr=0.5)
+    for _ in range(2):
+        found, expected = sharded(features), unsharded(features)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        found.square().mean().backward()
+        expected.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    merged = merge_(sharded) if searched else unshard_(sharded)
+    torch.testing.assert_close(merged(features), unsharded(features), atol=1e-5, rtol=0)
+    assert len(collections(merged)) == 1

@@ -447,3 +447,13 @@ def test_merging_names_what_stays_sharded(gloo: object) -> None:
     with pytest.warns(UserWarning, match="some modules stay sharded, got {'beside': 'ShardedEmbeddingBag'}"):
         merged = merge_(sharded)
     assert type(merged["pooled"]) is EmbeddingBagCollection
+
+
+def test_a_model_in_distributed_data_parallel_is_prepared_inside_of_it(gloo) -> None:
+    model, kjt = nn.ModuleDict({"ebc": collection()}), features()
+    expected = model["ebc"](kjt).values()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    assert prepare_(wrapped, blocks_for(model)) is wrapped
+    assert list(soft_selection_modules(wrapped)) == ["ebc"]
+    torch.testing.assert_close(model["ebc"](kjt).values(), expected)
+    assert type(merge_(wrapped)["ebc"]) is EmbeddingBagCollection

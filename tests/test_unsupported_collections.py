@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -22,6 +24,7 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
@@ -159,3 +162,102 @@ def test_a_plan_for_other_modules_is_refused(gloo: dist.ProcessGroup) -> None:
     plan.plan["other"] = plan.plan["e"]
     with pytest.raises(NotImplementedError, match=r"FQN 'other': supported are .* got FusedEmbeddingBagCollection"):
         shard_model(model, CPU, plan, SHARDERS)
+
+
+def hooked_table(bag: nn.EmbeddingBag) -> None:
+    bag.register_forward_hook(lambda module, inputs, output: None)
+
+
+def hooked_weight(bag: nn.EmbeddingBag) -> None:
+    bag.weight.register_hook(lambda gradient: gradient * 0)
+
+
+def bounded(bag: nn.EmbeddingBag) -> None:
+    bag.max_norm = 1.0
+
+
+def padded(bag: nn.EmbeddingBag) -> None:
+    bag.padding_idx = 0
+
+
+def scaled_by_frequency(bag: nn.EmbeddingBag) -> None:
+    bag.scale_grad_by_freq = True
+
+
+CHANGES = {
+    "one with hooks": (hooked_table, hooked_weight),
+    "max_norm=1.0": (bounded,),
+    "padding_idx=0": (padded,),
+    "scale_grad_by_freq=True": (scaled_by_frequency,),
+}
+
+
+@pytest.mark.parametrize(("received", "change"), [(name, own) for name, all_of in CHANGES.items() for own in all_of])
+def test_what_users_change_in_a_table_and_sharding_would_lose_is_refused(
+    received: str, change: Callable[[nn.EmbeddingBag], None]
+) -> None:
+    model = nn.ModuleDict({"e": collection()})
+    change(model["e"].embedding_bags["t"])
+    with pytest.raises(NotImplementedError, match=f"FQN 'e', table 't': supported are .* got {received}"):
+        prepare_(model, blocks())
+
+
+def test_a_table_of_another_class_is_refused() -> None:
+    model = nn.ModuleDict({"e": collection()})
+    other = type("Mine", (nn.EmbeddingBag,), {})(12, 8)
+    model["e"].embedding_bags["t"] = other
+    with pytest.raises(NotImplementedError, match=r"FQN 'e', table 't': supported are .* got Mine"):
+        prepare_(model, blocks())
+
+
+class Perceptron(MLP):
+    """A user's class, derived from one of TorchRec's that knows nothing of embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__(8, [4, 1])
+        self.e = collection()
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """The perceptron of what is looked up."""
+        return super().forward(self.e(features).values())
+
+
+class Tower(nn.Module):
+    """What a tower of TorchRec's does with pooled embeddings."""
+
+    def forward(self, pooled: KeyedTensor) -> torch.Tensor:
+        """Their values."""
+        return pooled.values()
+
+
+HOLDERS: dict[str, Callable[[], nn.Module]] = {
+    "tower": lambda: EmbeddingTower(collection(), Tower()),
+    "towers": lambda: EmbeddingTowerCollection([EmbeddingTower(collection(), Tower())]),
+    "derived": Perceptron,
+}
+
+
+@pytest.mark.parametrize("name", list(HOLDERS))
+def test_modules_that_only_call_a_collection_are_supported(gloo: dist.ProcessGroup, name: str) -> None:
+    model = nn.ModuleDict({"m": HOLDERS[name]()})
+    features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 11, 0]), lengths=torch.tensor([2, 0, 1]))
+    expected = model["m"](features)
+    model = prepare_(model, blocks())
+    torch.testing.assert_close(model["m"](features), expected)
+    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS)
+    torch.testing.assert_close(get_unwrapped_module(sharded)["m"](features), expected)
+    torch.testing.assert_close(merge_(sharded)["m"](features), expected)
+
+
+def test_a_subclass_is_searched_like_the_plain_collection(gloo: dist.ProcessGroup) -> None:
+    """TorchRec's sharders take no subclasses: the wrapper looks up in a plain one."""
+    single_id = blocks_from_counts(FrequencyCounts(COUNTS.counts, {"f": 1}, 30), [TABLE], num_blocks=3)
+    model = prepare_(nn.ModuleDict({"e": Named(tables=[TABLE])}), single_id)
+    features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 11]), lengths=torch.tensor([1, 1]))
+    expected = model["e"](features).values()
+    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS)
+    torch.testing.assert_close(get_unwrapped_module(sharded)["e"](features).values(), expected)
+    plain = nn.ModuleDict({"e": Named(tables=[TABLE])})
+    plan = make_sharding_plan(plain, CPU, SHARDERS)
+    with pytest.raises(ValueError, match=r"under FQN 'e', got none; .* sharders take no subclass, such as Named"):
+        shard_model(plain, CPU, plan, SHARDERS)
