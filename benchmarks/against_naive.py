@@ -56,9 +56,11 @@ from dnis_torchrec import (
     count_frequencies,
     prepare_,
 )
-from dnis_torchrec.search import table_configs
-from dnis_torchrec.training import evaluate, process_group, shard
-from dnis_torchrec.whole_files import write_json
+from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.sharded import shard
 from examples.models import build_tables
 
 FEATURES = ("user", "item")

@@ -22,10 +22,10 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from dnis_torchrec.export import load, read_manifest, write_artifact
-from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.artifact import load, read_manifest, write_artifact
+from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.whole_files import write_json
+from dnis_torchrec.storage.whole_files import write_json
 
 FORMS = ("csr", "csr_int8", "mixed_dimension")
 EMBEDDING_DIM, RETAINED = 32, 16

@@ -31,13 +31,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from benchmarks.files import output_file
-from dnis_torchrec.budget import Size
-from dnis_torchrec.checkpoint import LocalCheckpointFolder, Manifest
-from dnis_torchrec.recipe import Recipe
-from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, search
-from dnis_torchrec.table_shards import collections, local_shards
-from dnis_torchrec.training import process_group
-from dnis_torchrec.whole_files import write_json
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search.search import Saving, SearchEvents, search
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.training.checkpoint import LocalCheckpointFolder, Manifest
+from dnis_torchrec.training.process_group import process_group
 from examples.datasets.synthetic import generate
 from examples.models import build_dlrm, build_tables, draws
 

@@ -27,15 +27,17 @@ from matplotlib.figure import Figure
 
 from benchmarks.files import output_file
 from dnis_torchrec import Size
-from dnis_torchrec.baselines import METHODS, MethodTask
-from dnis_torchrec.jobs import build_recipe, versions
-from dnis_torchrec.recipe import TrainTask
+from dnis_torchrec._dependencies import versions
+from dnis_torchrec.comparison.methods import METHODS, MethodTask
+from dnis_torchrec.data.recipe import TrainTask, build_recipe
 from dnis_torchrec.report.content import json_text, write_text
 from dnis_torchrec.report.figures import save_png
 from dnis_torchrec.report.figures.style import METHOD_STYLES, WIDTH, metric_axis, styled
 from dnis_torchrec.report.tables import PLUS_MINUS
-from dnis_torchrec.search import SearchConfig, search
-from dnis_torchrec.training import evaluate, primary_metric, process_group
+from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search.search import search
+from dnis_torchrec.training.evaluation import evaluate, primary_metric
+from dnis_torchrec.training.process_group import process_group
 
 SETTINGS = "12:20:1,12:20:2,8:10:1,8:10:2,5:6:1,5:6:2,3:4:1"
 RECIPE = "recipe"

@@ -36,13 +36,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from dnis_torchrec.export import Shard, load_csr, read_manifest, read_scheme
-from dnis_torchrec.export.form_registry import form_named
-from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.artifact import Shard, load_csr, read_manifest, read_scheme
+from dnis_torchrec.artifact.forms import form_named
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.ops.csr_operator import instruction_set
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection, load_operator
-from dnis_torchrec.serving.csr_build import instruction_set
-from dnis_torchrec.whole_files import write_json
+from dnis_torchrec.storage.whole_files import write_json
 
 EMBEDDING_DIM, DENSITY = 64, 0.05
 NUM_EMBEDDINGS, NUM_TABLES, NUM_EMBEDDINGS_OF_MANY = 1_000_000, 26, 40_000

@@ -60,12 +60,14 @@ from dnis_torchrec import (
     blocks_from_counts,
     prepare_,
 )
-from dnis_torchrec.batch_parts import BatchParts
-from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
-from dnis_torchrec.search import SearchConfig, table_configs
-from dnis_torchrec.streaming import count_stream
-from dnis_torchrec.training import process_group, shard
-from dnis_torchrec.whole_files import write_json
+from dnis_torchrec.data.batches import BatchParts
+from dnis_torchrec.data.streaming import count_stream
+from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.sharded import shard
 from examples.models import build_tables
 from examples.models.collaborative import MatrixFactorization
 
@@ -90,7 +92,7 @@ class Shape:
         num_blocks: S.
         table_optimizer: see `dnis_torchrec.Recipe`.
         upper_batch_parts: parts that a validation batch is cut into: the search's default, see
-            `dnis_torchrec.search.SearchConfig`.
+            `dnis_torchrec.search.config.SearchConfig`.
         ranks: W.
     """
 

@@ -42,7 +42,7 @@ from benchmarks.step_time import (
     spread,
     take_turns,
 )
-from dnis_torchrec.whole_files import write_json
+from dnis_torchrec.storage.whole_files import write_json
 
 RANKS = [1, 2, 4]
 BATCH_SIZE = 1024

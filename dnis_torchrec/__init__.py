@@ -10,28 +10,30 @@ export(plain, scheme, "artifact")                          # tables of just that
 collection = load("artifact")                              # drops in for the EmbeddingBagCollection
 """
 
-from dnis_torchrec._dependencies import check_dependencies, silence_noise
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-check_dependencies()
-silence_noise()
+from dnis_torchrec._dependencies import check_dependencies, silence_noise, version
 
-from dnis_torchrec.alpha_optimizer import Pressure
-from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.budget import Size
-from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
-from dnis_torchrec.export import load
-from dnis_torchrec.export.of_model import export
-from dnis_torchrec.frequency import FrequencyCounts, count_frequencies, count_frequencies_in_frame
-from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
-from dnis_torchrec.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
-from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
-from dnis_torchrec.pruning import RetainedMask, prune
-from dnis_torchrec.recipe import DataSplits, Recipe, TrainTask
-from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
-from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.swap import merge_, prepare_
-from dnis_torchrec.train_pipeline import BilevelTrainPipeline
+if TYPE_CHECKING:
+    from dnis_torchrec.artifact import load
+    from dnis_torchrec.artifact.export import export
+    from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+    from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies, count_frequencies_in_frame
+    from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+    from dnis_torchrec.scheme import MixedDimensionScheme
+    from dnis_torchrec.search.alpha_optimizer import Pressure
+    from dnis_torchrec.search.budget import Size
+    from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
+    from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+    from dnis_torchrec.search.prefetch_pipeline import PrefetchBilevelTrainPipeline
+    from dnis_torchrec.search.pruning import prune
+    from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
+    from dnis_torchrec.serving.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
+    from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+    from dnis_torchrec.soft_selection.swap import merge_, prepare_
+    from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+    from dnis_torchrec.training.retained_mask import RetainedMask
 
 __all__ = [
     "BilevelStream",
@@ -63,3 +65,52 @@ __all__ = [
     "prune",
     "shard_model",
 ]
+
+__version__ = version()
+
+_HOME = {
+    "load": "artifact",
+    "export": "artifact.export",
+    "RowBlocks": "blocks.blocking",
+    "blocks_from_counts": "blocks.blocking",
+    "FrequencyCounts": "blocks.frequency",
+    "count_frequencies": "blocks.frequency",
+    "count_frequencies_in_frame": "blocks.frequency",
+    "DataSplits": "data.recipe",
+    "Recipe": "data.recipe",
+    "TrainTask": "data.recipe",
+    "MixedDimensionScheme": "scheme",
+    "Pressure": "search.alpha_optimizer",
+    "Size": "search.budget",
+    "BilevelStream": "search.level_schedule",
+    "LevelSchedule": "search.level_schedule",
+    "BilevelTrainPipeline": "search.pipeline",
+    "PrefetchBilevelTrainPipeline": "search.prefetch_pipeline",
+    "prune": "search.pruning",
+    "MixedDimensionEmbeddingBagCollection": "serving",
+    "NarrowEmbeddingBagCollection": "serving.narrow_tables",
+    "embedding_configs": "serving.narrow_tables",
+    "CpuEmbeddingBagCollectionSharder": "soft_selection.sharding",
+    "make_sharding_plan": "soft_selection.sharding",
+    "shard_model": "soft_selection.sharding",
+    "merge_": "soft_selection.swap",
+    "prepare_": "soft_selection.swap",
+    "SoftSelectionEmbeddingBagCollection": "soft_selection.wrapper",
+    "RetainedMask": "training.retained_mask",
+}
+"""Where each public name lives: its module is imported when the name is first asked for."""
+
+check_dependencies()
+silence_noise()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,6 +8,7 @@ runs this file as a program: ``python -P dnis_torchrec/_dependencies.py cpu``.
 from __future__ import annotations
 
 import logging
+import platform
 import re
 import sys
 import warnings
@@ -223,6 +224,28 @@ def silence_noise() -> None:
 def _is_news(record: logging.LogRecord) -> bool:
     logger = "" if record.name == "root" else record.name
     return not any(name == logger and record.getMessage().startswith(begin) for name, begin in LOGS)
+
+
+def version() -> str:
+    """The version of this package, as it is installed.
+
+    Example:
+        >>> version().count(".")
+        2
+    """
+    return metadata.version("dnis-torchrec")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a result."""
+    names = ("dnis-torchrec", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -103,3 +105,132 @@ def union_over_ranks(own: Mapping[str, T], process_group: dist.ProcessGroup | No
         found = [{}] * world_size_of(process_group)
         dist.all_gather_object(found, own, group=process_group)
     return {key: value for part in reversed(found) for key, value in part.items()}
+
+
+VALUES_PER_COLLECTIVE = 1 << 22
+"""Values that one collective carries: bounds what has to be copied to a GPU for it."""
+
+
+class Ranks:
+    """The ranks that hold the shards of one model together, or this process alone.
+
+    Args:
+        group: their process group; None for this process alone.
+
+    Attributes:
+        group: the process group.
+        rank: number of this rank within the group.
+        world_size: number of ranks.
+
+    Example:
+        >>> alone = Ranks()
+        >>> alone.rank, alone.world_size, alone.sum_(torch.tensor([2, 3])).tolist()
+        (0, 1, [2, 3])
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+
+    @staticmethod
+    def everyone() -> Ranks:
+        """All processes of the run, whatever model they hold; this one alone where there is no process group."""
+        return Ranks(dist.group.WORLD) if dist.is_initialized() and dist.get_world_size() > 1 else Ranks()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which speaks and writes for all."""
+        return self.rank == 0
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Adds up integers over ranks, in place: one all_reduce per `VALUES_PER_COLLECTIVE` values.
+
+        Args:
+            values: contiguous, of the same shape on every rank.
+
+        Returns:
+            `values`.
+        """
+        return self._reduce_(values, dist.ReduceOp.SUM)
+
+    def max_(self, values: Tensor) -> Tensor:
+        """Takes the maximum of every value over ranks, in place: one all_reduce per `VALUES_PER_COLLECTIVE` values.
+
+        Args:
+            values: contiguous, of the same shape on every rank, without NaN.
+
+        Returns:
+            `values`.
+        """
+        return self._reduce_(values, dist.ReduceOp.MAX)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Gives every rank the texts of all ranks, in their order: two all_gathers, and nothing to unpickle.
+
+        Args:
+            text: this rank's, of any length.
+
+        Example:
+            >>> Ranks().gather_texts("alone")
+            ['alone']
+        """
+        if self.world_size == 1:
+            return [text]
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return [bytes(part.tolist()).decode() for part in self._gather_uneven(own)]
+
+    def concatenate(self, values: Tensor) -> Tensor:
+        """Gives every rank the values of all ranks, in their order: two all_gathers.
+
+        Args:
+            values: ``(n,)``, of the same dtype on every rank; n may differ.
+
+        Returns:
+            ``(sum of n,)``.
+
+        Example:
+            >>> Ranks().concatenate(torch.tensor([3, 1])).tolist()
+            [3, 1]
+        """
+        return values if self.world_size == 1 else torch.cat(self._gather_uneven(values))
+
+    def broadcast_(self, values: Tensor) -> Tensor:
+        """Gives every rank the values of rank 0, in place: one broadcast.
+
+        Args:
+            values: of the same shape on every rank.
+
+        Returns:
+            `values`.
+        """
+        if self.world_size > 1:
+            carried = values.to(self._device())
+            dist.broadcast(carried, group=self.group, group_src=0)
+            values.copy_(carried)
+        return values
+
+    def _reduce_(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.world_size > 1:
+            for piece in values.view(-1).split(VALUES_PER_COLLECTIVE):
+                carried = piece.to(self._device())
+                dist.all_reduce(carried, operation, group=self.group)
+                piece.copy_(carried)
+        return values
+
+    def _gather_uneven(self, values: Tensor) -> list[Tensor]:
+        sizes = [int(size) for size in self._gather(torch.tensor([values.numel()]))]
+        padded = torch.zeros(max(*sizes, 1), dtype=values.dtype)
+        padded[: values.numel()] = values
+        return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]
+
+    def _gather(self, values: Tensor) -> list[Tensor]:
+        carried = values.to(self._device())
+        parts = [torch.empty_like(carried) for _ in range(self.world_size)]
+        dist.all_gather(parts, carried, group=self.group)
+        return [part.cpu() for part in parts]
+
+    def _device(self) -> torch.device:
+        """Where collectives of this group want their tensors."""
+        on_gpu = dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

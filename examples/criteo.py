@@ -23,7 +23,7 @@ from torchrec.datasets.criteo import DEFAULT_INT_NAMES
 from torchrec.models.deepfm import SimpleDeepFMNN
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.criteo import PUBLISHER, load_criteo
 from examples.datasets.in_memory import Samples, split_rows
 from examples.datasets.scalars import bucketised, weighted

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.in_memory import Samples, split_rows
 from examples.datasets.movielens import PUBLISHER, load_clicks, load_ratings
 from examples.datasets.text_files import require_folder

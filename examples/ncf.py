@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from dnis_torchrec.metrics import RANKING_KS, check_candidates
-from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.data.labels import RANKING_KS, check_candidates
+from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.implicit import FEATURES, candidate_queries, split_leave_one_out
 from examples.datasets.ncf import PUBLISHER, load_leave_one_out
 from examples.datasets.text_files import require_folder

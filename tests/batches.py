@@ -6,8 +6,8 @@ import torch
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.recipe import RankingBatch
-from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.data.labels import RankingBatch
+from dnis_torchrec.ranks import Ranks
 
 Sample = tuple[float, float, tuple[tuple[int, ...], ...]]
 """Label, query and the bag of each of two features."""

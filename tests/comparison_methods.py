@@ -12,15 +12,21 @@ from pathlib import Path
 
 import torch
 
-from dnis_torchrec.baselines.best_trial import best_of
-from dnis_torchrec.baselines.method import Method, MethodResult, MethodTask, SizeNotMetError, learns_on_validation
-from dnis_torchrec.baselines.trained_scheme import Candidate
-from dnis_torchrec.baselines.uniform import uniform_candidate
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.comparison.methods.best_trial import best_of
+from dnis_torchrec.comparison.methods.method import (
+    Method,
+    MethodResult,
+    MethodTask,
+    SizeNotMetError,
+    learns_on_validation,
+)
+from dnis_torchrec.comparison.methods.trained_scheme import Candidate
+from dnis_torchrec.comparison.methods.uniform import uniform_candidate
 from dnis_torchrec.comparison.worker import help_cell
-from dnis_torchrec.recipe import Recipe
-from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.search import table_configs
+from dnis_torchrec.soft_selection.table_shards import table_configs
 from tests.tiny import EMBEDDING_DIM
 
 

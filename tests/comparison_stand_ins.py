@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dnis_torchrec.comparison.cells import Cell, CellTask
 from dnis_torchrec.comparison.processes import run_cells
-from tests.test_comparison import REGISTRY, make_result
+from tests.comparison.test_comparison import REGISTRY, make_result
 
 STAND_IN = """
 import json, os, pathlib, signal, sys, time

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.ops.bag_offsets import names_tensor, torch_bag_offsets
+from dnis_torchrec.ops.csr_operator import torch_csr_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.bag_offsets import names_tensor, torch_bag_offsets
-from dnis_torchrec.serving.csr_operator import torch_csr_embedding_bag
+from dnis_torchrec.serving.block_collection import BlockLayout
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.logical_tables import LogicalTables
-from dnis_torchrec.serving.mixed_dimension_operator import BlockLayout
 from tests.serving_reference import table_scheme
 
 INTEGERS = (torch.int32, torch.int64)

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec import block_operators, native_build
-from dnis_torchrec.serving import csr_build
-from dnis_torchrec.serving.mixed_dimension_operator import load_mixed_dimension_operator
+from dnis_torchrec.ops import block_operators, native_build
+from dnis_torchrec.ops import csr_operator as csr_build
+from dnis_torchrec.ops.mixed_dimension_operator import load_mixed_dimension_operator
 from tests import fuzz_cases, fuzz_packed_cases
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.export import write_artifact
-from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.artifact import write_artifact
+from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 ROUTINGS = {
@@ -120,7 +120,7 @@ def routings(draw: st.DrawFn, max_rows: int = 12, max_blocks: int = 4) -> RowRou
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Everything that serving has to get right: see the words of tests/test_mixed_dimension.py."""
+    """Everything that serving has to get right: see the words of tests/serving/test_mixed_dimension.py."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     is_weighted, batch_size = draw(st.booleans()), draw(st.integers(1, 4))
     schemes, tables = {}, {}

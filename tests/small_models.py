@@ -15,10 +15,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.soft_selection import Alpha
-from dnis_torchrec.table_shards import collections, local_shards, soft_selection_modules
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.soft_selection.alpha import Alpha
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 
 BATCH_SIZE = 5
 NUM_DENSE = 3

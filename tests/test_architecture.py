@@ -7,95 +7,36 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from docs import rooms
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
-    {
-        "_dependencies",
-        "checks",
-        "csr_size",
-        "denormals",
-        "detachable_pipeline",
-        "hashing",
-        "jagged",
-        "signals",
-        "users_code",
-        "workplaces",
-    },
-    {"batch_checks", "features_by_name", "foreign_folders", "frozen_tables", "json_files", "user_folders"},
-    {"whole_files"},
-    {"batch_slices", "native_build", "ranks", "reductions", "sketch", "split_checks", "storage"},
-    {
-        "batch_parts",
-        "block_operators",
-        "frequency",
-        "level_schedule",
-        "lookup_batches",
-        "metrics",
-        "recipe",
-        "row_routing",
-        "sample_sketch",
-    },
-    {
-        "bag_splitting",
-        "blocking",
-        "data_over_ranks",
-        "final_sigmoid",
-        "packed_bags",
-        "pooled_pieces",
-        "scheme",
-        "soft_selection",
-        "streaming",
-        "table_selection",
-    },
-    {"bag_check"},
-    {"budget", "checked_counts", "column_importance", "embedding_modules", "narrow_tables", "serving"},
-    {"cached_tables", "column_order", "table_shards"},
-    {"alpha_optimizer"},
-    {
-        "checkpoint",
-        "export",
-        "finite",
-        "hypergradient",
-        "model_parts",
-        "pruning",
-        "rotation",
-        "shard_selection",
-        "sharding",
-        "swap",
-    },
-    {"train_pipeline", "training"},
-    {"prefetch_pipeline", "search_loop"},
-    {"planning", "report", "search"},
-    {"baselines", "run_folder"},
-    {"progress"},
+    {"_dependencies", "checks", "ranks"},
+    {"user_folders"},
+    {"storage"},
+    {"blocks"},
+    {"data", "scheme"},
+    {"ops", "report"},
+    {"serving", "soft_selection"},
+    {"artifact", "training"},
+    {"search"},
+    {"comparison"},
     {"jobs"},
-    {"comparison", "packaging", "verification"},
     {"cli"},
     {"__init__", "__main__"},
 )
-"""Modules and folders of the package from the ground up: each imports only from the sets before its own."""
+"""Rooms of the package, and loose modules, from the ground up: each imports only from the sets before its own."""
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 
-SERVING_NEEDS = {
-    "_dependencies",
-    "bag_splitting",
-    "batch_checks",
-    "block_operators",
-    "checks",
-    "csr_size",
-    "native_build",
-    "row_routing",
-    "scheme",
-    "serving",
-    "user_folders",
-    "workplaces",
-}
+SERVING_NEEDS = {"_dependencies", "blocks", "checks", "ops", "scheme", "serving", "storage", "user_folders"}
 """All of the package that a serving module may load: nothing that trains."""
 
 OUTSIDE = {"benchmarks", "examples", "tests", "torchx_components"}
@@ -227,15 +168,23 @@ def test_the_project_keeps_the_rule(rule: Rule, tops: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        (imports_against_the_flow, "dnis_torchrec/checks.py", "from dnis_torchrec.recipe import Recipe"),
-        (imports_against_the_flow, "dnis_torchrec/scheme.py", "import dnis_torchrec.blocking"),
-        (imports_against_the_flow, "dnis_torchrec/pruning.py", "def f():\n    from dnis_torchrec import swap"),
-        (imports_against_the_flow, "dnis_torchrec/report/page.py", "from dnis_torchrec.search import search"),
-        (imports_against_the_flow, "dnis_torchrec/swap.py", "from dnis_torchrec import prepare_"),
-        (imports_against_the_flow, "dnis_torchrec/swap.py", "from .pruning import prune"),
+        (imports_against_the_flow, "dnis_torchrec/checks.py", "from dnis_torchrec.data.recipe import Recipe"),
+        (imports_against_the_flow, "dnis_torchrec/scheme.py", "import dnis_torchrec.ops.jagged"),
+        (
+            imports_against_the_flow,
+            "dnis_torchrec/training/plain.py",
+            "def f():\n    from dnis_torchrec.search import loop",
+        ),
+        (imports_against_the_flow, "dnis_torchrec/report/page.py", "from dnis_torchrec.search.search import search"),
+        (imports_against_the_flow, "dnis_torchrec/soft_selection/swap.py", "from dnis_torchrec import prepare_"),
+        (imports_against_the_flow, "dnis_torchrec/soft_selection/swap.py", "from .wrapper import Wrapper"),
         (imports_against_the_flow, "dnis_torchrec/cli/runs.py", "from examples.movielens import mf"),
         (imports_against_the_flow, "dnis_torchrec/helpers.py", ""),
-        (imports_against_the_flow, "dnis_torchrec/serving/load.py", "from dnis_torchrec.soft_selection import apply"),
+        (
+            imports_against_the_flow,
+            "dnis_torchrec/serving/load.py",
+            "from dnis_torchrec.soft_selection.alpha import apply",
+        ),
         (imports_of_training_in_serving, "dnis_torchrec/serving/load.py", "from torch import optim"),
         (imports_of_training_in_serving, "dnis_torchrec/serving/load.py", "import torchrec.distributed.types"),
         (too_long, "a.py", "x = 1\n" * 501),
@@ -261,11 +210,15 @@ def test_a_breach_of_the_rule_is_seen(rule: Rule, path: str, source: str) -> Non
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        (imports_against_the_flow, "dnis_torchrec/pruning.py", "from dnis_torchrec.scheme import MixedDimensionScheme"),
+        (
+            imports_against_the_flow,
+            "dnis_torchrec/search/pruning/prune.py",
+            "from dnis_torchrec.scheme import MixedDimensionScheme",
+        ),
         (imports_against_the_flow, "dnis_torchrec/report/page.py", "from dnis_torchrec.report.tables import table"),
         (imports_against_the_flow, "dnis_torchrec/__main__.py", "from dnis_torchrec.cli import main"),
         (imports_against_the_flow, "dnis_torchrec/serving/a.py", "import torch\nfrom dnis_torchrec import scheme"),
-        (imports_of_training_in_serving, "dnis_torchrec/search.py", "from torch import optim"),
+        (imports_of_training_in_serving, "dnis_torchrec/search/search.py", "from torch import optim"),
         (too_long, "a.py", 'def f():\n    """Does.\n' + "    x\n" * 60 + '    """\n' + "    x = 1\n" * 59),
         (undocumented, "a.py", '"""A."""\ndef _f():\n    pass\nclass _A:\n    def f(self):\n        pass'),
         (undocumented, "a.py", ""),
@@ -281,3 +234,50 @@ def test_setup_names_no_registry_and_no_machine() -> None:
     assert [
         path.name for path in files if re.search(r"://|/home/|/root/|/opt/", path.read_text(encoding="utf-8"))
     ] == []
+
+
+def test_few_modules_stand_loose() -> None:
+    loose = sorted(path.name for path in (ROOT / PACKAGE).glob("*.py"))
+    assert loose == [
+        "__init__.py",
+        "__main__.py",
+        "_dependencies.py",
+        "checks.py",
+        "ranks.py",
+        "scheme.py",
+        "user_folders.py",
+    ]
+
+
+def test_serving_loads_little_and_nothing_that_trains() -> None:
+    code = "import sys, dnis_torchrec.serving; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    own = [name for name in loaded.split() if name.startswith(PACKAGE)]
+    assert len(own) <= 25
+    assert {unit_of(name.replace(".", "/")) for name in own if "." in name} <= SERVING_NEEDS
+    assert not {"pandas", "pyarrow", "fsspec"} & set(loaded.split())
+
+
+def test_the_face_loads_nothing_before_it_is_asked() -> None:
+    code = "import sys, dnis_torchrec; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert {name for name in loaded if name.startswith(PACKAGE)} == {PACKAGE, f"{PACKAGE}._dependencies"}
+    assert not {"torch", "torchrec", "pandas"} & set(loaded)
+
+
+def test_every_public_name_is_there() -> None:
+    face = __import__(PACKAGE)
+    assert all(getattr(face, name) is not None for name in face.__all__)
+    assert set(face.__all__) <= set(dir(face))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        face.nothing  # noqa: B018
+
+
+def test_the_picture_and_the_page_know_every_room() -> None:
+    imports = rooms.imports_between_rooms()
+    assert set(imports) == set(rooms.SAID) == set(LAYER_OF) - {"__init__", "__main__"}
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert [room for room in imports if f"`{room}" not in page] == []
+    assert all(LAYER_OF[target] < LAYER_OF[room] for room, target in rooms.needed_arrows(imports))

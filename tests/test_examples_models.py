@@ -18,14 +18,15 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec import Size, TrainTask, export, load
-from dnis_torchrec.baselines.trained_scheme import uniform_scheme_
+from dnis_torchrec.comparison.methods.trained_scheme import uniform_scheme_
+from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.jobs import drop_in_
-from dnis_torchrec.packaging.flat_model import Signature, export_graph
-from dnis_torchrec.recipe import DataSplits, Recipe
-from dnis_torchrec.search import SearchConfig, search, table_configs
+from dnis_torchrec.jobs.packaging.flat_model import Signature, export_graph
+from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search.search import search
 from dnis_torchrec.serving import load_operator
-from dnis_torchrec.table_shards import collections
-from dnis_torchrec.training import evaluate
+from dnis_torchrec.soft_selection.table_shards import collections, table_configs
+from dnis_torchrec.training.evaluation import evaluate
 from examples.datasets.in_memory import Bags, InMemoryBatches
 from examples.models import (
     SCALARS,

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dnis_torchrec.batch_parts import BatchParts
 from dnis_torchrec.comparison.streams import train_on_validation
-from dnis_torchrec.metrics import RANKING_KS
-from dnis_torchrec.recipe import RankingBatch, TrainTask
-from dnis_torchrec.training import evaluate
+from dnis_torchrec.data.batches import BatchParts
+from dnis_torchrec.data.labels import RANKING_KS, RankingBatch
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.training.evaluation import evaluate
 from examples import ncf
 from examples.datasets.implicit import ImplicitBatches, KnownPositives, split_per_user
 from examples.datasets.ncf import load_leave_one_out

@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.recipe import Recipe, TrainTask, load_recipe
+from dnis_torchrec.data.recipe import Recipe, TrainTask, load_recipe
 from examples import criteo, movielens, synthetic
 from examples.datasets.in_memory import InMemoryBatches
 from examples.models import NeuMF

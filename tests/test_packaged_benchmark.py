@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks import packaged
-from dnis_torchrec.export import write_artifact
-from dnis_torchrec.packaging import Signature
-from dnis_torchrec.packaging.flat_model import FlatModel
+from dnis_torchrec.artifact import write_artifact
+from dnis_torchrec.jobs.packaging import Signature
+from dnis_torchrec.jobs.packaging.flat_model import FlatModel
 
 
 def test_models_that_agree_are_timed_and_others_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.recipe import DataSplits, RankingBatch, Recipe
+from dnis_torchrec.data.labels import RankingBatch
+from dnis_torchrec.data.recipe import DataSplits, Recipe
 
 EMBEDDING_DIM = 8
 ROWS = {"user": 40, "genre": 12}

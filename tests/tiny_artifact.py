@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.export import write_artifact
-from dnis_torchrec.recipe import Recipe, TrainTask
-from dnis_torchrec.row_routing import RowRouting
+from dnis_torchrec.artifact import write_artifact
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.table_shards import collections
-from dnis_torchrec.training import evaluate
+from dnis_torchrec.soft_selection.table_shards import collections
+from dnis_torchrec.training.evaluation import evaluate
 from examples.models import DeepFM
 from tests import tiny
 from tests.serving_reference import pruned, table_scheme

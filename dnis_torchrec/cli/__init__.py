@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import sys
 
-from dnis_torchrec.checkpoint import CheckpointWriteError
 from dnis_torchrec.checks import describe_error, is_of_system
 from dnis_torchrec.cli import compare, package, plan, runs, verify
 from dnis_torchrec.cli.app import app
 from dnis_torchrec.cli.terminal import guard_standard_error, say
-from dnis_torchrec.finite import NonFiniteError
-from dnis_torchrec.run_folder import RunWriteError
-from dnis_torchrec.search import SearchInterrupted
-from dnis_torchrec.signals import Ending, Stopped, exit_code
-from dnis_torchrec.storage import StorageError
-from dnis_torchrec.users_code import named_errors
+from dnis_torchrec.data.users_code import named_errors
+from dnis_torchrec.jobs.run_folder import RunWriteError
+from dnis_torchrec.search.search import SearchInterrupted
+from dnis_torchrec.storage.access import StorageError
+from dnis_torchrec.training.checkpoint import CheckpointWriteError
+from dnis_torchrec.training.finite import NonFiniteError
+from dnis_torchrec.training.signals import Ending, Stopped, exit_code
 
 __all__ = ["app", "compare", "main", "package", "plan", "runs", "verify"]
 

@@ -18,8 +18,10 @@ import typer
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.terminal import fail
-from dnis_torchrec.run_folder import WRITTEN_BY_RANKS
-from dnis_torchrec.storage import fetch, local_copy_of, local_path, output, shared_output
+from dnis_torchrec.jobs.run_folder import WRITTEN_BY_RANKS
+from dnis_torchrec.storage.access import local_path
+from dnis_torchrec.storage.fetching import fetch, local_copy_of
+from dnis_torchrec.storage.outputs import output, shared_output
 
 _ADDRESS_OF: dict[Path, str] = {}
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from dnis_torchrec.baselines.method import MAX_EPOCHS
 from dnis_torchrec.cli.addresses import address_of, shown
 from dnis_torchrec.cli.app import (
     DataOption,
@@ -32,8 +31,9 @@ from dnis_torchrec.comparison import (
     run_comparison,
     write_json,
 )
-from dnis_torchrec.recipe import load_recipe
-from dnis_torchrec.signals import Stopped
+from dnis_torchrec.comparison.methods.method import MAX_EPOCHS
+from dnis_torchrec.data.recipe import load_recipe
+from dnis_torchrec.training.signals import Stopped
 
 
 @app.command()

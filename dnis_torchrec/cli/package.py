@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from dnis_torchrec.artifact import read_manifest
+from dnis_torchrec.artifact.forms import form_named
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import shown
 from dnis_torchrec.cli.app import (
@@ -19,13 +21,11 @@ from dnis_torchrec.cli.app import (
     check_data,
 )
 from dnis_torchrec.cli.terminal import fail, say
-from dnis_torchrec.export import read_manifest
-from dnis_torchrec.export.form_registry import form_named
+from dnis_torchrec.data.users_code import named_errors
 from dnis_torchrec.jobs import load_recorded
-from dnis_torchrec.packaging import KINDS, run_package
-from dnis_torchrec.packaging.of_artifact import check_packaged_form
-from dnis_torchrec.packaging.package import check_name
-from dnis_torchrec.users_code import named_errors
+from dnis_torchrec.jobs.packaging import KINDS, run_package
+from dnis_torchrec.jobs.packaging.of_artifact import check_packaged_form
+from dnis_torchrec.jobs.packaging.package import check_name
 
 
 @app.command()

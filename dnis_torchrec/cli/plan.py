@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from dnis_torchrec.artifact import read_scheme
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings
 from dnis_torchrec.cli.app import app, arguments, check_json, print_table
-from dnis_torchrec.export import read_scheme
-from dnis_torchrec.planning import Cluster, compare_plans, parse_bytes, parse_tables, plan_table, tables_of_scheme
-from dnis_torchrec.whole_files import write_json
+from dnis_torchrec.jobs.planning import Cluster, compare_plans, parse_bytes, parse_tables, plan_table, tables_of_scheme
+from dnis_torchrec.storage.whole_files import write_json
 
 PLAN_WIDTH = 150
 

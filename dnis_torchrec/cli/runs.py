@@ -12,8 +12,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from dnis_torchrec.blocking import STRATEGIES
-from dnis_torchrec.budget import Size
+from dnis_torchrec.artifact import read_scheme
+from dnis_torchrec.artifact.predictions import forms_table
+from dnis_torchrec.artifact.writing import ARTIFACT_FORMS, check_forms
+from dnis_torchrec.blocks.blocking import STRATEGIES
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_first_settings, shown, url_of_ranks
 from dnis_torchrec.cli.app import (
@@ -32,9 +34,7 @@ from dnis_torchrec.cli.app import (
     print_table,
 )
 from dnis_torchrec.cli.terminal import say
-from dnis_torchrec.export import read_scheme
-from dnis_torchrec.export.exporting import ARTIFACT_FORMS, check_forms
-from dnis_torchrec.export.forms import forms_table
+from dnis_torchrec.data.recipe import load_recipe
 from dnis_torchrec.jobs import (
     SearchJob,
     check_prune_out,
@@ -48,13 +48,13 @@ from dnis_torchrec.jobs import (
     run_report,
     run_search,
 )
-from dnis_torchrec.pruning import check_pruning
-from dnis_torchrec.recipe import load_recipe
+from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.report import ReportRow, rows_table
 from dnis_torchrec.report.tables import metric_names
-from dnis_torchrec.run_folder import RunFolder
-from dnis_torchrec.search import Saving
-from dnis_torchrec.whole_files import write_json
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.pruning import check_pruning
+from dnis_torchrec.search.search import Saving
+from dnis_torchrec.storage.whole_files import write_json
 
 FORMS_WIDTH = 100
 CUTS = tuple(name for name in STRATEGIES if name != "explicit")

@@ -23,11 +23,11 @@ from dnis_torchrec.cli.app import (
 )
 from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.jobs import load_recorded
-from dnis_torchrec.run_folder import RunFolder
-from dnis_torchrec.verification import Verification
-from dnis_torchrec.verification import verify as verify_artifact
-from dnis_torchrec.verification.findings import OK, Finding
-from dnis_torchrec.whole_files import write_json
+from dnis_torchrec.jobs.run_folder import RunFolder
+from dnis_torchrec.jobs.verification import Verification
+from dnis_torchrec.jobs.verification import verify as verify_artifact
+from dnis_torchrec.jobs.verification.findings import OK, Finding
+from dnis_torchrec.storage.whole_files import write_json
 
 WIDTH = 120
 MANY = 6

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.foreign_folders import make_folder
-from dnis_torchrec.json_files import conform, read_json
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import WITH_VALIDATION, json_text, write_text
+from dnis_torchrec.storage.foreign_folders import make_folder
+from dnis_torchrec.storage.json_files import conform, read_json
 
 FORMAT = "dnis-torchrec-cell"
 FORMAT_VERSION = 1
@@ -134,8 +134,8 @@ class TrainedCell:
         device: what it trained on.
         cells_at_once: how many cells shared the machine.
         resident_bytes: serving form -> bytes of all tables in memory, of the forms that can hold them (see
-            `dnis_torchrec.export.predict_forms`); none in results of older versions.
-        test_fingerprint: of the samples of the test split, see `dnis_torchrec.data_over_ranks.NotedBatches`; None in
+            `dnis_torchrec.artifact.predict_forms`); none in results of older versions.
+        test_fingerprint: of the samples of the test split, see `dnis_torchrec.data.over_ranks.NotedBatches`; None in
             results of older versions.
     """
 

@@ -10,23 +10,22 @@ from typing import Any
 
 import torch
 
-from dnis_torchrec.baselines.method import MAX_EPOCHS, needs_validation
-from dnis_torchrec.baselines.uniform import dense_table_bytes
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, read_result
+from dnis_torchrec.comparison.methods.method import MAX_EPOCHS, needs_validation
+from dnis_torchrec.comparison.methods.uniform import dense_table_bytes
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
-from dnis_torchrec.data_over_ranks import SPLITS, fingerprints, noting, warn_of_overlaps
-from dnis_torchrec.final_sigmoid import warn_of_sigmoid
-from dnis_torchrec.foreign_folders import check_plain
-from dnis_torchrec.jobs import build_recipe
-from dnis_torchrec.metrics import check_candidates
-from dnis_torchrec.recipe import RankingBatch, Recipe, checked_batches
-from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.data.final_sigmoid import warn_of_sigmoid
+from dnis_torchrec.data.labels import RankingBatch, check_candidates
+from dnis_torchrec.data.over_ranks import SPLITS, fingerprints, noting, warn_of_overlaps
+from dnis_torchrec.data.recipe import Recipe, build_recipe, checked_batches
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
-from dnis_torchrec.search import table_configs
-from dnis_torchrec.table_shards import collections
-from dnis_torchrec.training import check_pooling, primary_metric
+from dnis_torchrec.soft_selection.table_shards import collections, table_configs
+from dnis_torchrec.storage.foreign_folders import check_plain
+from dnis_torchrec.training.evaluation import primary_metric
+from dnis_torchrec.training.sharded import check_pooling
 
 SETTINGS = "settings"
 """Name of the rule that holds what the recipe says."""

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from dnis_torchrec.baselines.shared_trials import unclaimed_trials
 from dnis_torchrec.comparison.cells import HELPS, WORK, forget_crash, read_crash, read_result, write_crash
-from dnis_torchrec.foreign_folders import open_log
+from dnis_torchrec.comparison.methods.shared_trials import unclaimed_trials
+from dnis_torchrec.storage.foreign_folders import open_log
 
 COMMAND = (sys.executable, "-m", "dnis_torchrec.comparison.worker")
 SECONDS_TO_END = 15

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from dnis_torchrec.baselines.method import Method
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.comparison.methods.method import Method
 
-REGISTRY = "dnis_torchrec.baselines:METHODS"
+REGISTRY = "dnis_torchrec.comparison.methods:METHODS"
 
 
 def load_registry(spec: str) -> Mapping[str, Method]:

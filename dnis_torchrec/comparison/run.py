@@ -17,12 +17,12 @@ from dnis_torchrec.comparison.outputs import joined_versions, write_frame, write
 from dnis_torchrec.comparison.plan import Comparison, RecipeFacts, recipe_facts
 from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.comparison.summary import comparison_rows
-from dnis_torchrec.foreign_folders import file_lock
+from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.report.compare_content import ComparisonContent
 from dnis_torchrec.report.compare_page import comparison_figures, write_comparison
 from dnis_torchrec.report.figures import save_png, save_svg
 from dnis_torchrec.report.tables import format_metric, format_seconds
-from dnis_torchrec.users_code import errors_of_its_code
+from dnis_torchrec.storage.foreign_folders import file_lock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def run_comparison(comparison: Comparison) -> Compared:
         ValueError: before anything is trained, if the recipe cannot be found, refuses the data or lacks a split, if
             cells in `out` were run under other rules, or if another comparison is at work there.
         TypeError: before anything is trained, if the recipe's function returns no Recipe.
-        Stopped: on a signal (see `dnis_torchrec.signals`); the processes have ended, finished cells stay.
+        Stopped: on a signal (see `dnis_torchrec.training.signals`); the processes have ended, finished cells stay.
     """
     with errors_of_its_code(comparison.recipe):
         facts = recipe_facts(comparison)

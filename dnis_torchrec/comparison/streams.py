@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.data_over_ranks import for_counting
-from dnis_torchrec.recipe import Recipe
+from dnis_torchrec.data.over_ranks import for_counting
+from dnis_torchrec.data.recipe import Recipe
 
 
 class InterleavedBatches:
@@ -52,7 +52,7 @@ class CountedAs:
 
     Args:
         batches: what is trained on.
-        counted: what is counted, see `dnis_torchrec.data_over_ranks.for_counting`.
+        counted: what is counted, see `dnis_torchrec.data.over_ranks.for_counting`.
 
     Example:
         >>> list(CountedAs("abX", "ab")), list(for_counting(CountedAs("abX", "ab")))

@@ -20,7 +20,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dnis_torchrec.baselines.method import (
+from dnis_torchrec._dependencies import versions
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact.predictions import predict_forms
+from dnis_torchrec.comparison.cells import HELPS, WORK, CellResult, CellTask, TrainedCell, write_crash
+from dnis_torchrec.comparison.methods.method import (
     HelpIsOverError,
     Method,
     MethodResult,
@@ -28,21 +32,17 @@ from dnis_torchrec.baselines.method import (
     NotApplicableError,
     SizeNotMetError,
 )
-from dnis_torchrec.baselines.projected import is_projected
-from dnis_torchrec.comparison.cells import HELPS, WORK, CellResult, CellTask, TrainedCell, write_crash
+from dnis_torchrec.comparison.methods.projected import is_projected
 from dnis_torchrec.comparison.registry import load_registry
 from dnis_torchrec.comparison.streams import train_on_validation
-from dnis_torchrec.data_over_ranks import NotedBatches
-from dnis_torchrec.export.forms import predict_forms
-from dnis_torchrec.export.of_model import export
-from dnis_torchrec.jobs import build_recipe, versions
-from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.data.over_ranks import NotedBatches
+from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
+from dnis_torchrec.data.users_code import RecipeError
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.search import dense_parameters
-from dnis_torchrec.signals import Ending, Stopped
-from dnis_torchrec.table_shards import collections
-from dnis_torchrec.training import evaluate, process_group
-from dnis_torchrec.users_code import RecipeError
+from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters
+from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.signals import Ending, Stopped
 
 SECONDS_TO_END = 10
 

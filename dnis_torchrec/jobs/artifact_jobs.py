@@ -8,16 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from dnis_torchrec.baselines.projected import project_as_exported_
+from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.export import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
+from dnis_torchrec.comparison.methods.projected import project_as_exported_
+from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.jobs.model_parts import check_shapes, load_state_
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
-from dnis_torchrec.recipe import Recipe, TrainTask
-from dnis_torchrec.run_folder import RunFolder, check_shapes, load_state_
+from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.table_shards import collections, table_configs_of
-from dnis_torchrec.training import evaluate, process_group
-from dnis_torchrec.users_code import errors_of_its_code
+from dnis_torchrec.soft_selection.table_shards import collections, table_configs_of
+from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.process_group import process_group
 
 
 def run_export(

@@ -9,19 +9,24 @@ from typing import cast
 import torch
 from safetensors import SafetensorError
 
-from dnis_torchrec.budget import Size
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.jobs.common import scheme_row
+from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.jobs.model_parts import load_state_
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
-from dnis_torchrec.pruning import RetainedMask, prune
-from dnis_torchrec.recipe import Recipe, TrainTask
+from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.run_folder import RunFolder, RunWriteError, load_state_
-from dnis_torchrec.storage import Address, holds
-from dnis_torchrec.swap import unshard_
-from dnis_torchrec.training import evaluate, process_group, shard, train_plainly
-from dnis_torchrec.users_code import errors_of_its_code
-from dnis_torchrec.workplaces import workplace
+from dnis_torchrec.report.of_run import scheme_row
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.pruning import prune
+from dnis_torchrec.soft_selection.swap import unshard_
+from dnis_torchrec.storage.files import Address, holds
+from dnis_torchrec.storage.workplaces import workplace
+from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.plain import train_plainly
+from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.retained_mask import RetainedMask
+from dnis_torchrec.training.sharded import shard
 
 
 def check_source_kept(run: Address, out: Address) -> None:

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.jobs.common import build_recipe
-from dnis_torchrec.recipe import Recipe, load_recipe
+from dnis_torchrec.data.recipe import Recipe, build_recipe, load_recipe
+from dnis_torchrec.data.users_code import RecipeError, editable_folders, is_of_package, is_of_python, lies_in
 from dnis_torchrec.storage.fetching import cache_folder
-from dnis_torchrec.users_code import RecipeError, editable_folders, is_of_package, is_of_python, lies_in
 
 REMEDY = "name your own by --recipe MODULE:FUNCTION"
 WRITTEN = ("manifest.json", "package.json", "run.json")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING
 from pathlib import Path
 
+from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.report import (
     ReportContent,
     RunResults,
@@ -16,8 +17,7 @@ from dnis_torchrec.report import (
     named_alpha,
     write_report,
 )
-from dnis_torchrec.run_folder import RunFolder
-from dnis_torchrec.search import SearchConfig
+from dnis_torchrec.search.config import SearchConfig
 
 
 def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:

@@ -13,23 +13,25 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from dnis_torchrec.baselines import MagnitudePruning, MethodTask, nearest_uniform_row
-from dnis_torchrec.budget import Size
-from dnis_torchrec.checkpoint import check_shared
+from dnis_torchrec._dependencies import versions
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.data_over_ranks import split_over_ranks
-from dnis_torchrec.jobs.common import build_recipe, scheme_row, versions
-from dnis_torchrec.progress import console_events
-from dnis_torchrec.ranks import on_rank_zero, rank_of, together, world_size_of
-from dnis_torchrec.recipe import Recipe, TrainTask
-from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.comparison.methods import MagnitudePruning, MethodTask, nearest_uniform_row
+from dnis_torchrec.data.over_ranks import split_over_ranks
+from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
+from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.jobs.progress import console_events
+from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
+from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.run_folder import RunFolder, RunWriteError
+from dnis_torchrec.report.of_run import scheme_row
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search import Saving, SearchConfig, SearchOutcome, search
-from dnis_torchrec.storage import StorageError
-from dnis_torchrec.training import evaluate, primary_metric, process_group
-from dnis_torchrec.users_code import errors_of_its_code
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search.search import Saving, SearchOutcome, search
+from dnis_torchrec.storage.access import StorageError
+from dnis_torchrec.training.checkpoint import check_shared
+from dnis_torchrec.training.evaluation import evaluate, primary_metric
+from dnis_torchrec.training.process_group import process_group
 
 BASELINES = ("dense", "uniform", "magnitude")
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.json_files import read_json
 from dnis_torchrec.report.row_distribution import RowDistribution
-from dnis_torchrec.whole_files import written_whole
+from dnis_torchrec.storage.json_files import read_json
+from dnis_torchrec.storage.whole_files import written_whole
 
 DENSE, NO_EMBEDDINGS = "dense", "no-embeddings"
 """The methods that have no size: the uncompressed model, and the model with every embedding zero."""

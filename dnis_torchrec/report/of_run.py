@@ -11,11 +11,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocking import RowBlocks
-from dnis_torchrec.frequency import ROWS_AT_A_TIME, FrequencyCounts, pieces
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.frequency import ROWS_AT_A_TIME, FrequencyCounts, pieces
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import BlockSummary
 from dnis_torchrec.report.row_distribution import RowDistribution
-from dnis_torchrec.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 
@@ -144,3 +145,29 @@ def _retained_dims(table: TableScheme, tables: Mapping[str, Tensor]) -> Tensor:
     if not table.is_block_structured:
         return (tables[table.name] != 0).sum(dim=1)
     return _of_rows(table.dims, table.routing)
+
+
+def scheme_row(
+    method: str, scheme: MixedDimensionScheme, metrics: dict[str, float], seed: int, seconds: float
+) -> ReportRow:
+    """The row of a model whose tables follow a scheme.
+
+    Args:
+        method: what the row is called.
+        scheme: retained dims of all tables: they give parameters and bytes.
+        metrics: metric -> value on the test split.
+        seed: of splits and initial weights.
+        seconds: wall time of the training, search included.
+
+    Raises:
+        TypeError, ValueError: as `ReportRow`.
+    """
+    return ReportRow(
+        method=method,
+        compression_ratio=scheme.finite_compression_ratio,
+        parameters=scheme.parameters,
+        bytes=scheme.form_bytes(),
+        metrics=metrics,
+        seed=seed,
+        seconds=seconds,
+    )

@@ -14,7 +14,6 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.foreign_folders import make_folder
 from dnis_torchrec.report import figures
 from dnis_torchrec.report.content import ReportContent, RowGroup, json_text, write_text
 from dnis_torchrec.report.pareto import pareto_chart
@@ -33,6 +32,7 @@ from dnis_torchrec.report.tables import (
     is_higher_better,
     metric_names,
 )
+from dnis_torchrec.storage.foreign_folders import make_folder
 
 SAME_SIZE_LIMIT = 1.25
 """A uniform table counts as a rival of the same size up to this factor between the compression ratios."""

@@ -33,13 +33,7 @@ from dnis_torchrec.report.figures.style import (
 )
 from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range, pareto_front
 from dnis_torchrec.report.rendering import render
-from dnis_torchrec.report.tables import (
-    PLUS_MINUS,
-    format_megabytes,
-    format_metric,
-    format_ratio,
-    format_seconds,
-)
+from dnis_torchrec.report.tables import PLUS_MINUS, format_megabytes, format_metric, format_ratio, format_seconds
 
 PLOT_WIDTH, PLOT_HEIGHT = 900.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 84.0, 880.0, 14.0, 346.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dnis_torchrec.blocking import RowBlocks
-from dnis_torchrec.frequency import FrequencyCounts
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.report import figures
 from dnis_torchrec.report.of_run import count_searched_rows, named_alpha, searched_summaries
 

@@ -17,14 +17,14 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.bag_splitting import check_one_batch_size
-from dnis_torchrec.batch_checks import readable_bags
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ops.bag_splitting import check_one_batch_size
+from dnis_torchrec.ops.batch_checks import readable_bags
+from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.ops.interleaved_rows import RowLayout
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving.csr_operator import load_operator
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.held_buffers import HeldBuffers
-from dnis_torchrec.serving.interleaved_rows import RowLayout
 from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_num_bags, name_unknown_id
 
 
@@ -63,7 +63,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             other rows or columns than the scheme says.
 
     Example:
-        >>> from dnis_torchrec.row_routing import RowRouting
+        >>> from dnis_torchrec.blocks.row_routing import RowRouting
         >>> from dnis_torchrec.scheme import TableScheme
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 1, boundaries=torch.tensor([0, 3])),

@@ -13,9 +13,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.bag_splitting import check_one_batch_size
-from dnis_torchrec.batch_checks import INTEGERS, check_bags, integer_ids, named, offsets_of_rows
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.ops.bag_splitting import check_one_batch_size
+from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, integer_ids, named, offsets_of_rows
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 UNKNOWN_IDS = ("error", "zero")
@@ -34,7 +34,7 @@ class LogicalTables:
         is_weighted: whether bags carry per-sample weights.
 
     Example:
-        >>> from dnis_torchrec.row_routing import RowRouting
+        >>> from dnis_torchrec.blocks.row_routing import RowRouting
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
         ...     feature_names=("f", "g"), is_weighted=False, num_retained=0, retained=torch.zeros(1, 2).bool(),
         ...     routing=RowRouting(3, 1, boundaries=torch.tensor([0, 3])))

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.block_collection import BlockCollection, stored_blocks
 
 __all__ = [
@@ -27,25 +27,6 @@ __all__ = [
     "rows_per_chunk",
     "stored_blocks",
 ]
-
-VALUES_PER_CHUNK = 2**22
-"""Values of a dense table handled at a time: 16 MiB in fp32."""
-
-
-def rows_per_chunk(embedding_dim: int) -> int:
-    """Rows of a dense table that are handled at a time, so that `VALUES_PER_CHUNK` is not exceeded.
-
-    Args:
-        embedding_dim: D, at least 1.
-
-    Returns:
-        At least 1.
-
-    Example:
-        >>> rows_per_chunk(64)
-        65536
-    """
-    return max(1, VALUES_PER_CHUNK // embedding_dim)
 
 
 def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -63,7 +44,7 @@ def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tens
         ValueError: if the chunks do not hold N rows of D columns.
 
     Example:
-        >>> from dnis_torchrec.row_routing import RowRouting
+        >>> from dnis_torchrec.blocks.row_routing import RowRouting
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3])),
         ...     retained=torch.tensor([[True, True], [False, True]]), num_retained=4)
@@ -141,7 +122,7 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
 
     Example:
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> from dnis_torchrec.row_routing import RowRouting
+        >>> from dnis_torchrec.blocks.row_routing import RowRouting
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3])),
         ...     retained=torch.tensor([[True, True], [False, True]]), num_retained=4)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from dnis_torchrec.checks import check_known
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.block_collection import BlockCollection
-from dnis_torchrec.serving.mixed_dimension import block_tables, rows_per_chunk
+from dnis_torchrec.serving.mixed_dimension import block_tables
 from dnis_torchrec.serving.quantized_rows import precision_named, quantized_collection, quantized_rows, stored_rows
 
 
@@ -43,7 +43,7 @@ class QuantizedMixedDimensionEmbeddingBagCollection(BlockCollection):
 
     Example:
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> from dnis_torchrec.row_routing import RowRouting
+        >>> from dnis_torchrec.blocks.row_routing import RowRouting
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3])),
         ...     retained=torch.tensor([[True, True], [False, True]]), num_retained=4)
@@ -139,7 +139,7 @@ class QuantizedMixedDimensionEmbeddingBagCollection(BlockCollection):
             A module that shares the tables' memory; this one itself where the compiled operator cannot read them.
 
         Example:
-            >>> from dnis_torchrec.row_routing import RowRouting
+            >>> from dnis_torchrec.blocks.row_routing import RowRouting
             >>> table = TableScheme(name="t", collection="ebc", num_embeddings=2, embedding_dim=2, pooling="sum",
             ...     feature_names=("f",), is_weighted=False, routing=RowRouting(2, 1, boundaries=torch.tensor([0, 2])),
             ...     retained=torch.tensor([[False, True]]), num_retained=2)

@@ -25,8 +25,8 @@ from typing import TypedDict
 from uuid import uuid4
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.json_files import parse_json
 from dnis_torchrec.storage.access import StorageError, filesystem, retrying
+from dnis_torchrec.storage.json_files import parse_json
 
 RENEW_SECONDS, DEAD_SECONDS, SETTLE_SECONDS = 10.0, 45.0, 1.0
 """Between two signs of life; without one until a writer is taken for dead; until a new claim is looked at again."""

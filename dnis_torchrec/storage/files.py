@@ -16,8 +16,8 @@ from fsspec import AbstractFileSystem
 
 from dnis_torchrec.storage.access import filesystem, local_path, retrying
 from dnis_torchrec.storage.fetching import cache_folder, fetch
-from dnis_torchrec.whole_files import written_whole
-from dnis_torchrec.workplaces import workplace
+from dnis_torchrec.storage.whole_files import written_whole
+from dnis_torchrec.storage.workplaces import workplace
 
 Address = str | os.PathLike[str]
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.foreign_folders import is_plain_file, make_folder
-from dnis_torchrec.json_files import read_json
 from dnis_torchrec.storage.access import StorageError, exists, filesystem, local_path, retrying
 from dnis_torchrec.storage.claim import Claim, claimed
 from dnis_torchrec.storage.fetching import FETCHED, cache_folder, fetch, local_copy_of
 from dnis_torchrec.storage.files import upload
-from dnis_torchrec.whole_files import write_json
-from dnis_torchrec.workplaces import PARTIAL
+from dnis_torchrec.storage.foreign_folders import is_plain_file, make_folder
+from dnis_torchrec.storage.json_files import read_json
+from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.storage.workplaces import PARTIAL
 
 MIRROR_SECONDS = 30.0
 """Seconds between two passes that copy to storage what changed in an output folder."""

@@ -15,7 +15,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.recipe import DataSplits, RankingBatch
+from dnis_torchrec.data.labels import RankingBatch
+from dnis_torchrec.data.recipe import DataSplits
 
 SPLIT_RATIOS = (0.8, 0.05, 0.05, 0.1)
 """train, validation, selection, test: 8:1:1, with the middle part halved between the upper level and early stopping."""

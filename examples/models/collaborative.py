@@ -14,7 +14,7 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.rotation import RotationGroup, WeightedProduct
+from dnis_torchrec.search.rotation import RotationGroup, WeightedProduct
 from examples.models.first_order import SingleIdBiases
 from examples.models.rotating import groups_of_tower
 

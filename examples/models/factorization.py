@@ -18,7 +18,7 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.rotation import RotationGroup
+from dnis_torchrec.search.rotation import RotationGroup
 from examples.models.first_order import FirstOrderWeights
 from examples.models.rotating import groups_of_tower, joined
 

@@ -18,12 +18,12 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dnis_torchrec.alpha_optimizer import Pressure
-from dnis_torchrec.budget import Size
-from dnis_torchrec.checkpoint import CheckpointSaver, CheckpointWriteError, LocalCheckpointFolder
-from dnis_torchrec.level_schedule import BilevelStream, LevelSchedule
-from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, shard_model
-from dnis_torchrec.train_pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.alpha_optimizer import Pressure
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
+from dnis_torchrec.training.checkpoint import CheckpointSaver, CheckpointWriteError, LocalCheckpointFolder
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, Stream, plan_as, shard_as, task
 from tests.distributed.scenarios import alpha_of, dense_of, tables_of
@@ -169,8 +169,10 @@ def full_disk(on_error: str, at: Rank) -> Results:
         save_file(tensors, path)
 
     with (
-        patch("dnis_torchrec.checkpoint.transfer.save_file", no_room),
-        patch("dnis_torchrec.checkpoint.saver.logger.warning", lambda text, *given: messages.append(text % given)),
+        patch("dnis_torchrec.training.checkpoint.transfer.save_file", no_room),
+        patch(
+            "dnis_torchrec.training.checkpoint.saver.logger.warning", lambda text, *given: messages.append(text % given)
+        ),
     ):
         try:
             with CheckpointSaver(folder, on_error=on_error) as saver:

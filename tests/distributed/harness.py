@@ -114,7 +114,7 @@ def running_ranks(
     # A server that has imported everything forks ranks in no time; CUDA may not be forked, and what is to run on CPUs
     # is to see no GPU.
     start_method = "spawn" if backend == "nccl" else "forkserver"
-    set_forkserver_preload(["dnis_torchrec", "dnis_torchrec.training"])
+    set_forkserver_preload(["dnis_torchrec", "dnis_torchrec.training.plain"])
     hidden = {} if backend == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
     with _environment(OMP_NUM_THREADS="1", **hidden):
         context = mp.start_processes(

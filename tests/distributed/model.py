@@ -24,11 +24,16 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.recipe import TrainTask
-from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, Sharders, make_sharding_plan, shard_model
-from dnis_torchrec.swap import prepare_
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.soft_selection.sharding import (
+    CpuEmbeddingBagCollectionSharder,
+    Sharders,
+    make_sharding_plan,
+    shard_model,
+)
+from dnis_torchrec.soft_selection.swap import prepare_
 
 CPU = torch.device("cpu")
 NUM_DENSE = 3

@@ -11,21 +11,23 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec import reductions, table_shards
-from dnis_torchrec.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.budget import Size
-from dnis_torchrec.export import over_ranks
-from dnis_torchrec.export.of_model import export
-from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.pruning import prune
-from dnis_torchrec.pruning.columns import mean_squares
-from dnis_torchrec.pruning.tables import pruned_tables
-from dnis_torchrec.reductions import Ranks
+from dnis_torchrec import ranks as reductions
+from dnis_torchrec import scheme as scheme_module
+from dnis_torchrec.artifact import over_ranks
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving import mixed_dimension
-from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.swap import merge_, prepare_
-from dnis_torchrec.table_shards import collections, local_shards, soft_selection_modules
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.pruning import prune
+from dnis_torchrec.search.pruning.columns import mean_squares
+from dnis_torchrec.search.pruning.tables import pruned_tables
+from dnis_torchrec.soft_selection import table_shards
+from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.soft_selection.swap import merge_, prepare_
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 from tests.allocations import AllocatedPeak
 from tests.distributed.harness import Rank
 from tests.distributed.model import ROWS, Net, tables
@@ -195,7 +197,7 @@ def memory(kind: str, rank: Rank) -> dict[str, Any]:
     found: dict[str, Any] = {"shard": max(weight.nbytes for weight in weights)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table_shards, "VALUES_PER_CHUNK", 1 << 13)
-        patch.setattr(mixed_dimension, "VALUES_PER_CHUNK", 1 << 13)
+        patch.setattr(scheme_module, "VALUES_PER_CHUNK", 1 << 13)
         patch.setattr(over_ranks, "_SMALLEST_FILE_BYTES", 1 << 16)
         for structure in ("block", "element"):
             for weight in weights:

@@ -9,11 +9,11 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dnis_torchrec.rotation import rotate_, rotation_groups
-from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.table_shards import collections, local_shards
+from dnis_torchrec.search.rotation import rotate_, rotation_groups
+from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from tests.distributed.harness import Rank, Results, Scenario
-from tests.test_rotation import build, counts_of, optimizer_of, sgd
+from tests.search.test_rotation import build, counts_of, optimizer_of, sgd
 
 MODELS = ("deepfm", "mlp", "neumf")
 """Models with groups of two tables, and of one: then a rank may hold nothing of a group."""

@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dnis_torchrec.alpha_optimizer import Pressure
-from dnis_torchrec.blocking import blocks_from_counts
-from dnis_torchrec.budget import Size
-from dnis_torchrec.checkpoint import load_checkpoint, save_checkpoint, state_tensors
-from dnis_torchrec.finite import NonFiniteError
-from dnis_torchrec.frequency import count_frequencies
-from dnis_torchrec.level_schedule import BilevelStream, Level, LevelSchedule
-from dnis_torchrec.recipe import TrainTask
-from dnis_torchrec.search import table_configs
-from dnis_torchrec.swap import fold_, merge_, prepare_
-from dnis_torchrec.table_shards import collections, local_shards
-from dnis_torchrec.train_pipeline import BilevelTrainPipeline
-from dnis_torchrec.training import evaluate, shard, train_plainly
+from dnis_torchrec.blocks.blocking import blocks_from_counts
+from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.search.alpha_optimizer import Pressure
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.soft_selection.swap import fold_, merge_, prepare_
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint, state_tensors
+from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.finite import NonFiniteError
+from dnis_torchrec.training.plain import train_plainly
+from dnis_torchrec.training.sharded import shard
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, KINDS, Stream, shard_as, task
 from tests.tiny import make_recipe

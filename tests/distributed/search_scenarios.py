@@ -15,21 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dnis_torchrec.batch_slices import slice_of
-from dnis_torchrec.budget import Size
-from dnis_torchrec.data_over_ranks import split_over_ranks
-from dnis_torchrec.export.of_model import export
-from dnis_torchrec.hashing import mix
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.blocks.hashing import mix
+from dnis_torchrec.data.batches import slice_of
+from dnis_torchrec.data.over_ranks import split_over_ranks
+from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.data.sample_sketch import SampleSketch
+from dnis_torchrec.data.streaming import CountLimits
 from dnis_torchrec.jobs import SearchJob, run_search
-from dnis_torchrec.model_parts import save_parts
-from dnis_torchrec.recipe import Recipe, TrainTask
-from dnis_torchrec.reductions import Ranks
+from dnis_torchrec.jobs.model_parts import save_parts
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.sample_sketch import SampleSketch
-from dnis_torchrec.search import Saving, SearchConfig, SearchEvents, search
-from dnis_torchrec.streaming import CountLimits
-from dnis_torchrec.table_shards import collections, local_shards
-from dnis_torchrec.training import evaluate
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search.search import Saving, SearchEvents, search
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.training.evaluation import evaluate
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
@@ -201,7 +202,7 @@ def hosts(rank: Rank) -> dict[str, Any]:
         )
 
     with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}):
-        with patch("dnis_torchrec.progress._StopRequest.is_requested", lambda _: next(steps) > 34):
+        with patch("dnis_torchrec.jobs.progress._StopRequest.is_requested", lambda _: next(steps) > 34):
             stopped = outcome_of(job)
         checkpoints = len(list((rank.folder / "stored" / "checkpoints").glob("step-*")))
         [row] = job(saving=Saving(resume=True))
@@ -221,7 +222,7 @@ def estimated(rank: Rank) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append((counts, blocks)))
     rough = partial(CountLimits, exact_ids=8, epsilon=0.05, delta=0.1)
-    with patch("dnis_torchrec.search.CountLimits", rough):
+    with patch("dnis_torchrec.search.search.CountLimits", rough):
         outcome = search(recipe("adam"), config(exact_count_rows=20), folder, CPU, events)
     ((counts, blocks),) = seen
     return {

@@ -1,6 +1,6 @@
 """What ranks do, and report, about selection on the shards; judged in test_shard_selection_ranks.py.
 
-Also on one rank, in the test's own process: tests/test_shard_selection.py.
+Also on one rank, in the test's own process: tests/soft_selection/test_shard_selection.py.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.block_operators import are_compiled
-from dnis_torchrec.blocking import blocks_from_counts
-from dnis_torchrec.embedding_modules import SoftSelectionEmbeddingBagCollection
-from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.level_schedule import BilevelStream, Level, LevelSchedule
-from dnis_torchrec.recipe import TrainTask
-from dnis_torchrec.shard_selection import select_on_shards_
-from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.swap import prepare_
-from dnis_torchrec.table_shards import local_shards, soft_selection_modules
-from dnis_torchrec.train_pipeline import BilevelTrainPipeline
+from dnis_torchrec.blocks.blocking import blocks_from_counts
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.ops.block_operators import are_compiled
+from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.soft_selection.on_shards import select_on_shards_
+from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.soft_selection.table_shards import local_shards
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, Net, Stream, shard_as, task
 

@@ -18,18 +18,19 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.alpha_optimizer import AlphaOptimizer
-from dnis_torchrec.blocking import blocks_from_counts
-from dnis_torchrec.cached_tables import PrefetchedTables
-from dnis_torchrec.frequency import FrequencyCounts
-from dnis_torchrec.hypergradient import first_order_gradient
-from dnis_torchrec.level_schedule import BilevelStream, Level, LevelSchedule
-from dnis_torchrec.prefetch_pipeline import PrefetchBilevelTrainPipeline
-from dnis_torchrec.recipe import TrainTask
-from dnis_torchrec.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.swap import prepare_
-from dnis_torchrec.table_shards import collections, local_shards, soft_selection_modules
-from dnis_torchrec.train_pipeline import BilevelTrainPipeline
+from dnis_torchrec.blocks.blocking import blocks_from_counts
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
+from dnis_torchrec.search.hypergradient import first_order_gradient
+from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.prefetch_pipeline import PrefetchBilevelTrainPipeline
+from dnis_torchrec.soft_selection.cached_tables import PrefetchedTables
+from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import LEARNING_RATE, Net, Stream, plan_as, shard_as, task
 from tests.distributed.scenarios import alpha_of, dense_of, recorded_logs, run_steps, tables_of

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dnis_torchrec.budget import Size
-from dnis_torchrec.export import load, load_csr, load_dense_state, read_manifest, read_scheme
-from dnis_torchrec.export.of_model import export
-from dnis_torchrec.pruning import prune
-from dnis_torchrec.table_shards import collections, local_shards
+from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manifest, read_scheme
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.pruning import prune
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.model import DIMS, ROWS
 from tests.distributed.pruning_scenarios import (

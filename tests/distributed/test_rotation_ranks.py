@@ -8,7 +8,7 @@ import torch
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.rotation_scenarios import MODELS, REFUSED, SCENARIOS, TURNED
 from tests.reference import second_moment_reference
-from tests.test_rotation import build, counts_of, drawn_in, tables_of
+from tests.search.test_rotation import build, counts_of, drawn_in, tables_of
 
 
 @pytest.fixture(scope="module")

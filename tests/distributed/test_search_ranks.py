@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.jobs import drop_in_, run_evaluate, run_export
-from dnis_torchrec.model_parts import load_parts
-from dnis_torchrec.recipe import TrainTask
-from dnis_torchrec.run_folder import load_state_
-from dnis_torchrec.search import Saving, SearchOutcome, count_training_data, search, table_configs
-from dnis_torchrec.training import evaluate
+from dnis_torchrec.jobs.model_parts import load_parts, load_state_
+from dnis_torchrec.search.search import Saving, SearchOutcome, count_training_data, search
+from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.training.evaluation import evaluate
 from tests.distributed.harness import RankResults, running_ranks
 from tests.distributed.search_scenarios import (
     CPU,

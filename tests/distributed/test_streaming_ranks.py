@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dnis_torchrec import count_frequencies
-from dnis_torchrec.search import Saving, search
+from dnis_torchrec.search.search import Saving, search
+from tests.data.test_streaming_counting import TABLES, make_batches
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.streaming_scenarios import (
     NUM_SAMPLES,
@@ -21,7 +22,6 @@ from tests.distributed.streaming_scenarios import (
     serve,
     write_clicks,
 )
-from tests.test_streaming_counting import TABLES, make_batches
 
 WORLD_SIZE = 2
 

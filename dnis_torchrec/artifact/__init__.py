@@ -1,0 +1,31 @@
+"""Export: artifacts of pruned tables, and what reads them back."""
+
+from dnis_torchrec.artifact import csr_forms, dense_forms, mixed_dimension_form
+from dnis_torchrec.artifact.forms import FORMS, Form, Shard, register
+from dnis_torchrec.artifact.loading import load, load_csr, load_dense_state, read_scheme
+from dnis_torchrec.artifact.manifest import read_manifest, verify_files
+from dnis_torchrec.artifact.predictions import FormPrediction, predict_forms, recommended_form, serve
+from dnis_torchrec.artifact.regrouping import regroup
+from dnis_torchrec.artifact.writing import write_artifact
+
+__all__ = [
+    "FORMS",
+    "Form",
+    "FormPrediction",
+    "Shard",
+    "csr_forms",
+    "dense_forms",
+    "load",
+    "load_csr",
+    "load_dense_state",
+    "mixed_dimension_form",
+    "predict_forms",
+    "read_manifest",
+    "read_scheme",
+    "recommended_form",
+    "register",
+    "regroup",
+    "serve",
+    "verify_files",
+    "write_artifact",
+]

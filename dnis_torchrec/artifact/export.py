@@ -1,0 +1,89 @@
+"""export: from a merged and pruned model to an artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dnis_torchrec.artifact.over_ranks import write_over_ranks
+from dnis_torchrec.artifact.writing import ARTIFACT_FORMS, write_artifact
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.soft_selection.table_shards import (
+    TableShard,
+    check_merged,
+    collections,
+    dense_state,
+    local_shards,
+    ranks_of,
+    table_configs_of,
+)
+
+
+def export(
+    model: nn.Module,
+    scheme: MixedDimensionScheme,
+    path: Path | str,
+    *,
+    forms: Sequence[str] = ARTIFACT_FORMS,
+    run: Mapping[str, Any] | None = None,
+    scipy_formats: Sequence[str] = (),
+    overwrite: bool = False,
+) -> Path:
+    """Writes a merged and pruned model as an artifact; its dense weights go along.
+
+    Local, no collective, where the model is plain. Distributed: every rank of a sharded model calls it and writes its
+    own shards, rank 0 the manifest, into one folder that all ranks see (see `over_ranks`); what is read back is the
+    same.
+
+    Args:
+        model: what `merge_` gave and `prune` pruned, plain or sharded.
+        scheme: what `prune` returned.
+        path: folder to write.
+        forms: see `write_artifact`.
+        run: configuration and figures to keep in the manifest; any JSON.
+        scipy_formats: see `write_artifact`.
+        overwrite: replace an artifact that stands at `path`.
+
+    Returns:
+        `path`.
+
+    Raises:
+        RuntimeError: if the model was never searched, or is not merged yet.
+        ValueError: if the scheme retains no value at all; else see `write_artifact`; on all ranks alike.
+        NotImplementedError: for `scipy_formats` of a sharded model.
+    """
+    found = collections(model)
+    ranks = ranks_of(*found.values())
+    for fqn, module in found.items():
+        check_merged(fqn, module, ranks)
+    if not scheme.tables:
+        raise RuntimeError(
+            describe("export", "expected a scheme of searched tables", "an empty one", "search and prune first")
+        )
+    shards: dict[str, list[TableShard]] = {config.name: [] for m in found.values() for config in table_configs_of(m)}
+    for shard in (shard for module in found.values() for shard in local_shards(module)):
+        shards[shard.table].append(shard)
+    for name in scheme.tables:
+        check_known("table", name, shards)
+    check(scheme.parameters > 0, "export", "expected a scheme that retains a value", "none", "prune to a larger size")
+    dense = dense_state(model)
+    if ranks.world_size > 1:
+        if scipy_formats:
+            raise NotImplementedError(describe("scipy_formats", "supported on one rank", f"{ranks.world_size} ranks"))
+        return write_over_ranks(
+            shards, scheme, Path(path), ranks, forms=forms, dense_state=dense, run=run, overwrite=overwrite
+        )
+    return write_artifact(
+        {name: shards[name][0].weight for name in scheme.tables},
+        scheme,
+        path,
+        forms=forms,
+        dense_state=dense,
+        run=run,
+        scipy_formats=scipy_formats,
+        overwrite=overwrite,
+    )

@@ -1,0 +1,230 @@
+"""Reads artifacts back: the scheme, serving modules in any form, sparse tables, the model's other weights.
+
+Tables are mapped into memory and read as they are used; hashes of whole files are compared on request only.
+
+Shapes: N rows, D embedding_dim, S blocks, R retained dims of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+
+from dnis_torchrec.artifact.csr_forms import CSR, VALUE_DTYPES, csr_of_shard
+from dnis_torchrec.artifact.forms import Form, Shard, form_named
+from dnis_torchrec.artifact.manifest import MANIFEST, read_manifest, read_tensors
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
+from dnis_torchrec.serving.csr_table import CsrTable
+from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
+
+
+def read_scheme(path: Path | str) -> MixedDimensionScheme:
+    """Reads the scheme of an artifact.
+
+    Args:
+        path: the artifact's folder.
+
+    Raises:
+        ValueError: if the artifact is damaged or foreign; names the file.
+    """
+    return _scheme_of(path, read_manifest(path))
+
+
+@overload
+def load(
+    path: Path | str,
+    *,
+    form: Literal["csr", "csr_fp16", "csr_int8"],
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
+    unknown_ids: str = "error",
+    verify: bool = False,
+) -> CsrEmbeddingBagCollection:
+    """Serves compressed sparse rows."""
+
+
+@overload
+def load(
+    path: Path | str,
+    *,
+    form: Literal["mixed_dimension"] = "mixed_dimension",
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
+    unknown_ids: str = "error",
+    verify: bool = False,
+) -> MixedDimensionEmbeddingBagCollection:
+    """Serves a table per block."""
+
+
+@overload
+def load(
+    path: Path | str,
+    *,
+    form: str,
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
+    unknown_ids: str = "error",
+    verify: bool = False,
+) -> EmbeddingBagCollectionInterface:
+    """Serves any registered form."""
+
+
+def load(
+    path: Path | str,
+    *,
+    form: str = "mixed_dimension",
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
+    unknown_ids: str = "error",
+    verify: bool = False,
+) -> EmbeddingBagCollectionInterface:
+    """Builds a serving module from an artifact.
+
+    Tables on the CPU stay in the artifact's files, memory-mapped, and are read as rows are looked up. A form that the
+    artifact does not hold is made from its exact sparse rows, in memory.
+
+    Args:
+        path: the artifact's folder.
+        form: ``"mixed_dimension"``, ``"csr"``, ``"csr_fp16"``, ``"csr_int8"`` or another registered form.
+        collection: FQN of the collection in the model; needed only if the artifact holds several.
+        device: where the tables go.
+        unknown_ids: ids that are no rows raise (``"error"``) or contribute zero (``"zero"``; they count in the length).
+        verify: read every file that is used and compare its sha256. Without, sizes and structure are checked, and bytes
+            of a table that were changed give other numbers (never an access outside the table).
+
+    Returns:
+        A drop-in for the model's EmbeddingBagCollection.
+
+    Raises:
+        ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor ``"csr"``, or `collection`
+            is needed or unknown.
+    """
+    known = form_named(form)
+    manifest = read_manifest(path)
+    scheme = _of_collection(path, _scheme_of(path, manifest), collection)
+    shards = {name: _shards_in_form(path, manifest, table, known, verify) for name, table in scheme.tables.items()}
+    return known.build(scheme, shards, device=device, unknown_ids=unknown_ids)
+
+
+def load_csr(path: Path | str, table: str) -> CsrTable:
+    """Reads one table in its exact sparse form, with all that can be checked of it.
+
+    Args:
+        path: the artifact's folder.
+        table: table name.
+
+    Raises:
+        ValueError: if the table is unknown, or the artifact does not hold this form or is damaged.
+    """
+    manifest = read_manifest(path)
+    tables = _scheme_of(path, manifest).tables
+    check_known("table", table, tables)
+    return _read_csr(path, manifest, tables[table], verify=True)
+
+
+def load_dense_state(path: Path | str) -> dict[str, Tensor]:
+    """Reads the model's other weights, as `write_artifact` was given them; none of a model that is tables alone.
+
+    Args:
+        path: the artifact's folder.
+
+    Raises:
+        ValueError: if the artifact is damaged.
+    """
+    return _read_all(path, read_manifest(path), "dense_state")
+
+
+def _read_all(path: Path | str, manifest: Mapping[str, Any], field: str) -> dict[str, Tensor]:
+    """The tensors of all files that a field of the manifest names. They are read as a whole, so hashes cost little."""
+    tensors: dict[str, Tensor] = {}
+    for name in manifest[field]:
+        tensors |= read_tensors(path, manifest, name, verify=True)
+    return tensors
+
+
+def _scheme_of(path: Path | str, manifest: Mapping[str, Any]) -> MixedDimensionScheme:
+    _check_described(path, manifest["tables"])
+    tensors = _read_all(path, manifest, "scheme")
+    try:
+        return MixedDimensionScheme.from_parts(manifest["tables"], tensors)
+    except ValueError as error:
+        name = next(iter(manifest["scheme"]), MANIFEST)
+        raise ValueError(f"artifact {str(path)!r}, file {name!r}: {error}; export again") from error
+
+
+def _check_described(path: Path | str, tables: Mapping[str, Any]) -> None:
+    place = f"artifact {str(path)!r}, file {MANIFEST!r}"
+    check(bool(tables), place, "expected at least one table", "none", "export again")
+    for name, fields in tables.items():
+        requirement = f"expected names of features of table {name!r}"
+        check(bool(fields["feature_names"]), place, requirement, "none", "export again")
+        for form, shards in fields["shards"].items():
+            _check_shards(place, f"table {name!r}, form {form!r}", shards, fields["num_embeddings"])
+
+
+def _check_shards(place: str, where: str, shards: Sequence[Mapping[str, Any]], num_embeddings: int) -> None:
+    """Shards have to follow each other from the first row to the last."""
+    rows = 0
+    for shard in shards:
+        follows = shard["first_row"] == rows and shard["num_rows"] > 0
+        check(follows, place, f"expected a shard of {where} from row {rows} on", shard, "export again")
+        rows += shard["num_rows"]
+    check(rows == num_embeddings, place, f"expected shards of {where} of {num_embeddings} rows", rows, "export again")
+
+
+def _of_collection(path: Path | str, scheme: MixedDimensionScheme, collection: str | None) -> MixedDimensionScheme:
+    held = sorted({table.collection for table in scheme.tables.values()})
+    if collection is None:
+        place, remedy = f"artifact {str(path)!r}", f"pass collection={held[0]!r} or another of them"
+        check(len(held) == 1, place, "expected collection=, because it holds several collections", held, remedy)
+        collection = held[0]
+    check_known("collection", collection, held)
+    return MixedDimensionScheme({name: t for name, t in scheme.tables.items() if t.collection == collection})
+
+
+def _shards_in_form(
+    path: Path | str, manifest: Mapping[str, Any], table: TableScheme, form: Form, verify: bool
+) -> list[Shard]:
+    """A table's shards as the artifact holds them, or one that is made of its exact sparse rows."""
+    held = manifest["tables"][table.name]["shards"]
+    if form.name in held or CSR not in held:
+        return _read_shards(path, manifest, table, form.name, verify)
+    sparse = _read_csr(path, manifest, table, verify=verify)
+    tensors = form.encode(table, sparse.rows, 0, table.num_embeddings)
+    place = f"artifact {str(path)!r}, table {table.name!r}, form {form.name!r}"
+    return [Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=tensors)]
+
+
+def _read_shards(
+    path: Path | str, manifest: Mapping[str, Any], table: TableScheme, form: str, verify: bool
+) -> list[Shard]:
+    held = manifest["tables"][table.name]["shards"]
+    place, remedy = f"artifact {str(path)!r}, table {table.name!r}", f"export with forms=[{form!r}]"
+    check(form in held, place, f"expected form {form!r}", sorted(held), remedy)
+    return [
+        Shard(
+            place=f"artifact {str(path)!r}, file {shard['file']!r}",
+            first_row=shard["first_row"],
+            num_rows=shard["num_rows"],
+            tensors=read_tensors(path, manifest, shard["file"], verify=verify),
+        )
+        for shard in held[form]
+    ]
+
+
+def _read_csr(path: Path | str, manifest: Mapping[str, Any], table: TableScheme, *, verify: bool) -> CsrTable:
+    """The exact sparse rows as one table that was read and checked throughout."""
+    shards = _read_shards(path, manifest, table, CSR, verify)
+    sparse = CsrTable.concatenate([csr_of_shard(table, shard, VALUE_DTYPES[CSR]) for shard in shards])
+    try:
+        sparse.check_rows()
+    except ValueError as error:
+        raise ValueError(f"{shards[0].place}: {error}; export again") from error
+    return sparse

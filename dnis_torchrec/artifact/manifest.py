@@ -1,0 +1,301 @@
+"""The artifact: a folder of safetensors files and a manifest.json that names, sizes and hashes each of them.
+
+Written as a whole or not at all. Nothing is ever unpickled, no path outside the folder is followed, and a file is
+mapped into memory, not read, unless its hash is to be verified. docs/artifact.md is the format, word for word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NotRequired, TypedDict
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.scheme import DescribedTable
+from dnis_torchrec.storage.json_files import NotNegative, Positive, conform, parse_json
+from dnis_torchrec.storage.whole_folders import FolderKind
+
+FORMAT = "dnis-torchrec-artifact"
+FORMAT_VERSION = "1.0"
+"""Readers accept every minor version of their major one."""
+MANIFEST = "manifest.json"
+MAX_FILE_BYTES = 2_000_000_000
+"""What no file of an artifact exceeds, by default."""
+REQUIRED_FIELDS = (
+    "format",
+    "format_version",
+    "versions",
+    "forms",
+    "tables",
+    "scheme",
+    "dense_state",
+    "bytes",
+    "run",
+    "files",
+    "sha256",
+)
+SAFETENSORS_DTYPES = {
+    "BOOL": torch.bool,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""Dtypes of an artifact's tensors, by their name in a safetensors header."""
+
+
+class RunOfArtifact(TypedDict):
+    """What others rely on of a manifest's ``run``, which may tell more."""
+
+    recipe: NotRequired[str | None]
+    seed: NotRequired[NotNegative]
+    embedding_dim: NotRequired[Positive | None]
+    projected: NotRequired[bool]
+    metrics: NotRequired[dict[str, float]]
+
+
+class _Shard(TypedDict):
+    file: str
+    first_row: int
+    num_rows: int
+
+
+class _Table(DescribedTable):
+    shards: dict[str, list[_Shard]]
+
+
+class _File(TypedDict):
+    bytes: int
+    sha256: str
+    tensors: NotRequired[dict[str, Any]]
+
+
+class _Manifest(TypedDict):
+    forms: list[str]
+    tables: dict[str, _Table]
+    scheme: list[str]
+    dense_state: list[str]
+    run: RunOfArtifact
+    files: dict[str, _File]
+
+
+ARTIFACT = FolderKind("artifact", MANIFEST, FORMAT)
+
+_UNHASHED = 64 * "0"
+
+
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Writes one safetensors file.
+
+    Args:
+        folder: the artifact's folder.
+        name: path of the file within it.
+        tensors: what it holds; no two may share memory.
+
+    Returns:
+        The file's entry for the manifest.
+
+    Raises:
+        OSError: if it cannot be written, as on a full disk.
+    """
+    for key, tensor in tensors.items():
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES.values()]
+        fits = tensor.dtype in SAFETENSORS_DTYPES.values()
+        check(fits, f"tensor {key!r}", f"expected one of {dtypes}", tensor.dtype, "convert it first")
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    try:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+    except SafetensorError as error:
+        raise OSError(describe(f"artifact, file {name!r}", "expected it to be written", str(error))) from error
+    return describe_file(folder, name) | {"tensors": _header(file, name)}
+
+
+def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """At most how large a file of these tensors becomes, header included."""
+    return 16 + sum(tensor.nbytes + 160 + 6 * len(name) + 20 * tensor.dim() for name, tensor in tensors.items())
+
+
+def describe_file(folder: Path, name: str) -> dict[str, Any]:
+    """Size and sha256 of a file, for the manifest."""
+    return {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes manifest.json, adding format, version and its own hash."""
+    fields = {"format": FORMAT, "format_version": FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
+    content = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
+    hashed = _with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest())
+    try:
+        (folder / MANIFEST).write_bytes(hashed)
+    except OSError as error:
+        raise OSError(describe(f"artifact, file {MANIFEST!r}", "expected it to be written", str(error))) from error
+
+
+def read_manifest(path: Path | str) -> dict[str, Any]:
+    """Reads and checks an artifact's manifest.
+
+    Every file that it lists has to be there, inside the folder and of the stated size; what is in them, `read_tensors`
+    and `verify_files` check.
+
+    Args:
+        path: the artifact's folder.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ValueError: if the folder is no artifact, was written by a newer major version, or is damaged; names the file.
+    """
+    folder = Path(path)
+    check(folder.is_dir(), f"artifact {str(path)!r}", "expected a folder", "none", "check the path")
+    place = f"artifact {str(path)!r}, file {MANIFEST!r}"
+    file = file_inside(folder, MANIFEST, place)
+    content = file.read_bytes()
+    manifest: Any = parse_json(content, Any, place, remedy="it was damaged; export again")
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that export wrote")
+    _check_version(manifest.get("format_version"), place)
+    missing = [field for field in REQUIRED_FIELDS if field not in manifest]
+    remedy = "it is of a version before 1.0 was final, or not whole; export again"
+    check(not missing, place, "expected all fields", f"none of {missing}", remedy)
+    stated = str(manifest["sha256"])
+    intact = re.fullmatch("[0-9a-f]{64}", stated) is not None
+    intact = intact and stated == hashlib.sha256(_with_digits(content, stated, _UNHASHED)).hexdigest()
+    check(intact, place, "expected the sha256 that it states of itself", "another", "it was damaged; export again")
+    conform(manifest, _Manifest, place, remedy="export again")
+    for name, entry in manifest["files"].items():
+        place = f"artifact {str(path)!r}, file {name!r}"
+        size = file_inside(folder, name, place).stat().st_size
+        check(size == entry["bytes"], place, f"expected {entry['bytes']} bytes", size, "it was damaged; export again")
+    return manifest
+
+
+def file_inside(folder: Path, name: str, place: str, remedy: str = "export again") -> Path:
+    """The file of that name, which has to be a plain file in the folder, reached through no link.
+
+    Args:
+        folder: of strangers, perhaps.
+        name: path of the file within it.
+        place: what it is, for the error.
+        remedy: what to do where there is none.
+
+    Raises:
+        ValueError: if there is no such file, or the name leads elsewhere.
+    """
+    parts = PurePosixPath(name).parts
+    plain = bool(parts) and "/".join(parts) == name and ".." not in parts and not set(name) & set("\\:\0")
+    check(plain and parts[0] != "/", place, "expected a relative path within the folder", repr(name), "do not use it")
+    file = folder.joinpath(*parts)
+    check(os.path.lexists(file), place, "expected a file", "none", f"it is missing; {remedy}")
+    direct = file.resolve() == folder.resolve().joinpath(*parts)
+    check(direct and file.is_file(), place, "expected a plain file", "a link or a folder", remedy)
+    return file
+
+
+def verify_files(path: Path | str) -> None:
+    """Reads every file of an artifact and compares its sha256 with the one that the manifest states.
+
+    Args:
+        path: the artifact's folder.
+
+    Raises:
+        ValueError: if the artifact is foreign, newer or damaged; names the file.
+    """
+    manifest = read_manifest(path)
+    for name, entry in manifest["files"].items():
+        _check_sha256(Path(path) / name, entry, f"artifact {str(path)!r}, file {name!r}")
+
+
+def read_tensors(
+    path: Path | str, manifest: Mapping[str, Any], name: str, *, verify: bool = False
+) -> dict[str, Tensor]:
+    """Maps one safetensors file into memory after checking that its header says what the manifest says of it.
+
+    Args:
+        path: the artifact's folder.
+        manifest: from `read_manifest`.
+        name: path of the file within the folder.
+        verify: read all of it first and check its sha256.
+
+    Returns:
+        Its tensors, on the CPU, backed by the file: bytes that nobody looks at are not read.
+
+    Raises:
+        ValueError: if the manifest does not list the file or the file is not the one listed.
+    """
+    place = f"artifact {str(path)!r}, file {name!r}"
+    check_known("file", name, manifest["files"])
+    entry = manifest["files"][name]
+    file = file_inside(Path(path), name, place)
+    if verify:
+        _check_sha256(file, entry, place)
+    found, stated = _header(file, place), entry.get("tensors")
+    check(found == stated, place, f"expected tensors {stated}", found, "it was damaged; export again")
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(describe(place, "expected a safetensors file", str(error), "export again")) from error
+
+
+def _header(file: Path, place: str) -> dict[str, Any]:
+    """Dtype, shape and offset of every tensor of a safetensors file, from its header alone."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        check(length <= file.stat().st_size - 8, place, "expected a safetensors file", "another", "export again")
+        content = stream.read(length)
+    try:
+        return {
+            name: {
+                "dtype": str(SAFETENSORS_DTYPES[fields["dtype"]]).removeprefix("torch."),
+                "shape": fields["shape"],
+                "offset": 8 + length + fields["data_offsets"][0],
+            }
+            for name, fields in json.loads(content).items()
+        }
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(describe(place, "expected a safetensors file", f"header: {error}", "export again")) from error
+
+
+def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
+    found = _sha256(file)
+    check(found == entry["sha256"], place, f"expected sha256 {entry['sha256']}", found, "it was damaged; export again")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _with_digits(content: bytes, old: str, new: str) -> bytes:
+    """`content` with the last `old` in it replaced by `new`, which is as long."""
+    before, _, after = content.rpartition(old.encode())
+    return before + new.encode() + after
+
+
+def _check_version(version: object, place: str) -> None:
+    major = version.split(".")[0] if isinstance(version, str) else ""
+    check(
+        re.fullmatch("[0-9]{1,9}", major) is not None,
+        place,
+        "expected a format_version like '1.0'",
+        repr(version),
+        "export again",
+    )
+    newest = int(FORMAT_VERSION.split(".")[0])
+    remedy = "update dnis_torchrec"
+    check(int(major) <= newest, place, f"expected a format_version up to {newest}.x", repr(version), remedy)

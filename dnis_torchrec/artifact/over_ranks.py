@@ -1,0 +1,246 @@
+"""Writes the tables of a sharded model as one artifact: every rank its own part, rank 0 the manifest.
+
+The artifact is of the same format as that of one process, in more files, and is read like it. All ranks write to one
+folder, on storage that all of them see.
+
+Shapes: N rows, D embedding_dim, W ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dnis_torchrec.artifact.forms import Rows, form_named
+from dnis_torchrec.artifact.manifest import ARTIFACT, MAX_FILE_BYTES, write_manifest
+from dnis_torchrec.artifact.writing import Files, Shards, as_json, count_values, manifest_of, write_packed, write_shards
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
+from dnis_torchrec.soft_selection.table_shards import TableShard, num_copies
+from dnis_torchrec.storage.whole_folders import new_folder
+
+_COLUMNS = "columns"
+"""Folder of an unfinished artifact through which ranks pass columns to each other."""
+
+_SHARE_OF_SHARD, _SMALLEST_FILE_BYTES = 8, 1 << 24
+"""A file is encoded in memory before it is written, so it may take this part of the rank's largest shard, or 16 MiB."""
+
+Span = tuple[int, int]
+Part = tuple[Span, Rows]
+"""Rows of a table that a rank writes, and where it takes them from."""
+
+
+def write_over_ranks(
+    shards: Mapping[str, Sequence[TableShard]],
+    scheme: MixedDimensionScheme,
+    path: Path,
+    ranks: Ranks,
+    *,
+    forms: Sequence[str],
+    dense_state: Mapping[str, Tensor],
+    run: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Writes merged and pruned tables that are spread over ranks as one artifact.
+
+    A shard of whole rows is written by the rank that holds it, a table that all ranks hold by one of them. A table that
+    is cut by columns is written in W parts of consecutive rows, because a row of the artifact is whole; its columns
+    pass through files beside the artifact (4 N D bytes, deleted again), so that a rank reads a few rows of them at a
+    time and never holds a foreign shard. Memory beyond the model: a file or two, of an eighth of the rank's largest
+    shard each, and a few rows.
+
+    Distributed: every rank calls it. Texts (file names, hashes) and one number per table are exchanged, no table.
+
+    Args:
+        shards: table -> what this rank holds of it.
+        scheme: the retained dims, the same on every rank.
+        path: folder to write, on storage that all ranks see.
+        ranks: that hold the tables.
+        forms: see `write_artifact`.
+        dense_state: the model's other weights; rank 0's are written.
+        run: see `write_artifact`; rank 0's is written.
+        overwrite: replace an artifact that stands at `path`.
+        max_file_bytes: see `write_artifact`.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: on all ranks, for what is wrong on one of them; see `write_artifact`.
+        OSError: on all ranks, if one of them cannot write.
+    """
+    with together(ranks.group):
+        check(bool(forms), "forms", "expected at least one", "none")
+        for form in forms:
+            form_named(form)
+        for name in scheme.tables:
+            check_known("table", name, shards)
+        run = as_json(run or {})
+    own = {name: tuple(shards[name]) for name in scheme.tables}
+    copies = num_copies(own, {n: (t.num_embeddings, t.embedding_dim) for n, t in scheme.tables.items()}, ranks)
+    by_columns = _cut_by_columns(own, scheme, ranks)
+    largest = max((shard.weight.nbytes for held in own.values() for shard in held), default=0)
+    file_bytes = min(max_file_bytes, max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD))
+    with _shared_folder(path, overwrite, ranks) as folder:
+        with together(ranks.group):
+            for name in by_columns:
+                _pass_columns(folder, own[name])
+        with together(ranks.group):
+            listed: dict[str, Shards] = {}
+            files: Files = {}
+            num_values = torch.zeros(len(scheme.tables), dtype=torch.int64)
+            for index, (name, table) in enumerate(scheme.tables.items()):
+                if name in by_columns:
+                    parts = _parts_of_columns(folder, table, ranks)
+                elif copies[name] > 1 and index % ranks.world_size != ranks.rank:
+                    parts = []
+                else:
+                    parts = [_part_of(shard) for shard in own[name]]
+                num_values[index] = _write_parts(folder, index, table, parts, forms, file_bytes, listed, files)
+        _check_counts(scheme, ranks.sum_(num_values))
+        texts = ranks.gather_texts(json.dumps({"shards": listed, "files": files}))
+        with together(ranks.group):
+            if ranks.is_first:
+                shutil.rmtree(folder / _COLUMNS, ignore_errors=True)
+                _write_rest(folder, scheme, forms, texts, dense_state, run, max_file_bytes)
+    return path
+
+
+@contextmanager
+def _shared_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
+    """`new_folder` of rank 0, for all ranks: it appears once all of them have left without an error."""
+    with ExitStack() as stack:
+        with together(ranks.group):
+            made = (
+                str(stack.enter_context(new_folder(path, overwrite=overwrite, kind=ARTIFACT))) if ranks.is_first else ""
+            )
+        folder = Path(ranks.gather_texts(made)[0])
+        with together(ranks.group):
+            remedy = "export to storage that all ranks see"
+            check(folder.is_dir(), f"artifact {str(path)!r}", "expected to see the folder of rank 0", "none", remedy)
+        yield folder
+        with together(ranks.group):
+            stack.close()
+
+
+def _cut_by_columns(own: Mapping[str, tuple[TableShard, ...]], scheme: MixedDimensionScheme, ranks: Ranks) -> list[str]:
+    """Tables of which some rank holds parts of rows. One all_reduce of a number per table."""
+    dims = {name: table.embedding_dim for name, table in scheme.tables.items()}
+    cut = torch.tensor([max((int(s.weight.shape[1] < dims[n]) for s in held), default=0) for n, held in own.items()])
+    return [name for name, is_cut in zip(own, ranks.max_(cut).tolist(), strict=True) if is_cut]
+
+
+def _part_of(shard: TableShard) -> Part:
+    first = shard.first_row
+    return (first, first + shard.weight.shape[0]), lambda begin, end: shard.weight[begin - first : end - first]
+
+
+def _pass_columns(folder: Path, shards: Sequence[TableShard]) -> None:
+    """Writes column shards, as plain float32, where the other ranks find them by name."""
+    for shard in shards:
+        (folder / _COLUMNS).mkdir(exist_ok=True)
+        place = (shard.first_row, shard.first_column, *shard.weight.shape)
+        with (folder / _COLUMNS / f"{_stem(shard.table)}.{'.'.join(map(str, place))}").open("wb") as file:
+            for part, _, _ in shard.chunks():
+                part.float().cpu().contiguous().numpy().tofile(file)
+
+
+def _parts_of_columns(folder: Path, table: TableScheme, ranks: Ranks) -> list[Part]:
+    """The W-th part of a table's rows that this rank writes, read from the columns that all ranks have passed."""
+    first, last = (table.num_embeddings * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
+    files = sorted((folder / _COLUMNS).glob(f"{_stem(table.name)}.*"))
+
+    def rows(begin: int, end: int) -> Tensor:
+        chunk = torch.full((end - begin, table.embedding_dim), torch.nan)
+        for file in files:
+            first_row, first_column, num_rows, num_columns = map(int, file.name.split(".")[1:])
+            low, high = max(begin, first_row), min(end, first_row + num_rows)
+            if low < high:
+                count, offset = (high - low) * num_columns, 4 * (low - first_row) * num_columns
+                values = torch.from_numpy(np.fromfile(file, dtype=np.float32, count=count, offset=offset))
+                place = slice(low - begin, high - begin), slice(first_column, first_column + num_columns)
+                chunk[place] = values.view(-1, num_columns)
+        return chunk
+
+    return [((first, last), rows)] if first < last else []
+
+
+def _stem(table: str) -> str:
+    return table.encode().hex()
+
+
+def _write_parts(
+    folder: Path,
+    index: int,
+    table: TableScheme,
+    parts: Sequence[Part],
+    forms: Sequence[str],
+    max_file_bytes: int,
+    listed: dict[str, Shards],
+    files: Files,
+) -> int:
+    """Writes this rank's parts of a table in every form, notes them in `listed` and `files`, counts their values."""
+    listed[table.name] = {form: [] for form in forms}
+    num_values = 0
+    for span, rows in parts:
+        step = rows_per_chunk(table.embedding_dim)
+        for begin in range(*span, step):
+            num_values += count_values(table, rows(begin, min(begin + step, span[1])), begin)
+        for form in forms:
+            shards, written = write_shards(folder, form, index, table, rows, span, max_file_bytes)
+            listed[table.name][form] += shards
+            files |= written
+    return num_values
+
+
+def _check_counts(scheme: MixedDimensionScheme, num_values: Tensor) -> None:
+    for table, found in zip(scheme.tables.values(), num_values.tolist(), strict=True):
+        requirement = f"expected at most num_retained={table.num_retained} values"
+        remedy = "prune the table with this scheme first"
+        check(found <= table.num_retained, f"table {table.name!r}", requirement, found, remedy)
+
+
+def _write_rest(
+    folder: Path,
+    scheme: MixedDimensionScheme,
+    forms: Sequence[str],
+    texts: Sequence[str],
+    dense_state: Mapping[str, Tensor],
+    run: Any,
+    max_file_bytes: int,
+) -> None:
+    """Scheme, dense state and manifest, by rank 0."""
+    written = [json.loads(text) for text in texts]
+    shards: dict[str, Shards] = {
+        name: {
+            form: sorted((s for own in written for s in own["shards"][name][form]), key=lambda s: s["first_row"])
+            for form in forms
+        }
+        for name in scheme.tables
+    }
+    for name, table in scheme.tables.items():
+        for form, parts in shards[name].items():
+            covered = sum(part["num_rows"] for part in parts)
+            if covered != table.num_embeddings:
+                place, requirement = f"table {name!r}, form {form!r}", f"expected {table.num_embeddings} rows"
+                raise ValueError(describe(place, requirement, covered))
+    scheme_files = write_packed(folder, "scheme", scheme.to_tensors(), max_file_bytes)
+    dense = {name: value.detach().cpu().clone() for name, value in dense_state.items()}  # tied weights share memory
+    dense_files = write_packed(folder, "dense_state", dense, max_file_bytes)
+    files: Files = scheme_files | dense_files
+    for own in written:
+        files |= own["files"]
+    write_manifest(
+        folder,
+        manifest_of(scheme, forms, shards, files, scheme_files=scheme_files, dense_files=dense_files, run=run),
+    )

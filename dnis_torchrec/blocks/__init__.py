@@ -1,0 +1,1 @@
+"""Blocks: how often each row occurs, and rows of similar frequency put together."""

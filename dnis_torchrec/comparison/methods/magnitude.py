@@ -1,0 +1,217 @@
+"""Magnitude pruning with masked fine-tuning (Han et al. 2015): train, drop the smallest values, train the rest on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.comparison.methods.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, keep_columns_, row_blocks
+from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.report import ReportRow
+from dnis_torchrec.scheme import column_bytes, pointer_bytes
+from dnis_torchrec.search.budget import Size, SizeOutOfReachError
+from dnis_torchrec.search.pruning import keep_largest_, num_elements, prune
+from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
+from dnis_torchrec.soft_selection.swap import unshard_
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
+from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.plain import PlainTraining, train_plainly
+from dnis_torchrec.training.retained_mask import RetainedMask
+from dnis_torchrec.training.sharded import rest_optimizer, shard
+
+FORM = "csr_fp32"
+"""What single values are served in."""
+NUM_STAGES = 5
+"""Prunings of the iterative method, each of the same share of what the one before left."""
+
+
+class MagnitudePruning:
+    """One dense training, then one pruning with masked fine-tuning per requested size.
+
+    Single values are pruned over all tables together, by magnitude, from the dense model's best state (one-shot).
+
+    Args:
+        recipe: built with its full embedding_dim; its model is trained in place.
+        seed: for the rows.
+        device: where to train.
+        folder: existing folder for checkpoints.
+        patience: epochs without a better selection loss before stopping, in training and fine-tuning alike.
+        max_epochs: epochs of each training at most.
+        holds_zeros: values of the tables that start at zero stay zero in the dense training too.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        seed: int,
+        device: torch.device,
+        folder: Path,
+        patience: int,
+        max_epochs: int = MAX_EPOCHS,
+        holds_zeros: bool = False,
+    ) -> None:
+        self._recipe, self._seed, self._device = recipe, seed, device
+        self._patience, self._max_epochs, self._folder = patience, max_epochs, folder
+        self._model, _ = shard(TrainTask(recipe.model, recipe.loss), recipe, device)
+        self._shards = [part for module in collections(self._model).values() for part in local_shards(module)]
+        self._dense_parameters = sum(part.weight.numel() for part in self._shards)
+        self._dense = self._train(RetainedMask(self._model) if holds_zeros else None, starts_trained=False)
+        save_checkpoint(folder / "dense", self._model)
+
+    def dense_row(self) -> ReportRow:
+        """The row of the uncompressed model."""
+        load_checkpoint(self._folder / "dense", self._model)
+        return self._row("dense", self._dense_parameters, self._dense.seconds)
+
+    def pruned_row(self, compression_ratio: float) -> ReportRow:
+        """Prunes the dense model to a size, fine-tunes what is left, and evaluates it.
+
+        Args:
+            compression_ratio: parameters of the uncompressed tables over those retained; met to the value.
+
+        Raises:
+            ValueError: if that is less than one value.
+        """
+        load_checkpoint(self._folder / "dense", self._model)
+        num_keep = int(self._dense_parameters / compression_ratio)
+        requirement = f"expected at most {self._dense_parameters} for these tables"
+        check(num_keep >= 1, "compression_ratio", requirement, compression_ratio)
+        trained = self.prune_(num_keep)
+        return self._row("magnitude", num_keep, self._dense.seconds + trained.seconds)
+
+    def prune_(self, num_keep: int) -> PlainTraining:
+        """Prunes the model from the state that it is in, and trains what is left on; the best state may be the first.
+
+        Args:
+            num_keep: values to keep of all tables.
+        """
+        with writing_to_tables(self._model):
+            keep_largest_(self._shards, num_keep)
+        return self._train(RetainedMask(self._model), starts_trained=True)
+
+    def unshard_(self) -> nn.Module:
+        """The plain model in its present state; the last call to make."""
+        return cast(TrainTask, unshard_(self._model)).model
+
+    def _train(self, mask: RetainedMask | None, *, starts_trained: bool) -> PlainTraining:
+        return train_plainly(
+            self._model,
+            rest_optimizer(self._model, self._recipe),
+            self._recipe,
+            self._device,
+            max_epochs=self._max_epochs,
+            patience=self._patience,
+            folder=self._folder,
+            mask=mask,
+            starts_trained=starts_trained,
+        )
+
+    def _row(self, method: str, parameters: int, seconds: float) -> ReportRow:
+        csr = 0
+        for part in self._shards:
+            num_rows, dim = part.weight.shape
+            csr += int((part.weight != 0).sum()) * (4 + column_bytes(dim)) + pointer_bytes(num_rows, dim)
+        sizes = {"dense_fp32": 4 * self._dense_parameters} | ({} if method == "dense" else {FORM: csr})
+        return ReportRow(
+            method=method,
+            compression_ratio=self._dense_parameters / parameters,
+            parameters=parameters,
+            bytes=sizes,
+            metrics=evaluate(self._model, self._recipe.data.test, self._recipe.loss, self._device),
+            seed=self._seed,
+            seconds=seconds,
+        )
+
+
+def magnitude(task: MethodTask) -> MethodResult:
+    """One-shot: train densely, keep the largest values that the budget pays for in CSR form, train these on.
+
+    Rows never seen in training are zero from the first step to the last, as in every method with blocks, also where
+    samples are trained on that are not counted (`+validation`).
+
+    NOTE[DIFF]: Han et al. retrain at a tenth of the learning rate or less and set a threshold per layer; here
+    fine-tuning has the recipe's rate and its early stopping, and one threshold is for all tables, as bytes are.
+
+    Args:
+        task: what to train, how large.
+
+    Raises:
+        SizeNotMetError: if the budget does not even pay for CSR's row pointers and one value; before training.
+    """
+    return _pruned_in_stages(task, 1)
+
+
+def magnitude_iterative(task: MethodTask) -> MethodResult:
+    """Iterative: prune a share, train what is left to its best epoch, and again, down to the budget in five stages.
+
+    Every stage keeps the same share of the values, so that the sizes are a geometric series; each has the early
+    stopping that a whole training has.
+
+    Args:
+        task: what to train, how large.
+
+    Raises:
+        SizeNotMetError: as `magnitude`.
+    """
+    return _pruned_in_stages(task, NUM_STAGES)
+
+
+def stage_sizes(num_all: int, num_keep: int, num_stages: int) -> list[int]:
+    """Values to keep in each stage: a geometric series from all of them, exclusive, to `num_keep`, inclusive.
+
+    Args:
+        num_all: values before the first stage, at least 1.
+        num_keep: values after the last one, at most `num_all`.
+        num_stages: how many stages, at least 1.
+
+    Example:
+        >>> stage_sizes(1000, 125, 3)
+        [500, 250, 125]
+    """
+    share = (num_keep / num_all) ** (1 / num_stages)
+    return [round(num_all * share**stage) for stage in range(1, num_stages)] + [num_keep]
+
+
+def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
+    recipe = task.build(None)
+    counts, blocks = row_blocks(task)
+    try:
+        num_keep = num_elements(Size(embedding_bytes=task.embedding_bytes(), form=FORM), blocks)
+    except SizeOutOfReachError as error:
+        raise SizeNotMetError(str(error)) from error
+    started = time.monotonic()
+    dims = blocks.embedding_dims
+    every_column = {table: torch.full((blocks.routings[table].num_blocks,), dim) for table, dim in dims.items()}
+    seen = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column))
+    torch.manual_seed(task.seed)
+    pruning = MagnitudePruning(
+        recipe,
+        seed=task.seed,
+        device=task.device,
+        folder=task.folder,
+        patience=task.patience,
+        max_epochs=task.max_epochs,
+        holds_zeros=seen.parameters < seen.dense_parameters,
+    )
+    num_keep = min(num_keep, seen.parameters)
+    trained = [pruning.prune_(size) for size in stage_sizes(seen.parameters, num_keep, num_stages)][-1]
+    model = pruning.unshard_()
+    scheme = prune(model, blocks, counts, threshold=0.0, structure="element")
+    seconds = time.monotonic() - started
+    return MethodResult(
+        model=model,
+        scheme=scheme,
+        form=FORM,
+        selection_loss=trained.selection_loss,
+        seconds=seconds,
+        seconds_of_trials=seconds,
+        settings={"stages": num_stages},
+    )

@@ -1,0 +1,149 @@
+"""What every method of a comparison is given, and what it gives back: one interface, one scheme, one export.
+
+A method is a function ``f(task: MethodTask) -> MethodResult``. It may train as often as it likes, on ``train`` and
+(alpha or a controller only) ``validation``, and chooses on ``selection``; of ``test`` it may read how long bags are,
+and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
+from dnis_torchrec.soft_selection.table_shards import dense_parameters
+
+MAX_EPOCHS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodTask:
+    """One cell of a comparison: what to make, of what, under which rules.
+
+    Attributes:
+        build: embedding_dim (None for the recipe's own) -> a fresh recipe of this cell's seed. Its splits are the same
+            every time.
+        build_for_search: the same, its training split without the validation split, where that of `build` holds it;
+            None where it does not. See `for_search`.
+        compression_ratio: bytes of the uncompressed float32 tables over bytes wanted, above 1; 1 for no compression.
+            A result's bytes, in its own form and with index bytes, come to at most the budget of `embedding_bytes`;
+            only `uniform` and `low-rank` are rounded up to the next embedding_dim.
+        seed: of everything random.
+        device: where to train.
+        folder: existing, empty folder for checkpoints.
+        patience: epochs without a better selection loss before a training stops.
+        max_epochs: epochs of one training at most; of a search too, but for one of warm-up, ramp and release each.
+        num_trials: trials of a method that needs several; None for the method's own number.
+        processes: how many processes may train trials of this task at a time, this one counted; they share its threads.
+        helps: whether another process leads, and this one only trains some of its trials, in the same folder.
+    """
+
+    build: Callable[[int | None], Recipe]
+    compression_ratio: float
+    seed: int
+    device: torch.device
+    folder: Path
+    patience: int = 3
+    max_epochs: int = MAX_EPOCHS
+    num_trials: int | None = None
+    processes: int = 1
+    helps: bool = False
+    build_for_search: Callable[[int | None], Recipe] | None = None
+
+    def __post_init__(self) -> None:
+        check(self.compression_ratio >= 1, "compression_ratio", "expected a number >= 1", self.compression_ratio)
+        check(self.num_trials is None or self.num_trials >= 1, "num_trials", "expected at least 1", self.num_trials)
+        check(self.processes >= 1, "processes", "expected at least 1", self.processes)
+
+    def dense_bytes(self) -> int:
+        """Bytes of the uncompressed float32 tables: the sum of 4 N D."""
+        return 4 * dense_parameters(self.build(None).model)
+
+    def embedding_bytes(self) -> int:
+        """Bytes that the compressed tables may take."""
+        return int(self.dense_bytes() / self.compression_ratio)
+
+    def for_search(self) -> MethodTask:
+        """The task of a part that learns on the validation split: its weights never train on that split."""
+        return self if self.build_for_search is None else replace(self, build=self.build_for_search)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MethodResult:
+    """What a method came to: a model to evaluate, a scheme to export it with, and what it cost.
+
+    Attributes:
+        model: the plain, unsharded model, called as `Recipe.model` is; pruned values are exactly zero.
+        scheme: the retained dims of its tables.
+        form: the export form whose bytes are compared, one of `dnis_torchrec.scheme.FORMS`.
+        embedding_dim: what `MethodTask.build` made the model with, None for the recipe's own; who serves the result
+            builds the recipe with it.
+        extra_bytes: bytes that serving needs beside that form, such as learned projections.
+        selection_loss: on the selection split.
+        seconds: wall time of the one run that is reported.
+        trials: how many runs it took to choose that one.
+        seconds_of_trials: wall time of all runs.
+        settings: what was chosen, for the report.
+    """
+
+    model: nn.Module
+    scheme: MixedDimensionScheme
+    form: str
+    embedding_dim: int | None = None
+    extra_bytes: int = 0
+    selection_loss: float
+    seconds: float
+    trials: int = 1
+    seconds_of_trials: float
+    settings: Mapping[str, float | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check(self.form in FORMS, "form", f"expected one of {FORMS}", repr(self.form))
+
+    def embedding_bytes(self) -> int:
+        """Bytes of the tables as they are served in `form`, everything beside them counted."""
+        return self.scheme.form_bytes()[self.form] + self.extra_bytes
+
+
+class SizeNotMetError(ValueError):
+    """A method cannot come to the requested size; the comparison leaves its row empty and says why."""
+
+
+class NotApplicableError(NotImplementedError):
+    """A method cannot work on this model at any size; the comparison leaves its rows empty and says why."""
+
+
+class HelpIsOverError(RuntimeError):
+    """A process that only helps has nothing left to train; the one that leads has the result."""
+
+
+Method = Callable[[MethodTask], MethodResult]
+
+_LEARNS = "learns_on_validation"
+
+
+def learns_on_validation(method: Method) -> Method:
+    """Marks a method whose result learnt on the validation split: a comparison gives it that split for nothing else.
+
+    Every other method runs a second time with the validation split as training data, so that nobody wins by data; one
+    that finds a scheme on that split, and trains it from scratch, too: it searches on `MethodTask.for_search`.
+
+    Example:
+        >>> @learns_on_validation
+        ... def mine(task: MethodTask) -> MethodResult: ...
+        >>> needs_validation(mine), needs_validation(lambda task: mine(task))
+        (True, False)
+    """
+    setattr(method, _LEARNS, True)
+    return method
+
+
+def needs_validation(method: Method) -> bool:
+    """Whether a method is marked by `learns_on_validation`, so that the split cannot be training data too."""
+    return getattr(method, _LEARNS, False)

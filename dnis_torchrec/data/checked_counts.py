@@ -1,0 +1,112 @@
+"""What is read of the data before anything is trained: the training split counted, all splits checked on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from dnis_torchrec.blocks.frequency import FrequencyCounts, longest_bags
+from dnis_torchrec.checks import check
+from dnis_torchrec.data.final_sigmoid import warn_of_sigmoid
+from dnis_torchrec.data.labels import RankingBatch, check_candidates
+from dnis_torchrec.data.over_ranks import (
+    check_same,
+    check_steps,
+    fingerprints,
+    for_counting,
+    noting,
+    split_over_ranks,
+    warn_of_overlaps,
+)
+from dnis_torchrec.data.recipe import DataSplits, Recipe, checked_batches
+from dnis_torchrec.data.streaming import CountLimits, count_stream
+from dnis_torchrec.ranks import Ranks, together
+
+
+def read_before_training(
+    recipe: Recipe, tables: Sequence[EmbeddingBagConfig], ranks: Ranks, limits: CountLimits
+) -> tuple[DataSplits, FrequencyCounts, dict[str, int]]:
+    """Reads all splits once: counts, checks, and warns of what need not be wrong and mostly is.
+
+    Args:
+        recipe: model, data and loss; its data is that of all ranks, but for what splits itself.
+        tables: the tables to count.
+        ranks: that read together; all of them call this.
+        limits: what counting may cost.
+
+    Returns:
+        This rank's splits, the counts of all ranks, and the fingerprint of every split.
+
+    Raises:
+        ValueError: on all ranks, as `count_training_data`, or if ranks have read other batches, or not as many.
+    """
+    whole = split_over_ranks(recipe.data, ranks)
+    noted = noting(whole)
+    counts = count_training_data(noted, recipe.loss, tables, limits=limits, process_group=ranks.group)
+    check_same(whole, ranks)
+    check_steps(whole, noted, ranks)
+    warn_of_overlaps(noted, ranks)
+    if ranks.is_first:
+        warn_of_sigmoid(recipe.model, recipe.loss, next(iter(recipe.data.selection)))
+    return whole, counts, fingerprints(noted, ranks)
+
+
+def count_training_data(
+    data: DataSplits,
+    loss: nn.Module,
+    tables: Sequence[EmbeddingBagConfig],
+    *,
+    limits: CountLimits | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> FrequencyCounts:
+    """Counts the training split in bounded memory, and checks all that all splits hold on the way.
+
+    The longest bags are those of all splits, so that a feature that holds several ids only once, in another split than
+    training's, is a multi-hot one from the start.
+
+    Distributed: each rank reads its part, and all have the counts of all parts; see `count_stream`.
+
+    Args:
+        data: of this rank.
+        loss: decides which labels are allowed.
+        tables: the tables to count.
+        limits: what counting may cost.
+        process_group: of the ranks that count together; None for this process alone.
+
+    Raises:
+        ValueError: on all ranks, for an empty split or batch, a label outside the loss's domain, a dense feature or
+            weight that is NaN or infinite, an id that is no integer or outside its table, or a query of fewer
+            candidates than the largest k of the ranking metrics.
+    """
+    longest: Counter[str] = Counter()
+    queries = {name: [torch.zeros(0, dtype=torch.int64)] for name in ("selection", "test")}
+    with together(process_group):
+        for name in ("validation", *queries):
+            num_batches, batches = 0, getattr(data, name)
+            for batch in checked_batches(for_counting(batches) if name == "validation" else batches, loss, name):
+                longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {num_batches}"))
+                num_batches += 1
+                if name in queries and isinstance(batch, RankingBatch):
+                    queries[name].append(batch.queries.cpu().long())
+            check(num_batches > 0, f"{name} stream", "expected at least one batch", 0, "check the data splits")
+    _check_queries(queries, Ranks(process_group))
+    train = checked_batches(for_counting(data.train), loss, "train")
+    features = (batch.sparse_features for batch in train)
+    counts = count_stream(features, tables, limits=limits, process_group=process_group)
+    of_all = torch.tensor([max(length, longest[name]) for name, length in counts.max_bag_lengths.items()])
+    lengths = Ranks(process_group).max_(of_all).tolist()
+    return replace(counts, max_bag_lengths=dict(zip(counts.max_bag_lengths, lengths, strict=True)))
+
+
+def _check_queries(queries: Mapping[str, list[torch.Tensor]], ranks: Ranks) -> None:
+    """Every query of a ranked split has candidates enough, those of all ranks counted."""
+    for name, own in queries.items():
+        of_all = ranks.concatenate(torch.cat(own))
+        if of_all.numel():
+            check_candidates(of_all, place=f"{name} split")

@@ -1,0 +1,120 @@
+"""Labels and candidates of batches: what a loss and a metric can be computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+
+from dnis_torchrec.checks import check, describe
+
+
+@dataclass
+class RankingBatch(Batch):
+    """A batch of candidates to be ranked within their queries: a split of such batches is judged by ranking metrics.
+
+    Attributes:
+        dense_features: ``(B, num_dense)``.
+        sparse_features: stride B.
+        labels: ``(B,)``, 1 for what should rank first and 0 for the rest.
+        queries: ``(B,)`` int64, the query of each sample; a query may go on in the next batch, or on another rank.
+    """
+
+    queries: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> RankingBatch:
+        """The batch on a device."""
+        return self._with(super().to(device, non_blocking), self.queries.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> RankingBatch:
+        """The batch in page-locked memory."""
+        return self._with(super().pin_memory(), self.queries.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the batch's memory until the stream has passed."""
+        super().record_stream(stream)
+        self.queries.record_stream(stream)
+
+    @staticmethod
+    def _with(batch: Batch, queries: Tensor) -> RankingBatch:
+        return RankingBatch(batch.dense_features, batch.sparse_features, batch.labels, queries)
+
+
+def check_labels(labels: Tensor, loss: nn.Module, place: str) -> None:
+    """Checks that there is one label per sample, and that it lies in the domain of the loss.
+
+    Args:
+        labels: ``(B,)``.
+        loss: nn.BCEWithLogitsLoss needs labels in [0, 1]; every loss needs finite ones.
+        place: which split and batch the labels come from, for the error.
+
+    Raises:
+        ValueError: naming the place and the offending value.
+
+    Example:
+        >>> check_labels(torch.tensor([0.0, 1.0]), nn.BCEWithLogitsLoss(), "train batch 0")
+    """
+    remedy = "flatten them: a loss of (B,) and (B, 1) is one of B times B differences"
+    check(labels.dim() == 1, place, "expected labels of shape (B,)", tuple(labels.shape), remedy)
+    values = labels.float()
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        raise ValueError(describe(place, "expected finite labels", float(values[~finite][0]), "clean the data"))
+    if isinstance(loss, nn.BCEWithLogitsLoss):
+        outside = (values < 0) | (values > 1)
+        if bool(outside.any()):
+            raise ValueError(
+                describe(
+                    place,
+                    "expected labels in [0, 1] for BCEWithLogitsLoss",
+                    float(values[outside][0]),
+                    "map the labels to 0 and 1, or use MSELoss",
+                )
+            )
+
+
+def check_classes(labels: Tensor, place: str, remedy: str = "smooth labels in the train split alone") -> None:
+    """Checks that labels are classes, which AUC, NE and calibration are defined for; a loss may take shares of them.
+
+    Args:
+        labels: ``(B,)``.
+        place: which split or batch the labels come from, for the error.
+        remedy: what to do about others, for the error.
+
+    Raises:
+        ValueError: naming the place and the offending value.
+
+    Example:
+        >>> check_classes(torch.tensor([0.0, 1.0]), "test batch 0")
+    """
+    other = (labels != 0) & (labels != 1)
+    if bool(other.any()):
+        raise ValueError(describe(place, "expected labels 0 or 1", float(labels[other][0]), remedy))
+
+
+RANKING_KS = (1, 5, 10)
+"""Cut-offs of the ranking metrics."""
+
+
+def check_candidates(queries: Tensor, k: int = max(RANKING_KS), place: str = "ranking") -> None:
+    """Checks that every query has enough candidates for a cut-off: recall@k of fewer than k candidates is always 1.
+
+    Args:
+        queries: ``(n,)`` the query of each candidate.
+        k: the cut-off.
+        place: what is ranked, for the error.
+
+    Raises:
+        ValueError: naming the query with the fewest candidates, k, and their number.
+
+    Example:
+        >>> check_candidates(torch.tensor([3, 3, 8, 8]), k=2)
+    """
+    check(queries.numel() > 0, place, "expected at least one query", 0)
+    names, sizes = queries.unique(return_counts=True)
+    fewest = int(sizes.argmin())
+    requirement = f"expected at least k={k} candidates"
+    remedy = "add negatives, or leave the query out"
+    check(int(sizes[fewest]) >= k, f"{place}, query {int(names[fewest])}", requirement, int(sizes[fewest]), remedy)

@@ -1,0 +1,90 @@
+"""Batches as lookups take them: ids as int32 or int64, weights as float32, whatever the data holds them in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+
+import torch
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.blocks.frequency import check_ids_are_integers
+from dnis_torchrec.checks import check
+from dnis_torchrec.data.batches import CutBatches
+from dnis_torchrec.data.split_checks import NO_EMPTY_BATCHES, SOME_SAMPLES, parts_of
+
+ID_TYPES = (torch.int64, torch.int32)
+
+
+class LookupBatches(CutBatches):
+    """The batches of a stream that is learned on, each as `for_lookup` gives it. Local.
+
+    Args:
+        batches: can be iterated again and again; its attribute ``epoch``, if it has one, is passed on.
+        name: of the split, for errors.
+    """
+
+    def __init__(self, batches: Iterable[Batch], name: str) -> None:
+        super().__init__(batches)
+        self._name = name
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches.
+
+        Raises:
+            ValueError: for a batch without samples, whose mean loss there is none of, or ids that are no integers.
+        """
+        for index, batch in enumerate(self._batches):
+            check(batch.labels.numel() > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
+            yield for_lookup(batch)
+
+
+def for_lookup(batch: Batch) -> Batch:
+    """A batch whose ids and weights are of types that kernels take; the batch itself where they are so already.
+
+    Args:
+        batch: TorchRec's Batch, or another object with attributes.
+
+    Raises:
+        ValueError: naming the features, if their ids are no integers.
+
+    Example:
+        >>> ids = torch.tensor([3, 200], dtype=torch.uint8)
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.tensor([2]))
+        >>> for_lookup(Batch(torch.zeros(1, 2), kjt, torch.ones(1))).sparse_features.values().dtype
+        torch.int64
+    """
+    bags = {name: part for name, part in parts_of(batch).items() if isinstance(part, KeyedJaggedTensor)}
+    ready = {name: features_for_lookup(part) for name, part in bags.items()}
+    if all(ready[name] is bags[name] for name in bags):
+        return batch
+    converted = copy.copy(batch)  # whatever its __init__ wants
+    for name, part in ready.items():
+        setattr(converted, name, part)
+    return converted
+
+
+def features_for_lookup(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Bags whose ids and weights are of types that kernels take; `features` itself where they are so already.
+
+    Args:
+        features: the bags.
+
+    Raises:
+        ValueError: naming the features, if their ids are no integers.
+    """
+    ids, weights = features.values(), features.weights_or_none()
+    if not features.keys() or (ids.dtype in ID_TYPES and (weights is None or weights.dtype == torch.float32)):
+        return features
+    check_ids_are_integers(ids, f"features {', '.join(map(repr, features.keys()))}")
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=ids if ids.dtype in ID_TYPES else ids.long(),
+        weights=None if weights is None else weights.float(),
+        lengths=features.lengths(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )

@@ -1,0 +1,312 @@
+"""Splits a recipe's data over ranks: each rank takes its slice of every batch.
+
+    batch of B samples, W ranks       rank r takes                            left out
+    train, validation                 samples r (B // W) .. (r + 1) (B // W)   the last B mod W
+    selection, test, counting         samples r B // W .. (r + 1) B // W       nothing
+
+So all ranks make the same number of steps; a step over W ranks with equal slices is that of one process with the whole
+batch, because TorchRec averages gradients over ranks; and metrics and counts are those of all samples. Every rank reads
+all batches: data that is too large for that splits itself (see `SplitsItself`).
+
+Shapes: B batch, W ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torchrec.datasets.utils import Batch
+
+from dnis_torchrec.blocks.hashing import mix
+from dnis_torchrec.checks import check
+from dnis_torchrec.data.batches import CutBatches, slice_of
+from dnis_torchrec.data.recipe import DataSplits
+from dnis_torchrec.data.sample_sketch import SampleSketch, share_found, share_repeated
+from dnis_torchrec.data.split_checks import NO_EMPTY_BATCHES, SOME_SAMPLES
+from dnis_torchrec.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "validation", "selection", "test")
+FINGERPRINTS = 1 << 40
+"""How many fingerprints there are: few enough that those of many ranks can be added up."""
+SAME_BATCHES = "expected as many batches on every rank"
+OVERLAP = 0.5
+"""Share of a split's samples, beyond what repeats anyway, that another split may have too before a warning says so.
+
+Data whose samples repeat within one of its splits, as those of a panel that is asked every day do, repeats between
+them, too.
+"""
+
+
+class SplitsItself(Protocol):
+    """Batches that are this rank's own already, as many on every rank, and say so; others need not say anything."""
+
+    is_split_over_ranks: bool
+
+
+class SlicedBatches(CutBatches):
+    """This rank's slices of the batches of a split.
+
+    Every rank has to see the same batches in the same order: their order may depend on the recipe's seed, not on the
+    process. `check_same` finds out.
+
+    Args:
+        batches: of the whole split, to be iterated again and again.
+        ranks: to split them over.
+        name: of the split, for errors.
+        equal: give every rank as many samples, and leave the rest out; otherwise leave nothing out.
+
+    Attributes:
+        fingerprint: of the whole batches, once they have been read to the end; None before.
+    """
+
+    def __init__(self, batches: Iterable[Batch], ranks: Ranks, name: str, *, equal: bool) -> None:
+        super().__init__(batches)
+        self._ranks, self._name, self._equal = ranks, name, equal
+        self.fingerprint: int | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        """This rank's slice of every batch.
+
+        Raises:
+            ValueError: on all ranks, for a batch of fewer samples than there are ranks that may not be left out.
+        """
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        for index, batch in enumerate(self._whole()):
+            size = batch.labels.numel()
+            if self._equal and size >= world_size:
+                share = size // world_size
+                yield slice_of(batch, rank * share, (rank + 1) * share)
+            elif not self._equal:
+                requirement = f"expected at least one sample for each of {world_size} ranks"
+                remedy = "choose a batch size that leaves more for the last batch"
+                check(size >= world_size, f"{self._name} batch {index}", requirement, size, remedy)
+                yield slice_of(batch, size * rank // world_size, size * (rank + 1) // world_size)
+
+    def counted(self) -> Iterator[Batch]:
+        """Slices that leave nothing out, however small a batch is; some ranks may get fewer of them."""
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        for batch in self._whole():
+            size = batch.labels.numel()
+            first, last = size * rank // world_size, size * (rank + 1) // world_size
+            if first < last:
+                yield slice_of(batch, first, last)
+
+    def _whole(self) -> Iterator[Batch]:
+        seen = 0
+        for index, batch in enumerate(self._batches):
+            check(batch.labels.numel() > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
+            if self.fingerprint is None:
+                seen += _fingerprint(batch, index)
+            yield batch
+        self.fingerprint = seen if self.fingerprint is None else self.fingerprint
+
+
+def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
+    """The part of every split that this rank learns on and is judged on. Local, no collective.
+
+    Args:
+        data: of the recipe: the same on every rank, or split over ranks by itself.
+        ranks: to split it over; one rank gets `data` back.
+
+    Returns:
+        Splits of this rank.
+    """
+    if ranks.world_size == 1:
+        return data
+    learned_on = {"train": True, "validation": True, "selection": False, "test": False}
+    parts: dict[str, Iterable[Batch]] = {}
+    for name, equal in learned_on.items():
+        batches = getattr(data, name)
+        is_split = getattr(batches, "is_split_over_ranks", False)
+        parts[name] = batches if is_split else SlicedBatches(batches, ranks, name, equal=equal)
+    return DataSplits(**parts)
+
+
+def for_counting(batches: Iterable[Batch]) -> Iterable[Batch]:
+    """What this rank counts and checks of a split that is learned on, once. Local, no collective.
+
+    Over all ranks it is every sample: what an epoch leaves out may be in the next one, or in a part of a batch.
+
+    Args:
+        batches: of a split from `split_over_ranks`. Those that leave samples out say with a method ``counted()`` what
+            all of them are; of others an epoch is taken.
+    """
+    counted = getattr(batches, "counted", None)
+    return batches if counted is None else counted()
+
+
+def check_same(data: DataSplits, ranks: Ranks) -> None:
+    """Checks that all ranks have read the same batches. One reduction of two numbers per split.
+
+    Args:
+        data: from `split_over_ranks`, after each split was read to its end.
+        ranks: that it is split over.
+
+    Raises:
+        ValueError: on all ranks, naming the split.
+    """
+    for name in SPLITS:
+        batches = getattr(data, name)
+        if isinstance(batches, SlicedBatches):
+            own = batches.fingerprint or 0
+            largest, smallest = ranks.max_(torch.tensor([own, -own])).tolist()
+            requirement = "expected the same batches in the same order on every rank"
+            remedy = "let their order depend on the recipe's seed alone"
+            check(largest == -smallest, f"{name} stream", requirement, "others", remedy)
+
+
+def _fingerprint(batch: Batch, index: int) -> int:
+    """An integer below 2^40 that other labels, ids or another order change."""
+    total = torch.zeros((), dtype=torch.int64)
+    for values in (batch.labels.float().view(torch.int32), batch.sparse_features.values().int()):
+        flat = values.detach().cpu().flatten().long()
+        total += (flat * (torch.arange(flat.numel()) % 8191 + index % 127 + 1)).sum()
+    return int(total) % FINGERPRINTS
+
+
+class NotedBatches:
+    """Batches that note, while they are read anyway, which samples there are: other data in as many batches is found.
+
+    Args:
+        batches: of a split from `split_over_ranks`.
+
+    Attributes:
+        fingerprint: of the samples of the last pass, below `FINGERPRINTS`: another label, id or bag changes it, the
+            order of the samples and how batches and ranks share them do not. Dense features, to which some streams add
+            noise, have no part in it.
+        sizes: samples of every batch of the last pass.
+        sketch: of the samples of the last pass; there dense features have a part, and weights of ids have none.
+        batches: those of the last pass that are still there, by their id.
+    """
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = batches
+        self.fingerprint, self.sketch = 0, SampleSketch()
+        self.sizes: list[int] = []
+        self.batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._noting(self._batches)
+
+    def counted(self) -> Iterator[Batch]:
+        """What `for_counting` takes."""
+        return self._noting(for_counting(self._batches))
+
+    def _noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        self.fingerprint, self.sketch = 0, SampleSketch()
+        self.sizes.clear()
+        self.batches.clear()
+        for batch in batches:
+            yield batch  # to be checked first
+            samples = _samples(batch)
+            self.fingerprint = (self.fingerprint + int(samples.sum())) % FINGERPRINTS
+            self.sizes.append(len(samples))
+            self.sketch.add(_with_dense(samples, batch))
+            self.batches[id(batch)] = batch
+
+
+def noting(data: DataSplits) -> DataSplits:
+    """The same splits, which note their samples while they are read.
+
+    Args:
+        data: from `split_over_ranks`.
+    """
+    return DataSplits(**{name: NotedBatches(getattr(data, name)) for name in SPLITS})
+
+
+def fingerprints(noted: DataSplits, ranks: Ranks) -> dict[str, int]:
+    """Fingerprint of every split, of the samples of all ranks. One reduction of four numbers.
+
+    Args:
+        noted: from `noting`, after each split was read to its end.
+        ranks: that the data is split over.
+    """
+    sums = ranks.sum_(torch.tensor([getattr(noted, name).fingerprint for name in SPLITS])) % FINGERPRINTS
+    return dict(zip(SPLITS, sums.tolist(), strict=True))
+
+
+def check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
+    """Checks that data which splits itself gives every rank as many batches, and as large ones to learn on.
+
+    Otherwise one rank would wait for another in the midst of training. Two gathers of a number per batch and split.
+
+    Args:
+        data: from `split_over_ranks`. Batches that say what is counted of them (see `for_counting`) have another number
+            of steps, and are taken at their word.
+        noted: the same from `noting`, after each split was read to its end.
+        ranks: that the data is split over.
+
+    Raises:
+        ValueError: on all ranks, naming split, batch and ranks.
+    """
+    for name in SPLITS:
+        batches, sizes = getattr(data, name), torch.tensor(getattr(noted, name).sizes, dtype=torch.int64)
+        if isinstance(batches, SlicedBatches) or hasattr(batches, "counted") or ranks.world_size == 1:
+            continue
+        numbers = ranks.concatenate(torch.tensor([len(sizes)])).tolist()
+        of_ranks = [part.tolist() for part in ranks.concatenate(sizes).split(numbers)]
+        remedy = "leave out what does not fill a batch on every rank"
+        for rank, own in enumerate(of_ranks):
+            received = f"{len(own)} on rank {rank}, {len(of_ranks[0])} on rank 0"
+            check(len(own) == len(of_ranks[0]), f"{name} stream", SAME_BATCHES, received, remedy)
+        for index, of_batch in enumerate(zip(*of_ranks, strict=True) if name in ("train", "validation") else ()):
+            other = next((rank for rank, size in enumerate(of_batch) if size != of_batch[0]), 0)
+            received = f"{of_batch[other]} on rank {other}, {of_batch[0]} on rank 0"
+            check(not other, f"{name} batch {index}", "expected as many samples on every rank", received, remedy)
+
+
+def warn_of_overlaps(noted: DataSplits, ranks: Ranks) -> None:
+    """Warns of splits that have batches or many samples in common: what is measured on such data says little.
+
+    Some reductions of a sample of bounded size per split; the warnings come from rank 0, one per pair of splits.
+
+    Args:
+        noted: from `noting`, after each split was read to its end.
+        ranks: that the data is split over.
+    """
+    splits = {name: getattr(noted, name) for name in SPLITS}
+    sketches = {name: split.sketch.over_ranks(ranks) for name, split in splits.items()}
+    repeating = max(share_repeated(sketch) for sketch in sketches.values())
+    for pair in itertools.combinations(reversed(SPLITS), 2):
+        for one, other in (pair, reversed(pair)):
+            found = share_found(sketches[one], sketches[other])
+            if found - repeating > OVERLAP:
+                message = f"about {found:.0%} of the {one} split's samples are in the {other} split, too"
+                break
+        else:
+            if not any(splits[pair[1]].batches.get(key) is batch for key, batch in splits[pair[0]].batches.items()):
+                continue
+            message = f"a batch of the {pair[0]} split is one of the {pair[1]} split, too"
+        if ranks.is_first:
+            logger.warning("%s: no sample should be in two splits, or what is measured on one says little", message)
+
+
+def _with_dense(samples: np.ndarray, batch: Batch) -> np.ndarray:
+    """The numbers of samples, each mixed with its dense features."""
+    if not isinstance(batch.dense_features, torch.Tensor) or not len(samples):
+        return samples
+    dense = batch.dense_features.detach().cpu().float().reshape(len(samples), -1).contiguous()
+    bits = dense.view(torch.int32).numpy().astype(np.uint64)
+    columns = np.arange(1, bits.shape[1] + 1, dtype=np.uint64) << np.uint64(32)
+    return mix(samples + mix(bits + columns).sum(axis=1, dtype=np.uint64))
+
+
+def _samples(batch: Batch) -> np.ndarray:
+    """Label and bags of each sample mixed into one number, ``(B,)`` uint64."""
+    features, zero = batch.sparse_features, np.zeros(1, np.uint64)
+    factors = np.array([2 * zlib.crc32(key.encode()) + 1 for key in features.keys()], np.uint64)  # noqa: SIM118
+    ids = features.values().detach().cpu().numpy().astype(np.uint64)
+    offsets = features.offsets().cpu().numpy()
+    sums = np.concatenate([zero, np.cumsum(mix(ids + np.uint64(1)))])  # a bag of row 0 is no empty one
+    bags = np.diff(sums[offsets]).reshape(len(factors), features.stride())
+    labels = batch.labels.detach().cpu().float().flatten().view(torch.int32).numpy().astype(np.uint64)
+    return mix((bags * factors[:, None]).sum(axis=0) + mix(labels))

@@ -1,0 +1,298 @@
+"""Recipe: the model, data and loss that a user brings. The plug-in knows nothing else about a model.
+
+A recipe is a function ``f(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe``, named
+``module:function`` on the command line and imported from the current folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+
+from dnis_torchrec.checks import check, describe, nearest
+from dnis_torchrec.data.labels import RankingBatch, check_classes, check_labels
+from dnis_torchrec.data.split_checks import check_batch
+from dnis_torchrec.data.users_code import RecipeError, errors_of_recipe
+
+_MISSING: Any = None
+"""What a part of the data is that was not given, so that the error says more than that an argument is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSplits:
+    """The four disjoint parts of a data set, each an iterable of TorchRec Batches that can be iterated again and again.
+
+    Attributes:
+        train: lower level: weights learn on it. Iterating again gives the next epoch, in a new order.
+        validation: upper level: alpha learns on it, and on nothing else. An upper step takes a part of a batch, cut in
+            the order of its samples, so labels should be mixed within it (see `dnis_torchrec.data.batches`).
+        selection: early stopping and every other choice is made on it.
+        test: reported, never chosen on. Batches of type `RankingBatch` are judged by ranking metrics.
+
+    Raises:
+        ValueError: if a part is missing, or can be iterated once only.
+    """
+
+    train: Iterable[Batch] = _MISSING
+    validation: Iterable[Batch] = _MISSING
+    selection: Iterable[Batch] = _MISSING
+    test: Iterable[Batch] = _MISSING
+
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            batches, remedy = getattr(self, part.name), f"give the recipe a {part.name} part of its own"
+            place = f"DataSplits.{part.name}"
+            check(batches is not None, place, "expected batches", "none", remedy)
+            remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
+            again = "expected batches that can be iterated again and again"
+            check(not isinstance(batches, Iterator), place, again, type(batches).__name__, remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a search needs from its user.
+
+    Attributes:
+        model: a plain TorchRec model, called as ``model(dense_features=..., sparse_features=...)`` and returning one
+            prediction (a logit for a binary loss) per sample, as torchrec's DLRM does.
+        data: the four splits.
+        loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels), both ``(B,)``.
+        num_blocks: S, the number of blocks that suits this data set.
+        scope: which tables share them: ``"global"``, all of equal embedding_dim, as in the paper; or ``"table"``, none,
+            which suits features that deserve embeddings of different sizes (see `blocks_from_counts`).
+        warm_up_epochs: epochs of lower steps alone that suit it; so for the next two.
+        ramp_epochs: epochs in which the mean of alpha is led to the size.
+        release_epochs: epochs at most after the ramp.
+        table_optimizer: how tables learn: ``"adam"`` (dense compute kernel) or ``"rowwise_adagrad"`` (fused).
+        table_learning_rate: learning rate of the tables.
+        dense_learning_rate: learning rate (Adam) of everything else.
+        search_table_learning_rate: that of a search's tables, where it has pressure, from its first epoch on; None
+            takes `table_learning_rate`. A short search wants a faster one than plain tables; data that plain tables
+            soon overfit, a slower one.
+        search_dense_learning_rate: the same of everything else. A network that overfits first wants a slower one: a
+            search goes on for longer than plain training.
+        release_table_learning_rate: that of a search's tables after the ramp; None keeps the one before. By then alpha,
+            which learns on data that the weights do not see, holds tables back: they may run faster than without it.
+        release_dense_learning_rate: the same of everything else, which alpha does not hold back.
+        release_decay: what all these rates of the release are multiplied by from one of its epochs to the next, so that
+            it ends with small steps. Plain training stops where it gets worse and has no such end.
+        row_weights: names of the model's parameters that hold numbers for rows beside the tables, such as first-order
+            weights: they learn (by Adam) at `table_learning_rate`, in a search, too: no alpha holds them back, so what
+            slows or speeds its tables is not for them.
+        search_row_learning_rate: that of `row_weights` in a search with pressure, its release too; None takes
+            `table_learning_rate`. A search goes on for longer than plain training, and may want them slower where they
+            are most of what a model knows.
+        column_sharing: how much blocks keep the same columns, see `dnis_torchrec.search.alpha_optimizer.Pressure`.
+        column_order: which columns die first, see `order` there: ``"alpha"``, ``"importance"`` or
+            ``"free_importance"``.
+        alpha_learning_rate: step of alpha; None takes the one that the ramp suggests. Noisy validation gradients, as
+            those of clicks are, want a smaller one.
+        upper_every: lower steps per upper step. More cost less, and an epoch has fewer steps of alpha, which want to be
+            larger.
+        least_compression: a search with pressure presses at least so far, whatever larger size it may have; for a model
+            that overfits with larger tables. 1 presses to the size asked for.
+        redraw: number 1, 2, .. -> the model again with other initial weights, the same ones for the same number, on
+            every rank; None where they are given, as by a checkpoint. For methods that choose among several searches.
+        notes: limits of the data, shown beside every figure that comes from it.
+    """
+
+    model: nn.Module
+    data: DataSplits
+    loss: nn.Module
+    num_blocks: int = 10
+    scope: str = "global"
+    warm_up_epochs: int = 2
+    ramp_epochs: int = 12
+    release_epochs: int = 14
+    table_optimizer: str = "adam"
+    table_learning_rate: float = 1e-3
+    dense_learning_rate: float = 1e-3
+    search_table_learning_rate: float | None = None
+    search_dense_learning_rate: float | None = None
+    release_table_learning_rate: float | None = None
+    release_dense_learning_rate: float | None = None
+    release_decay: float = 1.0
+    row_weights: tuple[str, ...] = ()
+    search_row_learning_rate: float | None = None
+    column_sharing: float = 0.0
+    column_order: str = "alpha"
+    alpha_learning_rate: float | None = None
+    upper_every: int = 1
+    least_compression: float = 1.0
+    redraw: Callable[[int], nn.Module] | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        check(
+            isinstance(self.loss, nn.MSELoss | nn.BCEWithLogitsLoss),
+            "Recipe.loss",
+            "expected nn.MSELoss or nn.BCEWithLogitsLoss",
+            type(self.loss).__name__,
+        )
+        reduction = self.loss.reduction
+        check(reduction == "mean", "Recipe.loss", "expected reduction 'mean', which ranks average", repr(reduction))
+        check(
+            self.table_optimizer in ("adam", "rowwise_adagrad"),
+            "Recipe.table_optimizer",
+            "expected 'adam' or 'rowwise_adagrad'",
+            repr(self.table_optimizer),
+        )
+        least = self.least_compression
+        check(least >= 1, "Recipe.least_compression", "expected a number >= 1", least)
+        for name in (part.name for part in fields(self) if part.name.endswith("_learning_rate")):
+            rate = getattr(self, name)
+            is_fit = rate is None or (math.isfinite(rate) and rate > 0)
+            check(is_fit, f"Recipe.{name}", "expected a finite number above 0", rate)
+        scopes = ("global", "table")
+        check(self.scope in scopes, "Recipe.scope", f"expected one of {scopes}", repr(self.scope))
+
+
+class TrainTask(nn.Module):
+    """A model with its loss, in the shape that TorchRec's train pipelines call, as torchrec.models.dlrm.DLRMTrain.
+
+    Args:
+        model: see `Recipe.model`.
+        loss: see `Recipe.loss`.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.model: nn.Module = model
+        self.loss = loss
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Computes the loss of a batch.
+
+        Args:
+            batch: on the model's device, with labels ``(B,)`` of any dtype.
+
+        Returns:
+            ``(loss, (detached loss, detached predictions (B,), labels (B,)))``.
+        """
+        predictions = self.model(
+            dense_features=batch.dense_features, sparse_features=batch.sparse_features
+        ).flatten()  # not squeeze: a batch of one sample stays a batch
+        labels = batch.labels.float()
+        loss = self.loss(predictions, labels)
+        return loss, (loss.detach(), predictions.detach(), labels)
+
+
+def checked_batches(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterator[Batch]:
+    """The batches of a split, each after a check of its labels, dense features and weights.
+
+    Args:
+        batches: of the split.
+        loss: decides which labels are allowed; those of selection and test have to be classes for a binary one, and for
+            every loss where they are ranked (`RankingBatch`).
+        name: of the split.
+
+    Raises:
+        ValueError: naming split, batch and the offending value; also for a batch without samples.
+    """
+    for index, batch in enumerate(batches):
+        place = f"{name} batch {index}"
+        check_labels(batch.labels, loss, place)
+        check_batch(batch, place)
+        if name in ("selection", "test"):
+            if isinstance(loss, nn.BCEWithLogitsLoss):
+                check_classes(batch.labels, place)
+            elif isinstance(batch, RankingBatch):
+                check_classes(batch.labels, place, "mark relevant candidates by 1, all others by 0")
+        yield batch
+
+
+EXAMPLE = "name one such as 'examples.synthetic:demo'"
+
+
+def load_recipe(spec: str, *, before_import: Callable[[str], None] | None = None) -> Callable[..., Recipe]:
+    """Finds the recipe function named by ``module:function``, looking in the current folder first.
+
+    Args:
+        spec: the name. The current folder is put in front of sys.path, unless it is there already.
+        before_import: called with the name of the module before each of its parts is imported: a chance to refuse it.
+
+    Returns:
+        The function, not called.
+
+    Raises:
+        ValueError: if the spec has no colon, the module cannot be found or raises, or it has no such function. What the
+            module raised is told with the frames of the user's files; as all errors here it names the recipe.
+    """
+    module_name, colon, function_name = spec.partition(":")
+    place = f"recipe {spec!r}"
+    check(bool(colon and module_name and function_name), place, "expected 'module:function'", repr(spec), EXAMPLE)
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    with errors_of_recipe(spec):
+        try:
+            module = _import(module_name, before_import)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+                raise
+            requirement, remedy = f"expected a module {module_name!r} in {here}", "run it from your project's root"
+            raise RecipeError(describe(place, requirement, "none", remedy)) from error
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            of_module = inspect.getmembers(module, lambda value: getattr(value, "__module__", None) == module.__name__)
+            public = [name for name, value in of_module if inspect.isfunction(value) and not name.startswith("_")]
+            requirement, remedy = f"expected a function in {module_name}", nearest(function_name, public)
+            raise RecipeError(describe(place, requirement, repr(function_name), remedy))
+    return function
+
+
+def _import(module_name: str, before_import: Callable[[str], None] | None) -> ModuleType:
+    """Imports a module part by part, from its outermost package in."""
+    parts = module_name.split(".")
+    for end in range(1, len(parts) + 1):
+        if before_import is not None:
+            before_import(module_name)
+        if not all(parts):
+            raise ModuleNotFoundError(name=module_name)  # there is no package that it could be relative to
+        module = importlib.import_module(".".join(parts[:end]))
+    return module
+
+
+def build_recipe(spec: str, data: Path | None, *, seed: int, embedding_dim: int | None = None) -> Recipe:
+    """Calls a recipe function.
+
+    Args:
+        spec: ``module:function``, see `load_recipe`.
+        data: folder of the data, or None for a recipe that makes its own.
+        seed: of weights, splits and batch order.
+        embedding_dim: D to build the tables with, or None for the recipe's own.
+
+    Raises:
+        ValueError: if it cannot be found or called so, raises, or refuses the data.
+        TypeError: if it returns no Recipe.
+    """
+    function, place = load_recipe(spec), f"recipe {spec!r}"
+    given: dict[str, Any] = {"seed": seed, "embedding_dim": embedding_dim}
+    _check_takes(function, place, data, given)
+    with errors_of_recipe(spec):
+        recipe = function(data, **given)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{place}: expected a Recipe, got {type(recipe).__name__}")
+    return recipe
+
+
+def _check_takes(function: Callable[..., Any], place: str, data: Path | None, given: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some of what can be called does not say how
+    try:
+        signature.bind(data, **given)
+    except TypeError as error:
+        requirement = "expected a function of (data, *, seed, embedding_dim)"
+        raise RecipeError(describe(place, requirement, f"one of {signature}", str(error))) from error

@@ -1,0 +1,22 @@
+"""Streaming: training data of any size, from Parquet and text files anywhere to TorchRec Batches.
+
+files -> chunks -> parsed once, cached -> parts, split by a hash -> ranks, windows, batches
+"""
+
+from dnis_torchrec.data.streaming.batches import StreamedBatches, split_stream
+from dnis_torchrec.data.streaming.counting import CountLimits, count_stream
+from dnis_torchrec.data.streaming.parsed import ParsedStream
+from dnis_torchrec.data.streaming.schema import StreamSchema
+from dnis_torchrec.data.streaming.split import WHOLE, Part, cut
+
+__all__ = [
+    "WHOLE",
+    "CountLimits",
+    "ParsedStream",
+    "Part",
+    "StreamSchema",
+    "StreamedBatches",
+    "count_stream",
+    "cut",
+    "split_stream",
+]

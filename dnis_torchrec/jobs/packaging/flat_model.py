@@ -1,0 +1,259 @@
+"""From a model that takes a KeyedJaggedTensor to one that takes plain tensors, and to its graph.
+
+torch.export traces the KeyedJaggedTensor away, so a packaged model needs torch alone (and, for most forms, the library
+of the lookup operators), neither TorchRec nor FBGEMM.
+
+Shapes: B batch, F features (keys of the batch), I ids of a batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.jobs.packaging.transposed_linear import TransposedLinear
+from dnis_torchrec.ops.bag_offsets import bag_offsets, names_tensor
+from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
+
+INPUTS = ("dense", "values", "lengths", "weights")
+"""What a packaged model takes, in order; weights only where bags are weighted."""
+OPERATORS_OF_TORCH = ("aten", "prim", "prims")
+OWN_OPERATORS = "dnis_torchrec"
+
+_EXAMPLE_BATCH = 3
+"""Samples of the batch that is traced: neither 0 nor 1, which torch.export would take for constants."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What a packaged model takes.
+
+    - ``dense``: ``(B, num_dense)`` float32.
+    - ``values``: ``(I,)`` int64, the ids of the first feature's bags, then those of the second's, and so on.
+    - ``lengths``: ``(F, B)`` int32, how many ids each bag holds; features in the order of `feature_names`.
+    - ``weights``: ``(I,)`` float32, one for each id, only if `is_weighted`.
+
+    Attributes:
+        feature_names: keys of the KeyedJaggedTensor that the model would take.
+        num_dense: number of dense features.
+        is_weighted: whether ids carry weights.
+
+    Example:
+        >>> signature = Signature(feature_names=("user", "movie"), num_dense=13, is_weighted=False)
+        >>> [tuple(tensor.shape) for tensor in signature.example(5)]
+        [(5, 13), (10,), (2, 5)]
+    """
+
+    feature_names: tuple[str, ...]
+    num_dense: int
+    is_weighted: bool
+
+    @staticmethod
+    def of_batch(batch: Batch) -> Signature:
+        """The signature of a model that takes batches like this one.
+
+        Args:
+            batch: any one that the model takes.
+        """
+        features = batch.sparse_features
+        return Signature(
+            feature_names=tuple(features.keys()),
+            num_dense=batch.dense_features.shape[1],
+            is_weighted=features.weights_or_none() is not None,
+        )
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Of `INPUTS` those that there are."""
+        return INPUTS if self.is_weighted else INPUTS[:-1]
+
+    def flatten(self, batch: Batch) -> tuple[Tensor, ...]:
+        """A batch as the packaged model takes it.
+
+        Args:
+            batch: with just the features of the signature, in its order.
+
+        Returns:
+            dense, values, lengths and, if `is_weighted`, weights, as described above.
+
+        Raises:
+            ValueError: if the batch has other features, or the same in another order, or lacks weights.
+        """
+        features = batch.sparse_features
+        check(
+            features.keys() == list(self.feature_names),
+            "batch",
+            f"expected features {list(self.feature_names)}",
+            features.keys(),
+        )
+        lengths = features.lengths().int().view(len(self.feature_names), -1)
+        inputs = batch.dense_features.float(), features.values().long(), lengths
+        if not self.is_weighted:
+            return inputs
+        weights = features.weights_or_none()
+        check(weights is not None, "batch", "expected a weight for every id", "none", "the model's bags are weighted")
+        return *inputs, features.weights()
+
+    def example(self, batch_size: int) -> tuple[Tensor, ...]:
+        """Zeros of the right kind: every bag holds id 0 once.
+
+        Args:
+            batch_size: B.
+
+        Returns:
+            The inputs, on the CPU; weights are 1.
+        """
+        num_ids = len(self.feature_names) * batch_size
+        weights = (torch.ones(num_ids),) if self.is_weighted else ()
+        return (
+            torch.zeros(batch_size, self.num_dense),
+            torch.zeros(num_ids, dtype=torch.int64),
+            torch.ones(len(self.feature_names), batch_size, dtype=torch.int32),
+            *weights,
+        )
+
+    def check_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Checks what a packaged model does not: wrong inputs would be read as something else.
+
+        Args:
+            inputs: in the order of `input_names`.
+
+        Raises:
+            TypeError: for a wrong dtype.
+            ValueError: for a wrong number of inputs, wrong shapes, or lengths that are not those of the ids.
+        """
+        names = self.input_names
+        check(len(inputs) == len(names), "inputs", f"expected {names}", f"{len(inputs)} of them")
+        batch_size, num_ids = inputs[0].shape[0], inputs[1].numel()
+        expected = {
+            "dense": (torch.float32, (batch_size, self.num_dense)),
+            "values": (torch.int64, (num_ids,)),
+            "lengths": (torch.int32, (len(self.feature_names), batch_size)),
+            "weights": (torch.float32, (num_ids,)),
+        }
+        for name, tensor in zip(names, inputs, strict=True):
+            dtype, shape = expected[name]
+            if tensor.dtype != dtype:
+                raise TypeError(describe(f"input {name!r}", f"expected {dtype}", tensor.dtype, "convert it"))
+            check(tuple(tensor.shape) == shape, f"input {name!r}", f"expected shape {shape}", tuple(tensor.shape))
+        bag_offsets(inputs[2], inputs[1], names_tensor(self.feature_names))
+
+
+class FlatModel(nn.Module):
+    """A model called with plain tensors.
+
+    Args:
+        model: called as ``model(dense_features=..., sparse_features=...)``.
+        signature: what it takes.
+
+    Shape:
+        - Input: see `Signature`.
+        - Output: the model's, ``(B,)`` or ``(B, 1)``.
+    """
+
+    feature_names: Tensor
+
+    def __init__(self, model: nn.Module, signature: Signature) -> None:
+        super().__init__()
+        self.model = model
+        self._keys = list(signature.feature_names)
+        self.register_buffer("feature_names", names_tensor(self._keys))
+        load_operator()
+
+    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Predicts.
+
+        Args:
+            dense: ``(B, num_dense)`` float32.
+            values: ``(I,)`` int64, feature by feature.
+            lengths: ``(F, B)`` int32.
+            weights: ``(I,)`` float32; None where ids carry none.
+
+        Returns:
+            What the model gives: ``(B,)`` or ``(B, 1)``.
+
+        Raises:
+            ValueError: if lengths are not those of the ids; names the feature. Compiled or scripted: RuntimeError.
+        """
+        features = KeyedJaggedTensor(
+            keys=self._keys,
+            values=values,
+            weights=weights,
+            lengths=lengths.reshape(-1),
+            # given along, so that they are checked, and TorchRec does not reach for FBGEMM to sum lengths up
+            offsets=bag_offsets(lengths, values, self.feature_names),
+            stride=dense.shape[0],
+        )
+        return self.model(dense_features=dense, sparse_features=features)
+
+
+def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
+    """Traces a model whose collections torch.export takes; batch and number of ids stay free.
+
+    Args:
+        model: see `FlatModel`; on the CPU, in evaluation mode.
+        signature: what it takes.
+
+    Returns:
+        The program, of inputs as in `Signature`.
+
+    Raises:
+        NotImplementedError: if torch.export does not take the model, or it calls operators of another library than
+            torch and this one.
+    """
+    place = f"model {type(model).__name__}"
+    ids_and_batch = [{0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}, {0: Dim.DYNAMIC}]
+    inputs = signature.example(_EXAMPLE_BATCH)
+    # torch.export swaps the parameters of what it traces, which modules that remember theirs do not survive: it gets a
+    # copy, of everything but the tensors, with what it can trace in the place of FBGEMM's kernels, and linear layers as
+    # small batches want them
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    quantised = QuantizedMixedDimensionEmbeddingBagCollection
+    memo |= {id(module): module.exportable() for module in model.modules() if isinstance(module, quantised)}
+    memo |= {id(module): TransposedLinear(module) for module in model.modules() if type(module) is nn.Linear}
+    traced = FlatModel(copy.deepcopy(model, memo), signature)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
+            program = torch.export.export(
+                traced, inputs, dynamic_shapes=tuple(ids_and_batch[: len(inputs)]), strict=False
+            )
+    except Exception as error:  # torch.export has no class of its own for what it cannot trace
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        requirement = (
+            "supported are tables in compressed sparse rows or of mixed dimension with their compiled lookups, and "
+            "models whose forward depends on shapes alone, not on ids or lengths"
+        )
+        raise NotImplementedError(describe(place, requirement, f"{type(error).__name__}: {first_line}")) from error
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.CONSTANT_TENSOR:  # a tensor that no module registered: AOTInductor would rename it
+            spec.kind, spec.persistent = InputKind.BUFFER, False
+    foreign = sorted(operator_libraries(program) - {*OPERATORS_OF_TORCH, OWN_OPERATORS})
+    if foreign:
+        requirement = "supported are the operators of torch and of dnis_torchrec"
+        remedy = "KeyedJaggedTensor's own `features[name]` calls FBGEMM, `ops.bag_splitting.select_features` not"
+        received = f"some of {foreign}, which a server may not have"
+        raise NotImplementedError(describe(place, requirement, received, remedy))
+    return program
+
+
+def operator_libraries(program: ExportedProgram) -> set[str]:
+    """Namespaces of the operators that a program calls.
+
+    Args:
+        program: as torch.export gave it.
+    """
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    return {target.namespace for target in targets if isinstance(target, torch._ops.OpOverload)}

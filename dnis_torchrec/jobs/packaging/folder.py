@@ -1,0 +1,86 @@
+"""The folder of a packaged model: package.json, which says what the model takes and hashes every other file.
+
+A package holds machine code, unlike an artifact: load only what you would run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from dnis_torchrec.artifact.manifest import describe_file, file_inside
+from dnis_torchrec.checks import check
+from dnis_torchrec.storage.json_files import conform, parse_json
+from dnis_torchrec.storage.whole_folders import FolderKind
+
+FORMAT = "dnis-torchrec-package"
+FORMAT_VERSION = "1.0"
+MANIFEST = "package.json"
+PACKAGE = FolderKind("package", MANIFEST, FORMAT)
+
+
+class _File(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class _Package(TypedDict):
+    kind: str
+    model: str
+    inputs: Any
+    feature_names: list[str]
+    num_dense: int
+    is_weighted: bool
+    libraries: list[str]
+    files: dict[str, _File]
+
+
+def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Writes package.json, adding format, version, and size and sha256 of every file that is there.
+
+    Args:
+        folder: the package's, with all other files in it.
+        fields: at least those of `_Package` without ``files``; JSON-able.
+
+    Raises:
+        TypeError: if a field is not JSON-able.
+        ValueError: if a number is not finite.
+    """
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        **fields,
+        "files": {name: describe_file(folder, name) for name in names},
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[str, Any]:
+    """Reads package.json and checks every file that it lists.
+
+    Args:
+        path: the package's folder.
+        check_hashes: also read every file and compare its sha256.
+
+    Raises:
+        ValueError: if the folder is no package, of a newer version, or damaged; names the file.
+    """
+    folder, place = Path(path), f"package {str(path)!r}, file {MANIFEST!r}"
+    remedy = "package the model again"
+    file = file_inside(folder, MANIFEST, place, "give a folder that `dnis package` wrote")
+    manifest: Any = parse_json(file.read_bytes(), Any, place, remedy=remedy)
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that `dnis package` wrote")
+    version = str(manifest.get("format_version"))
+    check(version.split(".")[0] == "1", place, "expected a format_version 1.x", version, "update dnis_torchrec")
+    conform(manifest, _Package, place, remedy=remedy)
+    for name, entry in manifest["files"].items():
+        place = f"package {str(path)!r}, file {name!r}"
+        file = file_inside(folder, name, place, remedy)
+        found = describe_file(folder, name) if check_hashes else {"bytes": file.stat().st_size}
+        for field, value in found.items():
+            check(value == entry[field], place, f"expected {field} {entry[field]}", value, remedy)
+    return manifest

@@ -1,0 +1,434 @@
+"""RunFolder: what a search leaves on disk, stage by stage, and how later commands find it again.
+
+run.json               recipe, seed, configuration, status, history, versions
+counts.safetensors     training frequencies
+blocks.safetensors     row blocks
+alpha.safetensors      alpha before merging
+scheme.safetensors     retained dims (described in run.json)
+model.safetensors      the plain model, merged and pruned; model.rank<r>.safetensors if several ranks have searched
+report.json            rows of results
+checkpoints/           the last states while training, and the best one
+lock                   held by the job that writes the run
+replaced.partial/      the run that stood here before, until this one has a checkpoint
+
+Where ranks on several hosts search and the run is to lie at a URL, they share no folder: rank 0 has one, and what
+every rank writes (`WRITTEN_BY_RANKS`) each puts at the URL by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.jobs.model_parts import delete_parts, has_parts, load_parts, part_name, save_parts
+from dnis_torchrec.ranks import rank_of, together
+from dnis_torchrec.report import ReportRow, read_rows, write_rows
+from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme
+from dnis_torchrec.soft_selection.table_shards import collections, ranks_of
+from dnis_torchrec.storage.fetching import FETCHED
+from dnis_torchrec.storage.files import Address, inside, put_file, remove_file
+from dnis_torchrec.storage.foreign_folders import check_outside, check_plain, file_lock, make_folder
+from dnis_torchrec.storage.json_files import NotNegative, Positive, conform, read_json
+from dnis_torchrec.storage.whole_files import unshared
+from dnis_torchrec.storage.whole_folders import FolderKind, new_folder
+from dnis_torchrec.storage.workplaces import PARTIAL, workplace
+from dnis_torchrec.training.checkpoint import checkpoint_folder
+
+FORMAT = "dnis-torchrec-run"
+FORMAT_VERSION = 1
+_KIND = FolderKind("run", "run.json", FORMAT)
+WRITTEN_BY_RANKS = ("checkpoints/*", part_name("*"))
+"""Patterns of the files that every rank writes; rank 0 writes the others."""
+REPLACED = f"replaced{PARTIAL}"
+"""Where a new run keeps the one that it replaces; no part of what is published."""
+
+_DAMAGED = "it was damaged; run `dnis search` again"
+
+
+class _Configuration(TypedDict):
+    num_blocks: NotRequired[Positive]
+
+
+class _Head(TypedDict):
+    """What later commands rely on of every run."""
+
+    status: str
+    recipe: str
+    seed: NotNegative
+    embedding_dim: NotRequired[Positive | None]
+    configuration: _Configuration
+
+
+class _FinishedHead(_Head):
+    """What later commands rely on of a run that has finished."""
+
+    primary_metric: str
+    higher_is_better: bool
+    notes: list[str]
+    versions: dict[str, str]
+    scheme: dict[str, DescribedTable]
+    history: list[dict[str, float]]
+    metrics: dict[str, float]
+
+
+class RunWriteError(RuntimeError):
+    """What a job found could not be written; what was there, as a search's checkpoints, is as it was."""
+
+
+class RunFolder:
+    """A run on disk. Every file is written whole or not at all; a run that says it has finished survives the machine.
+
+    Args:
+        path: the folder.
+        url: where ranks put what they write, if they do not all see the folder; only rank 0 may then use anything else.
+    """
+
+    def __init__(self, path: Path, *, url: str | None = None) -> None:
+        self.path, self._url = path, url
+
+    @staticmethod
+    def check_free(path: Path, *, overwrite: bool = False, can_resume: bool = True) -> None:
+        """Refuses a folder that `create` would.
+
+        Args:
+            path: where a run is to be made.
+            overwrite: see `create`.
+            can_resume: whether whoever asks could go on with a run that stands there; named as a remedy.
+
+        Raises:
+            ValueError: if something stands there already and may not be overwritten, or a link is in it.
+        """
+        if not path.exists() or _is_unused(path):
+            check_plain(path, f"run folder {path}")
+            return
+        is_run = (path / "run.json").is_file()
+        remedy = "choose another --out"
+        if is_run:
+            remedy += ", --resume the run or --overwrite it" if can_resume else " or --overwrite the run"
+        expected = "expected a folder that does not exist"
+        check(overwrite and is_run, f"run folder {path}", expected, "an existing one", remedy)
+        check_outside(path, f"run folder {path}")
+        check_plain(path, f"run folder {path}")
+
+    @staticmethod
+    def create(path: Path, *, url: str | None = None, overwrite: bool = False) -> RunFolder:
+        """Makes the folder of a new run.
+
+        Args:
+            path: where; parents are made.
+            url: see `RunFolder`. What ranks have put there is removed: it is of a run that is no more.
+            overwrite: replace a run that stands there. It is kept within the new one until `drop_replaced`, and
+                `delete` puts it back; with a URL, where parts of it are removed, it is deleted at once. Nothing but a
+                run is replaced.
+
+        Raises:
+            ValueError: if something stands there already and may not be overwritten.
+        """
+        RunFolder.check_free(path, overwrite=overwrite)
+        run = RunFolder(path, url=url)
+        if path.exists() and not _is_unused(path):
+            with run.lock():
+                run._set_aside()
+        make_folder(path / "checkpoints", within=path)
+        if url is not None:
+            run._remove_what_ranks_wrote(url)
+        return run
+
+    @staticmethod
+    @contextmanager
+    def whole(path: Path, *, overwrite: bool = False) -> Iterator[RunFolder]:
+        """A new run whose folder appears complete, or not at all: for what is written at once, and not searched for.
+
+        Args:
+            path: where; parents are made.
+            overwrite: replace a run that stands there, in one step and only when the new one is complete.
+
+        Yields:
+            The run to fill, in a hidden folder beside `path`.
+
+        Raises:
+            ValueError: if something stands there already and may not be overwritten, or another job is at work in it.
+        """
+        RunFolder.check_free(path, overwrite=overwrite, can_resume=False)
+        with ExitStack() as stack:
+            if path.exists():
+                stack.enter_context(RunFolder(path).lock())
+                if _is_unused(path):
+                    RunFolder(path).delete()
+            yield RunFolder(stack.enter_context(new_folder(path, overwrite=overwrite, kind=_KIND)))
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        """Opens the folder of a finished search.
+
+        Args:
+            path: the folder.
+
+        Raises:
+            ValueError: if it is none, was written by a newer version, its search did not finish, or a link is in it.
+        """
+        place = f"run folder {path}"
+        file = path / "run.json"
+        check(file.is_file(), place, "expected a folder written by `dnis search`", "no run.json in it")
+        check_plain(path, place)
+        run = RunFolder(path)
+        status = run.read_head()["status"]
+        remedy = "run `dnis search` to its end first"
+        check(status == "finished", place, "expected a search that has finished", repr(status), remedy)
+        return run
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all ranks see the folder."""
+        return self._url is None
+
+    @property
+    def checkpoints(self) -> Address:
+        """Where the checkpoints are."""
+        return inside(self._written_by_ranks, "checkpoints")
+
+    @property
+    def _written_by_ranks(self) -> Address:
+        return self.path if self._url is None else self._url
+
+    def has_checkpoint(self) -> bool:
+        """Whether training got as far as its first checkpoint."""
+        return bool(checkpoint_folder(self.checkpoints).steps())
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps other jobs from writing this run. The system lets go of it when this process ends, however it ends.
+
+        Works on local disks, and on NFS and other shared ones that pass flock on.
+
+        Raises:
+            ValueError: if another job, here or on another host, holds it, or there is a link in the run.
+        """
+        place = f"run folder {self.path}"
+        check_plain(self.path, place)
+        with file_lock(self.path / "lock") as owner:
+            remedy = "wait for it, or choose another --out"
+            check(owner is None, place, "expected no other job at work in it", owner, remedy)
+            yield
+
+    def status(self) -> str | None:
+        """``"searching"``, ``"interrupted"`` or ``"finished"``; None if there is no run."""
+        return self.read_head()["status"] if (self.path / "run.json").is_file() else None
+
+    def check_same(self, fields: Mapping[str, Any]) -> None:
+        """Checks that the run was started with the recipe and settings that it is to be resumed with.
+
+        Args:
+            fields: what the run is to be resumed with, as `write_head` takes it; JSON-able.
+
+        Raises:
+            ValueError: naming every difference.
+        """
+        head, wanted = _settings(self.read_head()), _settings(json.loads(json.dumps(fields)))
+        differences = [
+            f"{name} {head.get(name)} instead of {wanted.get(name)}"
+            for name in sorted(set(head) | set(wanted))
+            if head.get(name) != wanted.get(name)
+        ]
+        remedy = "repeat the run's own arguments to --resume it"
+        place = f"run folder {self.path}"
+        check(not differences, place, "expected a run with these settings", ", ".join(differences), remedy)
+
+    def delete(self) -> None:
+        """Deletes the folder and everything in it; the run that it has replaced is put back, if it is still there."""
+        if (self.path / REPLACED).is_dir():
+            self._put_back()
+        else:
+            shutil.rmtree(self.path)
+        if self._url is not None:
+            self._remove_what_ranks_wrote(self._url)
+
+    def drop_replaced(self) -> None:
+        """Deletes the run that this one has replaced, if this one has finished or can be gone on with."""
+        if (self.path / REPLACED).is_dir() and (self.status() == "finished" or self.has_checkpoint()):
+            shutil.rmtree(self.path / REPLACED, ignore_errors=True)
+
+    def _set_aside(self) -> None:
+        """Makes what stands here a folder of a new one."""
+        if self._url is not None:
+            shutil.rmtree(self.path)
+            return
+        path = self.path.resolve()
+        with workplace(path) as place:
+            place.set_aside(path)
+            path.mkdir()
+            os.rename(place.old, path / REPLACED)
+
+    def _put_back(self) -> None:
+        path = self.path.resolve()
+        with workplace(path) as place:
+            place.set_aside(path)
+            os.rename(place.old / REPLACED, path)
+
+    def _remove_what_ranks_wrote(self, url: str) -> None:
+        """After run.json, without which nothing there is taken for a run."""
+        remove_file(inside(url, "run.json"))
+        checkpoint_folder(self.checkpoints).remove()
+        delete_parts(url)
+
+    def read_head(self) -> dict[str, Any]:
+        """The content of run.json.
+
+        Raises:
+            ValueError: if it is no such file, of a newer version, or damaged; names the field.
+        """
+        file, place = self.path / "run.json", f"run folder {self.path}"
+        head: dict[str, Any] = read_json(file, dict[str, Any], remedy=_DAMAGED)
+        check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
+        version = head.get("format_version")
+        check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version)
+        conform(head, _FinishedHead if head.get("status") == "finished" else _Head, str(file), remedy=_DAMAGED)
+        return head
+
+    def write_head(self, status: str, fields: Mapping[str, Any]) -> None:
+        """Writes run.json.
+
+        Args:
+            status: ``"searching"``, ``"interrupted"`` or ``"finished"``.
+            fields: everything else; JSON-able.
+        """
+        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": status, **fields}
+        text = json.dumps(head, indent=1, allow_nan=False) + "\n"
+        put_file(self.path / "run.json", lambda file: file.write_text(text, encoding="utf-8"))
+
+    def announce(self) -> None:
+        """Puts run.json at the URL at once, if ranks write there: without it their checkpoints are nobody's."""
+        if self._url is not None:
+            put_file(inside(self._url, "run.json"), partial(shutil.copyfile, self.path / "run.json"))
+
+    def save_stages(self, counts: FrequencyCounts, blocks: RowBlocks) -> None:
+        """Writes counts and blocks, as soon as they are known.
+
+        Args:
+            counts: training frequencies.
+            blocks: row blocks.
+        """
+        counts.save(self.path / "counts.safetensors")
+        blocks.save(self.path / "blocks.safetensors")
+
+    def save_model(self, model: nn.Module, scheme: MixedDimensionScheme, alpha: Mapping[int, Tensor]) -> None:
+        """Writes the merged and pruned model, its scheme and the alpha it came from.
+
+        Distributed: all ranks of a sharded model call it; each writes its own shards, rank 0 the rest.
+
+        Args:
+            model: plain or sharded, merged and pruned.
+            scheme: its retained dims, the same on every rank.
+            alpha: embedding_dim -> ``(A, D)`` before merging.
+
+        Raises:
+            OSError: on all ranks, if one of them cannot write.
+            SafetensorError: on rank 0, if it is one of its own files that cannot be written; RuntimeError on the other
+                ranks.
+            StorageError: if storage does not answer; RuntimeError on the other ranks.
+        """
+        ranks = ranks_of(*collections(model).values())
+        with together(ranks.group):
+            if rank_of() == 0:
+                self._save("alpha", {f"dim{dim}": value for dim, value in alpha.items()})
+                self._save("scheme", unshared(scheme.to_tensors()))
+                delete_parts(self._written_by_ranks)
+                if ranks.world_size == 1:
+                    self._save("model", unshared(model.state_dict()))
+        if ranks.world_size > 1:
+            save_parts(self._written_by_ranks, model, ranks)
+
+    def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
+        put_file(self.path / f"{name}.safetensors", partial(save_file, tensors))
+
+    def counts(self) -> FrequencyCounts:
+        """Training frequencies."""
+        return FrequencyCounts.load(self.path / "counts.safetensors")
+
+    def blocks(self) -> RowBlocks:
+        """Row blocks."""
+        return RowBlocks.load(self.path / "blocks.safetensors")
+
+    def alpha(self) -> dict[int, Tensor]:
+        """alpha before merging, embedding_dim -> ``(A, D)``."""
+        tensors, place = self._tensors("alpha"), str(self.path / "alpha.safetensors")
+        for name in tensors:
+            check(re.fullmatch("dim[1-9][0-9]{0,8}", name) is not None, place, "expected names like 'dim8'", repr(name))
+        return {int(name.removeprefix("dim")): value for name, value in tensors.items()}
+
+    def scheme(self) -> MixedDimensionScheme:
+        """Retained dims."""
+        described, tensors = self.read_head()["scheme"], self._tensors("scheme")
+        check(bool(described), str(self.path / "run.json"), "expected at least one table", "none", _DAMAGED)
+        try:
+            return MixedDimensionScheme.from_parts(described, tensors)
+        except ValueError as error:
+            raise ValueError(f"{self.path / 'run.json'}, field scheme: {error}; {_DAMAGED}") from error
+
+    def state(self) -> dict[str, Tensor]:
+        """state_dict of the plain model."""
+        return load_parts(self.path) if has_parts(self.path) else self._tensors("model")
+
+    def tables(self) -> dict[str, Tensor]:
+        """Merged and pruned tables by name, ``(N, D)`` each."""
+        state, tables = self.state(), self.scheme().tables
+        keys = {name: _key(table.collection, f"embedding_bags.{name}.weight") for name, table in tables.items()}
+        missing = [key for key in keys.values() if key not in state]
+        place = f"run folder {self.path}"
+        check(not missing, place, "expected the model to hold the tables of run.json", f"no {missing[:3]}", _DAMAGED)
+        return {name: state[key] for name, key in keys.items()}
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Everything of the model that is no table."""
+        return {name: value for name, value in self.state().items() if ".embedding_bags." not in f".{name}"}
+
+    def rows(self) -> tuple[ReportRow, ...]:
+        """Rows of report.json."""
+        return read_rows(self.path / "report.json")
+
+    def write_rows(self, rows: list[ReportRow]) -> None:
+        """Writes report.json.
+
+        Args:
+            rows: in the order in which they should be read.
+        """
+        write_rows(self.path / "report.json", rows)
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        file = self.path / f"{name}.safetensors"
+        check(file.is_file(), str(file), "expected a file of the run", "none", "run `dnis search` again")
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise ValueError(describe(str(file), "expected a whole safetensors file", str(error))) from error
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether a folder holds no more than what a job makes before it writes run.json."""
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
+    names -= {name for name in names if name.endswith(PARTIAL)}  # a kill leaves what was being written
+    is_before_head = bool(names) and names <= {"checkpoints", "lock", FETCHED}  # of a URL, which has no empty folders
+    return is_before_head and not any((path / "checkpoints").glob("*"))
+
+
+def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the outcome of a run, by name."""
+    return {name: head.get(name) for name in ("recipe", "seed", "embedding_dim")} | dict(head["configuration"])
+
+
+def _key(collection: str, name: str) -> str:
+    return f"{collection}.{name}" if collection else name

@@ -1,0 +1,168 @@
+"""verify: everything that is checked and measured before an artifact goes into production."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.artifact import load_csr, read_manifest, read_scheme
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.users_code import errors_of_its_code, named_errors
+from dnis_torchrec.jobs import drop_in_, load_recorded, recipe_of_artifact
+from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
+from dnis_torchrec.jobs.verification.integrity import check_against_run, check_files
+from dnis_torchrec.jobs.verification.latency import Latency, measure_latency
+from dnis_torchrec.jobs.verification.parity import Oracle, Row, check_form, precision_of
+from dnis_torchrec.jobs.verification.resident import Resident, measure_resident
+from dnis_torchrec.jobs.verification.served import BASELINES, collections_of
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.training.evaluation import evaluate
+
+METRIC_LIMITS = {"fp32": 1e-5, "fp16": 5e-4, "int8": 5e-4}
+"""How far a form's metrics on the test split may be from those of the run, by precision; int4 is not judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What was found.
+
+    Attributes:
+        artifact: the folder.
+        forms: the forms that it holds.
+        findings: a line per thing checked.
+        resident: memory of each form, measured; empty if not asked for or the artifact is damaged.
+        latency: of each form and batch size; likewise.
+    """
+
+    artifact: str
+    forms: tuple[str, ...] = ()
+    findings: tuple[Finding, ...]
+    resident: tuple[Resident, ...] = ()
+    latency: tuple[Latency, ...] = field(default=())
+
+    @property
+    def failures(self) -> list[Finding]:
+        """Findings that make the verification fail."""
+        return [finding for finding in self.findings if finding.is_failure]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, and ``"ok"``."""
+        return {"ok": not self.failures, **asdict(self)}
+
+
+def verify(
+    artifact: Path,
+    *,
+    against: Path | None = None,
+    recipe: str | None = None,
+    data: Path | None = None,
+    measure: bool = True,
+    rounds: int = 100,
+) -> Verification:
+    """Checks an artifact: files, values, unknown ids and metric; measures memory and latency.
+
+    Every file is hashed. Every form is compared with the exact sparse rows on bags that break things. With `data` or
+    `recipe` every form is evaluated on the test split and compared with the run's figures.
+
+    Args:
+        artifact: the folder.
+        against: the run that it came from: tables and dense weights have to be the same.
+        recipe: ``module:function``; by default the one in the manifest, if that is the user's own code. The metric is
+            checked only if this or `data` is given, because it runs the recipe's code.
+        data: folder of the recipe's data.
+        measure: measure RSS and latency too.
+        rounds: lookups timed per form and batch size.
+
+    Returns:
+        Everything found. Damage is a finding, not an exception.
+
+    Raises:
+        ValueError: if `against` is no finished run.
+    """
+    manifest, findings = check_files(artifact)
+    if manifest is None or any(finding.is_failure for finding in findings):
+        return Verification(artifact=str(artifact), findings=tuple(findings))
+    scheme, forms = read_scheme(artifact), tuple(manifest["forms"])
+    if against is not None:
+        findings += check_against_run(artifact, manifest, against)
+    findings += _parity(artifact, manifest, scheme)
+    if recipe is not None or data is not None:
+        findings += _metrics(artifact, manifest, recipe, data)
+    resident: list[Resident] = []
+    latency: list[Latency] = []
+    if measure:
+        try:
+            resident = measure_resident(artifact, [*BASELINES, *forms])
+        except RuntimeError as error:
+            findings.append(Finding("memory", "all forms", FAILED, str(error)))
+        latency = measure_latency(artifact, scheme, [*BASELINES, *forms], rounds=rounds)
+    return Verification(
+        artifact=str(artifact),
+        forms=forms,
+        findings=tuple(findings),
+        resident=tuple(resident),
+        latency=tuple(latency),
+    )
+
+
+def _parity(artifact: Path, manifest: dict[str, Any], scheme: MixedDimensionScheme) -> list[Finding]:
+    if "csr" not in manifest["forms"]:
+        return [Finding("parity", "all forms", SKIPPED, "no exact sparse rows to compare with; export with form csr")]
+    findings = []
+    row = _exact_row(artifact, scheme)
+    parts = collections_of(scheme)
+    for fqn, part in parts.items():
+        for form in manifest["forms"]:
+            oracle = Oracle(scheme=part, row=row)
+            findings += check_form(artifact, form, fqn, oracle, is_only=len(parts) == 1)
+    return findings
+
+
+def _exact_row(artifact: Path, scheme: MixedDimensionScheme) -> Row:
+    exact = {name: load_csr(artifact, name) for name in scheme.tables}
+    known: dict[tuple[str, int], Tensor] = {}
+
+    def row(table: str, row_id: int) -> Tensor:
+        if (table, row_id) not in known:
+            sparse, dense = exact[table], torch.zeros(scheme.tables[table].embedding_dim)
+            begin, end = int(sparse.row_pointers[row_id]), int(sparse.row_pointers[row_id + 1])
+            dense[sparse.columns[begin:end].long()] = sparse.values[begin:end]
+            known[table, row_id] = dense
+        return known[table, row_id]
+
+    return row
+
+
+def _metrics(artifact: Path, manifest: dict[str, Any], recipe: str | None, data: Path | None) -> list[Finding]:
+    run = manifest["run"]
+    if "metrics" not in run or (recipe is None and "recipe" not in run):
+        return [Finding("metric", "all forms", SKIPPED, "the manifest names no recipe or no metrics")]
+    findings = []
+    for form in manifest["forms"]:
+        try:
+            with named_errors():
+                metrics = _evaluate(artifact, form, recipe, data)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            findings.append(Finding("metric", form, FAILED, str(error)))
+            continue
+        limit = METRIC_LIMITS.get(precision_of(form))
+        judgement = "not judged" if limit is None else f"may be {limit:g}"
+        for name in sorted(set(metrics) & set(run["metrics"])):
+            change = metrics[name] - run["metrics"][name]
+            detail = f"{metrics[name]:.6f}, {change:+.6f} from the run's ({judgement})"
+            findings.append(judged("metric", f"{form}, {name}", limit is None or abs(change) <= limit, detail))
+    return findings
+
+
+def _evaluate(artifact: Path, form: str, recipe: str | None, data: Path | None) -> dict[str, float]:
+    """On the CPU, which every form runs on; the four-bit one cannot be moved elsewhere. No other rank has a part."""
+    spec = load_recorded(artifact, read_manifest(artifact)["run"], data, recipe)
+    built = recipe_of_artifact(artifact, data, recipe=recipe)
+    drop_in_(built.model, artifact, form=form)
+    with torch.inference_mode(), errors_of_its_code(spec):
+        task = TrainTask(built.model, built.loss)
+        return evaluate(task, built.data.test, built.loss, torch.device("cpu"))

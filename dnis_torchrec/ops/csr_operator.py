@@ -1,0 +1,309 @@
+"""The operator ``dnis_torchrec::csr_embedding_bag``: all features of a collection, from compressed sparse rows.
+
+Three implementations of one meaning: compiled for the CPU (csrc/lookups/csr_embedding_bag.cpp), a Triton
+kernel for CUDA (csr_triton.py), and from torch's own operators for every other device, for tables of several shards on
+CUDA, and where nothing can be compiled. A fake one lets torch.export through.
+
+Shapes: B batch, F features, I ids of a batch, D embedding_dim, n rows and V values of a shard.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.ops.bag_offsets import register_bag_offsets
+from dnis_torchrec.ops.batch_checks import INTEGERS
+from dnis_torchrec.ops.compact_pointers import num_rows_of, row_bounds
+from dnis_torchrec.ops.interleaved_rows import RowLayout, read_rows
+from dnis_torchrec.ops.native_build import (
+    INSTRUCTION_SETS,
+    NO_COMPILE,
+    SECONDS_TO_COMPILE,
+    NativeLibrary,
+    cache_folder,
+    chosen_instruction_set,
+    find_compiler,
+)
+
+NAMESPACE, NAME = "dnis_torchrec", "csr_embedding_bag"
+SCHEMA = (
+    f"{NAME}(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, Tensor layout, "
+    "int[]? keys, SymInt batch_size, int width, bool zero_unknown) -> Tensor"
+)
+"""The same as in the C++ source, which defines it where the library is loaded without Python."""
+
+_lock = threading.Lock()
+
+
+def load_operator() -> bool:
+    """Makes ``torch.ops.dnis_torchrec.csr_embedding_bag`` there, compiling it if need be; modules do so by themselves.
+
+    Call it before running an exported program in a process that builds no CSR module. Further calls do nothing.
+    Without a compiler, or with ``DNIS_NO_COMPILE=1``, torch's own operators do the work: same results, many times
+    slower.
+
+    Returns:
+        Whether the compiled implementation is used on the CPU.
+
+    Warns:
+        RuntimeWarning: if it could not be compiled, with the reason.
+
+    Example:
+        >>> load_operator() in (True, False)
+        True
+    """
+    with _lock:
+        return _load_operator()
+
+
+@functools.cache
+def _load_operator() -> bool:
+    compiled = _load_library()
+    if not compiled:
+        torch.library.define(f"{NAMESPACE}::{NAME}", SCHEMA.removeprefix(NAME))
+    # on the CPU the compiled implementation goes before this one
+    torch.library.impl(f"{NAMESPACE}::{NAME}", "CompositeExplicitAutograd", torch_csr_embedding_bag)
+    if torch.cuda.is_available():
+        from dnis_torchrec.ops import csr_triton  # Triton takes seconds to load
+
+        if csr_triton.triton is not None:
+            implementation = partial(_cuda_csr_embedding_bag, csr_triton.triton_csr_embedding_bag)
+            torch.library.impl(f"{NAMESPACE}::{NAME}", "CUDA", implementation)
+    torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake_csr_embedding_bag)
+    register_bag_offsets(compiled=compiled)
+    return compiled
+
+
+def _load_library() -> bool:
+    if os.environ.get(NO_COMPILE, "0") not in ("", "0"):
+        return False
+    try:
+        load()
+    except (OSError, RuntimeError) as error:
+        slow = "lookups run on torch's operators, many times slower"
+        warnings.warn(f"{error}\n{slow}; {NO_COMPILE}=1 silences this", RuntimeWarning, stacklevel=5)
+        return False
+    return True
+
+
+def torch_csr_embedding_bag(
+    ids: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    tables: Sequence[Tensor],
+    layout: Tensor,
+    keys: Sequence[int] | None,
+    batch_size: int,
+    width: int,
+    zero_unknown: bool,
+) -> Tensor:
+    """The operator's meaning, from torch's own operators; same arguments and result as the compiled one.
+
+    For feature f read from table t, with ids i_1 .. i_L of a bag and weights w (1 if there are none),
+    ``out[bag, first_column + columns[p]] = sum over i, p of w_i * scale_i * values[p]``, p running from
+    ``row_pointers[i]`` to ``row_pointers[i + 1]``; MEAN divides by L.
+
+    Args:
+        ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
+        offsets: ``(keys * B + 1,)`` int32 or int64: bag b of key k holds ids ``offsets[k * B + b]`` up to the next.
+        per_sample_weights: ``(I,)`` float32, or None.
+        tables: for each table its shards (consecutive rows, most often all of them), and for each shard its rows,
+            uint8, interleaved (see interleaved_rows.py), and its row_pointers, ``(n + 1,)`` int32 or int64 or, as
+            uint8, compact (see compact_pointers.py). One list, because torch takes longer to hand two over than to
+            look a bag up.
+        layout: ``(F, 7)`` int64, on the CPU for lookups there: per feature the first shard of its table and how many
+            there are, its first output column, D, 1 for MEAN, and the bytes of a value (4 float32, 2 float16, 1 int8
+            with scales) and of a column (1 or 2).
+        keys: per feature the position of its key among those of `offsets`; None: the features in order.
+        batch_size: B.
+        width: output columns, the sum of D over features.
+        zero_unknown: ids outside a table contribute zero (and count in L); otherwise they raise.
+
+    Returns:
+        ``(B, width)`` float32.
+
+    Raises:
+        ValueError: for an id outside its table, for offsets, row pointers or columns that point out of theirs, and for
+            ids that are no int32 or int64.
+
+    Example:
+        >>> from dnis_torchrec.ops.interleaved_rows import interleaved
+        >>> columns, row_pointers = torch.tensor([1, 0, 1], dtype=torch.uint8), torch.tensor([0, 1, 1, 3])
+        >>> rows = interleaved(torch.tensor([2.0, 3.0, 4.0]), columns, row_pointers)
+        >>> table, layout = [rows, row_pointers], torch.tensor([[0, 1, 0, 2, 0, 4, 1]])
+        >>> ids, offsets = torch.tensor([0, 2, 1]), torch.tensor([0, 2, 3])
+        >>> torch_csr_embedding_bag(ids, offsets, None, table, layout, None, 2, 2, False).tolist()
+        [[3.0, 6.0], [0.0, 0.0]]
+    """
+    check(ids.dtype in INTEGERS, f"{NAME}: ids", "expected int32 or int64", ids.dtype)
+    shards, bounds = split_shards(tables), offsets.long()
+    ends = (int(bounds[0]), int(bounds[-1])) if bounds.numel() else None
+    rises = ends == (0, ids.numel()) and bool((bounds.diff() >= 0).all())
+    check(rises, f"{NAME}: offsets", "expected them to rise from 0 to the number of ids", "others")
+    num_bags = bounds.numel() - 1
+    fits = keys is not None or not batch_size or num_bags == len(layout) * batch_size
+    check(fits, f"{NAME}: offsets", "expected bags for each feature and for no other", num_bags)
+    out = torch.zeros(batch_size, width, device=ids.device)
+    for feature, fields in enumerate(layout.tolist()):
+        first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
+        key, place = feature if keys is None else keys[feature], f"{NAME}: feature {feature}"
+        table = shards[first_shard : first_shard + num_shards]
+        bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
+        first, last, lengths = int(bags[0]), int(bags[-1]), bags.diff()
+        bag = torch.repeat_interleave(lengths, output_size=last - first)
+        row, num_rows = ids[first:last].long(), sum(num_rows_of(pointers) for _, pointers in table)
+        is_row = (row >= 0) & (row < num_rows)
+        if not zero_unknown:
+            _check_all(is_row, place, f"expected ids in 0..{num_rows - 1}", row)
+        known = is_row.nonzero().squeeze(1)
+        weights = None if per_sample_weights is None else per_sample_weights[first:last][known]
+        entry, column, value = _values_of_table(table, RowLayout(*row_layout), row[known], weights, place)
+        _check_all(column < embedding_dim, place, "expected columns below embedding_dim", column)
+        pooled = out.new_zeros(batch_size * embedding_dim)
+        pooled.index_add_(0, bag[known][entry] * embedding_dim + column, value)
+        pooled = pooled.view(batch_size, embedding_dim)
+        if is_mean:
+            pooled /= lengths.clamp(min=1).unsqueeze(1)
+        out[:, first_column : first_column + embedding_dim] = pooled
+    return out
+
+
+def _cuda_csr_embedding_bag(by_triton: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    layout = arguments[4]
+    whole = all(num_shards == 1 for num_shards in layout[:, 1].tolist())
+    return (by_triton if whole else torch_csr_embedding_bag)(*arguments)
+
+
+def split_shards(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Rows and row pointers of each shard, from the operator's list.
+
+    Args:
+        tensors: rows and row pointers of every shard in turn, see `tables` of `torch_csr_embedding_bag`.
+
+    Raises:
+        ValueError: if the last shard lacks its row pointers.
+    """
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def _check_all(condition: Tensor, place: str, requirement: str, values: Tensor) -> None:
+    """Raises a ValueError with the first of `values` for which `condition` does not hold."""
+    if not bool(condition.all()):
+        raise ValueError(describe(place, requirement, int(values[~condition][0])))
+
+
+def _values_of_table(
+    shards: Sequence[tuple[Tensor, Tensor]], layout: RowLayout, rows: Tensor, weights: Tensor | None, place: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_values_of_rows`, of a table that may lie in several shards; in the order of the rows that were asked for."""
+    if len(shards) == 1:
+        return _values_of_rows(shards[0], layout, rows, weights, place)
+    parts, first = [], 0
+    for shard in shards:
+        num_rows = num_rows_of(shard[1])
+        inside = ((rows >= first) & (rows < first + num_rows)).nonzero().squeeze(1)
+        own_weights = None if weights is None else weights[inside]
+        entry, column, value = _values_of_rows(shard, layout, rows[inside] - first, own_weights, place)
+        parts.append((inside[entry], column, value))
+        first += num_rows
+    entry, column, value = (torch.cat(found) for found in zip(*parts, strict=True))
+    order = entry.argsort(stable=True)
+    return entry[order], column[order], value[order]
+
+
+def _values_of_rows(
+    shard: tuple[Tensor, Tensor], layout: RowLayout, rows: Tensor, weights: Tensor | None, place: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All values of the given rows, one row after the other: which row (by position), which column, and the value."""
+    interleaved_rows, row_pointers = shard
+    begin, end = row_bounds(row_pointers, rows)
+    # the first part keeps the second from overflowing
+    rising = (begin >= 0) & (begin <= end) & (end <= interleaved_rows.numel())
+    rising &= (rows + 1) * layout.scale_bytes + end * layout.entry_bytes <= interleaved_rows.numel()
+    _check_all(rising, place, "expected rising row pointers up to the number of values", rows)
+    entry, column, value, scale = read_rows(interleaved_rows, layout, rows, begin, end - begin)
+    factor = scale if weights is None else weights * scale
+    return entry, column, value * factor[entry]
+
+
+def _fake_csr_embedding_bag(
+    ids: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    tables: Sequence[Tensor],
+    layout: Tensor,
+    keys: Sequence[int] | None,
+    batch_size: int,
+    width: int,
+    zero_unknown: bool,
+) -> Tensor:
+    return ids.new_empty((batch_size, width), dtype=torch.float32)
+
+
+__all__ = [
+    "INSTRUCTION_SETS",
+    "NO_COMPILE",
+    "SOURCES",
+    "build",
+    "cache_folder",
+    "find_compiler",
+    "instruction_set",
+    "load",
+]
+
+SOURCES = Path(__file__).parent / "csrc" / "lookups"
+
+
+def build(*, compiler: str | None = None) -> Path:
+    """Gives the compiled library, building it if there is none for this source and this torch yet.
+
+    Args:
+        compiler: command of the C++ compiler; by default the variable CXX, else the first there is.
+
+    Returns:
+        Path of the library, see `NativeLibrary.build`.
+
+    Raises:
+        RuntimeError, OSError: see `NativeLibrary.build`.
+    """
+    return _library().build(compiler=compiler, seconds=SECONDS_TO_COMPILE)
+
+
+def load() -> None:
+    """Makes the operators there in this process, from what `build` gives.
+
+    Raises:
+        RuntimeError, OSError: see `NativeLibrary.load`.
+    """
+    _library().load()
+
+
+def _library() -> NativeLibrary:
+    return NativeLibrary(name="csr_embedding_bag", place="CSR lookup", sources=SOURCES)
+
+
+def instruction_set(*, limit: str | None = None) -> str:
+    """The instruction set that compiled lookups run on: the widest that the machine has. All give the same bits.
+
+    Args:
+        limit: from now on use at most ``"baseline"``, ``"avx2"`` or ``"avx512"``; None leaves it as it is.
+
+    Returns:
+        ``"avx512"``, ``"avx2"`` or ``"baseline"``.
+
+    Raises:
+        ValueError: for an unknown limit.
+        RuntimeError, OSError: see `build`.
+    """
+    return chosen_instruction_set(build(), "dnis_instruction_set", limit)

@@ -1,0 +1,219 @@
+"""Builds the compiled operators once per machine, with the C++ compiler that is there.
+
+The first module of a process that needs an operator builds its library. Sources are written against torch's stable
+ABI, so a build takes seconds and needs neither ninja nor the whole of torch's headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dnis_torchrec.checks import check_known, describe
+from dnis_torchrec.user_folders import user_cache_folder
+
+COMPILERS = ("c++", "g++", "clang++")
+"""Names tried where the variable CXX gives none."""
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=off",  # a fused multiply-add would round otherwise than the baseline and torch do
+    "-fPIC",
+    "-shared",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch of dnis_torchrec._dependencies: 2.11
+)
+NO_COMPILE = "DNIS_NO_COMPILE"
+"""Environment variable: set to anything but 0, nothing is compiled or loaded, and torch's own operators do the work."""
+SECONDS_TO_COMPILE = 300
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+"""From narrow to wide: a library holds its loops for each, so that one serves every machine."""
+ELF_MAGIC = b"\x7fELF"
+ELF_HEADER = struct.Struct("=40xQ10xHH2x")
+"""Of a 64-bit file: where the section headers begin, how long one is, and how many there are."""
+
+logger = logging.getLogger(__name__)
+
+_built_elsewhere: ContextVar[tuple[Path, ...]] = ContextVar("built_elsewhere", default=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeLibrary:
+    """A shared library, and what it is compiled from.
+
+    Attributes:
+        name: of the library.
+        place: what it is, for errors.
+        sources: folder of the ``.cpp`` files that are compiled, and of all that they include.
+    """
+
+    name: str
+    place: str
+    sources: Path
+
+    def load(self) -> None:
+        """Makes the operators there in this process. A library that cannot be loaded is built again, once.
+
+        Raises:
+            RuntimeError: as `build`.
+            OSError: as `build`, or if what was built cannot be loaded either.
+        """
+        library = self.build()
+        try:
+            torch.ops.load_library(library)
+        except OSError as error:  # of another machine, most often: its C library or its torch are others
+            logger.info("building %s again, for it cannot be loaded: %s", library, error)
+            torch.ops.load_library(self.build(again=True))
+
+    def build(self, *, compiler: str | None = None, seconds: float = SECONDS_TO_COMPILE, again: bool = False) -> Path:
+        """Gives the library, building it if there is none for these sources and this torch yet, or no whole one.
+
+        Where that fails, one that was built elsewhere does, see `built_elsewhere`.
+
+        Several processes may build at once: each compiles to a file of its own and renames it, so a library is there
+        whole or not at all.
+
+        Args:
+            compiler: command of the C++ compiler; by default the variable CXX, else the first of `COMPILERS` there is.
+            seconds: how long it may take.
+            again: replace the library that is there.
+
+        Returns:
+            Path of the library, in ``$XDG_CACHE_HOME/dnis_torchrec`` (default ``~/.cache/dnis_torchrec``).
+
+        Raises:
+            RuntimeError: if there is no compiler, it fails (its last words are quoted), or the library that is there
+                belongs to, or can be written by, somebody else.
+            OSError: if the cache folder cannot be written.
+        """
+        try:
+            return self._build(compiler, seconds, again)
+        except (OSError, RuntimeError) as error:
+            for library in _built_elsewhere.get():
+                if library.name.rpartition("_")[0] == self.name:
+                    logger.info("taking %s, for here: %s", library, error)
+                    return library
+            raise
+
+    def _build(self, compiler: str | None, seconds: float, again: bool) -> Path:
+        library = cache_folder() / f"{self.name}_{self._key()}.so"
+        if again or not library.exists() or _is_cut_off(library):
+            command = compiler or find_compiler()
+            if command is None:
+                requirement = f"expected a C++ compiler: CXX or one of {COMPILERS}"
+                raise RuntimeError(
+                    describe(self.place, requirement, "none", "install one, for example the package g++")
+                )
+            library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._compile(command, library, seconds)
+        self._check_owner(library)
+        return library
+
+    def _compile(self, compiler: str, library: Path, seconds: float) -> None:
+        root = Path(torch.__file__).parent
+        sources = [str(source) for source in sorted(self.sources.glob("*.cpp"))]
+        where = ["-isystem", str(root / "include"), f"-L{root / 'lib'}"]
+        logger.info("compiling %s", library)
+        from dnis_torchrec.storage.workplaces import workplace  # serving mostly finds what is built, and needs none
+
+        with workplace(library) as place:
+            command = [compiler, *FLAGS, *where, *sources, "-o", str(place.new), "-ltorch_cpu", "-lc10"]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            except subprocess.TimeoutExpired as error:
+                requirement = f"expected {compiler} to compile it within {seconds} s"
+                remedy = f"set {NO_COMPILE}=1"
+                raise RuntimeError(describe(self.place, requirement, "nothing by then", remedy)) from error
+            if done.returncode:
+                words = "\n".join(done.stderr.strip().splitlines()[-20:])
+                remedy = f"try another compiler with CXX=..., or set {NO_COMPILE}=1 and go without"
+                raise RuntimeError(describe(self.place, f"expected {compiler} to compile it", f"\n{words}\n", remedy))
+            os.chmod(place.new, 0o755)
+            os.replace(place.new, library)
+
+    def _key(self) -> str:
+        """Hash of what is compiled; not of the compiler, so that a library outlives it, as in a slim serving image."""
+        parts = [str(torch.__version__), platform.machine(), *FLAGS]
+        digest = hashlib.sha256("\0".join(parts).encode())
+        for source in sorted(self.sources.iterdir()):
+            digest.update(source.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def _check_owner(self, library: Path) -> None:
+        """Code is loaded only from a file that nobody but its reader, or root, can have written."""
+        status = library.stat()
+        if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
+            requirement = "expected a library that only you or root can write"
+            raise RuntimeError(describe(f"{self.place} {str(library)!r}", requirement, "another", "remove it"))
+
+
+def _is_cut_off(library: Path) -> bool:
+    """Whether an ELF file ends before its section headers do, its last part. Loading one ends the process by SIGBUS."""
+    with library.open("rb") as stream:
+        header = stream.read(ELF_HEADER.size)
+    if not ELF_MAGIC.startswith(header[: len(ELF_MAGIC)]):
+        return False
+    if len(header) < ELF_HEADER.size:
+        return True
+    first_byte, header_bytes, num_headers = ELF_HEADER.unpack(header)
+    return library.stat().st_size < first_byte + header_bytes * num_headers
+
+
+@contextmanager
+def built_elsewhere(libraries: Sequence[Path]) -> Iterator[None]:
+    """Has `NativeLibrary.build` give libraries that were built elsewhere, where it cannot build them itself.
+
+    Args:
+        libraries: files that `build` gave there, under the names that they had; code that the caller trusts.
+    """
+    token = _built_elsewhere.set(tuple(library.resolve() for library in libraries))
+    try:
+        yield
+    finally:
+        _built_elsewhere.reset(token)
+
+
+def chosen_instruction_set(library: Path, function: str, limit: str | None) -> str:
+    """Asks a library which instruction set its loops run on, or sets it: the widest that the machine has, by default.
+
+    Args:
+        library: path of the library.
+        function: what it is asked by.
+        limit: from now on use at most this one of `INSTRUCTION_SETS`; None leaves it as it is.
+
+    Raises:
+        ValueError: for an unknown limit.
+    """
+    if limit is not None:
+        check_known("instruction set", limit, INSTRUCTION_SETS)
+    name = getattr(ctypes.CDLL(str(library)), function)
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
+    return name(None if limit is None else limit.encode()).decode()
+
+
+def find_compiler() -> str | None:
+    """Command of the C++ compiler that builds, or None."""
+    named = os.environ.get("CXX")
+    return next((path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None)
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: ``$XDG_CACHE_HOME/dnis_torchrec``, by default ``~/.cache/dnis_torchrec``."""
+    return user_cache_folder() / "dnis_torchrec"
+
+
+def may_compile() -> bool:
+    """False if `NO_COMPILE` forbids it."""
+    return os.environ.get(NO_COMPILE, "0") in ("", "0")

@@ -1,7 +1,0 @@
-"""Pruning: which values of the merged tables are retained, exactly for a requested size, on one rank or many."""
-
-from dnis_torchrec.pruning.elements import keep_largest_, num_elements
-from dnis_torchrec.pruning.mask import RetainedMask
-from dnis_torchrec.pruning.prune import STRUCTURES, check_pruning, drop_zeros_, prune
-
-__all__ = ["STRUCTURES", "RetainedMask", "check_pruning", "drop_zeros_", "keep_largest_", "num_elements", "prune"]

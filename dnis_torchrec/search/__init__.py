@@ -1,0 +1,1 @@
+"""Search: both levels in one pipeline, which columns die, what is retained. Import from its modules."""

@@ -1,0 +1,273 @@
+"""Budget: a requested size, and what each retained column of a block costs of it.
+
+The user names a size once, as a compression ratio, a number of parameters or bytes of a named export form; the search
+and pruning both spend it column by column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.scheme import column_bytes, pointer_bytes
+
+UNSPENT_SHARE = 0.03
+"""Share of a budget that may be left unspent before a worse but better fitting choice is taken."""
+
+BYTE_FORMS = ("mixed_dimension_fp32", "csr_fp32")
+
+
+class SizeOutOfReachError(ValueError):
+    """A size that the tables cannot be brought to, or that would leave nothing of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A requested size of all tables together: exactly one of the three.
+
+    Attributes:
+        compression_ratio: uncompressed over retained parameters, above 1.
+        parameters: retained parameters.
+        embedding_bytes: bytes of the form `form`, index bytes counted.
+        form: ``"mixed_dimension_fp32"`` or ``"csr_fp32"``; used with `embedding_bytes`.
+
+    Raises:
+        ValueError: if not exactly one is given, or it is out of range.
+
+    Example:
+        >>> Size(compression_ratio=10).given
+        ('compression_ratio', 10)
+    """
+
+    compression_ratio: float | None = None
+    parameters: int | None = None
+    embedding_bytes: int | None = None
+    form: str = "mixed_dimension_fp32"
+
+    def __post_init__(self) -> None:
+        given = self._all_given()
+        check(
+            len(given) == 1, "size", "expected one of compression_ratio, parameters, embedding_bytes", given or "none"
+        )
+        name, value = self.given
+        above = 1 if name == "compression_ratio" else 0
+        is_fit = math.isfinite(value) and value > above
+        check(is_fit, name, f"expected a finite number above {above}", value)
+        check(self.form in BYTE_FORMS, "form", f"expected one of {BYTE_FORMS}", repr(self.form))
+
+    @property
+    def given(self) -> tuple[str, float]:
+        """Which of the three is given, and its value."""
+        ((name, value),) = self._all_given().items()
+        return name, value
+
+    def pressed_to(self, compression: float, dense_parameters: int) -> Size:
+        """This size, or that of a compression where this one is larger.
+
+        Args:
+            compression: of parameters, or of float32 bytes, as this size is given.
+            dense_parameters: parameters of the uncompressed tables.
+
+        Example:
+            >>> Size(compression_ratio=2).pressed_to(6, 1200), Size(parameters=100).pressed_to(6, 1200).parameters
+            (Size(compression_ratio=6, parameters=None, embedding_bytes=None, form='mixed_dimension_fp32'), 100)
+        """
+        if self.compression_ratio is not None:
+            return replace(self, compression_ratio=max(self.compression_ratio, compression))
+        if self.parameters is not None:
+            return replace(self, parameters=min(self.parameters, int(dense_parameters / compression)))
+        _, num_bytes = self.given
+        return replace(self, embedding_bytes=min(int(num_bytes), int(4 * dense_parameters / compression)))
+
+    def _all_given(self) -> dict[str, float]:
+        three = {
+            "compression_ratio": self.compression_ratio,
+            "parameters": self.parameters,
+            "embedding_bytes": self.embedding_bytes,
+        }
+        return {name: value for name, value in three.items() if value is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """What may be spent, and what each column costs.
+
+    Attributes:
+        amount: parameters or bytes left for values, fixed index bytes taken off.
+        column_costs: table -> ``(S,)`` float64, the cost of retaining one column of each block: its seen rows
+            (never-seen rows are not stored), or their bytes.
+        unit: ``"parameters"`` or ``"bytes"``.
+    """
+
+    amount: float
+    column_costs: Mapping[str, Tensor]
+    unit: str
+
+    @staticmethod
+    def of(size: Size, blocks: RowBlocks, *, by_alpha_row: bool = False) -> Budget:
+        """Turns a size into a budget.
+
+        Args:
+            size: what the user asked for.
+            blocks: the blocks that are retained or dropped.
+            by_alpha_row: whether a column is retained in all tables that share a row of alpha or in none of them, as a
+                search with pressure decides; by itself it is in each block on its own.
+
+        Raises:
+            SizeOutOfReachError: if not even one column of the cheapest block fits; the message gives the smallest size
+                that does.
+            ValueError: if training looked up no row at all.
+        """
+        budget = Budget.unchecked(size, blocks)
+        prices = [cost[blocks.seen_rows[table] > 0] for table, cost in budget.column_costs.items()]
+        check(any(cost.numel() for cost in prices), "blocks", "expected rows that training looked up", "none")
+        if by_alpha_row:
+            seen = blocks.seen_rows
+            prices = [cost[blocks.per_alpha_row(d, seen) > 0] for d, cost in budget.cost_per_alpha_row(blocks).items()]
+        cheapest = min(float(cost.min()) for cost in prices if cost.numel())
+        if budget.amount < cheapest:
+            raise out_of_reach(size, blocks, cheapest)
+        return budget
+
+    @staticmethod
+    def unchecked(size: Size, blocks: RowBlocks) -> Budget:
+        """As `of`, for a size that may pay for nothing.
+
+        Args:
+            size: what the user asked for.
+            blocks: the blocks that are retained or dropped.
+        """
+        costs, fixed, unit = _costs(size, blocks)
+        name, value = size.given
+        within = _dense_parameters(blocks) / value * (1 + 1e-12)  # 1716 / 8.8 is 194.999...
+        return Budget(float(within if name == "compression_ratio" else value - fixed), costs, unit)
+
+    def share(self, blocks: RowBlocks) -> float:
+        """The budget as a share of what all columns of all blocks together cost.
+
+        Args:
+            blocks: those that the budget was made for.
+
+        Returns:
+            At most 1.
+        """
+        total = sum(float(self.column_costs[t].sum()) * blocks.embedding_dims[t] for t in self.column_costs)
+        return min(1.0, self.amount / total)
+
+    def cost_per_alpha_row(self, blocks: RowBlocks) -> dict[int, Tensor]:
+        """embedding_dim -> ``(A,)`` float64: the cost of one dimension of each row of alpha.
+
+        Args:
+            blocks: those that the budget was made for; what tables share a row of alpha adds up.
+        """
+        return {dim: blocks.per_alpha_row(dim, self.column_costs) for dim in blocks.alpha_shapes}
+
+
+def keep_within(scores: Tensor, costs: Tensor, amount: float) -> Tensor:
+    """Chooses what to keep: highest score first, as long as the budget lasts; earlier ones first among equals.
+
+    Goes on past an item that no longer fits, so that small items fill up what a large one leaves. If more than
+    UNSPENT_SHARE of the budget is still left then, one kept item gives way to a dearer dropped one: the pair that
+    spends most of what is left.
+
+    Args:
+        scores: ``(n,)``; items that score 0 are never kept.
+        costs: ``(n,)``.
+        amount: the budget.
+
+    Returns:
+        ``(n,)`` bool.
+
+    Example:
+        >>> keep_within(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([2.0, 3.0, 1.0]), 3.5).tolist()
+        [True, False, True]
+    """
+    kept = torch.zeros(scores.numel(), dtype=torch.bool)
+    left = amount
+    for index in torch.argsort(scores, descending=True, stable=True).tolist():
+        cost = float(costs[index])
+        if float(scores[index]) > 0 and cost <= left:
+            kept[index] = True
+            left -= cost
+    if left > UNSPENT_SHARE * amount:
+        _exchange_one_(kept, scores, costs, left)
+    return kept
+
+
+def _exchange_one_(kept: Tensor, scores: Tensor, costs: Tensor, left: float) -> None:
+    """Replaces one kept item by a dropped, dearer one, so that less than before is left of the budget."""
+    dropped = (~kept & (scores > 0)).nonzero().flatten().tolist()
+    best: tuple[float, float, int, int] | None = None
+    for out in kept.nonzero().flatten().tolist():
+        for into in dropped:
+            gain = float(costs[into] - costs[out])
+            if 0 < gain <= left and (best is None or (gain, -float(scores[out])) > best[:2]):
+                best = (gain, -float(scores[out]), out, into)
+    if best is not None:
+        kept[best[2]], kept[best[3]] = False, True
+
+
+def _costs(size: Size, blocks: RowBlocks) -> tuple[dict[str, Tensor], float, str]:
+    """(cost of a column per block, fixed index bytes, unit)."""
+    seen = {table: rows.double() for table, rows in blocks.seen_rows.items()}
+    if size.embedding_bytes is None:
+        return seen, 0.0, "parameters"
+    costs, fixed = {}, 0.0
+    for table, routing in blocks.routings.items():
+        num_rows = routing.num_embeddings
+        if size.form == "csr_fp32":
+            costs[table] = seen[table] * (4 + column_bytes(blocks.embedding_dims[table]))
+            fixed += pointer_bytes(num_rows, blocks.embedding_dims[table])
+        else:
+            costs[table] = seen[table] * 4 + 2
+            fixed += 8 * (routing.num_blocks + 1) + (0 if routing.boundaries is not None else 4 * num_rows)
+    return costs, fixed, "bytes"
+
+
+def _dense_parameters(blocks: RowBlocks) -> int:
+    return sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
+
+
+def out_of_reach(size: Size, blocks: RowBlocks, amount: float) -> SizeOutOfReachError:
+    """The error for a size that retains nothing; names the smallest one, as the user gave it, that retains something.
+
+    Args:
+        size: what the user asked for.
+        blocks: of all tables.
+        amount: the smallest `Budget.amount` that buys a column.
+    """
+    name, received = size.given
+    if name == "compression_ratio":
+        limit = math.floor(100 * _dense_parameters(blocks) / amount) / 100  # rounded up, it could not be met
+        return SizeOutOfReachError(
+            describe(name, f"expected at most {limit:.2f} for these tables and blocks", received)
+        )
+    _, fixed, _ = _costs(size, blocks)
+    smallest = math.ceil((fixed + amount) * (1 - 1e-12))
+    return SizeOutOfReachError(describe(name, f"expected at least {smallest} for these tables and blocks", received))
+
+
+def check_compresses(size: Size, dense_parameters: int) -> None:
+    """Checks that a size in parameters or bytes is none above that of the uncompressed tables.
+
+    Args:
+        size: what the user asked for; a compression ratio is above 1 in any case.
+        dense_parameters: of the uncompressed tables: the sum of N D.
+
+    Raises:
+        ValueError: naming the size of the uncompressed tables.
+
+    Example:
+        >>> check_compresses(Size(embedding_bytes=4000), dense_parameters=1000)
+    """
+    limits = {"parameters": dense_parameters, "embedding_bytes": 4 * dense_parameters}
+    name, value = size.given
+    if name in limits:
+        requirement = f"expected at most {limits[name]}, what the uncompressed tables take"
+        check(value <= limits[name], name, requirement, value, "ask for less")

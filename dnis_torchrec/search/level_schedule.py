@@ -1,0 +1,274 @@
+"""Level schedule: which level steps when. Pure, so that every rank and every resumed run agrees without talking."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic, TypedDict, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.storage.json_files import conform
+
+T = TypeVar("T")
+
+MAX_AHEAD = 32
+"""Batches that a pipeline may have taken from a BilevelStream and not stepped on yet."""
+
+
+class Level(enum.Enum):
+    """The two levels of the bi-level problem."""
+
+    LOWER = "lower"
+    UPPER = "upper"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelSchedule:
+    """When the upper level steps.
+
+    Attributes:
+        warm_up_steps: lower steps before the first upper step; at least 1, because DistributedDataParallel learns its
+            buckets in the first backward pass, which has to be that of a whole training step.
+        upper_every: one upper step after this many lower steps.
+
+    Example:
+        >>> schedule = LevelSchedule(warm_up_steps=1, upper_every=2)
+        >>> [schedule.level(step).value[0] for step in range(7)]
+        ['l', 'l', 'l', 'u', 'l', 'l', 'u']
+    """
+
+    warm_up_steps: int = 1
+    upper_every: int = 1
+
+    def __post_init__(self) -> None:
+        check(self.warm_up_steps >= 1, "warm_up_steps", "expected at least 1", self.warm_up_steps)
+        check(self.upper_every >= 1, "upper_every", "expected at least 1", self.upper_every)
+
+    def level(self, step: int) -> Level:
+        """Level of the step with this number, both levels counted, from 0.
+
+        Args:
+            step: its number.
+        """
+        return Level.UPPER if self.is_upper(step) else Level.LOWER
+
+    def is_upper(self, step: int) -> bool:
+        """Whether the step with this number is an upper step.
+
+        Args:
+            step: its number, both levels counted, from 0.
+        """
+        since = step - self.warm_up_steps
+        return since >= 0 and since % (self.upper_every + 1) == self.upper_every
+
+    def steps_for(self, lower_steps: int) -> int:
+        """Steps of both levels that contain this many lower steps and every upper step up to and after the last one.
+
+        Args:
+            lower_steps: at least 0.
+        """
+        return lower_steps + self.upper_steps_for(lower_steps)
+
+    def upper_steps_for(self, lower_steps: int) -> int:
+        """Upper steps among `steps_for` as many lower steps.
+
+        Args:
+            lower_steps: at least 0.
+        """
+        return max(0, lower_steps - self.warm_up_steps) // self.upper_every
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """How far one of the two streams has been read.
+
+    Attributes:
+        epoch: times that it was begun.
+        data_epoch: what the iterable itself called that epoch (its attribute ``epoch``), or None if it does not count.
+        batches: batches taken since.
+    """
+
+    epoch: int = 0
+    data_epoch: int | None = None
+    batches: int = 0
+
+
+class _State(TypedDict):
+    """What `BilevelStream.state_dict` gives: a place for each level."""
+
+    seed: int
+    step: int
+    lower: StreamPosition
+    upper: StreamPosition
+
+
+class BilevelStream(Generic[T]):
+    """Batches of both levels in the order of a schedule: the one iterator that the pipeline reads.
+
+    Either stream starts again when it ends: the shorter one is cycled, neither is cut short. An iterable that
+    reorders itself (a DataLoader with shuffle) gives a new order each time.
+
+    An interrupted run goes on with the batches that it would have seen, if the order of an epoch depends on nothing but
+    the iterable's attribute ``epoch``, where it has one, and on torch's random numbers of the CPU: each iterable has
+    its own, seeded anew when an epoch begins, whoever else draws some between its batches.
+
+    Args:
+        train: batches of the lower level.
+        validation: batches of the upper level.
+        schedule: which level steps when.
+
+    Example:
+        >>> stream = BilevelStream(["t0", "t1", "t2"], ["v0"], LevelSchedule(warm_up_steps=2))
+        >>> [next(stream) for _ in range(6)]
+        ['t0', 't1', 't2', 'v0', 't0', 'v0']
+    """
+
+    def __init__(self, train: Iterable[T], validation: Iterable[T], schedule: LevelSchedule) -> None:
+        self._streams = {Level.LOWER: train, Level.UPPER: validation}
+        self._iterators: dict[Level, Iterator[T]] = {}
+        self._random_numbers: dict[Level, Tensor] = {}
+        self._positions = dict.fromkeys(Level, StreamPosition())
+        self.schedule = schedule
+        self._seed = torch.initial_seed()
+        self._step = 0
+        self._passed = deque([(0, self._positions)], maxlen=MAX_AHEAD + 1)
+        self.last_level = Level.LOWER
+
+    def __iter__(self) -> BilevelStream[T]:
+        return self
+
+    def __next__(self) -> T:
+        level = self.schedule.level(self._step)
+        batch = self._next_of(level)
+        self._step += 1
+        self._passed.append((self._step, self._positions))
+        self.last_level = level
+        return batch
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Where the stream was after the batch of a step, although a pipeline has read ahead since.
+
+        Args:
+            step: steps of both levels taken, at most `MAX_AHEAD` fewer than the batches read.
+
+        Returns:
+            JSON-able, the same on all ranks.
+
+        Raises:
+            RuntimeError: if that is longer ago, or not yet.
+        """
+        for passed, positions in self._passed:
+            if passed == step:
+                places = {level.value: asdict(position) for level, position in positions.items()}
+                return {"seed": self._seed, "step": step, **places}
+        known = f"expected a step from {self._passed[0][0]} to {self._passed[-1][0]}"
+        raise RuntimeError(describe("BilevelStream.state_dict", known, step))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> T | None:
+        """Goes to where `state_dict` was taken: begins the interrupted epochs again and skips what had been read.
+
+        The batches are not compared with those of the run. That takes a pass over all of them, which a search makes
+        anyway, to count (see `dnis_torchrec.data.over_ranks.fingerprints`).
+
+        Args:
+            state: what `state_dict` gave; the schedule is no part of it.
+
+        Returns:
+            The last training batch before that place, or None at the very beginning.
+
+        Raises:
+            ValueError: if a stream has become shorter.
+        """
+        conform(state, _State, "stream of the checkpoint")
+        positions = {level: StreamPosition(**state[level.value]) for level in Level}
+        for value in (state["seed"], *(position.epoch for position in positions.values())):
+            check(value >= 0, "stream of the checkpoint", "expected its seed and its epochs to be >= 0", value)
+        self._seed, self._step = state["seed"], state["step"]
+        last: dict[Level, T | None] = {}
+        for level, wanted in positions.items():
+            self._iterators.pop(level, None)
+            last[level] = self._skip(level, wanted) if wanted.epoch else None
+        self._passed = deque([(self._step, self._positions)], maxlen=MAX_AHEAD + 1)
+        return last[Level.LOWER]
+
+    def first_train_batch(self) -> T:
+        """A training batch to try things on before the stream is read; leaves the stream as it is."""
+        stream, counted = self._streams[Level.LOWER], self._data_epoch(Level.LOWER)
+        with _seeded((self._seed,)):
+            batch = next(iter(stream))
+        if counted is not None:
+            stream.epoch = counted  # type: ignore[attr-defined]
+        return batch
+
+    def _data_epoch(self, level: Level) -> int | None:
+        counted = getattr(self._streams[level], "epoch", None)
+        return counted if isinstance(counted, int) else None
+
+    def _skip(self, level: Level, wanted: StreamPosition) -> T:
+        if wanted.data_epoch is not None:
+            received, remedy = "one that does not", "resume with the data of the run"
+            counts = self._data_epoch(level) is not None
+            check(counts, _name(level), "expected data that counts its epochs, as before", received, remedy)
+            self._streams[level].epoch = wanted.data_epoch  # type: ignore[attr-defined]
+        self._positions = {**self._positions, level: StreamPosition(wanted.epoch - 1)}
+        while self._positions[level] != wanted:
+            before = self._positions[level].batches
+            batch = self._next_of(level)
+            requirement = f"expected at least {wanted.batches} batches, as before the interruption"
+            same_epoch = self._positions[level].epoch == wanted.epoch
+            check(same_epoch, _name(level), requirement, before, "resume with the data of the run")
+        return batch
+
+    def _next_of(self, level: Level) -> T:
+        if level in self._iterators:
+            with self._own_random_numbers(level):
+                for batch in self._iterators[level]:
+                    return self._count(level, batch)
+        epoch = self._positions[level].epoch + 1
+        data_epoch = self._data_epoch(level)
+        with _seeded((self._seed, list(Level).index(level), epoch)):  # some shuffle when asked for their first batch
+            self._iterators[level] = iter(self._streams[level])
+            first = next(self._iterators[level], None)
+            self._random_numbers[level] = torch.get_rng_state()
+        if first is None:
+            raise ValueError(describe(_name(level), "expected at least one batch", "none", "check the data splits"))
+        self._positions = {**self._positions, level: StreamPosition(epoch, data_epoch)}
+        return self._count(level, first)
+
+    @contextmanager
+    def _own_random_numbers(self, level: Level) -> Iterator[None]:
+        """Torch's random numbers of the CPU go on inside where this stream's batch before left them."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._random_numbers[level])
+        try:
+            yield
+        finally:
+            self._random_numbers[level] = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+    def _count(self, level: Level, batch: T) -> T:
+        position = self._positions[level]
+        self._positions = {**self._positions, level: replace(position, batches=position.batches + 1)}
+        return batch
+
+
+def _name(level: Level) -> str:
+    return "training stream" if level is Level.LOWER else "validation stream"
+
+
+@contextmanager
+def _seeded(entropy: tuple[int, ...]) -> Iterator[None]:
+    """Torch's random numbers of the CPU, seeded inside and untouched outside."""
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

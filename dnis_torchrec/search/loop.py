@@ -1,0 +1,391 @@
+"""SearchLoop: the epochs of a search, saved as they go, so that a search that is killed goes on as if nothing had been.
+
+after every epoch, and every so many lower steps     a checkpoint: tensors, both streams' places, and the values below
+at the end                                           back to the weights and alpha of the best epoch's checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NotRequired, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
+from dnis_torchrec.search.level_schedule import BilevelStream
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.storage.files import Address
+from dnis_torchrec.storage.json_files import conform
+from dnis_torchrec.training.checkpoint import (
+    ON_ERROR,
+    CheckpointSaver,
+    Manifest,
+    PlacedTensor,
+    TrainingState,
+    checkpoint_folder,
+)
+from dnis_torchrec.training.denormals import flushing_denormals
+from dnis_torchrec.training.evaluation import evaluate
+
+STOP_INTERVAL = 8
+"""Steps after which several ranks ask each other whether one was told to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """How a search saves itself.
+
+    Attributes:
+        every_steps: lower steps between two checkpoints, besides the one at the end of every epoch; 0 for no more.
+        keep_last: checkpoints that are kept, besides the one of the best epoch.
+        on_error: what to do when one cannot be written, as on a full disk: ``"stop"`` or ``"continue"``. The last good
+            one stays either way.
+        resume: go on from the latest checkpoint, if there is one.
+    """
+
+    every_steps: int = 0
+    keep_last: int = 2
+    on_error: str = "stop"
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.every_steps >= 0, "checkpoint_every", "expected a number of steps >= 0", self.every_steps)
+        check(self.keep_last >= 1, "keep_checkpoints", "expected at least 1", self.keep_last)
+        check_known("on_save_error", self.on_error, ON_ERROR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """What one epoch of a search came to; one line of the history.
+
+    Attributes:
+        epoch: from 0.
+        step: lower steps so far.
+        train_loss: mean over the epoch and all ranks.
+        selection_loss: on the selection split.
+        alpha_mean: mean of alpha, weighted by what each value costs.
+        alpha_density: share of values whose alpha is not zero.
+        pressure: lambda.
+    """
+
+    epoch: int
+    step: int
+    train_loss: float
+    selection_loss: float
+    alpha_mean: float
+    alpha_density: float
+    pressure: float
+
+
+@dataclass
+class SearchEvents:
+    """Who wants to know how a search goes; every call is optional.
+
+    Attributes:
+        on_start: called with the number of lower steps of an epoch, the counts and the blocks, before training.
+        on_resume: called after that with the number of lower steps and the history that a checkpoint had.
+        on_step: called after every lower step with its loss and the density of alpha.
+        on_epoch: called with the record of every epoch.
+        on_alpha: called after that with the record, alpha (embedding_dim -> ``(A, D)``, to be read only) and whether
+            it was the last epoch.
+        should_stop: asked after every step; True saves the state and ends the search.
+    """
+
+    on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = field(default=lambda steps, counts, blocks: None)
+    on_resume: Callable[[int, Sequence[EpochRecord]], None] = field(default=lambda steps, history: None)
+    on_step: Callable[[float, float], None] = field(default=lambda loss, density: None)
+    on_epoch: Callable[[EpochRecord], None] = field(default=lambda record: None)
+    on_alpha: Callable[[EpochRecord, Mapping[int, Tensor], bool], None] = field(
+        default=lambda record, alpha, is_last: None
+    )
+    should_stop: Callable[[], bool] = field(default=lambda: False)
+
+
+class SearchInterrupted(RuntimeError):
+    """The search was asked to stop; its state was saved first, or the message says that it could not be.
+
+    Attributes:
+        signal: number of the signal that asked this process; None if none did.
+    """
+
+    signal: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best epoch so far, by the selection loss.
+
+    Attributes:
+        epoch: its number; -1 before there is one.
+        step: number of its checkpoint.
+        loss: selection loss.
+    """
+
+    epoch: int = -1
+    step: int = -1
+    loss: float = math.inf
+
+
+class _Search(TypedDict):
+    """What a loop keeps of itself in a checkpoint."""
+
+    epoch: int
+    is_over: bool
+    best: Best | None
+    seconds: float
+    steps_per_epoch: int
+    data: dict[str, int]
+    configuration: NotRequired[dict[str, Any]]
+    history: list[EpochRecord]
+
+
+class _Values(TypedDict):
+    """What a search goes on from, beside tensors."""
+
+    lower_steps: int
+    upper_steps: int
+    stream: dict[str, Any]
+    search: _Search
+
+
+class SearchLoop:
+    """Steps, evaluates and saves a search until the selection loss stops improving.
+
+    Distributed: all ranks run the same loop. A step adds nothing to what the pipeline does; every `STOP_INTERVAL` steps
+    ranks exchange one number, and at the end of an epoch two.
+
+    Args:
+        pipeline: before its first step.
+        stream: what it reads.
+        recipe: selection split and loss.
+        folder: where checkpoints go: a path that all ranks see, or a URL.
+        saving: when, and what to do about errors.
+        epochs: epochs at most.
+        warm_up_epochs: of them, those without upper steps. They cannot be the best one, nor, with pressure, can those
+            of the ramp but its last.
+        patience: epochs without a better selection loss before stopping.
+        steps_per_epoch: lower steps of an epoch.
+        events: who listens.
+        before_epoch: called with the epoch's number before its first step, and before the first one of a loop that
+            goes on in the middle of it.
+        after_warm_up: called once, between the last epoch of the warm-up and its checkpoint.
+        data: fingerprint of every split, see `dnis_torchrec.data.over_ranks.fingerprints`: a search goes on with the
+            data that it was begun with alone.
+        configuration: how to search, JSON-able but for numbers of numpy: a search goes on with the one that it was
+            begun with alone.
+
+    Attributes:
+        history: one record per epoch.
+        best: the best epoch whose columns are settled, so from the last one of the ramp on; without pressure after the
+            warm-up.
+        seconds_before: what earlier attempts had taken until the checkpoint that this one went on from.
+    """
+
+    def __init__(
+        self,
+        pipeline: BilevelTrainPipeline,
+        stream: BilevelStream[Batch],
+        recipe: Recipe,
+        folder: Address,
+        saving: Saving,
+        *,
+        epochs: int,
+        warm_up_epochs: int,
+        patience: int,
+        steps_per_epoch: int,
+        events: SearchEvents,
+        before_epoch: Callable[[int], object],
+        after_warm_up: Callable[[], object] | None = None,
+        data: Mapping[str, int] | None = None,
+        configuration: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._before_epoch, self._after_warm_up = before_epoch, after_warm_up
+        self._pipeline, self._stream, self._recipe, self._events = pipeline, stream, recipe, events
+        self._folder, self._saving = checkpoint_folder(folder, keep_last=saving.keep_last), saving
+        self._epochs, self._warm_up_epochs, self._patience = epochs, warm_up_epochs, patience
+        self._steps_per_epoch, self._data = steps_per_epoch, dict(data or {})
+        self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
+        self.history: list[EpochRecord] = []
+        self.best = self._best_before = Best()
+        self._epoch, self._is_over = 0, False
+        self._resumed_from: Address | None = None
+        self._started, self.seconds_before = time.monotonic(), 0.0
+        # This rank's share of the sum and the number of the epoch's losses.
+        self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
+
+    @flushing_denormals()
+    def run(self) -> None:
+        """Runs what is left of the search, and ends with the weights and alpha of the best epoch.
+
+        Raises:
+            SearchInterrupted: if a rank was asked to stop; the state was saved, or the message says otherwise.
+            CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
+            NonFiniteError: if training diverges.
+            ValueError: if the checkpoint to resume from is damaged, or of another search or configuration.
+        """
+        latest = on_rank_zero(self._cleaned_latest) if self._saving.resume else None
+        if latest is not None:
+            self._restore(latest)
+        with CheckpointSaver(self._folder, on_error=self._saving.on_error) as saver:
+            while self._epoch < self._epochs and not self._is_over:
+                self._train_epoch(saver)
+                self._end_epoch(saver)
+            self._wait(saver)
+        self._pipeline.detach()
+        if self.best.step >= 0:
+            self._pipeline.restore_weights(self._folder.path_of(self.best.step))
+
+    def _cleaned_latest(self) -> Address | None:
+        self._folder.clean()
+        return self._folder.latest()
+
+    @property
+    def _steps(self) -> int:
+        return self._pipeline.lower_steps + self._pipeline.upper_steps
+
+    def _train_epoch(self, saver: CheckpointSaver) -> None:
+        pipeline, every = self._pipeline, self._saving.every_steps
+        self._before_epoch(self._epoch)
+        steps_until = self._stream.schedule.steps_for((self._epoch + 1) * self._steps_per_epoch)
+        while self._steps < steps_until:
+            before = pipeline.lower_steps
+            loss = pipeline.progress(self._stream)[0]
+            is_lower = pipeline.lower_steps > before
+            if is_lower:
+                # Over the ranks, so that a step counts as much on another number of them.
+                share = torch.stack([loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)])
+                self._losses += share / world_size_of(pipeline.process_group)
+                self._events.on_step(float(loss), pipeline.alpha_optimizer.last_density)
+            if self._is_stop_requested():
+                self._save(saver)
+                saver.wait()
+                raise SearchInterrupted(self._how_stopped(saver))
+            if is_lower and every and pipeline.lower_steps % every == 0 and self._steps < steps_until:
+                self._save(saver)
+
+    def _how_stopped(self, saver: CheckpointSaver) -> str:
+        """Says where the search was stopped, and what --resume finds of it."""
+        saved = self._resumed_from if saver.last_step is None else self._folder.path_of(saver.last_step)
+        if saved is None:
+            kept = "nothing could be saved"
+        elif saver.last_step == self._steps:
+            kept = f"everything is saved in {saved}, --resume goes on"
+        else:
+            kept = f"this state could not be saved, --resume goes on from {saved}"
+        return f"epoch {self._epoch}, lower step {self._pipeline.lower_steps}: stopped on request; {kept}"
+
+    def _end_epoch(self, saver: CheckpointSaver) -> None:
+        self._wait(saver)  # so that the best epoch before this one is one that was written
+        pipeline, recipe, epoch = self._pipeline, self._recipe, self._epoch
+        with pipeline.detached() as model:
+            selection_loss = evaluate(model, recipe.data.selection, recipe.loss, pipeline.device)["loss"]
+            if epoch + 1 == self._warm_up_epochs and self._after_warm_up is not None:
+                self._after_warm_up()
+        record = EpochRecord(
+            epoch=epoch,
+            step=pipeline.lower_steps,
+            train_loss=self._mean_loss(),
+            selection_loss=selection_loss,
+            alpha_mean=pipeline.alpha_optimizer.mean(),
+            alpha_density=pipeline.alpha_optimizer.density(),
+            pressure=pipeline.alpha_optimizer.pressure_now,
+        )
+        self.history.append(record)
+        self._epoch += 1
+        self._events.on_epoch(record)
+        if pipeline.alpha_optimizer.is_released and epoch >= self._warm_up_epochs:
+            if selection_loss < self.best.loss:
+                self._best_before = self.best
+                self.best = Best(epoch=epoch, step=self._steps, loss=selection_loss)
+            self._is_over = self.best.epoch >= 0 and epoch - self.best.epoch >= self._patience
+        self._save(saver)
+        alpha = {dim: pipeline.alpha.of(dim) for dim in pipeline.alpha.dims}
+        self._events.on_alpha(record, alpha, self._is_over or self._epoch == self._epochs)
+
+    def _wait(self, saver: CheckpointSaver) -> None:
+        """An epoch whose checkpoint could not be written cannot be gone back to."""
+        saver.wait()
+        if self.best.step in saver.failed_steps:
+            self.best = self._best_before
+
+    def _mean_loss(self) -> float:
+        if world_size_of(self._pipeline.process_group) > 1:
+            dist.all_reduce(self._losses, group=self._pipeline.process_group)
+        mean = float(self._losses[0] / self._losses[1])
+        self._losses.zero_()
+        return mean
+
+    def _is_stop_requested(self) -> bool:
+        wanted = self._events.should_stop()
+        group = self._pipeline.process_group
+        if world_size_of(group) == 1:
+            return wanted
+        if self._steps % STOP_INTERVAL:
+            return False
+        any_wants = torch.tensor(float(wanted), device=self._pipeline.device)
+        dist.all_reduce(any_wants, group=group)
+        return bool(any_wants > 0)
+
+    def _save(self, saver: CheckpointSaver) -> None:
+        self._wait(saver)
+        state = self._pipeline.state(self._stream)
+        # JSON has no infinity: a best epoch that is not there is left out.
+        best = asdict(self.best) if self.best.step >= 0 else None
+        own: dict[str, Any] = {"epoch": self._epoch, "is_over": self._is_over, "best": best}
+        own["seconds"] = self.seconds_before + time.monotonic() - self._started
+        own["steps_per_epoch"], own["data"] = self._steps_per_epoch, self._data
+        own["configuration"] = self._configuration
+        own["history"] = [asdict(record) for record in self.history]
+        whole = TrainingState(
+            tensors={**state.tensors, f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)},
+            tables=state.tables,
+            values={**state.values, "search": own},
+        )
+        saver.save(self._steps, whole, keep=(self.best.step, self._best_before.step))
+
+    def _restore(self, path: Address) -> None:
+        # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen them.
+        written = on_rank_zero(lambda: self._ranks_of(path))
+        ranks = range(rank_of(), written, world_size_of())
+        losses = {f"rank{rank}/losses": torch.zeros_like(self._losses) for rank in ranks}
+        placed = {name: PlacedTensor.of(own_losses) for name, own_losses in losses.items()}
+        own = self._pipeline.restore(path, self._stream, placed)["search"]
+        self._resumed_from = path
+        self._losses += sum(losses.values())
+        self._epoch, self._is_over, self.seconds_before = own["epoch"], own["is_over"], own["seconds"]
+        self.best = self._best_before = Best(**own["best"] or {})
+        self.history = [EpochRecord(**record) for record in own["history"]]
+        self._events.on_resume(self._pipeline.lower_steps, tuple(self.history))
+
+    def _ranks_of(self, path: Address) -> int:
+        """Ranks that wrote a checkpoint.
+
+        Refuses one whose epochs, and with them warm-up and ramp, were not as long, one of other data, and one of
+        another configuration, as far as it knows: an earlier version wrote none, or one without the fields of today.
+        """
+        manifest = Manifest.read(path)
+        conform(manifest.values, _Values, f"checkpoint {path}, values", remedy="resume from another checkpoint")
+        saved, world_size = manifest.values["search"], manifest.world_size
+        steps = saved["steps_per_epoch"]
+        requirement = f"expected one with {self._steps_per_epoch} lower steps per epoch, as many as now"
+        remedy = f"resume with the data of the run, and data that splits itself over ranks on {world_size} of them"
+        check(steps == self._steps_per_epoch, f"checkpoint {path}", requirement, steps, remedy)
+        other = [name for name, own in self._data.items() if saved["data"].get(name) != own]
+        received, remedy = f"one of other samples in: {', '.join(other)}", "resume with the data of the run"
+        check(not other, f"checkpoint {path}", "expected one of this data", received, remedy)
+        configuration, remedy = saved.get("configuration", {}), "resume with the configuration of the run"
+        for name, wanted in self._configuration.items():
+            was = configuration.get(name, wanted)
+            check(was == wanted, f"checkpoint {path}", f"expected one of a search with {name} {wanted}", was, remedy)
+        return world_size

@@ -1,0 +1,494 @@
+"""BilevelTrainPipeline: both levels of the search in one TorchRec train pipeline.
+
+Lower steps are TorchRec's own: forward, backward with fused table optimizers, optimizer. Upper steps must not move a
+weight: the pooled embeddings are detached, only d loss / d alpha is computed, DDP does not synchronise, running
+statistics stand still. An unrolled upper step moves the weights and puts them back (see `hypergradient`). Batches of
+both levels travel through the same queue, so that the copy and input_dist of the next batch, of either level, overlap
+the current one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+from torchrec.distributed.train_pipeline.utils import TrainPipelineContext
+from torchrec.streamable import Pipelineable
+
+from dnis_torchrec.checks import describe
+from dnis_torchrec.ranks import on_rank_zero
+from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer, Pressure
+from dnis_torchrec.search.hypergradient import (
+    UnrolledHypergradient,
+    first_order_gradient,
+    frozen_counters,
+    frozen_statistics,
+    fused_kernels,
+    without_synchronisation,
+)
+from dnis_torchrec.search.level_schedule import BilevelStream, Level
+from dnis_torchrec.soft_selection.alpha import Alpha
+from dnis_torchrec.soft_selection.cached_tables import PrefetchedTables
+from dnis_torchrec.soft_selection.features_by_name import read_by_name_
+from dnis_torchrec.soft_selection.frozen_tables import check_frozen_are_held
+from dnis_torchrec.soft_selection.on_shards import select_on_shards_
+from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.storage.files import Address
+from dnis_torchrec.training.checkpoint import (
+    Manifest,
+    PlacedTensor,
+    TrainingState,
+    describe_tables,
+    finish_load_,
+    model_tensors,
+    optimizer_tensors,
+    read_checkpoint,
+    rng_tensors,
+    set_rng_,
+)
+from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
+from dnis_torchrec.training.finite import FiniteGuard
+
+STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
+"""Of DistributedDataParallel with a static graph, as TorchRec asks for it."""
+
+
+class DenseOptimizer(Protocol):
+    """What TorchRec's pipelines need of an optimizer: torch.optim.Optimizer and KeyedOptimizer both have it."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients.
+
+        Args:
+            set_to_none: drop gradients, as by default, instead of filling them with zeros.
+        """
+
+    def step(self, closure: Any = None) -> Any:
+        """Applies gradients.
+
+        Args:
+            closure: evaluates the model anew; the pipelines give none.
+        """
+
+
+@dataclass
+class BilevelTrainPipelineContext(TrainPipelineContext):
+    """A batch's context in the queue, and the level that the batch belongs to."""
+
+    level: Level = Level.LOWER
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SharedGradient:
+    """What an upper step came to, while it is added up over ranks.
+
+    Attributes:
+        loss: of this rank.
+        flat: for every embedding_dim alpha's gradient and its hits; after them the loss's flags.
+        work: the all_reduce of `flat`; None on one rank.
+    """
+
+    loss: Tensor
+    flat: Tensor
+    work: dist.Work | None
+
+
+class BilevelTrainPipeline(DetachableTrainPipeline):
+    """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6).
+
+        min over alpha of L_validation(Theta*(alpha), alpha),   Theta* = argmin over Theta of L_train(Theta, alpha)
+
+    An upper step takes Theta for Theta* (first order), or what one step of gradient descent on the latest training
+    batch would make of Theta (one-step unrolled; `UnrolledHypergradient` has the equations, and what it costs).
+    NOTE[DIFF]: DARTS unrolls the step to come, on the next training batch; here the batch of the last lower step is
+    at hand, already on the device.
+
+    Distributed: tables and dense weights as TorchRec distributes them; alpha is replicated. An upper step all-reduces
+    one flat tensor (alpha's gradients, hits, and whether the loss is finite) over the model's process group, while the
+    next batch's input_dist begins, so every rank takes the same step, or stops. A lower step adds one all_reduce of W
+    numbers for the loss and one per wrapper for its gradient, for the same reason.
+
+    Args:
+        model: DistributedModelParallel around a prepared model whose forward takes a batch and returns
+            ``(loss, output)``, as TorchRec's pipelines want it.
+        optimizer: optimizer of everything that is not fused into the tables' backward.
+        device: where the model is.
+        pressure: the requested size and how to get there; None searches without pressure, as the paper does.
+        alpha_learning_rate: see `AlphaOptimizer`.
+        alpha_averaging: see `AlphaOptimizer`.
+        unrolled_step: xi of the one-step unrolled gradient, best the lower level's learning rate, the highest if it has
+            several; None for the first order. The unrolled step is plain gradient descent, about as far as Adam goes
+            where Adam trains the weights (see `hypergradient`). An unrolled upper step returns validation loss and
+            output at the unrolled weights.
+
+    Attributes:
+        alpha_optimizer: the upper level's state.
+        lower_steps: lower steps taken.
+        upper_steps: upper steps taken.
+
+    Raises:
+        RuntimeError: if the model is not prepared.
+        TypeError: for tables whose lookups are to be prefetched; `PrefetchBilevelTrainPipeline` is for those.
+        NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not synchronised yet; for
+            an `unrolled_step` with tables that have no ordinary gradient (see `UnrolledHypergradient`); for frozen
+            tables that `shard_model` has not sharded.
+        ValueError: for a size that cannot be met, or an `unrolled_step` that is not above 0.
+    """
+
+    _batch_context_type = BilevelTrainPipelineContext
+    _may_prefetch = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: DenseOptimizer,
+        device: torch.device,
+        *,
+        pressure: Pressure | None = None,
+        alpha_learning_rate: float | None = None,
+        alpha_averaging: float = 0.98,
+        unrolled_step: float | None = None,
+    ) -> None:
+        wrappers = soft_selection_modules(model)
+        if not wrappers:
+            remedy = "call prepare_(model, blocks) before DistributedModelParallel"
+            raise RuntimeError(describe("BilevelTrainPipeline", "expected a prepared model", "no wrapper", remedy))
+        if isinstance(model, DMPCollection):
+            supported = "supported is DistributedModelParallel"
+            raise NotImplementedError(describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)"))
+        self._process_group = model._env.process_group if isinstance(model, DistributedModelParallel) else None
+        self._prefetched = PrefetchedTables(model)
+        self._check_prefetching()
+        for fqn, wrapper in wrappers.items():
+            check_frozen_are_held(fqn, wrapper.embedding_bag_collection)
+        select_on_shards_(model)
+        read_by_name_(model)
+        first = next(iter(wrappers.values()))
+        self._alpha: Alpha = first.alpha
+        self.alpha_optimizer = AlphaOptimizer(
+            self._alpha,
+            first.blocks,
+            pressure=pressure,
+            learning_rate=alpha_learning_rate,
+            averaging=alpha_averaging,
+        )
+        self.lower_steps = 0
+        self.upper_steps = 0
+        self._dense_optimizer = optimizer
+        self._guard = FiniteGuard(model, self._process_group)
+        self._unrolled = (
+            None if unrolled_step is None else UnrolledHypergradient(model, self._alpha, unrolled_step, optimizer)
+        )
+        self._kernels = fused_kernels(model)
+        self._train_batch: Pipelineable | None = None
+        self._world_size = 1 if self._process_group is None else dist.get_world_size(self._process_group)
+        self._shared: _SharedGradient | None = None
+        super().__init__(
+            model,
+            _LowerLevelOptimizer(self, optimizer),
+            device,
+            context_type=self._batch_context_type,
+            pipeline_postproc=True,  # else features split by block would not be pipelined
+            custom_model_fwd=self._forward,
+        )
+
+    def _check_prefetching(self) -> None:
+        """Tables that lock what was prefetched need a pipeline that unlocks it: their lookups would slow down."""
+        if self._prefetched and not self._may_prefetch:
+            place, remedy = f"tables {self._prefetched.names}", "take PrefetchBilevelTrainPipeline"
+            raise TypeError(describe(place, "expected a pipeline that prefetches", type(self).__name__, remedy))
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        """Of the model, found once, in the first upper step: the search takes longer than what is done with them."""
+        return list(self._model.modules())
+
+    @property
+    def alpha(self) -> Alpha:
+        """The alpha that the upper level steps."""
+        return self._alpha
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._device
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the model; None for a model that is not distributed."""
+        return self._process_group
+
+    def state(self, stream: BilevelStream) -> TrainingState:
+        """Everything that goes on in a run, as `write_checkpoint` and `CheckpointSaver` take it. Local, no collective.
+
+        Weights, alpha, every optimizer's state, random numbers, and how far both streams were stepped on, whatever the
+        pipeline has read ahead. The tensors are live: copy the state before the next step.
+
+        Args:
+            stream: what the pipeline reads.
+        """
+        model, device = self._model, self._device
+        alpha_state = {name: PlacedTensor.of(value) for name, value in self.alpha_optimizer.state_dict().items()}
+        return TrainingState(
+            tensors=model_tensors(model)
+            | optimizer_tensors(model, self._dense_optimizer)
+            | {f"alpha_optimizer/{name}": placed for name, placed in alpha_state.items()}
+            | rng_tensors(device),
+            tables=describe_tables(model),
+            values={
+                "lower_steps": self.lower_steps,
+                "upper_steps": self.upper_steps,
+                "stream": stream.state_dict(self.lower_steps + self.upper_steps),
+            },
+        )
+
+    def restore(
+        self, path: Address, stream: BilevelStream, more: Mapping[str, PlacedTensor] | None = None
+    ) -> Mapping[str, Any]:
+        """Goes on from a checkpoint, with any number of ranks and any sharding of the same tables.
+
+        First takes one or two lower steps that the checkpoint then overwrites: they give the optimizers their state,
+        and DistributedDataParallel the buckets that an uninterrupted run has. It makes those anew before its third
+        step, in the order in which gradients came in the second; more than two ranks would otherwise add gradients up
+        in another order.
+
+        Distributed: the collectives of these lower steps and of `read_checkpoint`.
+
+        Args:
+            path: the checkpoint, or its URL.
+            stream: a new one of the run's data; goes to where the run was.
+            more: further tensors that were saved, to be read in place.
+
+        Returns:
+            The checkpoint's values, with whatever else its writer put there.
+
+        Raises:
+            RuntimeError: if this pipeline has already taken a step.
+            ValueError: if the checkpoint is damaged or of another run (see `read_checkpoint`).
+            NotImplementedError: for row-wise optimizer state of other column shards.
+        """
+        if self.contexts:
+            raise RuntimeError(describe("restore", "expected a pipeline before its first step", "one after it"))
+        taken = on_rank_zero(lambda: Manifest.read(path).values, self._process_group)
+        passes = taken["lower_steps"] + (0 if self._unrolled is None else taken["upper_steps"])
+        batch = stream.first_train_batch().to(self._device)
+        for _ in range(max(1, min(passes, STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW))):
+            self._dense_optimizer.zero_grad()
+            self._model(batch)[0].sum().backward()
+            self._dense_optimizer.step()
+        self._dense_optimizer.zero_grad()
+        own = self.state(stream)
+        own = replace(own, tensors={**own.tensors, **(more or {})})
+        values = read_checkpoint(path, own, self._process_group)
+        finish_load_(self._model, own.tensors)
+        alpha_state = self.alpha_optimizer.state_dict()
+        for name, value in alpha_state.items():
+            value.copy_(own.tensors[f"alpha_optimizer/{name}"].chunks[0].tensor.view(value.shape))
+        self.alpha_optimizer.load_state_dict(alpha_state)
+        self.lower_steps, self.upper_steps = values["lower_steps"], values["upper_steps"]
+        last_train_batch = stream.load_state_dict(values["stream"])
+        if self._unrolled is not None and last_train_batch is not None:
+            self._train_batch = last_train_batch.to(self._device)
+        set_rng_(own.tensors, self._device)
+        return values
+
+    def restore_weights(self, path: Address) -> None:
+        """Takes weights, buffers and alpha, and nothing else, from a checkpoint of this run (see `read_checkpoint`).
+
+        Distributed: the collectives of `read_checkpoint`.
+
+        Args:
+            path: the checkpoint, or its URL.
+
+        Raises:
+            ValueError: if the checkpoint is damaged or of another run.
+        """
+        own = TrainingState(tensors=model_tensors(self._model), tables=describe_tables(self._model))
+        read_checkpoint(path, own, self._process_group, kinds=("table", "model"))
+        finish_load_(self._model, own.tensors)
+
+    def set_unrolled_step(self, step: float) -> None:
+        """Takes another xi from the next upper step on, as after a change of learning rates. On all ranks alike.
+
+        Args:
+            step: see `unrolled_step`.
+
+        Raises:
+            RuntimeError: if the gradient is one of first order.
+            ValueError: if it is not above 0.
+        """
+        if self._unrolled is None:
+            remedy = "pass unrolled_step to BilevelTrainPipeline"
+            raise RuntimeError(describe("set_unrolled_step", "expected an unrolled pipeline", "first order", remedy))
+        self._unrolled.set_step(step)
+
+    @property
+    def level(self) -> Level:
+        """Level of the batch that is at the head of the queue."""
+        return self.contexts[0].level
+
+    def enqueue_batch(self, dataloader_iter: Iterator[Pipelineable]) -> bool:
+        """Queues the next batch of a BilevelStream with its level.
+
+        Args:
+            dataloader_iter: the BilevelStream.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            TypeError: if the iterator does not know levels.
+        """
+        if not isinstance(dataloader_iter, BilevelStream):
+            received = type(dataloader_iter).__name__
+            raise TypeError(
+                describe("progress", "expected a BilevelStream", received, "BilevelStream(train, validation, ...)")
+            )
+        enqueued = super().enqueue_batch(dataloader_iter)
+        if enqueued:
+            self.contexts[-1].level = dataloader_iter.last_level
+        return enqueued
+
+    @contextmanager
+    def detached(self) -> Iterator[nn.Module]:
+        """Lends the model in eval mode, outside the pipeline; batches in flight wait.
+
+        Yields:
+            The model, callable on batches.
+        """
+        model = self.detach()
+        was_training = model.training
+        model.eval()
+        try:
+            yield model
+        finally:
+            model.train(was_training)
+            self.attach(model)
+
+    def _forward(self, batch: Pipelineable) -> tuple[Tensor, Any]:
+        if not self._model.training:
+            return self._model(batch)
+        if self.level is Level.LOWER:
+            self._train_batch = None if self._unrolled is None else batch
+            return self._model(batch)
+        return self._first_order_step(batch) if self._unrolled is None else self._unrolled_step(batch, self._unrolled)
+
+    def _first_order_step(self, batch: Pipelineable) -> tuple[Tensor, Any]:
+        """A forward pass that leaves no trace, and alpha's gradient on its way to the other ranks."""
+        modules = self._modules
+        with (
+            self._alpha.upper_level() as hits,
+            without_synchronisation(modules),
+            frozen_statistics(modules),
+            frozen_counters(self._kernels),
+        ):
+            loss, output = self._model(batch)
+            self._share(loss, first_order_gradient(loss, self._alpha), hits, self._guard.flags(loss))
+        return loss, output
+
+    def _unrolled_step(self, batch: Pipelineable, unrolled: UnrolledHypergradient) -> tuple[Tensor, Any]:
+        """Passes of the latest training batch and of the validation batch, and alpha's gradient on its way."""
+        train_batch = self._train_batch
+        if train_batch is None:
+            remedy = "let a BilevelStream begin with its warm-up"
+            raise RuntimeError(describe(self._place(), "expected a lower step before it", "none", remedy))
+        losses: list[Tensor] = []
+        results: list[tuple[Tensor, Any]] = []
+
+        def train() -> Tensor:
+            losses.append(self._forward_again(train_batch))
+            return losses[-1]
+
+        def validation() -> Tensor:
+            results.append(self._model(batch))
+            losses.append(results[0][0])
+            return losses[-1]
+
+        gradients = unrolled(train, validation)
+        # The forward passes note no hits here; a row of alpha that neither batch hits has a gradient of exact zeros.
+        hits = {dim: own.any(dim=1) for dim, own in zip(self._alpha.dims, gradients, strict=True)}
+        flags = self._guard.flags(torch.stack([loss.detach().sum() for loss in losses]))
+        loss, output = results[0]
+        self._share(loss, gradients, hits, flags)
+        return loss, output
+
+    def _forward_again(self, batch: Pipelineable) -> Tensor:
+        """Loss of a batch that has left the queue: its input_dist is made anew, in a context of its own."""
+        context = self._context_type(index=self.contexts[0].index, version=1)
+        self.start_sparse_data_dist(batch, context)
+        self.wait_sparse_data_dist(context)
+        self._set_module_context(context)
+        try:
+            loss, _ = self._model(batch)
+        finally:
+            self._set_module_context(self.contexts[0])
+        return loss
+
+    def _backward(self, losses: Tensor) -> None:
+        if self.level is Level.UPPER:
+            return  # done in _forward, where alpha still requires a gradient
+        self._guard.check_loss(losses, self._place())
+        with self._guard.watch_gradients(self._place()):
+            super()._backward(losses)
+        self._guard.check_dense_gradients(self._place())
+
+    def _share(self, loss: Tensor, own: list[Tensor], hits: dict[int, Tensor], flags: Tensor) -> None:
+        """Begins the one collective of an upper step, which goes on while the next batch's input_dist begins."""
+        dims, work = self._alpha.dims, None
+        parts = [part.flatten() for dim, g in zip(dims, own, strict=True) for part in (g, hits[dim].to(g.dtype))]
+        flat = torch.cat([*parts, flags.to(parts[0].dtype)])
+        if self._world_size > 1:
+            work = dist.all_reduce(flat, group=self._process_group, async_op=True)
+        self._shared = _SharedGradient(loss=loss.detach(), flat=flat, work=work)
+
+    def _step_alpha(self) -> None:
+        """Alpha's step, the same on every rank: on the mean of the gradients and the union of the hits."""
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return
+        if shared.work is not None:
+            shared.work.wait()
+        gradients, hits, start = {}, {}, 0
+        for dim in self._alpha.dims:
+            rows, size = self._alpha.of(dim).shape[0], self._alpha.of(dim).numel()
+            gradients[dim] = shared.flat[start : start + size].view(rows, dim) / self._world_size
+            hits[dim] = shared.flat[start + size : start + size + rows] > 0
+            start += size + rows
+        self._guard.check_loss(shared.loss, self._place(), shared.flat[start:])
+        for dim, gradient in gradients.items():
+            self._guard.check_alpha_gradient(gradient, dim, self._place())
+        self.alpha_optimizer.step(gradients, hits)
+
+    def _place(self) -> str:
+        name = self.level.value
+        return f"{name} step {self.lower_steps if self.level is Level.LOWER else self.upper_steps}"
+
+    def _finish_step(self) -> None:
+        if self.level is Level.LOWER:
+            self._dense_optimizer.step()
+            self.lower_steps += 1
+        else:
+            self._step_alpha()
+            self.upper_steps += 1
+
+
+class _LowerLevelOptimizer:
+    """What the base class takes for its optimizer: steps the user's one in lower steps only."""
+
+    def __init__(self, pipeline: BilevelTrainPipeline, optimizer: DenseOptimizer) -> None:
+        self._pipeline = pipeline
+        self._optimizer = optimizer
+
+    def zero_grad(self) -> None:
+        if self._pipeline.level is Level.LOWER:
+            self._optimizer.zero_grad()
+
+    def step(self) -> None:
+        self._pipeline._finish_step()

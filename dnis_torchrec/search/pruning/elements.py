@@ -1,0 +1,214 @@
+"""Element structure: single values are retained, the largest magnitudes, exactly as many as wanted.
+
+Radix select: magnitudes of non-negative floats sort like their bit patterns, so two histograms of 2^16 bins find the
+threshold however large the tables; histograms add up over ranks. Values that tie with the threshold are told apart by
+their position in the model (table, row, column), the first of which is selected the same way. So every rank knows which
+of its own values stay, the same values as on one process, and no rank has seen another one's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.checks import describe
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.scheme import column_bytes, pointer_bytes
+from dnis_torchrec.search.budget import Size, SizeOutOfReachError
+from dnis_torchrec.search.pruning.tables import PrunedTable
+from dnis_torchrec.soft_selection.table_shards import TableShard
+
+DIGIT_BITS = 16
+MAGNITUDE_BITS = 31
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A shard, and where its values stand in the order of all values.
+
+    Attributes:
+        shard: the shard.
+        first: position of its first value.
+        stride: positions from one row to the next.
+    """
+
+    shard: TableShard
+    first: int
+    stride: int
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Walks the shard a few rows at a time.
+
+        Yields:
+            ``(view of the weights, positions of the first value of every row)``.
+        """
+        for part, rows, _ in self.shard.chunks():
+            numbers = torch.arange(rows.start - self.shard.first_row, rows.stop - self.shard.first_row)
+            yield part, (self.first + numbers * self.stride).to(part.device)
+
+
+def keep_largest_(shards: list[TableShard], num_keep: int) -> None:
+    """Zeroes all but the `num_keep` largest magnitudes, exactly; among equals, earlier ones (shard, row, column) stay.
+
+    Local, no collective.
+
+    Args:
+        shards: fp32 shards, changed in place.
+        num_keep: values to keep.
+    """
+    pieces, first = [], 0
+    for shard in shards:
+        pieces.append(Piece(shard, first, shard.weight.shape[1]))
+        first += shard.weight.numel()
+    _keep_largest_(pieces, pieces, first, num_keep, Ranks())
+
+
+def keep_largest_of_tables_(tables: list[PrunedTable], num_keep: int, ranks: Ranks) -> None:
+    """Zeroes all but the `num_keep` largest magnitudes; among equals, earlier ones (table, row, column) stay.
+
+    Local shards change. Two all_reduces of 2^16 integers, and a few more where the threshold is a tie.
+
+    Args:
+        tables: to choose from, in the same order on every rank.
+        num_keep: values to keep, over all ranks.
+        ranks: that hold the tables.
+    """
+    held, counted, first = [], [], 0
+    for table in tables:
+        dim = table.config.embedding_dim
+        for shard in table.shards:
+            piece = Piece(shard, first + shard.first_row * dim + shard.first_column, dim)
+            held.append(piece)
+            counted += [piece] if shard in table.counted else []
+        first += table.num_values
+    _keep_largest_(held, counted, first, num_keep, ranks)
+
+
+@torch.no_grad()
+def keep_above_(tables: list[PrunedTable], threshold: float) -> None:
+    """Zeroes magnitudes up to a threshold. Local, no collective.
+
+    Args:
+        tables: their local shards change.
+        threshold: the largest magnitude that is dropped.
+    """
+    for table in tables:
+        for part, _, _ in table.chunks():
+            part.mul_(part.abs() > threshold)
+
+
+def num_elements(size: Size, blocks: RowBlocks, *, at_least: int = 1) -> int:
+    """How many single values a size affords.
+
+    Args:
+        size: what the user asked for.
+        blocks: of all tables; they tell N and D, blocks themselves do not matter.
+        at_least: values that it has to pay for.
+
+    Returns:
+        At most the number of all values.
+
+    Raises:
+        SizeOutOfReachError: for a size that does not pay for so many values, in bytes after CSR's row pointers.
+        NotImplementedError: for bytes of a form other than CSR.
+    """
+    total = sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
+    name, value = size.given
+    if name == "compression_ratio":
+        limit = math.floor(100 * total / at_least) / 100
+        if value > limit:
+            most = f"{limit:.2f}".rstrip("0").rstrip(".")
+            raise SizeOutOfReachError(describe(name, f"expected at most {most} for these tables", value))
+        return int(total / value)
+    if name == "parameters":
+        if value < at_least:
+            raise SizeOutOfReachError(describe(name, f"expected at least {at_least} for these tables", value))
+        return min(int(value), total)
+    if size.form != "csr_fp32":
+        raise NotImplementedError(describe("form", "supported for single elements is 'csr_fp32'", repr(size.form)))
+    dims = blocks.embedding_dims
+    pointers = sum(pointer_bytes(routing.num_embeddings, dims[table]) for table, routing in blocks.routings.items())
+    per_value = {4 + column_bytes(dim) for dim in dims.values()}
+    affordable = int(value - pointers) // max(per_value)
+    smallest = pointers + at_least * max(per_value)
+    if affordable < at_least:
+        raise SizeOutOfReachError(describe(name, f"expected at least {smallest} for these tables in CSR", value))
+    return min(affordable, total)
+
+
+@torch.no_grad()
+def _keep_largest_(held: list[Piece], counted: list[Piece], num_values: int, num_keep: int, ranks: Ranks) -> None:
+    """Zeroes what is not among the largest in `held`; over all ranks, `counted` has every value once."""
+    if num_keep <= 0:
+        threshold, last = (1 << MAGNITUDE_BITS) - 1, -1
+    else:
+        threshold, last = _cut(counted, num_values, min(num_keep, num_values), ranks)
+    for piece in held:
+        for part, starts in piece.chunks():
+            bits = _magnitude_bits(part)
+            positions = starts.unsqueeze(1) + torch.arange(part.shape[1], device=part.device)
+            keep = (bits > threshold) | ((bits == threshold) & (positions <= last))
+            part.mul_(keep)
+
+
+def _cut(counted: list[Piece], num_values: int, num_keep: int, ranks: Ranks) -> tuple[int, int]:
+    """(bits of the smallest magnitude to keep, position of the last value to keep among those that tie with it)."""
+
+    def magnitudes() -> Iterator[Tensor]:
+        for piece in counted:
+            for part, _ in piece.chunks():
+                yield _magnitude_bits(part).flatten()
+
+    threshold, above, ties = _select(magnitudes, MAGNITUDE_BITS, num_keep, ranks)
+    wanted = num_keep - above
+    if wanted == ties:
+        return threshold, num_values
+
+    def places_from_the_end() -> Iterator[Tensor]:
+        for piece in counted:
+            for part, starts in piece.chunks():
+                row, column = (_magnitude_bits(part) == threshold).nonzero(as_tuple=True)
+                yield num_values - (starts[row] + column)
+
+    place, _, _ = _select(places_from_the_end, num_values.bit_length(), wanted, ranks)
+    return threshold, num_values - place
+
+
+def _select(keys: Callable[[], Iterator[Tensor]], num_bits: int, rank: int, ranks: Ranks) -> tuple[int, int, int]:
+    """The key of a rank from the top (1 is the largest), over all ranks, digit by digit from the highest.
+
+    Args:
+        keys: gives this rank's keys, integers in 0 .. 2^num_bits - 1, anew for every digit.
+        num_bits: of a key.
+        rank: from the top, 1 .. number of keys.
+        ranks: whose keys to select from.
+
+    Returns:
+        ``(key, number of larger keys, number of equal keys)``.
+    """
+    found, above, equal = 0, 0, 0
+    num_digits = -(-num_bits // DIGIT_BITS)
+    for digit in reversed(range(num_digits)):
+        histogram = torch.zeros(1 << DIGIT_BITS, dtype=torch.int64)
+        shift = digit * DIGIT_BITS
+        for part in keys():
+            is_highest = digit == num_digits - 1
+            matching = part if is_highest else part[(part >> (shift + DIGIT_BITS)) == found]
+            digits = (matching >> shift) & ((1 << DIGIT_BITS) - 1)
+            histogram += torch.bincount(digits, minlength=1 << DIGIT_BITS).cpu()
+        ranks.sum_(histogram)
+        from_top = histogram.flip(0).cumsum(0)
+        position = int(torch.searchsorted(from_top, rank - above))
+        equal = int(from_top[position] - (from_top[position - 1] if position else 0))
+        above += int(from_top[position]) - equal
+        found = (found << DIGIT_BITS) | (len(histogram) - 1 - position)
+    return found, above, equal
+
+
+def _magnitude_bits(part: Tensor) -> Tensor:
+    return part.float().abs().contiguous().view(torch.int32)

@@ -1,0 +1,162 @@
+"""The tables to prune, as one rank knows them: its own shards, and what all ranks know alike of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.frequency import FrequencyCounts, RowCounts
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.soft_selection.table_shards import (
+    TableShard,
+    check_merged,
+    collections,
+    local_shards,
+    num_copies,
+    ranks_of,
+    table_configs_of,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PrunedTable:
+    """One table to prune.
+
+    Attributes:
+        config: TorchRec's description of the whole table.
+        collection: FQN of its collection.
+        is_weighted: whether the collection takes per-sample weights.
+        routing: row -> block.
+        counts: of all N rows in the training data; replicated.
+        shards: what this rank holds of the table, perhaps nothing.
+        counted: what this rank counts of it: its shards, except for a table that every rank holds whole
+            (data_parallel), which rank 0 counts for all.
+    """
+
+    config: EmbeddingBagConfig
+    collection: str
+    is_weighted: bool
+    routing: RowRouting
+    counts: RowCounts
+    shards: tuple[TableShard, ...]
+    counted: tuple[TableShard, ...]
+
+    @property
+    def name(self) -> str:
+        """Table name."""
+        return self.config.name
+
+    @property
+    def num_values(self) -> int:
+        """N times D, over all ranks."""
+        return self.config.num_embeddings * self.config.embedding_dim
+
+    def chunks(self) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Every value that this rank holds, a few rows at a time (see `TableShard.chunks`)."""
+        for shard in self.shards:
+            yield from shard.chunks()
+
+    def counted_chunks(self) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Every value that this rank counts: over all ranks, each value of the table once."""
+        for shard in self.counted:
+            yield from shard.chunks()
+
+    def blocks_of(self, rows: slice) -> Tensor:
+        """Blocks of some rows, int64; S for "no block".
+
+        Args:
+            rows: a run of rows of the whole table.
+        """
+        return self.routing.block_of(torch.arange(rows.start, rows.stop))
+
+
+def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) -> tuple[list[PrunedTable], Ranks]:
+    """The tables of a merged model that have blocks, in its table order, and the ranks that hold them.
+
+    Two collectives, of one number per table each, where the tables are spread over ranks.
+
+    Args:
+        model: merged; every rank that holds shards of it calls this.
+        blocks: of the whole tables, the same on every rank.
+        counts: training counts of the whole tables, the same on every rank.
+
+    Raises:
+        RuntimeError: if a collection is not merged yet.
+        ValueError: if the model has no collection, a table has no blocks or counts, or holds NaN or infinity on any
+            rank (all of them raise).
+        NotImplementedError: if a table is neither spread over the ranks nor whole on each.
+    """
+    found = collections(model)
+    check(bool(found), "prune", "expected a model with an EmbeddingBagCollection", type(model).__name__)
+    blocked = {
+        fqn: module
+        for fqn, module in found.items()
+        if any(config.name in blocks.routings for config in table_configs_of(module))
+    }
+    chosen = blocked or found  # blocks of another model: the loop names the unknown table
+    ranks = ranks_of(*chosen.values())
+    for fqn, module in chosen.items():
+        check_merged(fqn, module, ranks)
+    configs = [(fqn, config) for fqn, module in chosen.items() for config in table_configs_of(module)]
+    for _, config in configs:
+        check_known("table", config.name, blocks.routings)
+        check_known("table", config.name, counts.counts)
+    own = {config.name: _shards_of(config.name, chosen[fqn]) for fqn, config in configs}
+    shapes = {config.name: (config.num_embeddings, config.embedding_dim) for _, config in configs}
+    copies = num_copies(own, shapes, ranks)
+    tables = [
+        PrunedTable(
+            config=config,
+            collection=fqn,
+            is_weighted=_is_weighted(chosen[fqn]),
+            routing=blocks.routings[config.name],
+            counts=counts.counts[config.name],
+            shards=own[config.name],
+            counted=own[config.name] if copies[config.name] == 1 or ranks.is_first else (),
+        )
+        for fqn, config in configs
+    ]
+    _check_finite(tables, ranks)
+    return tables, ranks
+
+
+@torch.no_grad()
+def zero_never_seen_(tables: list[PrunedTable]) -> None:
+    """Zeroes the rows that training never looked up. Local, no collective.
+
+    Args:
+        tables: their local shards change.
+    """
+    for table in tables:
+        for part, rows, _ in table.chunks():
+            part[(table.counts[rows] == 0).to(part.device)] = 0
+
+
+def _is_weighted(collection: nn.Module) -> bool:
+    if isinstance(collection, ShardedEmbeddingBagCollection):
+        return collection._is_weighted
+    assert isinstance(collection, EmbeddingBagCollectionInterface)
+    return collection.is_weighted()
+
+
+def _shards_of(table: str, collection: nn.Module) -> tuple[TableShard, ...]:
+    return tuple(shard for shard in local_shards(collection) if shard.table == table)
+
+
+def _check_finite(tables: list[PrunedTable], ranks: Ranks) -> None:
+    bad = torch.zeros(len(tables), dtype=torch.int64)
+    for index, table in enumerate(tables):
+        bad[index] = sum(1 for part, _, _ in table.chunks() if not bool(part.isfinite().all()))
+    ranks.max_(bad)
+    for table, count in zip(tables, bad.tolist(), strict=True):
+        requirement, remedy = "expected finite values", "go back to the last good checkpoint"
+        check(count == 0, f"table {table.name!r}", requirement, "NaN or infinity", remedy)

@@ -1,0 +1,454 @@
+"""One narrow table per feature: what a search found, for teams that do not want a table per block of rows.
+
+A narrow table keeps one set of R columns for all of its rows. What it gives is put back on these columns of D, or goes
+through a learnt projection that starts as just that, so a model built for tables of one D takes it unchanged.
+
+Shapes: B batch, N rows of a table, D embedding_dim, S blocks, R columns of a narrow table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, named, offsets_of_rows
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.storage.json_files import parse_json
+
+FORMAT_VERSION = 1
+PER = ("feature", "block")
+COLUMNS = ("same_size", "union")
+PROJECTIONS = ("selection", "learned")
+FIELDS = {
+    "name": str,
+    "num_embeddings": int,
+    "embedding_dim": int,
+    "feature_names": list,
+    "pooling": str,
+    "logical_dim": int,
+    "columns": list,
+}
+"""What a file has to tell of each table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowTable:
+    """One table as wide as it has to be, and where its columns stand in D.
+
+    Attributes:
+        name: of the table: the searched table's, or ``"<table>/b<s>"`` for block s.
+        num_embeddings: its rows.
+        embedding_dim: R.
+        feature_names: features read from it. Those that shared the searched table go on sharing this one.
+        pooling: ``"sum"`` or ``"mean"``.
+        logical_dim: D of the searched table.
+        columns: the R columns of D that it holds, rising.
+
+    Raises:
+        ValueError: if it has no rows or features, or the columns are not R rising ones of D.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    feature_names: tuple[str, ...]
+    pooling: str
+    logical_dim: int
+    columns: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        place, columns = f"table {self.name!r}", list(self.columns)
+        check(self.num_embeddings >= 1, place, "expected num_embeddings >= 1", self.num_embeddings)
+        check(bool(self.feature_names), place, "expected at least one feature", "none")
+        check(self.pooling in ("sum", "mean"), place, "expected pooling 'sum' or 'mean'", repr(self.pooling))
+        rising = len(columns) == self.embedding_dim >= 1 and columns == sorted(set(columns))
+        within = rising and columns[0] >= 0 and columns[-1] < self.logical_dim
+        check(within, place, f"expected {self.embedding_dim} rising columns below {self.logical_dim}", columns)
+
+    def config(self) -> EmbeddingBagConfig:
+        """The table as TorchRec describes it, R wide."""
+        return self._config(self.embedding_dim)
+
+    def logical_config(self) -> EmbeddingBagConfig:
+        """The table as a model sees it, D wide."""
+        return self._config(self.logical_dim)
+
+    def _config(self, embedding_dim: int) -> EmbeddingBagConfig:
+        return EmbeddingBagConfig(
+            name=self.name,
+            num_embeddings=self.num_embeddings,
+            embedding_dim=embedding_dim,
+            feature_names=list(self.feature_names),
+            pooling=PoolingType.MEAN if self.pooling == "mean" else PoolingType.SUM,
+        )
+
+
+@dataclass(frozen=True)
+class NarrowTables:
+    """The narrow tables of one collection; as JSON, YAML and Python too.
+
+    Attributes:
+        tables: in the collection's order.
+        is_weighted: whether bags carry per-sample weights.
+
+    Example:
+        >>> table = NarrowTable(name="t", num_embeddings=9, embedding_dim=1, feature_names=("f",), pooling="sum",
+        ...     logical_dim=4, columns=(2,))
+        >>> tables = NarrowTables((table,))
+        >>> tables.configs()[0].embedding_dim, tables.parameters
+        (1, 9)
+        >>> NarrowTables.from_yaml(tables.to_yaml()) == NarrowTables.from_json(tables.to_json()) == tables
+        True
+    """
+
+    tables: tuple[NarrowTable, ...]
+    is_weighted: bool = False
+
+    def __iter__(self) -> Iterator[NarrowTable]:
+        return iter(self.tables)
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    @property
+    def parameters(self) -> int:
+        """Values of all tables; projections not counted."""
+        return sum(table.num_embeddings * table.embedding_dim for table in self.tables)
+
+    def configs(self) -> list[EmbeddingBagConfig]:
+        """The tables as TorchRec describes them, each with its own embedding_dim."""
+        return [table.config() for table in self.tables]
+
+    def to_json(self) -> str:
+        """JSON text."""
+        return json.dumps(self._fields(), indent=1)
+
+    def to_yaml(self) -> str:
+        """YAML text, of plain lists, mappings and scalars."""
+        return yaml.safe_dump(self._fields(), sort_keys=False, default_flow_style=None, width=120)
+
+    def to_python(self) -> str:
+        """Python source of ``tables``, a list of EmbeddingBagConfigs, and of ``columns``, table name -> columns."""
+        lines = ["from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType", "", "tables = ["]
+        for table in self.tables:
+            lines += [
+                "    EmbeddingBagConfig(",
+                f"        name={table.name!r},",
+                f"        num_embeddings={table.num_embeddings},",
+                f"        embedding_dim={table.embedding_dim},",
+                f"        feature_names={list(table.feature_names)!r},",
+                f"        pooling=PoolingType.{table.pooling.upper()},",
+                "    ),",
+            ]
+        lines += ["]", "columns = {", *(f"    {t.name!r}: {list(t.columns)!r}," for t in self.tables), "}"]
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> NarrowTables:
+        """Reads `to_json` back.
+
+        Args:
+            text: JSON.
+
+        Raises:
+            ValueError: if the text is none, of another format version, or describes no tables.
+        """
+        return NarrowTables._of_fields(parse_json(text, dict[str, Any], "narrow tables"))
+
+    @staticmethod
+    def from_yaml(text: str) -> NarrowTables:
+        """Reads `to_yaml` back.
+
+        Args:
+            text: YAML; read as plain lists, mappings and scalars.
+
+        Raises:
+            ValueError: if the text is none, of another format version, or describes no tables.
+        """
+        try:
+            fields = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: dates that there are not
+            raise ValueError(describe("narrow tables", "expected YAML", error)) from error
+        return NarrowTables._of_fields(fields)
+
+    def _fields(self) -> dict[str, Any]:
+        tables = [
+            {**asdict(table), "feature_names": list(table.feature_names), "columns": list(table.columns)}
+            for table in self.tables
+        ]
+        return {"format_version": FORMAT_VERSION, "is_weighted": self.is_weighted, "tables": tables}
+
+    @staticmethod
+    def _of_fields(fields: Any) -> NarrowTables:
+        place = "narrow tables"
+        known = isinstance(fields, dict) and isinstance(fields.get("tables"), list)
+        check(known, place, "expected a mapping with format_version and tables", type(fields).__name__)
+        version = fields.get("format_version")
+        check(version == FORMAT_VERSION, place, f"expected format_version {FORMAT_VERSION}", version)
+        tables = []
+        for index, entry in enumerate(fields["tables"]):
+            _check_entry(entry, f"{place}, entry {index}")
+            lists = {field: tuple(entry[field]) for field in ("feature_names", "columns")}
+            tables.append(NarrowTable(**{**entry, **lists}))
+        return NarrowTables(tuple(tables), bool(fields.get("is_weighted", False)))
+
+
+def _check_entry(entry: Any, place: str) -> None:
+    """Fields of the right kind; what they say, `NarrowTable` checks."""
+    named = sorted(entry) if isinstance(entry, dict) else []
+    check(set(named) == set(FIELDS), place, f"expected fields {sorted(FIELDS)}", named)
+    for field, kind in FIELDS.items():
+        check(type(entry[field]) is kind, place, f"expected {field} to be of type {kind.__name__}", repr(entry[field]))
+    for field, kind in (("feature_names", str), ("columns", int)):
+        fits = all(type(value) is kind for value in entry[field])
+        check(fits, place, f"expected {field} to hold values of type {kind.__name__}", entry[field])
+
+
+def embedding_configs(
+    scheme: MixedDimensionScheme, *, per: str = "feature", columns: str = "same_size"
+) -> NarrowTables:
+    """The tables of a scheme as EmbeddingBagConfigs with embedding_dims of their own.
+
+    - ``per="feature"``: one table per searched table, all rows with the same R columns: those that most rows retain.
+      Features that share a table go on sharing one, so that nothing is stored twice. ``columns="same_size"`` takes as
+      many columns as give at least the scheme's parameters, so what rows retain beyond them is lost; ``"union"``
+      takes every column that any row retains, which loses nothing and may save nothing.
+    - ``per="block"``: one table per block, ``"<table>/b<s>"`` read by ``"<feature>/b<s>"``: lossless, as
+      `MixedDimensionEmbeddingBagCollection` serves and trains it. Blocks without rows or columns have none. A feature
+      that several tables read is cut anew for each, so it is ``"<feature>@<table>/b<s>"`` there. Blocks of a MEAN
+      table are pooled by SUM: no block knows how long the whole bag is, by which the sum over blocks is divided.
+
+    Args:
+        scheme: the tables of ONE collection.
+        per: ``"feature"`` or ``"block"``.
+        columns: ``"same_size"`` or ``"union"``, for ``per="feature"``.
+
+    Returns:
+        The narrow tables, in the collection's order. A table that retains nothing keeps one column, because no
+        EmbeddingBagConfig can have none.
+
+    Raises:
+        ValueError: for other words, or a scheme of no table or several collections.
+
+    Example:
+        >>> from dnis_torchrec.blocks.row_routing import RowRouting
+        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=8, embedding_dim=4, pooling="sum",
+        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(8, 2, boundaries=torch.tensor([0, 2, 8])),
+        ...     retained=torch.tensor([[True, True, True, True], [False, True, False, False]]), num_retained=14)
+        >>> scheme = MixedDimensionScheme({"t": table})
+        >>> [(t.name, t.embedding_dim, t.columns) for t in embedding_configs(scheme)]
+        [('t', 2, (0, 1))]
+        >>> [(t.name, t.embedding_dim, t.columns) for t in embedding_configs(scheme, per="block")]
+        [('t/b0', 4, (0, 1, 2, 3)), ('t/b1', 1, (1,))]
+    """
+    check(per in PER, "per", f"expected one of {PER}", repr(per))
+    check(columns in COLUMNS, "columns", f"expected one of {COLUMNS}", repr(columns))
+    tables = list(scheme.tables.values())
+    owners = sorted({(table.collection, table.is_weighted) for table in tables})
+    check(len(owners) == 1, "scheme", "expected the tables of one collection", [name for name, _ in owners])
+    narrow = [
+        _narrow(table, table.name, table.num_embeddings, _columns(table, columns), table.feature_names)
+        for table in tables
+    ]
+    if per == "block":
+        names = get_embedding_names_by_table([table.config() for table in narrow])
+        narrow = [part for table, own in zip(tables, names, strict=True) for part in _blocks(table, own)]
+    return NarrowTables(tuple(narrow), tables[0].is_weighted)
+
+
+class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+    """A narrow table per feature, behind the interface of tables of one D: trains, and drops into DLRM and its like.
+
+    For a feature of a table with columns c_1 .. c_R, ``out = pooled @ P`` with ``P[r, c_r] = 1``. As a selection P is
+    fixed and never stored; learnt, it is a parameter ``(R, D)`` of its own for each table, which starts there. The
+    stock collection inside, ``.narrow``, is what DistributedModelParallel shards; the rest is local and replicated. It
+    decides what is supported: unsharded, on a CPU, torch refuses weighted means.
+
+    Args:
+        tables: from `embedding_configs` with ``per="feature"``, or read from a file.
+        projection: ``"selection"`` or ``"learned"``.
+        device: where everything goes.
+
+    Shape:
+        - Input: at least the collection's features, stride B.
+        - Output: KeyedTensor of ``(B, sum of D over features)``, keys as those of a collection of D.
+
+    Raises:
+        ValueError: for no tables, or another projection.
+
+    Example:
+        >>> table = NarrowTable(name="t", num_embeddings=3, embedding_dim=1, feature_names=("f",), pooling="sum",
+        ...     logical_dim=3, columns=(1,))
+        >>> ebc = NarrowEmbeddingBagCollection.from_tables(NarrowTables((table,)), {"t": torch.arange(9.0).view(3, 3)})
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 2]), lengths=torch.tensor([2]))
+        >>> ebc(kjt)["f"].tolist()
+        [[0.0, 8.0, 0.0]]
+    """
+
+    def __init__(
+        self, tables: NarrowTables, *, projection: str = "selection", device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        check(len(tables) > 0, "tables", "expected at least one", "none")
+        check(projection in PROJECTIONS, "projection", f"expected one of {PROJECTIONS}", repr(projection))
+        self._tables, place = tables, torch.device(device)
+        self._configs = [table.logical_config() for table in tables]
+        names = get_embedding_names_by_table(tables.configs())
+        self._readers = [(table, name) for table, own in zip(tables, names, strict=True) for name in own]
+        self._rows: dict[str, int] = {}
+        for table in sorted(tables, key=lambda table: -table.num_embeddings):  # the smallest counts
+            self._rows |= dict.fromkeys(table.feature_names, table.num_embeddings)
+        self.narrow = EmbeddingBagCollection(tables=tables.configs(), is_weighted=tables.is_weighted, device=place)
+        self.projections = nn.ParameterDict()
+        if projection == "learned":
+            for table in tables:
+                self.projections[table.name] = nn.Parameter(_selection(table).to(place))
+        self.register_buffer("_columns", self._output_columns().to(place), persistent=False)
+
+    def _output_columns(self) -> Tensor:
+        """Output column of every pooled one, ``(sum of R over features,)``."""
+        parts, first = [], 0
+        for table, _ in self._readers:
+            parts.append(first + torch.tensor(table.columns))
+            first += table.logical_dim
+        return torch.cat(parts)
+
+    @classmethod
+    def from_tables(
+        cls,
+        tables: NarrowTables,
+        weights: Mapping[str, Tensor],
+        *,
+        projection: str = "selection",
+        device: torch.device | str = "cpu",
+    ) -> NarrowEmbeddingBagCollection:
+        """Builds the collection and copies the narrow tables' columns out of pruned ones.
+
+        Args:
+            tables: see the class.
+            weights: table name -> ``(N, D)``, as ``load_csr(artifact, name).to_dense()`` gives.
+            projection: see the class.
+            device: see the class.
+
+        Raises:
+            ValueError: if a table is missing or has another shape.
+        """
+        module = cls(tables, projection=projection, device=device)
+        for table in tables:
+            check_known("table", table.name, weights)
+            weight, shape = weights[table.name], (table.num_embeddings, table.logical_dim)
+            check(tuple(weight.shape) == shape, f"table {table.name!r}", f"expected shape {shape}", tuple(weight.shape))
+            own = module.narrow.embedding_bags[table.name].weight
+            with torch.no_grad():
+                own.copy_(weight.index_select(1, torch.tensor(table.columns, device=weight.device)))
+        return module
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up and puts them back on D columns.
+
+        Args:
+            features: at least the collection's features, stride B, with weights if the collection is weighted.
+
+        Returns:
+            KeyedTensor of ``(B, sum of D over features)``.
+
+        Raises:
+            ValueError: if a feature or the weights are missing or, on CPU, the bags are not those of the ids (see
+                `check_bags`), or an id is no row.
+            TypeError: if ids are no int32 or int64.
+        """
+        _check_batch(features, self._rows, self.is_weighted())
+        pooled = self.narrow(features).to_dict()
+        dims = [table.logical_dim for table, _ in self._readers]
+        if len(self.projections):
+            parts = [pooled[name] @ self.projections[table.name] for table, name in self._readers]
+            values = torch.cat(parts, dim=1)
+        else:
+            narrow = torch.cat([pooled[name] for _, name in self._readers], dim=1)
+            values = narrow.new_zeros(len(narrow), sum(dims)).index_copy(1, self._columns, narrow)
+        return KeyedTensor(keys=[name for _, name in self._readers], length_per_key=dims, values=values)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The logical tables, D wide; what DLRM and its like read."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Whether bags carry per-sample weights."""
+        return self._tables.is_weighted
+
+
+@torch.fx.wrap  # a leaf for TorchRec's tracer
+def _check_batch(features: KeyedJaggedTensor, rows: dict[str, int], is_weighted: bool) -> None:
+    """Checks what is looked up: bags, weights, and ids; `rows` tells how many a feature's smallest table has."""
+    keys, ids = features.keys(), features.values()
+    for feature in rows:
+        check_known("feature", feature, keys)
+    has_weights = not is_weighted or features.weights_or_none() is not None
+    check(has_weights, named(keys), "expected per-sample weights", "none")
+    if ids.dtype not in INTEGERS:
+        raise TypeError(describe(named(keys), "expected int32 or int64 ids", ids.dtype, "convert them"))
+    if features.variable_stride_per_key() or ids.device.type != "cpu":
+        check_bags(features)
+        return
+    limits = torch.tensor([rows.get(key, torch.iinfo(torch.int64).max) for key in keys])
+    if torch.compiler.is_compiling() or offsets_of_rows(features, limits) is not None:
+        return
+    check_bags(features)
+    counts = features.lengths().view(len(keys), -1).sum(dim=1).tolist() if features.stride() else []
+    for key, of_key in zip(keys, ids.split(counts), strict=False):
+        unknown = of_key[(of_key < 0) | (of_key >= rows[key])] if key in rows else of_key[:0]
+        if unknown.numel():
+            requirement, remedy = f"expected ids in 0..{rows[key] - 1}", "hash ids as before"
+            check(False, named([key]), requirement, f"id {int(unknown[0])}", remedy)
+
+
+def _columns(table: TableScheme, wanted: str) -> Tensor:
+    """The columns of D that a table keeps for all of its rows, rising; ranked by how many rows retain them."""
+    rows_of_column = (table.retained * table.routing.row_counts().unsqueeze(1)).sum(dim=0)
+    union, same_size = int((rows_of_column > 0).sum()), -(-table.num_retained // table.num_embeddings)
+    order = torch.argsort(rows_of_column, descending=True, stable=True)
+    return order[: max(1, union if wanted == "union" else same_size)].sort().values
+
+
+def _blocks(table: TableScheme, names: list[str]) -> list[NarrowTable]:
+    """A table per block that stores something; `names` are those of what the table gives, one per feature."""
+    rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
+    stored = [s for s in range(table.routing.num_blocks) if rows[s] and dims[s]]
+    summed = replace(table, pooling="sum")
+    return [
+        _narrow(summed, f"{table.name}/b{s}", rows[s], table.columns(s), tuple(f"{name}/b{s}" for name in names))
+        for s in stored
+    ]
+
+
+def _narrow(table: TableScheme, name: str, rows: int, columns: Tensor, features: tuple[str, ...]) -> NarrowTable:
+    return NarrowTable(
+        name=name,
+        num_embeddings=rows,
+        embedding_dim=columns.numel(),
+        feature_names=features,
+        pooling=table.pooling,
+        logical_dim=table.embedding_dim,
+        columns=tuple(columns.tolist()),
+    )
+
+
+def _selection(table: NarrowTable) -> Tensor:
+    """``(R, D)``: 1 where row r stands for column c_r."""
+    matrix = torch.zeros(table.embedding_dim, table.logical_dim)
+    matrix[torch.arange(table.embedding_dim), torch.tensor(table.columns)] = 1.0
+    return matrix

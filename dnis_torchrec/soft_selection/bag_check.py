@@ -1,0 +1,109 @@
+"""BagCheck: bags are checked before they are looked up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, named
+from dnis_torchrec.ops.block_operators import are_compiled, are_good_bags
+from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
+
+
+class BagCheck(nn.Module):
+    """Checks bags before they are looked up, so that a bad id is named and never trains a row.
+
+    A leaf for TorchRec's tracer. On a CPU it raises at once; on a GPU, where looking would stop the stream, it asserts
+    asynchronously.
+
+    Args:
+        outputs: what stands behind each output key.
+    """
+
+    def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._limits: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, features: KeyedJaggedTensor) -> None:
+        """Checks lengths of single-id bags and the range of every id.
+
+        Raises:
+            ValueError: naming table, feature and the value received, or for lengths that are not those of the ids.
+            TypeError: naming the features, for ids that are neither int32 nor int64.
+            NotImplementedError: for features of variable batch size.
+        """
+        if features.variable_stride_per_key():
+            raise NotImplementedError(describe("features", "supported are batches of one size for all keys", "several"))
+        if self._are_good(features):
+            return
+        ids = features.values()
+        if ids.dtype not in INTEGERS:
+            remedy = "convert them with .long()"
+            raise TypeError(describe(named(features.keys()), "expected int32 or int64 ids", ids.dtype, remedy))
+        if ids.device.type == "cpu":
+            check_bags(features)
+        jagged = jagged_by_key(features)
+        for output in self._outputs:
+            place = f"table {output.table!r}, feature {output.feature!r}"
+            check_known(f"feature of table {output.table!r}", output.feature, jagged)
+            ids, lengths = jagged[output.feature].values(), jagged[output.feature].lengths()
+            if ids.device.type != "cpu":
+                torch._assert_async(((ids >= 0) & (ids < output.num_embeddings)).all())
+                if not output.is_multi_hot:
+                    torch._assert_async((lengths <= 1).all())
+            elif ids.numel():
+                _check_on_cpu(output, ids, lengths, place)
+
+    def _are_good(self, features: KeyedJaggedTensor) -> bool:
+        """The usual case on a CPU, decided for all features at once; False where each has to be looked at."""
+        ids, lengths, keys = features.values(), features.lengths(), tuple(features.keys())
+        weights = features.weights_or_none()
+        has_weights = weights is None or weights.numel() == ids.numel()
+        if ids.device.type != "cpu" or ids.dtype not in INTEGERS or not has_weights:
+            return False
+        if keys not in self._limits:
+            if not {output.feature for output in self._outputs} <= set(keys):
+                return False
+            self._limits[keys] = self._limits_of(keys)
+        bounds, longest = self._limits[keys]
+        if are_compiled():
+            return are_good_bags(ids, lengths, bounds, longest)
+        if ids.numel() != lengths.numel() or not ids.numel() or not bool((lengths == 1).all()):
+            return False
+        lowest, highest = torch.aminmax(ids.view(len(keys), -1), dim=1)
+        return bool((lowest >= 0).all()) and bool((highest < bounds).all())
+
+    def _limits_of(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Of every key the rows of its smallest table, and how many ids a bag may hold; no limits where none reads.
+
+        Of a key that occurs twice the later one is read, as by TorchRec.
+        """
+        unlimited = torch.iinfo(torch.int64).max
+        bounds, longest = dict.fromkeys(keys, unlimited), dict.fromkeys(keys, unlimited)
+        for output in self._outputs:
+            bounds[output.feature] = min(bounds[output.feature], output.num_embeddings)
+            if not output.is_multi_hot:
+                longest[output.feature] = 1
+        last = {key: place for place, key in enumerate(keys)}
+        is_read = [last[key] == place for place, key in enumerate(keys)]
+        limits = [
+            [limit[key] if read else unlimited for key, read in zip(keys, is_read, strict=True)]
+            for limit in (bounds, longest)
+        ]
+        return torch.tensor(limits[0]), torch.tensor(limits[1])
+
+
+def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: str) -> None:
+    if not output.is_multi_hot:
+        longest = int(lengths.max())
+        remedy = f"name it in multi_hot_features=[{output.feature!r}]"
+        check(longest <= 1, place, "expected bags of at most one id", f"a bag of {longest}", remedy)
+    lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+    within = lowest >= 0 and highest < output.num_embeddings
+    received = lowest if lowest < 0 else highest
+    remedy = "hash the ids into the table, or raise its num_embeddings"
+    check(within, place, f"expected ids in 0..{output.num_embeddings - 1}", received, remedy)

@@ -1,0 +1,156 @@
+"""Pooled pieces: what a collection's output keys are made of, and where each part stands in memory.
+
+A piece is one key that the child collection pools: a single-id feature, or one block of a multi-hot one.
+
+Shapes: B batch, D embedding_dim, S blocks, K pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.ops.jagged import jagged_by_key
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledFeature:
+    """One output key of a collection: a feature read from a table.
+
+    Attributes:
+        feature: KJT key.
+        name: output key: the feature, or ``"feature@table"`` where several tables read it.
+        table: table name.
+        num_embeddings: N of the table.
+        embedding_dim: D.
+        is_multi_hot: whether bags may hold more than one id.
+        divides: whether pooled sums still have to be divided by the length of the whole bag (MEAN pooling).
+        first_alpha_row: row of alpha of block 0.
+        num_blocks: S.
+    """
+
+    feature: str
+    name: str
+    table: str
+    num_embeddings: int
+    embedding_dim: int
+    is_multi_hot: bool
+    divides: bool
+    first_alpha_row: int
+    num_blocks: int
+
+    @property
+    def block_keys(self) -> tuple[str, ...]:
+        """KJT keys that the child collection reads: one per block of a multi-hot feature, else the feature itself."""
+        return tuple(f"{self.name}/b{s}" for s in range(self.num_blocks)) if self.is_multi_hot else (self.feature,)
+
+    @property
+    def whole_key(self) -> str:
+        """The one KJT key that a child collection reads whose lookups split bags for themselves."""
+        return self.name if self.is_multi_hot else self.feature
+
+
+class PooledPieces:
+    """The pieces of a collection, in the form that `dnis_torchrec.ops.block_operators.select_pieces` reads.
+
+    Args:
+        outputs: what stands behind each output key.
+        alpha_sizes: embedding_dim -> A * D, in the order in which the alphas are flattened.
+
+    Attributes:
+        keys: of the child collection's output, one per piece, in the order of the outputs.
+        single_id: position and output of every piece that is a single-id feature.
+        of_dim: embedding_dim -> positions of its pieces.
+    """
+
+    def __init__(self, outputs: Sequence[PooledFeature], alpha_sizes: Mapping[int, int]) -> None:
+        self._outputs = tuple(outputs)
+        owners = [(index, output) for index, output in enumerate(outputs) for _ in output.block_keys]
+        self._owners = owners
+        self.keys = [key if output.is_multi_hot else output.name for output in outputs for key in output.block_keys]
+        self.single_id = [(k, output) for k, (_, output) in enumerate(owners) if not output.is_multi_hot]
+        self.of_dim = {dim: [k for k, (_, o) in enumerate(owners) if o.embedding_dim == dim] for dim in alpha_sizes}
+        self.of_dim = {dim: positions for dim, positions in self.of_dim.items() if positions}
+        first_rows = [output.first_alpha_row + s for output in outputs for s in range(len(output.block_keys))]
+        self._row_of_piece = torch.tensor(first_rows, dtype=torch.int32).unsqueeze(1)
+        self._alpha_begins, begin = {}, 0
+        for dim, size in alpha_sizes.items():
+            self._alpha_begins[dim] = begin
+            begin += size
+        self._layouts: dict[tuple[str, ...], Tensor] = {}
+        self._places: dict[tuple[str, ...], Tensor] = {}
+
+    def layout(self, keys: Sequence[str], widths: Sequence[int]) -> Tensor:
+        """Where every piece stands, ``(K, 5)`` int64.
+
+        Args:
+            keys: of the pooled embeddings as the child collection returned them, in its own order: sharded ones may
+                group keys by sharding type.
+            widths: D of each.
+        """
+        known = self._layouts.get(tuple(keys))
+        if known is not None:
+            return known
+        column_of_key, column = {}, 0
+        for key, width in zip(keys, widths, strict=True):
+            column_of_key[key] = column
+            column += width
+        out_columns, column = [], 0
+        for output in self._outputs:
+            out_columns.append(column)
+            column += output.embedding_dim
+        fields = [
+            (column_of_key[key], out_columns[index], o.embedding_dim, self._alpha_begins[o.embedding_dim], index)
+            for key, (index, o) in zip(self.keys, self._owners, strict=True)
+        ]
+        self._layouts[tuple(keys)] = torch.tensor(fields, dtype=torch.int64).view(-1, 5)
+        return self._layouts[tuple(keys)]
+
+    def rows_of_multi_hot(self, split: KeyedJaggedTensor, batch_size: int) -> Tensor:
+        """Rows of alpha, ``(B, K)`` int32, -1 for empty bags; those of single-id features are left to be filled in.
+
+        Args:
+            split: the bags as the child reads them; only read if there is a multi-hot feature.
+            batch_size: B.
+        """
+        if len(self.single_id) == len(self._owners):
+            return torch.empty(batch_size, len(self._owners), dtype=torch.int32)
+        holds_ids = split.lengths().view(len(split.keys()), batch_size)[self._places_in(split.keys())] > 0
+        return torch.where(holds_ids, self._row_of_piece, -1).t().contiguous()
+
+    def _places_in(self, keys: Sequence[str]) -> Tensor:
+        """Position of every piece's key among `keys`: a single-id feature that several tables read is one key there."""
+        known = self._places.get(tuple(keys))
+        if known is None:
+            position = {key: index for index, key in enumerate(keys)}
+            read = [key for output in self._outputs for key in output.block_keys]
+            known = self._places[tuple(keys)] = torch.tensor([position[key] for key in read])
+        return known
+
+    def places(self, keys: Sequence[str]) -> list[tuple[int, int, int]]:
+        """Piece, position of its key among `keys`, and row of alpha of block 0, of every single-id feature.
+
+        Args:
+            keys: of a batch, every single-id feature among them.
+        """
+        position = {key: index for index, key in enumerate(keys)}
+        return [(k, position[output.feature], output.first_alpha_row) for k, output in self.single_id]
+
+    def divisors(self, bags: KeyedJaggedTensor, values: Tensor) -> Tensor | None:
+        """What pooled sums still have to be divided by, ``(B, outputs)``, or None: the length of the whole bag.
+
+        Args:
+            bags: the bags as the user gave them, not split.
+            values: the pooled embeddings, whose dtype the divisors take.
+        """
+        if not any(output.divides for output in self._outputs):
+            return None
+        divisors, jagged = values.new_ones(len(values), len(self._outputs)), jagged_by_key(bags)
+        for index, output in enumerate(self._outputs):
+            if output.divides:
+                divisors[:, index] = jagged[output.feature].lengths().clamp(min=1)
+        return divisors

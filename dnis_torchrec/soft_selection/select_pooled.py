@@ -1,0 +1,202 @@
+"""The part of the wrapper behind the lookup: pooled embeddings times alpha, and who is told of their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.row_routing import RowRouter
+from dnis_torchrec.ops.block_operators import are_compiled, fill_rows_, select_pieces
+from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.soft_selection.alpha import Alpha, select_per_block, select_per_sample
+from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature, PooledPieces
+
+JaggedByKey = dict[str, JaggedTensor]
+
+
+class WatchedOutputs(nn.Module):
+    """What a wrapper hands out, and who is told of its gradient.
+
+    Args:
+        outputs: what stands behind each output key.
+
+    Attributes:
+        on_gradient: called in every backward with the gradient, and the name of a table whose part of it is not finite
+            or None; None does not look.
+    """
+
+    def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self.on_gradient: Callable[[str | None, Tensor], None] | None = None
+        self._keys = [output.name for output in outputs]
+        self._dims = [output.embedding_dim for output in outputs]
+
+    def _watch(self, values: Tensor) -> None:
+        values.register_hook(lambda gradient: self._check_gradient(bool(torch.isfinite(gradient.sum())), gradient))
+
+    def _check_gradient(self, is_finite: bool, gradient: Tensor) -> None:
+        """Runs before the tables' own backward, hence before a fused optimizer applies the gradient."""
+        if self.on_gradient is not None:
+            self.on_gradient(None if is_finite else self._table_with_bad(gradient), gradient)
+
+    def _table_with_bad(self, gradient: Tensor) -> str | None:
+        parts = zip(self._outputs, gradient.split(self._dims, dim=1), strict=True)
+        return next((output.table for output, part in parts if not bool(torch.isfinite(part).all())), None)
+
+
+class SelectPooled(WatchedOutputs):
+    """The part of the wrapper behind the lookup: local, no collective, no parameter.
+
+    A module of its own, so that TorchRec's tracer takes it for a leaf and pipelines the lookup before it.
+
+    Args:
+        outputs: what stands behind each output key.
+        blocks: row -> block of every table.
+        alpha: the wrapper's alpha.
+    """
+
+    def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, alpha: Alpha) -> None:
+        super().__init__(outputs)
+        self._runs = _runs(outputs)
+        self._alpha = [alpha]  # in a list: the wrapper registers it, once
+        self._pieces = PooledPieces(outputs, {dim: alpha.of(dim).numel() for dim in alpha.dims})
+        tables = sorted({output.table for output in outputs if not output.is_multi_hot})
+        self._router_of = {table: index for index, table in enumerate(tables)}
+        self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)
+
+    def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> KeyedTensor:
+        """Multiplies pooled embeddings by alpha.
+
+        Args:
+            pooled: what the child returned for `split`.
+            features: the bags as the user gave them.
+            split: the bags as the child read them.
+
+        Returns:
+            One key per output, in order.
+        """
+        values = pooled.values()
+        is_for_compiled = values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64)
+        select = self._select_at_once if is_for_compiled and are_compiled() else self._select_in_runs
+        return KeyedTensor(keys=self._keys, values=select(pooled, features, split), length_per_key=self._dims)
+
+    def _may_learn(self, values: Tensor) -> Tensor:
+        """In an upper step nothing behind the lookup may learn, for it would learn from validation data."""
+        return values.detach() if self._alpha[0].is_upper else values
+
+    def _select_at_once(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
+        """By the compiled operator, for all outputs in one pass."""
+        alpha, pieces = self._alpha[0], self._pieces
+        values, layout = self._may_learn(pooled.values()), pieces.layout(pooled.keys(), pooled.length_per_key())
+        rows = pieces.rows_of_multi_hot(split, len(values))
+        if pieces.single_id:
+            routings = [self._router(output).routing_tensor() for _, output in pieces.single_id]
+            fill_rows_(rows, features.values(), features.lengths(), routings, pieces.places(features.keys()))
+        if alpha.is_upper:
+            for dim, columns in pieces.of_dim.items():
+                alpha.record_hits(dim, rows if len(columns) == rows.shape[1] else rows[:, columns])
+        divisors = pieces.divisors(features, values)
+        flat = [alpha.of(dim).to(values.dtype).flatten() for dim in alpha.dims]
+        alphas = flat[0] if len(flat) == 1 else torch.cat(flat)
+        return select_pieces(values, alphas, rows, divisors, layout, sum(self._dims), watch=self._check_gradient)
+
+    def _select_in_runs(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
+        """By torch's own operators, a run of outputs after the other."""
+        values = self._may_learn(self._in_order(pooled))
+        jagged, split_jagged = jagged_by_key(features), jagged_by_key(split)
+        widths = [sum(self._width(output) for output in run) for run in self._runs]
+        parts = []
+        for run, part in zip(self._runs, values.split(widths, dim=1), strict=True):
+            selected = self._select_per_block if run[0].is_multi_hot else self._select_per_sample
+            parts.append(selected(part, run, jagged, split_jagged))
+        merged = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if merged.requires_grad and not self._alpha[0].is_upper:
+            self._watch(merged)
+        return merged
+
+    def _in_order(self, pooled: KeyedTensor) -> Tensor:
+        """Values in the order of the pieces; sharded collections may group keys by sharding type."""
+        if pooled.keys() == self._pieces.keys:
+            return pooled.values()
+        by_key = pooled.to_dict()
+        return torch.cat([by_key[key] for key in self._pieces.keys], dim=1)
+
+    @staticmethod
+    def _width(output: PooledFeature) -> int:
+        return output.embedding_dim * len(output.block_keys)
+
+    def _select_per_sample(self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, _: JaggedByKey) -> Tensor:
+        alpha, dim = self._alpha[0], run[0].embedding_dim
+        rows_of_ids = [self._alpha_rows(output, jagged[output.feature]) for output in run]
+        if alpha.is_upper:
+            alpha.record_hits(dim, torch.cat(rows_of_ids))
+        filled = [
+            one_per_bag(rows, jagged[output.feature].lengths(), output.first_alpha_row)
+            for rows, output in zip(rows_of_ids, run, strict=True)
+        ]
+        rows = torch.stack(filled, dim=1)
+        selected = select_per_sample(part.view(len(part), len(run), dim), alpha.of(dim), rows)
+        return selected.view(len(part), len(run) * dim)
+
+    def _select_per_block(
+        self, part: Tensor, run: list[PooledFeature], jagged: JaggedByKey, split: JaggedByKey
+    ) -> Tensor:
+        output, alpha = run[0], self._alpha[0]
+        dim, num_blocks, first = output.embedding_dim, output.num_blocks, output.first_alpha_row
+        selected = select_per_block(part.view(len(part), num_blocks, dim), alpha.of(dim)[first : first + num_blocks])
+        if alpha.is_upper:
+            used = [first + s for s, key in enumerate(output.block_keys) if split[key].values().numel()]
+            alpha.record_hits(dim, torch.tensor(used, dtype=torch.int64, device=part.device))
+        if output.divides:
+            selected = selected / jagged[output.feature].lengths().clamp(min=1).unsqueeze(1)
+        return selected
+
+    def _alpha_rows(self, output: PooledFeature, bags: JaggedTensor) -> Tensor:
+        """Row of alpha of each id."""
+        return self._router(output)(bags.values()) + output.first_alpha_row
+
+    def _router(self, output: PooledFeature) -> RowRouter:
+        return cast(RowRouter, self._routers[self._router_of[output.table]])
+
+
+def one_per_bag(rows: Tensor, lengths: Tensor, row_of_empty: int) -> Tensor:
+    """Row of alpha of each single-id bag; an empty bag, whose embedding is zero, takes any.
+
+    Args:
+        rows: of the ids, int64.
+        lengths: ``(B,)``, 0 or 1.
+        row_of_empty: what empty bags take.
+
+    Returns:
+        ``(B,)`` int64.
+
+    Example:
+        >>> one_per_bag(torch.tensor([5]), torch.tensor([0, 1]), 0).tolist()
+        [0, 5]
+    """
+    if rows.numel() == lengths.numel():
+        return rows
+    filled = torch.full_like(lengths, row_of_empty, dtype=torch.int64)
+    return filled.masked_scatter(lengths > 0, rows)
+
+
+def _runs(outputs: tuple[PooledFeature, ...]) -> list[list[PooledFeature]]:
+    """Neighbouring outputs that one operation can select: single-id features of equal D; each multi-hot one alone."""
+    runs: list[list[PooledFeature]] = []
+    for output in outputs:
+        if runs and _are_selected_together(runs[-1][-1], output):
+            runs[-1].append(output)
+        else:
+            runs.append([output])
+    return runs
+
+
+def _are_selected_together(last: PooledFeature, output: PooledFeature) -> bool:
+    are_single_id = not last.is_multi_hot and not output.is_multi_hot
+    return are_single_id and last.embedding_dim == output.embedding_dim

@@ -1,0 +1,470 @@
+"""Sharding for a search: every sharding type on every device, plans that all ranks agree on, weights that stay.
+
+    sharders = [CpuEmbeddingBagCollectionSharder()]
+    plan = make_sharding_plan(model, device, sharders)    # the same plan on every rank, or the same error
+    sharded = shard_model(model, device, plan, sharders)  # DistributedModelParallel, with the weights of `model`
+
+`CpuEmbeddingBagCollectionSharder` and `make_sharding_plan` also serve a DistributedModelParallel of your own, and any
+sharder and plan of TorchRec's does for a search. What these add: on a CPU TorchRec's sharder leaves the row-wise family
+out, a plan that cannot be made or does not fit leaves ranks hanging, and a model on a CPU loses its weights when it is
+sharded.
+
+Shapes: N rows of a table, D its embedding_dim, W ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.types import (
+    ModuleSharder,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from dnis_torchrec.checks import check, check_known, describe, nearest
+from dnis_torchrec.ranks import on_rank_zero, together
+from dnis_torchrec.soft_selection.features_by_name import read_by_name_
+from dnis_torchrec.soft_selection.frozen_tables import freeze_before_sharding_, frozen_tables, hold_frozen_
+from dnis_torchrec.soft_selection.table_shards import (
+    TableShard,
+    collections,
+    holders_of_tables,
+    local_shards,
+    sequence_collections,
+)
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+
+Sharders = Sequence[ModuleSharder[nn.Module]]
+Constraints = Mapping[str, ParameterConstraints]
+
+ROW_WISE_FAMILY = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
+"""Sharding types that cut rows: parts of a bag are pooled on several ranks."""
+ON_ONE_HOST = {ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
+"""Sharding types that cut rows over the ranks of one host, one shard for each."""
+
+
+class CpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's sharder, which on CPUs offers row_wise, table_row_wise and grid_shard as well.
+
+    TorchRec lists these three on GPUs only, though gloo and FBGEMM's CPU kernels run them. On a GPU it is the same as
+    its base class, so one program serves both. Takes what `EmbeddingBagCollectionSharder` takes, quantised
+    communication (`qcomm_codecs_registry`) included.
+
+    Example:
+        >>> sorted(CpuEmbeddingBagCollectionSharder().sharding_types("cpu"))[:4]
+        ['column_wise', 'data_parallel', 'grid_shard', 'row_wise']
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Sharding types for a kind of device, each once."""
+        own = super().sharding_types(compute_device_type)
+        return list(dict.fromkeys([*own, *sorted(ROW_WISE_FAMILY)]))
+
+
+def make_sharding_plan(
+    model: nn.Module,
+    device: torch.device,
+    sharders: Sharders,
+    *,
+    constraints: Constraints | None = None,
+    topology: Topology | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> ShardingPlan:
+    """Plans with TorchRec's EmbeddingShardingPlanner on rank 0, for all ranks.
+
+    When ``planner.collective_plan`` raises on rank 0, all others wait for a broadcast that never comes. When every rank
+    plans for itself, options of equal cost may be chosen differently, because the planner walks through sets of
+    strings, whose order is another one in every process. Here all ranks get rank 0's plan, or its error.
+
+    Distributed: one all_gather_object and one broadcast_object_list.
+
+    Args:
+        model: unsharded, prepared or not; on any device, "meta" included.
+        device: where it will be sharded to; its memory is what a GPU is planned with.
+        sharders: what may be sharded and how.
+        constraints: table -> what the planner has to keep to.
+        topology: the machines; made from the process group, LOCAL_WORLD_SIZE and the memory of `device` if None.
+        process_group: the ranks; all of them if None.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: on all ranks, for a constraint on a table that there is not, a sharding type or compute kernel that
+            no sharder offers, or constraints that do not fit the machines.
+        RuntimeError: without a process group.
+    """
+    world_size = _world_size(process_group)
+    topology = topology if topology is not None else _topology(device, world_size)
+
+    def plan() -> ShardingPlan:
+        possible = _possible_constraints(model, device, sharders, topology, constraints or {})
+        try:
+            made = EmbeddingShardingPlanner(topology=topology, constraints=possible).plan(model, list(sharders))
+        except (PlannerError, RuntimeError) as error:
+            requirement = f"expected constraints that can be met on {world_size} ranks"
+            remedy = "loosen the constraints, or take more ranks"
+            received = " ".join(str(error).split())
+            raise ValueError(describe("sharding plan", requirement, received, remedy)) from error
+        _check_pooling(made, model)
+        return made
+
+    return on_rank_zero(plan, process_group)
+
+
+def check_sharding_plan(
+    plan: ShardingPlan, model: nn.Module, device: torch.device, world_size: int, local_world_size: int
+) -> None:
+    """Checks that a plan is one for this model on this many ranks. Local, no collective.
+
+    Args:
+        plan: made by any planner, here or elsewhere.
+        model: unsharded.
+        device: where to train.
+        world_size: ranks that the model will be sharded over.
+        local_world_size: ranks of one host.
+
+    Raises:
+        NotImplementedError: if the plan shards other modules than EmbeddingBagCollections and EmbeddingCollections.
+        ValueError: naming the table, if the plan leaves it out, was made for other ranks or for a table of another
+            shape, gives a rank no row of it on a CPU, or cuts the rows of a MEAN table where TorchRec then divides
+            wrongly; or naming the FQN, if the model has no such module.
+    """
+    tables, lookups = _tables_by_fqn(model), _plain_collections(model)
+    fqns = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
+    for fqn in plan.plan:
+        check(
+            fqn in fqns, f"sharding plan, FQN {fqn!r}", "expected a module of the model", "none", nearest(fqn, tables)
+        )
+    for fqn in plan.plan:
+        module = model.get_submodule(fqn)
+        if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            supported = "supported are EmbeddingBagCollections and EmbeddingCollections"
+            remedy = "take its sharder away; its weights would be drawn anew"
+            raise NotImplementedError(describe(f"sharding plan, FQN {fqn!r}", supported, type(module).__name__, remedy))
+    for fqn, shapes in tables.items():
+        planned = cast(Mapping[str, ParameterSharding], plan.plan.get(fqn, {}))
+        for table, shape in shapes.items():
+            place = f"sharding plan, table {table!r}"
+            kind = type(lookups[fqn])
+            remedy = "make the plan for the prepared model"
+            if kind is not EmbeddingBagCollection:
+                remedy = f"build it as an EmbeddingBagCollection: sharders take no subclass, such as {kind.__name__}"
+            check(table in planned, place, f"expected an entry under FQN {fqn!r}", "none", remedy)
+            _check_ranks(planned[table], place, world_size, local_world_size)
+            _check_shards(planned[table], place, shape, device)
+    _check_pooling(plan, model)
+
+
+def shard_model(
+    model: nn.Module,
+    device: torch.device,
+    plan: ShardingPlan,
+    sharders: Sharders,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> DistributedModelParallel:
+    """DistributedModelParallel that keeps the weights which the model came with.
+
+    TorchRec initialises tables anew when it takes them from a CPU. Here each rank copies the rows and columns of its
+    own shards back; a data_parallel table is that of the first rank on all of them, as dense weights are. Tables on
+    the "meta" device have no weights to keep: TorchRec initialises those. In a process group of one, data_parallel
+    tables are not in DistributedDataParallel, which would copy their gradients for nothing.
+
+    Distributed: two all_gather_object of a short string, so that a plan that does not fit raises everywhere, one
+    broadcast per data_parallel table, and what DistributedModelParallel itself needs.
+
+    Args:
+        model: unsharded, prepared or not. Used up.
+        device: where to train.
+        plan: the same on every rank.
+        sharders: those that the plan was made with.
+        process_group: the ranks; all of them if None.
+
+    Returns:
+        The sharded model.
+
+    Raises:
+        ValueError: on all ranks alike, for a plan that does not fit (see `check_sharding_plan`), or that is not the
+            same on all of them.
+        RuntimeError: without a process group.
+    """
+    world_size = _world_size(process_group)
+    with together(process_group):
+        check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
+    _check_same(plan, process_group)
+    unsharded = _every_lookup(model)
+    frozen = {fqn: _freeze_before_sharding_(lookup) for fqn, lookup in unsharded.items()}
+    weights = _take_weights(model)
+    group = process_group if process_group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(group),
+        device=device,
+        plan=plan,
+        sharders=list(sharders),
+    )
+    _share_again_(sharded, unsharded)
+    for fqn, module in collections(sharded).items():
+        replicated = _replicated_tables(plan, fqn)
+        by_table = itertools.groupby(sorted(local_shards(module), key=lambda part: part.table), lambda part: part.table)
+        for table, parts in by_table:
+            weight = weights.pop((fqn, table))  # so that tables are held twice one after the other, not all at once
+            for part in parts:
+                if not weight.is_meta:
+                    _copy_weight_(part, weight)
+                if table in replicated:
+                    dist.broadcast(part.weight, src=dist.get_global_rank(group, 0), group=group)
+    for fqn, lookup in _every_lookup(sharded).items():
+        if isinstance(lookup, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            hold_frozen_(lookup, holders_of_tables(lookup), frozen[fqn])
+    if world_size == 1:
+        _reduce_no_tables_(sharded)
+    read_by_name_(sharded, refuse_weights=True)
+    for wrapper in soft_selection_modules(sharded).values():
+        read_by_name_(wrapper)
+    return sharded
+
+
+def _reduce_no_tables_(model: nn.Module) -> None:
+    """Takes data_parallel tables out of DistributedDataParallel, for a process group of one.
+
+    There it only copies their whole gradients into buckets in every step, and divides them by one.
+    """
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            for i, lookup in enumerate(module._lookups):
+                if isinstance(lookup, DistributedDataParallel):
+                    module._lookups[i] = lookup.module
+
+
+def _every_lookup(model: nn.Module) -> dict[str, nn.Module]:
+    """Collections, or the children of their wrappers, and sequence collections, by the FQN of the outermost."""
+    return {fqn: _lookup_of(module) for fqn, module in (collections(model) | sequence_collections(model)).items()}
+
+
+def _lookup_of(collection: nn.Module) -> nn.Module:
+    """The collection itself, or the child of a wrapper."""
+    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+        return collection.embedding_bag_collection
+    return collection
+
+
+def _freeze_before_sharding_(lookup: nn.Module) -> frozenset[str]:
+    """The frozen tables of a collection, for which TorchRec then makes kernels of their own."""
+    holders = holders_of_tables(lookup)
+    frozen = frozen_tables(holders)
+    for table in frozen:
+        freeze_before_sharding_(cast(nn.Parameter, holders[table].weight))
+    return frozen
+
+
+def _share_again_(model: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:
+    """Puts sharded collections wherever those that they were made of are.
+
+    Of a module that a parent holds under several names, TorchRec shards what is under the first alone.
+    """
+    plain = get_unwrapped_module(model)
+    sharded = {id(lookup): _lookup_of(plain.get_submodule(fqn)) for fqn, lookup in unsharded.items()}
+    for parent in list(plain.modules()):
+        for name, child in list(parent._modules.items()):
+            if id(child) in sharded:
+                setattr(parent, name, sharded[id(child)])
+
+
+def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """Takes the weights out of a model: (FQN, table) -> weight; parameters on the meta device stay in their place.
+
+    TorchRec keeps what it has sharded for as long as the sharded collection lives: with weights, that would be twice
+    the memory. It copies the weights of sequence collections itself, and of no others.
+    """
+    weights = {}
+    for fqn, module in collections(model).items():
+        for table, bag in cast(EmbeddingBagCollection, _lookup_of(module)).embedding_bags.items():
+            weight = bag.weight
+            weights[fqn, table] = weight.detach()
+            bag.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+            vars(bag.weight).update(vars(weight))  # the optimizers that are noted there
+    return weights
+
+
+def _replicated_tables(plan: ShardingPlan, fqn: str) -> set[str]:
+    """Tables of a collection, or of the child of a wrapper, that every rank holds whole."""
+    of_child = plan.plan.get(f"{fqn}.embedding_bag_collection".removeprefix("."), {})
+    planned = cast(Mapping[str, ParameterSharding], plan.plan.get(fqn, of_child))
+    return {table for table, own in planned.items() if own.sharding_type == ShardingType.DATA_PARALLEL.value}
+
+
+def _copy_weight_(part: TableShard, weight: torch.Tensor) -> None:
+    rows = slice(part.first_row, part.first_row + part.weight.shape[0])
+    columns = slice(part.first_column, part.first_column + part.weight.shape[1])
+    part.weight.copy_(weight[rows, columns])
+
+
+def _world_size(process_group: dist.ProcessGroup | None) -> int:
+    if not dist.is_initialized():
+        remedy = "call torch.distributed.init_process_group, or use dnis_torchrec.training.process_group.process_group"
+        raise RuntimeError(describe("sharding", "expected a process group", "none", remedy))
+    return dist.get_world_size(process_group)
+
+
+def _topology(device: torch.device, world_size: int) -> Topology:
+    """As many hosts as the launcher says, each GPU with the memory of this one."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return Topology(
+        world_size=world_size,
+        local_world_size=get_local_size(world_size),
+        compute_device=device.type,
+        hbm_cap=memory,
+    )
+
+
+def _tables_by_fqn(model: nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
+    """FQN of every plain collection -> table -> (N, D)."""
+    return {
+        fqn: {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()}
+        for fqn, module in _plain_collections(model).items()
+    }
+
+
+def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    """Of an unsharded model, those inside wrappers, too; by the FQN under which TorchRec shards them."""
+    child = "embedding_bag_collection"
+    found: dict[str, EmbeddingBagCollection] = {}
+    for fqn, module in collections(model).items():
+        own = fqn if isinstance(module, EmbeddingBagCollection) else f"{fqn}.{child}".removeprefix(".")
+        found[own] = cast(EmbeddingBagCollection, _lookup_of(module))
+    return found
+
+
+def _possible_constraints(
+    model: nn.Module, device: torch.device, sharders: Sharders, topology: Topology, constraints: Constraints
+) -> dict[str, ParameterConstraints]:
+    """The constraints, narrowed to the sharding types that a table can have."""
+    tables = {name: shape for of_collection in _tables_by_fqn(model).values() for name, shape in of_collection.items()}
+    sequences = sequence_collections(model).values()
+    of_sequences = [
+        config.name for module in sequences for config in cast(EmbeddingCollection, module).embedding_configs()
+    ]
+    for table in constraints:
+        check_known("table", table, [*tables, *of_sequences])
+    sharder = next((own for own in sharders if own.module_type is EmbeddingBagCollection), None)
+    if sharder is None:
+        return dict(constraints)
+    offered = sharder.sharding_types(device.type)
+    possible = {table: constraints[table] for table in of_sequences if table in constraints}
+    configs = [config for module in _plain_collections(model).values() for config in module.embedding_bag_configs()]
+    means = {config.name for config in configs if config.pooling == PoolingType.MEAN}
+    for table, (rows, _) in tables.items():
+        place, constraint = f"table {table!r}", constraints.get(table, ParameterConstraints())
+        wanted = constraint.sharding_types or offered
+        types = [kind for kind in wanted if kind in offered]
+        requirement = f"expected a sharding type that the sharder offers on {device.type}: {', '.join(offered)}"
+        check(bool(types), place, requirement, wanted)
+        if table in means:  # see _check_pooling
+            types = [kind for kind in types if kind not in ROW_WISE_FAMILY] or types
+        types = [kind for kind in types if not _has_empty_shard(kind, rows, device, topology)]
+        remedy = "shard it table_wise or column_wise"
+        check(bool(types), place, f"expected a row on every rank of {', '.join(wanted)}", f"{rows} rows", remedy)
+        kernels = {kernel for kind in types for kernel in sharder.compute_kernels(kind, device.type)}
+        allowed = constraint.compute_kernels
+        requirement = f"expected a compute kernel for {', '.join(types)}: {', '.join(sorted(kernels))}"
+        check(not allowed or bool(kernels & set(allowed)), place, requirement, allowed)
+        possible[table] = replace(constraint, sharding_types=types)
+    return possible
+
+
+def _has_empty_shard(kind: str, rows: int, device: torch.device, topology: Topology) -> bool:
+    """Whether rows run out before ranks do: FBGEMM's CPU kernels take no table without rows."""
+    ranks = {ShardingType.ROW_WISE.value: topology.world_size} | dict.fromkeys(ON_ONE_HOST, topology.local_world_size)
+    if device.type != "cpu" or kind not in ranks:
+        return False
+    per_rank = -(-rows // ranks[kind])
+    return per_rank * (ranks[kind] - 1) >= rows
+
+
+def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
+    """Refuses MEAN tables where TorchRec computes something else.
+
+    Row-wise parts of a bag are summed and divided by its length at last. TorchRec 1.8 divides the other tables of
+    the collection too, unless they are sharded row_wise or table_row_wise themselves, and divides nothing under
+    grid_shard. A prepared model sums everywhere and divides on its own, so any plan does for it.
+    """
+    divided = ROW_WISE_FAMILY - {ShardingType.GRID_SHARD.value}
+    for fqn, module in model.named_modules():
+        if not isinstance(module, EmbeddingBagCollection) or fqn not in plan.plan:
+            continue
+        planned = cast(Mapping[str, ParameterSharding], plan.plan[fqn])
+        kinds = {name: sharding.sharding_type for name, sharding in planned.items()}
+        means = [table.name for table in module.embedding_bag_configs() if table.pooling == PoolingType.MEAN]
+        for table in means:
+            place, remedy = f"sharding plan, table {table!r}", "shard it table_wise or column_wise"
+            check(kinds[table] not in ROW_WISE_FAMILY - divided, place, "expected SUM under grid_shard", "MEAN", remedy)
+            others = sorted(name for name, kind in kinds.items() if kind not in divided)
+            requirement = f"expected all tables of {fqn!r} row-wise beside a row-wise MEAN table"
+            check(kinds[table] not in divided or not others, place, requirement, f"others: {others}", remedy)
+
+
+def _check_ranks(planned: ParameterSharding, place: str, world_size: int, local_world_size: int) -> None:
+    ranks, kind = list(planned.ranks or []), planned.sharding_type
+    remedy = f"make a plan for {world_size} ranks"
+    within = all(0 <= rank < world_size for rank in ranks)
+    check(within, place, f"expected ranks below the world size {world_size}", ranks, remedy)
+    if kind == ShardingType.ROW_WISE.value:
+        everywhere = sorted(ranks) == list(range(world_size))
+        check(everywhere, place, f"expected a shard on each of {world_size} ranks", ranks, remedy)
+    if kind in ON_ONE_HOST:
+        hosts = [ranks[start : start + local_world_size] for start in range(0, len(ranks), local_world_size)]
+        whole = all(
+            host == list(range(host[0], host[0] + local_world_size)) and host[0] % local_world_size == 0
+            for host in hosts
+        )
+        requirement = f"expected shards on all {local_world_size} ranks of a host (LOCAL_WORLD_SIZE)"
+        check(whole, place, requirement, ranks, remedy)
+
+
+def _check_shards(planned: ParameterSharding, place: str, shape: tuple[int, int], device: torch.device) -> None:
+    if not isinstance(planned.sharding_spec, EnumerableShardingSpec):
+        return  # data_parallel has none
+    shards = planned.sharding_spec.shards
+    ends = [[o + s for o, s in zip(shard.shard_offsets, shard.shard_sizes, strict=True)] for shard in shards]
+    covered = (max(end[0] for end in ends), max(end[1] for end in ends))
+    smallest = min(shard.shard_sizes[0] for shard in shards)
+    if device.type == "cpu":  # FBGEMM's CPU kernels take no table without rows
+        kind = planned.sharding_type
+        remedy = "shard it table_wise or column_wise"
+        check(smallest > 0, place, f"expected a row on every rank of {kind}", f"{shape[0]} rows", remedy)
+    remedy = "make the plan for this model"
+    check(covered == shape, place, f"expected shards of a table of shape {shape}", f"one of {covered}", remedy)
+
+
+def _check_same(plan: ShardingPlan, process_group: dist.ProcessGroup | None) -> None:
+    """Raises on every rank if one of them has another plan than the first."""
+    world_size = dist.get_world_size(process_group)
+    if world_size == 1:
+        return
+    digests = [""] * world_size
+    dist.all_gather_object(digests, hashlib.sha256(str(plan).encode()).hexdigest(), group=process_group)
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    remedy = "make it with make_sharding_plan"
+    check(not others, "sharding plan", "expected the same on every rank", f"another on ranks {others}", remedy)

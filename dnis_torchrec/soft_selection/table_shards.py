@@ -1,0 +1,364 @@
+"""Local shards of tables, whatever holds them: a plain EmbeddingBagCollection or any sharded one.
+
+Merging, pruning, masking and export all work on these views, one shard at a time, so that no table is ever copied and
+no rank ever holds a foreign shard.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+)
+
+from dnis_torchrec.blocks.row_routing import RowRouter
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.soft_selection.frozen_tables import frozen_tables
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+
+ROWS_PER_CHUNK = 1 << 16
+"""Rows that one in-place operation touches, at most."""
+VALUES_PER_CHUNK = 1 << 18
+"""Values that one in-place operation touches: bounds temporary memory to a few MB, however large the table."""
+
+HOLDERS_OF_COLLECTIONS = ("torchrec.modules.", "torchrec.distributed.")
+"""Where TorchRec defines modules that hold a collection and change what it reads or what it returns."""
+INTERFACES = {EmbeddingBagCollectionInterface, DistributedModelParallel}
+"""Classes from there that may hold a collection: they do neither."""
+PLAIN_HOLDERS = (
+    *(f"torchrec.modules.{name}" for name in ("activation", "crossnet", "deepfm", "embedding_tower", "lazy_extension")),
+    *("torchrec.modules.mlp", "torchrec.modules.regroup", "torchrec.distributed.test_utils."),
+)
+"""Modules from there whose classes do neither, nor do those that a user derives from them."""
+
+
+NO_HOOKS = "remove the hooks: neither sharded nor merged collections keep them"
+
+
+@dataclass(frozen=True, eq=False)
+class TableShard:
+    """A view of the part of one table that this rank holds.
+
+    Attributes:
+        table: table name.
+        weight: ``(rows, columns)``, the live storage.
+        first_row: row of the table that the shard begins with.
+        first_column: column of the table that the shard begins with.
+    """
+
+    table: str
+    weight: Tensor
+    first_row: int = 0
+    first_column: int = 0
+
+    def chunks(self) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Walks the shard a few rows at a time.
+
+        Yields:
+            ``(view of the weights, rows of the table, columns of the table)``.
+        """
+        columns = slice(self.first_column, self.first_column + self.weight.shape[1])
+        num_rows = max(1, min(ROWS_PER_CHUNK, VALUES_PER_CHUNK // max(1, self.weight.shape[1])))
+        for start in range(0, self.weight.shape[0], num_rows):
+            part = self.weight[start : start + num_rows]
+            yield part, slice(self.first_row + start, self.first_row + start + len(part)), columns
+
+
+def collections(model: nn.Module) -> dict[str, nn.Module]:
+    """The collections in a model by FQN: wrapped, sharded or plain, the outermost of each.
+
+    Args:
+        model: sharded or not.
+
+    Returns:
+        FQN inside DistributedModelParallel and DDP -> collection, in the model's order; the FQN is empty where the
+        model itself is one.
+
+    Raises:
+        NotImplementedError: for a collection that does not look up what it is given: inside one of TorchRec's modules
+            that change features or embeddings (feature processors, managed collisions, ..), of a subclass with a
+            forward of its own, or with forward hooks. Soft selection, counts and schemes would be of other rows.
+    """
+    found: dict[str, nn.Module] = {}
+    plain_model = get_unwrapped_module(model)
+    kinds = (SoftSelectionEmbeddingBagCollection, ShardedEmbeddingBagCollection, EmbeddingBagCollection)
+    for fqn, module in plain_model.named_modules():
+        if isinstance(module, kinds) and not any(_is_inside(fqn, outer) for outer in found):
+            _check_plain_lookup(plain_model, fqn, module)
+            found[fqn] = module
+    return found
+
+
+def sequence_collections(model: nn.Module) -> dict[str, nn.Module]:
+    """The EmbeddingCollections in a model by FQN, sharded or plain: nothing is searched in them.
+
+    Args:
+        model: sharded or not.
+    """
+    kinds = (ShardedEmbeddingCollection, EmbeddingCollection)
+    return {fqn: module for fqn, module in get_unwrapped_module(model).named_modules() if isinstance(module, kinds)}
+
+
+def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> None:
+    place, supported = f"FQN {fqn!r}", "supported are EmbeddingBagCollections that the model calls themselves"
+    parts = fqn.split(".") if fqn else []
+    for holder in (".".join(parts[:depth]) for depth in range(len(parts))):
+        kind = type(model.get_submodule(holder))
+        if any(_changes_lookups(base) for base in kind.__mro__):
+            raise NotImplementedError(describe(place, supported, f"one inside the {kind.__name__} {holder!r}"))
+    if not isinstance(collection, EmbeddingBagCollection):
+        return
+    if getattr(collection.forward, "__func__", None) is not EmbeddingBagCollection.forward:
+        remedy = "move what it adds into a module around a plain collection"
+        received = f"{type(collection).__name__} with a forward of its own"
+        raise NotImplementedError(describe(place, supported, received, remedy))
+    if _has_hooks(collection):
+        raise NotImplementedError(describe(place, supported, "one with hooks", NO_HOOKS))
+    for table, bag in collection.embedding_bags.items():
+        _check_plain_bag(f"{place}, table {table!r}", bag)
+
+
+def _changes_lookups(kind: type) -> bool:
+    is_torchrecs = kind.__module__.startswith(HOLDERS_OF_COLLECTIONS) and kind not in INTERFACES
+    return is_torchrecs and not kind.__module__.startswith(PLAIN_HOLDERS)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+def _check_plain_bag(place: str, bag: nn.Module) -> None:
+    """What TorchRec sharded knows of a table is its config and its weight; all else would be lost without a word."""
+    supported = "supported are tables as TorchRec makes them"
+    if type(bag) is not nn.EmbeddingBag:
+        remedy = "move what it adds into a module around a plain collection"
+        raise NotImplementedError(describe(place, supported, type(bag).__name__, remedy))
+    if _has_hooks(bag) or bag.weight._backward_hooks:
+        raise NotImplementedError(describe(place, supported, "one with hooks", NO_HOOKS))
+    changed = {name: getattr(bag, name) for name in ("max_norm", "padding_idx") if getattr(bag, name) is not None}
+    if changed or bag.scale_grad_by_freq:
+        received = ", ".join(f"{name}={value}" for name, value in (changed or {"scale_grad_by_freq": True}).items())
+        remedy = "leave it out: sharded collections do not know it; empty bags need no id for padding"
+        raise NotImplementedError(describe(place, supported, received, remedy))
+
+
+def holders_of_tables(collection: nn.Module) -> nn.ModuleDict:
+    """Table -> the module whose `weight` it is.
+
+    Args:
+        collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not.
+    """
+    is_pooled = isinstance(collection, EmbeddingBagCollection | ShardedEmbeddingBagCollection)
+    return cast(nn.ModuleDict, collection.embedding_bags if is_pooled else collection.embeddings)
+
+
+def frozen_tables_of(collection: nn.Module) -> frozenset[str]:
+    """Tables of a collection that no step may change.
+
+    Args:
+        collection: an EmbeddingBagCollection or an EmbeddingCollection, or a wrapper around the first; sharded by
+            `dnis_torchrec.shard_model`, or not.
+    """
+    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+        return frozen_tables_of(collection.embedding_bag_collection)
+    if isinstance(collection, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+        return cast(frozenset[str], getattr(collection, "frozen_tables", frozenset()))
+    return frozen_tables(holders_of_tables(collection))
+
+
+def local_shards(collection: nn.Module) -> list[TableShard]:
+    """Local shards of every table of a collection, plain or sharded. Local, no collective.
+
+    Args:
+        collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not, or a wrapper around the first.
+
+    Returns:
+        Views of the live weights: writing to them changes the model.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+        return local_shards(collection.embedding_bag_collection)
+    if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
+        holders = holders_of_tables(collection).items()
+        return [TableShard(name, cast(Tensor, holder.weight).detach()) for name, holder in holders]
+    if not isinstance(collection, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+        received = type(collection).__name__
+        raise TypeError(describe("local_shards", "expected an EmbeddingBagCollection, plain or sharded", received))
+    shards = []
+    for key, value in collection.state_dict().items():
+        parts = key.split(".")
+        if parts[0] not in ("embedding_bags", "embeddings") or parts[-1] != "weight":
+            continue
+        table = ".".join(parts[1:-1])
+        if isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                row, column = shard.metadata.shard_offsets
+                shards.append(TableShard(table, shard.tensor.detach(), row, column))
+        else:
+            shards.append(TableShard(table, value.detach()))
+    return shards
+
+
+def ranks_of(*modules: nn.Module) -> Ranks:
+    """The ranks that hold the shards of some collections; this process alone if none of them is sharded.
+
+    Args:
+        modules: collections, plain or sharded, or wrappers around them, all of one model.
+    """
+    for module in modules:
+        inner = module.embedding_bag_collection if isinstance(module, SoftSelectionEmbeddingBagCollection) else module
+        if isinstance(inner, ShardedEmbeddingBagCollection) and inner._env.world_size > 1:
+            return Ranks(inner._env.process_group)
+    return Ranks()
+
+
+def table_configs_of(collection: nn.Module) -> list[EmbeddingBagConfig]:
+    """Tables of a collection as its user wrote them: whole, with the features that the model names. Local.
+
+    Args:
+        collection: an EmbeddingBagCollection, sharded or not, or a wrapper around one.
+    """
+    if isinstance(collection, ShardedEmbeddingBagCollection):
+        return list(collection._embedding_bag_configs)
+    return cast(EmbeddingBagCollectionInterface, collection).embedding_bag_configs()
+
+
+def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
+    """Checks that alpha has been folded into a collection. Local, no collective.
+
+    On one rank `merge_` leaves a plain collection; on several a sharded one, in a wrapper whose alpha is 1.
+
+    Args:
+        fqn: of the collection, for the error.
+        collection: plain, sharded or wrapped.
+        ranks: that hold the model.
+
+    Raises:
+        RuntimeError: if it is not merged.
+    """
+    place, received = f"FQN {fqn!r}", type(collection).__name__
+    if ranks.world_size == 1 and not isinstance(collection, EmbeddingBagCollection):
+        raise RuntimeError(describe(place, "expected a merged, unsharded collection", received, "call merge_ first"))
+    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+        alpha = collection.alpha
+        if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
+            raise RuntimeError(describe(place, "expected a merged collection", "alpha below 1", "call merge_ first"))
+
+
+def dense_state(model: nn.Module) -> dict[str, Tensor]:
+    """Everything in a model's state_dict that is no table and no alpha, named as in the plain model. Local.
+
+    Args:
+        model: sharded or not.
+    """
+    holders = list(collections(model))
+    state = get_unwrapped_module(model).state_dict()
+    return {name: value for name, value in state.items() if not any(_is_inside(name, fqn) for fqn in holders)}
+
+
+def num_copies(
+    shards: Mapping[str, Sequence[TableShard]], shapes: Mapping[str, tuple[int, int]], ranks: Ranks
+) -> dict[str, int]:
+    """On how many ranks each value of a table is held: 1 where tables are spread, W where they are replicated.
+
+    One all_reduce of a number per table.
+
+    Args:
+        shards: table -> what this rank holds of it, perhaps nothing; the same tables in the same order on every rank.
+        shapes: table -> ``(N, D)``.
+        ranks: that hold the tables.
+
+    Raises:
+        NotImplementedError: on all ranks, if a table is neither spread over the ranks nor whole on each.
+    """
+    held = torch.tensor([sum(shard.weight.numel() for shard in own) for own in shards.values()])
+    ranks.sum_(held)
+    copies = {}
+    for name, values in zip(shards, held.tolist(), strict=True):
+        whole = shapes[name][0] * shapes[name][1]
+        copies[name] = values // whole
+        if values not in (whole, ranks.world_size * whole):
+            supported = "supported are tables spread over the ranks, or whole on each of them"
+            received = f"{values} values on {ranks.world_size} ranks instead of {whole}"
+            raise NotImplementedError(describe(f"table {name!r}", supported, received))
+    return copies
+
+
+@torch.no_grad()
+def multiply_by_alpha_(collection: SoftSelectionEmbeddingBagCollection) -> None:
+    """Merges alpha into the local shards: ``E~ = alpha[block] * E`` (design: merging). Local, no collective.
+
+    Args:
+        collection: a wrapper, its child sharded or not; its tables change, its alpha does not.
+    """
+    blocks = collection.blocks
+    for shard in local_shards(collection):
+        alpha = collection.alpha.of(blocks.embedding_dims[shard.table])
+        first = blocks.first_alpha_row(shard.table)
+        router = RowRouter(blocks.routings[shard.table]).to(shard.weight.device)
+        for part, rows, columns in shard.chunks():
+            ids = torch.arange(rows.start, rows.stop, device=part.device)
+            part.mul_(alpha[first + router(ids), columns].to(part.dtype))
+
+
+def _is_inside(fqn: str, outer: str) -> bool:
+    return fqn.startswith(f"{outer}.") or not outer
+
+
+def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
+    """Configs of all tables of an unsharded model.
+
+    Args:
+        model: not sharded, with any number of collections.
+
+    Returns:
+        In the model's order.
+
+    Raises:
+        TypeError: if a collection of it is sharded.
+        ValueError: if several tables have one name, by which schemes, counts and checkpoints know them.
+    """
+    configs: list[EmbeddingBagConfig] = []
+    for fqn, module in collections(model).items():
+        if not isinstance(module, EmbeddingBagCollectionInterface):
+            received = type(module).__name__
+            raise TypeError(describe(f"FQN {fqn!r}", "expected an unsharded collection", received))
+        configs += module.embedding_bag_configs()
+    repeated = sorted(name for name, times in Counter(config.name for config in configs).items() if times > 1)
+    check(not repeated, "table names", "expected distinct names over all collections", repeated, "rename tables")
+    return configs
+
+
+def dense_parameters(model: nn.Module) -> int:
+    """Parameters of all tables of an unsharded model: the sum of N D.
+
+    Args:
+        model: not sharded.
+
+    Raises:
+        TypeError: if a collection of it is sharded.
+
+    Example:
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"])
+        >>> dense_parameters(EmbeddingBagCollection(tables=[table]))
+        40
+    """
+    return sum(table.num_embeddings * table.embedding_dim for table in table_configs(model))

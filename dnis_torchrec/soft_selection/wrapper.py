@@ -1,0 +1,254 @@
+"""SoftSelectionEmbeddingBagCollection: an EmbeddingBagCollection whose output is multiplied by alpha, block by block.
+
+The user's EmbeddingBagCollection stays a child, so any sharder, planner and kernel works on it unchanged. Two kinds of
+features, told apart when the wrapper is built:
+
+- a *single-id* feature (bags of at most one id): pooled output times the alpha row of the bag's one block;
+- a *multi-hot* feature: BagSplitter turns its bags into one per block, each is pooled alone, and the wrapper adds up
+  alpha_s * pooled_s. Costs up to S times the output volume of that feature; in a sharded model shard_selection.py moves
+  both to the ranks that hold the shards, and the volume is the plain model's.
+
+Shapes: B batch, D embedding_dim, S blocks, A rows of alpha of one D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit
+from dnis_torchrec.soft_selection.alpha import Alpha
+from dnis_torchrec.soft_selection.bag_check import BagCheck
+from dnis_torchrec.soft_selection.features_by_name import read_collection_by_name_
+from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
+from dnis_torchrec.soft_selection.select_pooled import SelectPooled, WatchedOutputs
+
+
+class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+    """Wraps an EmbeddingBagCollection and applies soft selection (paper, eq. 3) to its output.
+
+    For a bag that mixes blocks, ``pooled = sum over s of alpha_s * (sum of the bag's rows in block s)``; MEAN divides
+    by the length of the whole bag; per-sample weights multiply each row. With alpha at 1 the output is the wrapped
+    collection's.
+
+    Args:
+        embedding_bag_collection: the collection to wrap; its tables' weights are shared, not copied.
+        blocks: blocks of at least its tables.
+        alpha: alpha to share with other wrappers of the model; a new one of ones if None.
+        multi_hot_features: features whose bags may hold several ids; None takes those whose longest bag in the counted
+            training data exceeds one. Naming a feature that is single-id in truth only costs speed.
+
+    Attributes:
+        embedding_bag_collection: the child; DistributedModelParallel shards it.
+        blocks: the blocks it was built with.
+        alpha: see `Alpha`.
+        multiplies_tables: see `read_whole_features_`.
+
+    Shape:
+        - Input: KeyedJaggedTensor, keys in any order, stride B.
+        - Output: KeyedTensor ``(B, sum of D over output keys)``, keys, order and dims as the wrapped collection's.
+
+    Raises:
+        ValueError: for an unknown table or feature, or blocks that do not match num_embeddings or embedding_dim.
+        TypeError: if the first argument is no EmbeddingBagCollection.
+
+    Example:
+        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
+        >>> from dnis_torchrec.blocks.frequency import count_frequencies
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 0]), lengths=torch.tensor([1, 1]))
+        >>> blocks = blocks_from_counts(count_frequencies([kjt], [table]), [table], num_blocks=2)
+        >>> ebc = EmbeddingBagCollection(tables=[table])
+        >>> SoftSelectionEmbeddingBagCollection(ebc, blocks)(kjt).values().equal(ebc(kjt).values())
+        True
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        blocks: RowBlocks,
+        *,
+        alpha: Alpha | None = None,
+        multi_hot_features: Collection[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(embedding_bag_collection, EmbeddingBagCollection):
+            received = type(embedding_bag_collection).__name__
+            raise TypeError(describe("SoftSelection", "expected an EmbeddingBagCollection", received))
+        self.blocks = blocks
+        self._tables = list(embedding_bag_collection.embedding_bag_configs())
+        self._is_weighted = embedding_bag_collection.is_weighted()
+        _check_blocks(self._tables, blocks)
+        self._outputs = _pooled_features(self._tables, blocks, multi_hot_features)
+        self.bag_check = BagCheck(self._outputs)
+        self.bag_splitter = _bag_splitter(self._outputs, blocks)
+        self.embedding_bag_collection = _child(embedding_bag_collection, self._tables, self._outputs, self.bag_splitter)
+        self.alpha = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
+        self.selection: WatchedOutputs = SelectPooled(self._outputs, blocks, self.alpha)
+        self.multiplies_tables = False
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up and multiplies them by alpha.
+
+        Args:
+            features: the bags.
+
+        Returns:
+            Pooled embeddings, one key per (feature, table).
+
+        Raises:
+            ValueError: if a bag of a single-id feature holds several ids, or an id lies outside its table (found at
+                once on a CPU; on a GPU a single-id violation trips an asynchronous assert).
+        """
+        self.bag_check(features)
+        split = features if self.bag_splitter is None else self.bag_splitter(features)
+        pooled = self.embedding_bag_collection(split)
+        return self.selection(pooled, features, split)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A child that is sharded reads by name from then on: pipelines call it without the wrapper."""
+        super().__setattr__(name, value)
+        if isinstance(value, ShardedEmbeddingBagCollection):
+            read_collection_by_name_(value)
+
+    def read_whole_features_(self, *, multiply_tables: bool = False) -> None:
+        """Gives the child one key per feature, whatever its blocks, for lookups that split bags for themselves.
+
+        FBGEMM's CPU kernels learn a table that several keys read by a slower path. Call it before sharding, and
+        `dnis_torchrec.soft_selection.on_shards.select_on_shards_` right after: in between the wrapper cannot be called.
+
+        Args:
+            multiply_tables: let kernels whose optimizer is not fused multiply whole tables by alpha, where they can:
+                quicker for tables of fewer numbers than a batch's pooled embeddings (`soft_selection.whole_tables`).
+        """
+        self.multiplies_tables = multiply_tables
+        if self.bag_splitter is not None:
+            keys = {output.name: (output.whole_key,) for output in self._outputs}
+            self.embedding_bag_collection = _reading(self.embedding_bag_collection, self._tables, self._outputs, keys)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Configs of the wrapped collection, as the user wrote them."""
+        return self._tables
+
+    def is_weighted(self) -> bool:
+        """Whether bags carry per-sample weights."""
+        return self._is_weighted
+
+    @property
+    def outputs(self) -> tuple[PooledFeature, ...]:
+        """What stands behind each output key, in order."""
+        return self._outputs
+
+
+def _check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
+    for table in tables:
+        check_known("table", table.name, blocks.routings)
+        place, remedy = f"table {table.name!r}", "make the blocks from counts of this table"
+        blocked = blocks.routings[table.name].num_embeddings
+        fits = blocked == table.num_embeddings
+        check(fits, place, f"expected blocks of num_embeddings={table.num_embeddings} rows", blocked, remedy)
+        dim = blocks.embedding_dims[table.name]
+        check(dim == table.embedding_dim, place, f"expected blocks of embedding_dim={table.embedding_dim}", dim, remedy)
+        if table.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise NotImplementedError(describe(place, "supported pooling is SUM or MEAN", table.pooling))
+
+
+def _pooled_features(
+    tables: list[EmbeddingBagConfig], blocks: RowBlocks, multi_hot_features: Collection[str] | None
+) -> tuple[PooledFeature, ...]:
+    all_features = {feature for table in tables for feature in table.feature_names}
+    for feature in multi_hot_features or ():
+        check_known("feature", feature, all_features)
+    if multi_hot_features is None:
+        multi_hot_features = {f for f in all_features if blocks.max_bag_lengths.get(f, 2) > 1}
+    outputs = []
+    for table, names in zip(tables, get_embedding_names_by_table(tables), strict=True):
+        for feature, name in zip(table.feature_names, names, strict=True):
+            outputs.append(
+                PooledFeature(
+                    feature=feature,
+                    name=name,
+                    table=table.name,
+                    num_embeddings=table.num_embeddings,
+                    embedding_dim=table.embedding_dim,
+                    is_multi_hot=feature in multi_hot_features,
+                    divides=table.pooling == PoolingType.MEAN and feature in multi_hot_features,
+                    first_alpha_row=blocks.first_alpha_row(table.name),
+                    num_blocks=blocks.routings[table.name].num_blocks,
+                )
+            )
+    return tuple(outputs)
+
+
+def _bag_splitter(outputs: tuple[PooledFeature, ...], blocks: RowBlocks) -> BagSplitter | None:
+    if not any(output.is_multi_hot for output in outputs):
+        return None
+    splits: dict[str, FeatureSplit] = {}
+    for output in outputs:
+        routing = blocks.routings[output.table] if output.is_multi_hot else None
+        split = FeatureSplit(feature=output.feature, keys=output.block_keys, routing=routing)
+        splits.setdefault(output.name if output.is_multi_hot else output.feature, split)
+    return BagSplitter(list(splits.values()))
+
+
+def _child(
+    wrapped: EmbeddingBagCollection,
+    tables: list[EmbeddingBagConfig],
+    outputs: tuple[PooledFeature, ...],
+    splitter: BagSplitter | None,
+) -> EmbeddingBagCollection:
+    """The collection that reads split bags: the same tables, under the same names, with the same weights.
+
+    It always sums: MEAN is divided by the length of the whole bag afterwards, and a bag of one id is its own mean.
+    nn.EmbeddingBag refuses weights with MEAN, and TorchRec pools MEAN wrongly in some sharding plans (see `sharding`).
+    """
+    is_torchrecs = type(wrapped) is EmbeddingBagCollection  # sharders look up what to do by this very type
+    if is_torchrecs and splitter is None and all(table.pooling == PoolingType.SUM for table in tables):
+        return wrapped
+    return _reading(wrapped, tables, outputs, {output.name: output.block_keys for output in outputs})
+
+
+def _reading(
+    wrapped: EmbeddingBagCollection,
+    tables: list[EmbeddingBagConfig],
+    outputs: tuple[PooledFeature, ...],
+    keys_of: Mapping[str, tuple[str, ...]],
+) -> EmbeddingBagCollection:
+    """The tables of a collection, read by other keys and summed: output -> its keys."""
+    configs = []
+    for table in tables:
+        keys = [key for output in outputs if output.table == table.name for key in keys_of[output.name]]
+        configs.append(replace(table, feature_names=keys, pooling=PoolingType.SUM))
+    child = EmbeddingBagCollection(tables=configs, is_weighted=wrapped.is_weighted(), device=torch.device("meta"))
+    for name, bag in wrapped.embedding_bags.items():
+        child.embedding_bags[name].weight = bag.weight
+    child._device = wrapped.device
+    return child
+
+
+def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionEmbeddingBagCollection]:
+    """The wrappers in a model by their FQN inside DistributedModelParallel and DDP.
+
+    Args:
+        model: prepared, sharded or not; one that is not prepared has none.
+    """
+    return {
+        fqn: module
+        for fqn, module in get_unwrapped_module(model).named_modules()
+        if isinstance(module, SoftSelectionEmbeddingBagCollection)
+    }

@@ -1,0 +1,147 @@
+"""Files that are written whole or not at all: who reads one sees what it was or what it is, never a part."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.storage.json_files import parse_json
+from dnis_torchrec.storage.workplaces import PARTIAL, workplace
+
+T = TypeVar("T")
+
+
+@contextmanager
+def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Lends a path to write a file to, which takes the file's place once the block has ended well.
+
+    The path lies in a folder of its own beside the file (see `workplaces`), so several may write the file at a time;
+    the last one's is kept. A link that stands at `path` is replaced, not followed. The file gets the user's umask.
+
+    Args:
+        path: of the file; an older one is replaced, or stays if the block fails. Its folder exists.
+        durable: see to it that the content survives the machine before it takes the file's place.
+
+    Yields:
+        A free path with the name of `path`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with written_whole(Path(folder, "a.txt")) as unfinished:
+        ...         _ = unfinished.write_text("whole")
+        ...     print(Path(folder, "a.txt").read_text(), len(list(Path(folder).iterdir())))
+        whole 1
+    """
+    try:
+        with workplace(path) as place:
+            yield place.new
+            place.settle_modes()
+            if durable:
+                with place.new.open("rb") as file:
+                    os.fsync(file.fileno())
+            os.replace(place.new, path)
+    except SafetensorError as error:  # its way to tell of a full disk
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    except OSError as error:
+        if error.errno is not None and (error.filename is None or PARTIAL in str(error.filename)):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
+    """Writes UTF-8 text whole or not at all, see `written_whole`; returns `path`."""
+    with written_whole(path, durable=durable) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+    return path
+
+
+def write_json(path: Path, content: Any) -> Path:
+    """Writes an indented JSON document and a newline whole or not at all, see `written_whole`; returns `path`."""
+    return write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors without shared storage (tied weights), as safetensors wants them.
+
+    Args:
+        tensors: name -> tensor; what shares its storage with one before it is copied.
+
+    Example:
+        >>> import torch
+        >>> tied = torch.zeros(2)
+        >>> apart = unshared({"a": tied, "b": tied})
+        >>> apart["a"].data_ptr() == tied.data_ptr(), apart["b"].data_ptr() == tied.data_ptr()
+        (True, False)
+    """
+    seen: set[int] = set()
+    owned = {}
+    for name, value in tensors.items():
+        is_shared = value.data_ptr() in seen
+        seen.add(value.data_ptr())
+        owned[name] = value.detach().clone() if is_shared else value.detach().contiguous()
+    return owned
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], kind: str, head: Mapping[str, Any]) -> None:
+    """Writes a safetensors file with a JSON head whole or not at all, see `written_whole`.
+
+    Args:
+        path: of the file.
+        tensors: name -> contiguous tensor.
+        kind: what the file holds, ``snake_case``; `read_tensors` asks for it.
+        head: JSON-able.
+    """
+    with written_whole(path) as unfinished:
+        save_file(dict(tensors), unfinished, metadata={kind: json.dumps(head)})
+
+
+def read_tensors(path: Path, kind: str, head: type[T]) -> tuple[dict[str, Tensor], T]:
+    """Reads what `write_tensors` wrote.
+
+    Args:
+        path: of the file.
+        kind: what it should hold.
+        head: what its JSON head should hold, see `dnis_torchrec.storage.json_files.conform`.
+
+    Returns:
+        The tensors, which refuse a name that is not there by a ValueError, and the head.
+
+    Raises:
+        ValueError: if the file is damaged or holds something else.
+    """
+    with path.open("rb"):  # safetensors says of a file that it cannot open not even which
+        pass
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = (file.metadata() or {}).get(kind, "")
+            check(bool(described), str(path), f"expected a file of {kind.replace('_', ' ')}", "another file")
+            tensors = _TensorsOf(path, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
+    except SafetensorError as error:
+        requirement = "expected a whole safetensors file"
+        raise ValueError(describe(str(path), requirement, str(error), "use another one")) from error
+    return tensors, parse_json(described, head, str(path), remedy="use another one")
+
+
+class _TensorsOf(dict[str, Tensor]):
+    """The tensors of a file, which a head may name wrongly."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._path = path
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(describe(str(self._path), f"expected a tensor {name!r}", "none", "use another one"))

@@ -1,0 +1,1 @@
+"""Training: a model sharded, trained plainly, evaluated and saved."""

@@ -1,0 +1,266 @@
+"""CheckpointFolder: which checkpoints there are, which is the latest, which may go; here those on a file system.
+
+step-00000120/        a whole checkpoint: it has this name only since its last byte was written
+step-00000140.partial one that is being written or deleted; means nothing
+latest.json           the name of the last one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from pathlib import Path
+from socket import gethostname
+from typing import TypedDict
+
+import torch.distributed as dist
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.ranks import on_rank_zero, together, world_size_of
+from dnis_torchrec.storage.files import Address, inside, put_file
+from dnis_torchrec.storage.foreign_folders import check_plain
+from dnis_torchrec.storage.json_files import parse_json
+from dnis_torchrec.storage.whole_files import write_text
+from dnis_torchrec.storage.workplaces import remove_left, workplace
+from dnis_torchrec.training.checkpoint.manifest import Manifest
+
+LATEST = "latest.json"
+ASIDE = ".old.partial"
+
+
+class _Latest(TypedDict):
+    checkpoint: str
+
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> None:
+    """Checks that all ranks see the folder that rank 0 sees: on several hosts a path may name one on each.
+
+    Distributed: rank 0 makes a file of a name that was never there, and every rank looks for it; three small
+    collectives, none for a process alone.
+
+    Args:
+        path: the folder; made if it is not there.
+        process_group: the ranks; all of them if None.
+
+    Raises:
+        ValueError: on all ranks, naming the first one that sees another folder.
+    """
+    if world_size_of(process_group) == 1:
+        return
+    with ExitStack() as stack:
+
+        def write() -> str:
+            path.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(workplace(path / "shared")).new
+            file.touch()
+            return file.relative_to(path).as_posix()
+
+        name = on_rank_zero(write, process_group)
+        with together(process_group):  # all have looked when it is left
+            requirement = "expected the folder that rank 0 writes to, on storage that all hosts have mounted"
+            received = "another one" if path.is_dir() else "no such folder"
+            remedy = "choose a path that leads to the same folder on all hosts"
+            check((path / name).is_file(), f"folder {path} on {gethostname()}", requirement, received, remedy)
+
+
+def step_of(name: str) -> int | None:
+    """The number in the name of a whole checkpoint; None for any other name.
+
+    Example:
+        >>> step_of("step-00000120"), step_of("step-00000120.partial")
+        (120, None)
+    """
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def latest_text(path: Address) -> str:
+    """What `LATEST` says when a checkpoint is the latest.
+
+    Args:
+        path: of the checkpoint, or its URL; its name alone is told.
+    """
+    return json.dumps({"checkpoint": os.path.basename(path)}) + "\n"
+
+
+class CheckpointFolder(ABC):
+    """Checkpoints of one run, wherever they are: which there are, which is the latest, which may go. No collective.
+
+    Rank 0 alone says what counts; every rank adds its own file.
+
+    Args:
+        path: the folder, or its URL; need not exist before the first checkpoint.
+        keep_last: how many of the last checkpoints are kept, at least 1.
+    """
+
+    def __init__(self, path: Address, *, keep_last: int = 2) -> None:
+        check(keep_last >= 1, "keep_last", "expected at least 1", keep_last)
+        self.path = path
+        self._keep_last = keep_last
+
+    def path_of(self, step: int) -> Address:
+        """Where the checkpoint of a step is, once it is whole."""
+        return inside(self.path, f"step-{step:08d}")
+
+    def latest(self) -> Address | None:
+        """The last whole checkpoint, or None.
+
+        Raises:
+            ValueError: if latest.json is damaged, or names a checkpoint that is gone.
+        """
+        text = self._latest_text()
+        if text is None:
+            return None
+        place, remedy = str(inside(self.path, LATEST)), "name a checkpoint of the folder in it"
+        name = parse_json(text, _Latest, place, remedy=remedy)["checkpoint"]
+        check(step_of(name) is not None, place, 'expected {"checkpoint": "step-..."}', repr(name), remedy)
+        known = {os.path.basename(self.path_of(step)): step for step in self.steps()}
+        check(name in known, place, f"expected one of {list(known)}", repr(name), remedy)
+        return self.path_of(known[name])
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """Numbers of the whole checkpoints, rising."""
+
+    @abstractmethod
+    def clean(self) -> None:
+        """Removes what is left of checkpoints that never became whole, or are only half gone.
+
+        If a kill came while the latest was being replaced, it is put back. To be called by rank 0 alone.
+        """
+
+    @abstractmethod
+    def begin(self, step: int) -> None:
+        """Prepares what all ranks write into.
+
+        Args:
+            step: the checkpoint.
+        """
+
+    @abstractmethod
+    def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:
+        """Writes the file of a rank, on that rank, after `begin` and before `publish`.
+
+        Args:
+            step: the checkpoint.
+            rank: who writes.
+            write: writes the file to the path that it is given.
+
+        Returns:
+            The file's name in the checkpoint, and its size in bytes.
+        """
+
+    @abstractmethod
+    def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
+        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more.
+
+        Args:
+            step: the checkpoint, to which all ranks have added their files.
+            manifest: of it.
+            keep: earlier ones that stay besides the last ones.
+        """
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Removes all checkpoints."""
+
+    @abstractmethod
+    def _latest_text(self) -> str | None:
+        """What `LATEST` says; None if it is not there."""
+
+    def _unneeded(self, steps: list[int], latest: int, keep: Collection[int]) -> list[int]:
+        """Of the rising numbers of checkpoints those that may go."""
+        # What is above the latest step is of a future that an interruption has undone.
+        past = [step for step in steps if step <= latest]
+        kept = {*past[-self._keep_last :], *keep}
+        return [step for step in steps if step not in kept]
+
+
+class LocalCheckpointFolder(CheckpointFolder):
+    """Checkpoints on a local or shared file system, which all ranks must see (see `check_shared`).
+
+    A checkpoint is whole when the folder that it was written to is renamed.
+
+    Args:
+        path: the folder; need not exist before the first checkpoint.
+        keep_last: how many of the last checkpoints are kept, at least 1.
+
+    Example:
+        >>> LocalCheckpointFolder(Path("run/checkpoints")).path_of(120).as_posix()
+        'run/checkpoints/step-00000120'
+    """
+
+    def __init__(self, path: Path, *, keep_last: int = 2) -> None:
+        super().__init__(path, keep_last=keep_last)
+        self._folder = Path(path)
+
+    def partial_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is while it is being written."""
+        return self._folder / f"step-{step:08d}.partial"
+
+    def steps(self) -> list[int]:
+        """Numbers of the whole checkpoints, rising."""
+        found = [step_of(path.name) for path in self._folder.glob("step-*")]
+        return sorted(step for step in found if step is not None)
+
+    def clean(self) -> None:
+        """Removes what is left of checkpoints that never became whole, or are only half gone; see the base class.
+
+        Raises:
+            ValueError: if somebody has put a link in the folder.
+        """
+        check_plain(self._folder, f"checkpoints {self._folder}")
+        remove_left(self._folder)
+        for path in self._folder.glob("step-*.partial"):
+            final = path.with_name(path.name.removesuffix(ASIDE))
+            is_latest = path.name.endswith(ASIDE) and self._latest_text() == latest_text(final)
+            if is_latest and not final.exists():
+                os.replace(path, final)  # whole: it was to be replaced by one of the same step
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def begin(self, step: int) -> None:
+        """Makes the folder that all ranks write into."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.partial_of(step).mkdir()
+
+    def add(self, step: int, rank: int, write: Callable[[Path], object]) -> tuple[str, int]:
+        """Writes a rank's file; see the base class."""
+        name = f"rank{rank}.safetensors"
+        return name, put_file(self.partial_of(step) / name, write)
+
+    def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
+        """Makes a checkpoint whole and the latest, and removes those that nobody needs any more; see the base class."""
+        manifest.write(self.partial_of(step))
+        final = Path(self.path_of(step))
+        aside = self._put_aside(step) if final.exists() else None  # of a run that got here before it was interrupted
+        os.replace(self.partial_of(step), final)
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+        write_text(self._folder / LATEST, latest_text(final), durable=True)
+        for doomed in self._unneeded(self.steps(), step, keep):
+            shutil.rmtree(self._put_aside(doomed), ignore_errors=True)
+
+    def remove(self) -> None:
+        """Removes all checkpoints."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _latest_text(self) -> str | None:
+        check_plain(self._folder, f"checkpoints {self._folder}")
+        file = self._folder / LATEST
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
+
+    def _put_aside(self, step: int) -> Path:
+        """Takes a checkpoint its name before it is removed, so that a kill leaves either a whole one or none."""
+        aside = self._folder / f"step-{step:08d}{ASIDE}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(self.path_of(step), aside)
+        return aside

@@ -1,0 +1,96 @@
+"""The weights and alpha of each rank's shards in one file per rank, to go back to within a run.
+
+What a rank holds is what it writes and reads; nothing is gathered, and only the same ranks with the same sharding can
+read it. A file is complete or absent, never half. Runs that are interrupted go on from `transfer`'s checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dnis_torchrec.checks import check, describe, nearest
+from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.storage.whole_files import written_whole
+
+
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Live views of everything in a model that this rank would save: local table shards, dense weights, alpha, buffers.
+
+    Args:
+        model: plain, prepared or sharded.
+
+    Returns:
+        name -> view; tables are named ``"table/<name>/<first row>/<first column>"``.
+    """
+    views: dict[str, Tensor] = {}
+    for module in collections(model).values():
+        for shard in local_shards(module):
+            views[f"table/{shard.table}/{shard.first_row}/{shard.first_column}"] = shard.weight
+    known = set()  # wrappers share one alpha: it is saved once
+    for name, value in model.state_dict().items():
+        is_table = ".embedding_bags." in f".{name}"
+        if type(value) in (Tensor, nn.Parameter) and not is_table and value.data_ptr() not in known:
+            known.add(value.data_ptr())
+            views[f"dense/{name}"] = value.detach()
+    return views
+
+
+def save_checkpoint(path: Path, model: nn.Module, extra: Mapping[str, Tensor] | None = None) -> None:
+    """Writes this rank's part of a checkpoint; the previous one stays until the new one is whole.
+
+    Args:
+        path: checkpoint name; rank r writes ``<path>.rank<r>.safetensors``.
+        model: what to save.
+        extra: further tensors, such as the alpha optimizer's state.
+    """
+    tensors = state_tensors(model) | {f"extra/{name}": value for name, value in (extra or {}).items()}
+    with written_whole(_rank_file(path)) as unfinished:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished)
+
+
+@torch.no_grad()
+def load_checkpoint(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Copies this rank's part of a checkpoint into a model of the same tables and sharding.
+
+    Args:
+        path: the name given to `save_checkpoint`.
+        model: changed in place.
+
+    Returns:
+        The extra tensors.
+
+    Raises:
+        ValueError: if the file is absent, damaged, or holds other tables; the difference is named, nothing is copied.
+    """
+    source = _rank_file(path)
+    check(source.is_file(), str(source), "expected a checkpoint file", "none")
+    try:
+        saved = load_file(source)
+    except SafetensorError as error:
+        raise ValueError(
+            describe(str(source), "expected a whole safetensors file", str(error), "use another one")
+        ) from error
+    views = state_tensors(model)
+    for name, view in views.items():
+        check(name in saved, f"{source}: {name}", "expected in the checkpoint", "absent", nearest(name, saved))
+        same = saved[name].shape == view.shape
+        check(same, f"{source}: {name}", f"expected shape {tuple(view.shape)}", tuple(saved[name].shape))
+    more = sorted(name for name in saved if name not in views and not name.startswith("extra/"))
+    check(not more, str(source), "expected nothing that the model lacks", more)
+    with writing_to_tables(model):
+        for name, view in views.items():
+            view.copy_(saved[name])
+    return {name.removeprefix("extra/"): value for name, value in saved.items() if name.startswith("extra/")}
+
+
+def _rank_file(path: Path) -> Path:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return path.with_name(f"{path.name}.rank{rank}.safetensors")

@@ -1,0 +1,232 @@
+"""The manifest of a checkpoint: what it holds, in which file, and whether it fits a run. JSON, never unpickled.
+
+torch.distributed.checkpoint keeps its metadata as a pickle, which runs as code whatever it holds. Here the same
+metadata is JSON, and tensors are in safetensors, one file per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.storage.access import local_path, read_bytes
+from dnis_torchrec.storage.files import Address, file_size, inside
+from dnis_torchrec.storage.foreign_folders import check_plain
+from dnis_torchrec.storage.json_files import Positive, conform, parse_json
+from dnis_torchrec.storage.whole_files import write_text
+from dnis_torchrec.training.checkpoint.placement import ITERATIONS, TableDescription
+
+FORMAT = "dnis-torchrec-checkpoint"
+FORMAT_VERSION = 3
+MANIFEST = "manifest.json"
+_OTHER = "use another checkpoint"
+SHOWN = 8
+"""Differences that one error names."""
+
+
+class _Chunk(TypedDict):
+    offset: list[int]
+    size: list[int]
+    file: str
+
+
+class _Tensor(TypedDict):
+    dtype: str
+    size: list[int]
+    chunks: list[_Chunk]
+
+
+class _Head(TypedDict):
+    world_size: Positive
+    files: dict[str, int]
+    tables: dict[str, TableDescription]
+    values: dict[str, Any]
+    tensors: dict[str, _Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        world_size: ranks that wrote it.
+        files: file -> bytes.
+        tables: table -> what it has to be like.
+        values: everything that is no tensor.
+        tensors: key -> ``{"dtype", "size", "chunks": [{"offset", "size", "file"}]}``.
+    """
+
+    world_size: int
+    files: Mapping[str, int]
+    tables: Mapping[str, TableDescription]
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, Any]]
+
+    def text(self) -> str:
+        """The content of manifest.json."""
+        return json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Writes manifest.json, whole or not at all."""
+        write_text(folder / MANIFEST, self.text(), durable=True)
+
+    @staticmethod
+    def read(folder: Address) -> Manifest:
+        """Reads the manifest, and looks whether every file that it names is there and whole.
+
+        Args:
+            folder: the checkpoint, a path or a URL.
+
+        Raises:
+            ValueError: for no checkpoint, another format version, a link in it, or a rank's file that is missing or cut
+                short.
+            StorageError: if storage does not answer.
+        """
+        place = f"checkpoint {folder}"
+        file, here = inside(folder, MANIFEST), local_path(folder)
+        if here is not None:
+            check_plain(here, place)
+        check(file_size(file) is not None, place, "expected a checkpoint", f"no {MANIFEST} in it")
+        head: dict[str, Any] = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
+        check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
+        version, remedy = head.get("format_version"), "use the version of dnis_torchrec that wrote it"
+        check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version, remedy)
+        conform(head, _Head, str(file), remedy=_OTHER)
+        for name, size in head["files"].items():
+            check(os.path.basename(name) == name, place, "expected names of files in it", repr(name))
+            found = file_size(inside(folder, name))
+            rank = name.removeprefix("rank").partition(".")[0]
+            received = "no such file" if found is None else f"{found} bytes"
+            remedy = f"put back what rank {rank} wrote, or resume from another checkpoint"
+            check(found == size, f"{place}, {name}", f"expected {size} bytes", received, remedy)
+        tables = {
+            name: TableDescription(**{**described, "column_cuts": tuple(described["column_cuts"])})
+            for name, described in head["tables"].items()
+        }
+        for key, entry in head["tensors"].items():
+            _check_tensor(entry, head["files"], f"{file}, tensor {key!r}")
+        keys = ("world_size", "files", "values", "tensors")
+        return Manifest(tables=tables, **{key: head[key] for key in keys})
+
+    def to_metadata(self) -> Metadata:
+        """The same in the words of torch.distributed.checkpoint."""
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        stored = {}
+        for key, entry in self.tensors.items():
+            chunks = []
+            for chunk in entry["chunks"]:
+                offset = torch.Size(chunk["offset"])
+                chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(chunk["size"])))
+                stored[MetadataIndex(key, offset)] = chunk["file"]
+            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+            tensors[key] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
+        return Metadata(state_dict_metadata=tensors, storage_data=stored)
+
+
+def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
+    """What torch.distributed.checkpoint takes for granted of what it reads."""
+    known = isinstance(getattr(torch, entry["dtype"], None), torch.dtype)
+    check(known, place, "expected a dtype of torch", repr(entry["dtype"]), _OTHER)
+    whole = entry["size"]
+    for chunk in entry["chunks"]:
+        check(chunk["file"] in files, place, "expected a file of the checkpoint", repr(chunk["file"]), _OTHER)
+        offset, size = chunk["offset"], chunk["size"]
+        fits = len(offset) == len(size) == len(whole)
+        fits = fits and all(0 <= o <= o + s <= w for o, s, w in zip(offset, size, whole, strict=True))
+        check(fits, place, f"expected chunks inside of {whole}", f"{size} at {offset}", _OTHER)
+
+
+def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
+    """`Manifest.tensors` of a checkpoint whose storage_data names the file of every chunk.
+
+    Args:
+        metadata: of torch.distributed.checkpoint.
+
+    Raises:
+        TypeError: if the checkpoint holds anything but tensors.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for key, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise TypeError(describe(key, "expected tensors alone", type(tensor).__name__))
+        chunks = [
+            {
+                "offset": list(chunk.offsets),
+                "size": list(chunk.sizes),
+                "file": metadata.storage_data[MetadataIndex(key, chunk.offsets)],
+            }
+            for chunk in tensor.chunks
+        ]
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        entries[key] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
+    return entries
+
+
+def check_fits(
+    manifest: Manifest, tables: Mapping[str, TableDescription], sizes: Mapping[str, tuple[int, ...]], place: str
+) -> None:
+    """Checks that a checkpoint is one of the same tables, blocks, weights and optimizers. Local, no collective.
+
+    Args:
+        manifest: of the checkpoint.
+        tables: of the run that wants to go on from it.
+        sizes: key -> size of the whole, of everything that any rank of the run holds.
+        place: the checkpoint's name, for the error.
+
+    Raises:
+        ValueError: naming all that differs, table by table.
+        NotImplementedError: for row-wise optimizer state of other column shards, which cannot be resharded.
+    """
+    differences = [*_table_differences(manifest.tables, tables), *_tensor_differences(manifest, sizes)]
+    shown = "; ".join(differences[:SHOWN]) + (f"; and {len(differences) - SHOWN} more" if differences[SHOWN:] else "")
+    remedy = "resume with the recipe, data and settings that the run was started with"
+    check(not differences, place, "expected a checkpoint of this run", f"one in which {shown}", remedy)
+    for name, own in tables.items():
+        per_column_shard = [key for key in sizes if key.startswith(f"fused/{name}/") and len(sizes[key]) == 1]
+        if per_column_shard and manifest.tables[name].column_cuts != own.column_cuts:
+            saved, now = len(manifest.tables[name].column_cuts), len(own.column_cuts)
+            supported = f"supported for row-wise optimizers is the checkpoint's {saved} column shards"
+            remedy = "resume with the sharding plan or number of ranks of the checkpoint"
+            raise NotImplementedError(describe(f"{place}, table {name!r}", supported, f"{now} column shards", remedy))
+
+
+def _table_differences(saved: Mapping[str, TableDescription], own: Mapping[str, TableDescription]) -> Iterator[str]:
+    for name in sorted(set(saved) ^ set(own)):
+        yield f"table {name!r} is only in the {'checkpoint' if name in saved else 'run'}"
+    for name in sorted(set(saved) & set(own)):
+        for field in ("rows", "embedding_dim"):
+            if getattr(saved[name], field) != getattr(own[name], field):
+                yield f"table {name!r} has {field} {getattr(saved[name], field)} instead of {getattr(own[name], field)}"
+        if saved[name].blocks != own[name].blocks:
+            yield f"table {name!r} has other row blocks"
+
+
+def _tensor_differences(manifest: Manifest, sizes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Of what is no table; what belongs to one rank, or to the kernels that it happens to use, may come and go."""
+
+    def compared(keys: Iterable[str]) -> set[str]:
+        return {key for key in keys if not key.startswith(("rank", "table/")) and key != ITERATIONS}
+
+    saved, own = compared(manifest.tensors), compared(sizes)
+    for key in sorted(saved ^ own):
+        yield f"{key} is only in the {'checkpoint' if key in saved else 'run'}"
+    for key in sorted(saved & own):
+        is_per_shard = key.startswith("fused/") and len(sizes[key]) == 1
+        size = tuple(manifest.tensors[key]["size"])
+        if size != sizes[key] and not is_per_shard:
+            yield f"{key} has shape {size} instead of {sizes[key]}"

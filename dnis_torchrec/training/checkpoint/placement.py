@@ -1,0 +1,294 @@
+"""TrainingState: everything that a run is made of, and where each part of it belongs.
+
+A tensor of a sharded model is a chunk of a whole that no rank holds. Here every tensor says which chunk it is, so that
+it can be written by the rank that has it and read, in other pieces, by the ranks of another world size or sharding.
+Everything is local: nothing is gathered and nothing copied until `TrainingState.copied`.
+
+    key                               whole
+    table/<table>                     (N, D), in chunks
+    fused/<table>/<state>             as TorchRec shards it: (N, D), or (N x column shards,) for row-wise optimizers
+    optimizer/<FQN>/<state>           like the weight, or one number
+    model/<FQN>                       dense weights, alpha, buffers: the same on all ranks
+    alpha_optimizer/<state>           the same on all ranks
+    rank<r>/<name>                    rank r's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.checks import describe
+from dnis_torchrec.ranks import rank_of
+from dnis_torchrec.soft_selection.cached_tables import forget_cached_rows, lookups
+from dnis_torchrec.soft_selection.table_shards import collections
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+
+ITERATIONS = "fused/iterations"
+"""Key of the number of steps that fused kernels have counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A local part of a tensor.
+
+    Attributes:
+        offset: place in the whole, one number per dimension.
+        tensor: live storage; writing to it changes the model.
+    """
+
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedTensor:
+    """A tensor of which this rank holds some chunks, or none.
+
+    Attributes:
+        size: of the whole, at least one dimension.
+        chunks: what this rank holds; a chunk that several ranks hold is the same on all of them.
+
+    Example:
+        >>> PlacedTensor.of(torch.tensor(7)).size
+        (1,)
+    """
+
+    size: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @staticmethod
+    def of(value: Tensor | ShardedTensor) -> PlacedTensor:
+        """A tensor that every rank holds whole, or the local shards of a sharded one.
+
+        Args:
+            value: shares its memory with the result; a single number becomes ``(1,)``.
+        """
+        if isinstance(value, ShardedTensor):
+            shards = [(part.metadata.shard_offsets, part.tensor.detach()) for part in value.local_shards()]
+            return PlacedTensor(tuple(value.metadata().size), tuple(Chunk(tuple(at), part) for at, part in shards))
+        whole = value.detach().view(1) if value.dim() == 0 else value.detach()
+        return PlacedTensor(tuple(whole.shape), (Chunk((0,) * whole.dim(), whole),))
+
+    def copied(self) -> PlacedTensor:
+        """The same chunks in memory of their own, on the CPU."""
+        copies = tuple(Chunk(chunk.offset, chunk.tensor.to("cpu", copy=True)) for chunk in self.chunks)
+        return PlacedTensor(self.size, copies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableDescription:
+    """What has to be the same for a checkpoint to fit a table.
+
+    Attributes:
+        rows: N.
+        embedding_dim: D.
+        column_cuts: first column of every column shard, rising; ``(0,)`` where columns are not sharded.
+        blocks: fingerprint of its row blocks and of its rows of alpha, or "" for a table that is not searched.
+    """
+
+    rows: int
+    embedding_dim: int
+    column_cuts: tuple[int, ...]
+    blocks: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingState:
+    """A whole run at one moment.
+
+    Attributes:
+        tensors: key -> placed tensor.
+        tables: table -> what it has to be like.
+        values: everything that is no tensor, JSON-able, the same on all ranks.
+    """
+
+    tensors: Mapping[str, PlacedTensor]
+    tables: Mapping[str, TableDescription]
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def copied(self) -> TrainingState:
+        """A snapshot on the CPU that further steps do not change."""
+        tensors = {key: placed.copied() for key, placed in self.tensors.items()}
+        return TrainingState(tensors=tensors, tables=self.tables, values=self.values)
+
+
+def model_tensors(model: nn.Module) -> dict[str, PlacedTensor]:
+    """Tables, dense weights, alpha and buffers of a model, sharded or not.
+
+    Args:
+        model: sharded or not.
+
+    Returns:
+        Key (see the head of this module) -> live tensor; what several modules share stands there once.
+    """
+    placed = {f"table/{name}": PlacedTensor.of(value) for name, value in _tables(model)}
+    known: set[int] = set()  # wrappers share one alpha: it is saved once
+    for name, value in model.state_dict().items():
+        is_table = ".embedding_bags." in f".{name}"
+        if type(value) in (Tensor, nn.Parameter) and not is_table and value.data_ptr() not in known:
+            known.add(value.data_ptr())
+            placed[f"model/{name}"] = PlacedTensor.of(value)
+    return placed
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, PlacedTensor]:
+    """State of the optimizers: what is fused into the tables' backward, and what is not.
+
+    Args:
+        model: sharded or not.
+        optimizer: TorchRec's KeyedOptimizer or torch's, of everything that is not fused.
+
+    Raises:
+        NotImplementedError: for a state whose place in the whole is not known: of a sharded table in the dense compute
+            kernel, neither of the weight's shape nor one number.
+    """
+    placed = {}
+    if isinstance(model, DistributedModelParallel):
+        for fqn, states in model.fused_optimizer.state_dict()["state"].items():
+            for name, value in states.items():
+                table, _, state = name.rpartition(".")
+                placed[f"fused/{table or fqn}/{state}"] = PlacedTensor.of(value)
+        counters = _iteration_counters(model)
+        if counters:
+            placed[ITERATIONS] = PlacedTensor.of(torch.stack([part.cpu().max() for part in counters]).max())
+    sharded = _places_of_sharded_weights(model)
+    for name, parameter in _parameters(model, optimizer).items():
+        for state, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                place = f"optimizer state {state!r} of {name!r}"
+                placed[f"optimizer/{name}/{state}"] = _place(value, parameter, sharded.get(parameter.data_ptr()), place)
+    return placed
+
+
+def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
+    """Tells the kernels that their weights were written from outside: caches forget, step counters are set.
+
+    Args:
+        model: sharded or not; its tables and optimizer states were loaded.
+        tensors: what was loaded.
+    """
+    forget_cached_rows(model)
+    if ITERATIONS in tensors:
+        for counter in _iteration_counters(model):
+            counter.fill_(int(tensors[ITERATIONS].chunks[0].tensor))
+
+
+def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
+    """What a checkpoint has to agree with, table by table.
+
+    Args:
+        model: sharded or not, prepared or not.
+    """
+    blocks: dict[str, str] = {}
+    for module in collections(model).values():
+        if isinstance(module, SoftSelectionEmbeddingBagCollection):
+            blocks |= {table: _fingerprint(module.blocks, table) for table in module.blocks.routings}
+    described = {}
+    for name, value in _tables(model):
+        cuts = {0}
+        if isinstance(value, ShardedTensor):
+            cuts = {part.shard_offsets[1] for part in value.metadata().shards_metadata}
+        rows, dim = PlacedTensor.of(value).size
+        described[name] = TableDescription(
+            rows=rows, embedding_dim=dim, column_cuts=tuple(sorted(cuts)), blocks=blocks.get(name, "")
+        )
+    return described
+
+
+def rng_tensors(device: torch.device) -> dict[str, PlacedTensor]:
+    """State of this rank's random number generators.
+
+    Args:
+        device: where the model is; the CPU's generator is always among them.
+
+    Returns:
+        Key with this rank's number -> state.
+    """
+    prefix = f"rank{rank_of()}/rng"
+    placed = {f"{prefix}/cpu": PlacedTensor.of(torch.get_rng_state())}
+    if device.type == "cuda":
+        placed[f"{prefix}/cuda"] = PlacedTensor.of(torch.cuda.get_rng_state(device))
+    return placed
+
+
+def set_rng_(tensors: Mapping[str, PlacedTensor], device: torch.device) -> None:
+    """Gives this rank's random number generators the states that `rng_tensors` named.
+
+    Args:
+        tensors: with this rank's states; others are passed over.
+        device: where the model is.
+    """
+    prefix = f"rank{rank_of()}/rng"
+    torch.set_rng_state(tensors[f"{prefix}/cpu"].chunks[0].tensor)
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(tensors[f"{prefix}/cuda"].chunks[0].tensor, device)
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor | ShardedTensor]]:
+    for module in collections(model).values():
+        child = module
+        if isinstance(module, SoftSelectionEmbeddingBagCollection):
+            child = module.embedding_bag_collection
+        for key, value in child.state_dict().items():
+            parts = key.split(".")
+            if parts[0] == "embedding_bags" and parts[-1] == "weight":
+                yield ".".join(parts[1:-1]), value
+
+
+def _parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """FQN -> parameter of an optimizer."""
+    if isinstance(optimizer, KeyedOptimizer):
+        return dict(optimizer.params)
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter in own}
+
+
+def _places_of_sharded_weights(model: nn.Module) -> dict[int, tuple[tuple[int, ...], Chunk]]:
+    """Address of a local shard -> (size of the whole, the shard)."""
+    places: dict[int, tuple[tuple[int, ...], Chunk]] = {}
+    for _, value in _tables(model):
+        if isinstance(value, ShardedTensor):
+            placed = PlacedTensor.of(value)
+            places |= {chunk.tensor.data_ptr(): (placed.size, chunk) for chunk in placed.chunks}
+    return places
+
+
+def _place(value: Tensor, parameter: Tensor, shard: tuple[tuple[int, ...], Chunk] | None, place: str) -> PlacedTensor:
+    if shard is None or value.numel() == 1:
+        return PlacedTensor.of(value)
+    size, chunk = shard
+    if value.shape != parameter.shape or value.shape != chunk.tensor.shape:
+        supported = "supported in a sharded dense compute kernel are states of the shard's shape"
+        raise NotImplementedError(describe(place, supported, tuple(value.shape)))
+    return PlacedTensor(size, (Chunk(chunk.offset, value.detach()),))
+
+
+def _iteration_counters(model: nn.Module) -> list[Tensor]:
+    """Counters of fused kernels, by which Adam corrects its bias: every kernel counts the same steps."""
+    kernels = [module for lookup in lookups(model) for module in lookup.modules()]
+    fused = [kernel for kernel in kernels if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)]
+    return [counter for kernel in fused for counter in (kernel.iter, kernel.iter_cpu)]
+
+
+def _fingerprint(blocks: RowBlocks, table: str) -> str:
+    routing = blocks.routings[table]
+    head = [blocks.first_alpha_row(table), routing.num_embeddings, routing.num_blocks]
+    digest = sha256(repr(head).encode())
+    for name, tensor in sorted(routing.to_tensors().items()):
+        digest.update(name.encode() + _bytes_of(tensor))
+    return digest.hexdigest()[:16]
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,277 @@
+"""Metrics of an evaluation, from torchmetrics and torchrec.metrics; the same value on every rank.
+
+task           metrics
+ratings        mse
+clicks         auc (exact, no bins), ne, calibration; logloss is the loss itself
+ranking        recall@k, mrr@k, ndcg@k for k in `RANKING_KS`
+
+Shapes: B batch, Q queries, n samples of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanSquaredError, Metric, MetricCollection
+from torchmetrics.classification import BinaryAUROC
+from torchmetrics.utilities.data import dim_zero_cat
+from torchrec.metrics.calibration import compute_calibration, get_calibration_states
+from torchrec.metrics.ne import compute_ne, get_ne_states
+
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.labels import RANKING_KS, check_candidates
+
+_SMALLEST_PROBABILITY = 1e-12
+
+
+def metrics_of(loss: nn.Module, *, is_ranking: bool = False) -> MetricCollection:
+    """The metrics that a task is judged by.
+
+    Args:
+        loss: nn.BCEWithLogitsLoss for clicks, anything else for ratings.
+        is_ranking: whether the samples are candidates of queries, whatever the loss.
+
+    Returns:
+        Metrics to update with (predictions, labels), of clicks with (probabilities, labels as integers), of a ranking
+        with (predictions, labels as integers, queries); their ``compute()`` returns metric -> tensor.
+
+    Example:
+        >>> sorted(metrics_of(nn.BCEWithLogitsLoss()))
+        ['auc', 'calibration', 'ne']
+    """
+    if is_ranking:
+        return MetricCollection({"ranking": RankingMetrics()})
+    if isinstance(loss, nn.BCEWithLogitsLoss):
+        return MetricCollection({"auc": AreaUnderCurve(), "ne": NormalizedEntropy(), "calibration": Calibration()})
+    return MetricCollection({"mse": MeanSquaredError()})
+
+
+class AreaUnderCurve(BinaryAUROC):
+    """Exact area under the ROC curve, no bins, computed by torchmetrics; higher is better.
+
+    Shape:
+        - preds: ``(B,)`` probabilities.
+        - target: ``(B,)`` 0 or 1.
+
+    NaN where all samples are of one class; torchmetrics has 0 there.
+
+    Example:
+        >>> metric = AreaUnderCurve()
+        >>> metric.update(torch.tensor([0.1, 0.6, 0.4]), torch.tensor([0, 1, 1]))
+        >>> float(metric.compute())
+        1.0
+    """
+
+    def compute(self) -> Tensor:  # type: ignore[override]  # torchmetrics' own has the base class's type
+        """Area of all samples so far."""
+        has_both = dim_zero_cat(self.target).unique().numel() == 2
+        return super().compute() if has_both else torch.tensor(torch.nan)
+
+
+class _TorchRecMetric(Metric):
+    """A metric of torchrec.metrics with sums for states, without its windows and tasks.
+
+    Args:
+        states: names of the sums.
+    """
+
+    full_state_update = False
+
+    def __init__(self, states: Sequence[str]) -> None:
+        super().__init__()
+        for name in states:
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _add(self, sums: dict[str, Tensor]) -> None:
+        for name, value in sums.items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+class NormalizedEntropy(_TorchRecMetric):
+    r"""Cross entropy divided by that of always predicting the click rate of the evaluated samples; lower is better.
+
+    .. math:: NE = \frac{-\frac 1 n \sum_i y_i \log p_i + (1 - y_i) \log(1 - p_i)}
+                        {-(\bar y \log \bar y + (1 - \bar y) \log(1 - \bar y))}
+
+    NaN where all samples are of one class.
+
+    Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, 2014; computed by torchrec.metrics.
+
+    Shape:
+        - preds: ``(B,)`` probabilities.
+        - target: ``(B,)`` 0 or 1.
+
+    Example:
+        >>> metric = NormalizedEntropy()
+        >>> metric.update(torch.tensor([0.25, 0.25, 0.25, 0.25]), torch.tensor([1, 0, 0, 0]))
+        >>> round(float(metric.compute()), 6)
+        1.0
+    """
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        super().__init__(("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels"))
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Adds a batch."""
+        labels = target.double()
+        self._add(get_ne_states(labels, preds.double(), torch.ones_like(labels), _SMALLEST_PROBABILITY))
+
+    def compute(self) -> Tensor:
+        """Normalised entropy of all samples so far."""
+        sums = (self.cross_entropy_sum, self.weighted_num_samples, self.pos_labels, self.neg_labels)
+        has_both = bool(self.pos_labels) and bool(self.neg_labels)
+        return compute_ne(*sums, _SMALLEST_PROBABILITY) if has_both else torch.tensor(torch.nan)
+
+
+class Calibration(_TorchRecMetric):
+    """Predicted clicks divided by clicks; 1 is best. Computed by torchrec.metrics.
+
+    NaN where all samples are of one class.
+
+    Shape:
+        - preds: ``(B,)`` probabilities.
+        - target: ``(B,)`` 0 or 1.
+
+    Example:
+        >>> metric = Calibration()
+        >>> metric.update(torch.tensor([0.5, 0.5, 0.5, 0.5]), torch.tensor([1, 0, 0, 0]))
+        >>> float(metric.compute())
+        2.0
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("calibration_num", "calibration_denom", "num_negatives"))
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Adds a batch."""
+        labels = target.double()
+        self._add(get_calibration_states(labels, preds.double(), torch.ones_like(labels)))
+        self._add({"num_negatives": (1 - labels).sum()})
+
+    def compute(self) -> Tensor:
+        """Calibration of all samples so far."""
+        sums, has_both = (self.calibration_num, self.calibration_denom), bool(self.num_negatives)
+        return compute_calibration(*sums) if has_both and bool(sums[1]) else torch.tensor(torch.nan)
+
+
+class RankingMetrics(Metric):
+    r"""Recall@k, MRR@k and NDCG@k, each the mean over queries; higher is better.
+
+    With the candidates of a query in falling order of prediction, :math:`y_p` the label of the p-th from 1:
+
+    .. math:: \text{recall@k} = \frac{\sum_{p \le k} y_p}{\sum_p y_p}, \quad
+              \text{mrr@k} = \frac 1 {\min \{p \le k : y_p = 1\}}, \quad
+              \text{ndcg@k} = \frac{\sum_{p \le k} y_p / \log_2(p + 1)}{\text{the same with all positives in front}}
+
+    and 0 where there is no positive, or none within k. The values are those of torchmetrics.retrieval (1.0), which is
+    not used because it walks the queries in Python once per metric and k (6 s for 6,040 queries against 0.3 s), gathers
+    batch by batch (so ranks with different numbers of batches wait for ever), breaks ties by accident, and has no
+    MRR@k. Here a tie counts against the positive: a model that predicts one value for all ranks the positive last.
+
+    Args:
+        ks: cut-offs.
+
+    Shape:
+        - preds: ``(B,)`` predictions.
+        - target: ``(B,)`` 0 or 1.
+        - queries: ``(B,)`` integers; the candidates of one query may come in any order, batch and rank.
+
+    Raises:
+        ValueError: from compute(), if a query has fewer than k candidates.
+
+    Example:
+        >>> metric = RankingMetrics(ks=(1, 2))
+        >>> metric.update(torch.tensor([0.3, 0.9, 0.1]), torch.tensor([1, 0, 0]), torch.tensor([7, 7, 7]))
+        >>> {name: round(float(value), 3) for name, value in metric.compute().items()}
+        {'recall@1': 0.0, 'mrr@1': 0.0, 'ndcg@1': 0.0, 'recall@2': 1.0, 'mrr@2': 0.5, 'ndcg@2': 0.631}
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    preds: list[Tensor]
+    target: list[Tensor]
+    queries: list[Tensor]
+
+    def __init__(self, ks: Sequence[int] = RANKING_KS) -> None:
+        super().__init__()
+        check(bool(ks) and min(ks, default=0) >= 1, "RankingMetrics.ks", "expected cut-offs >= 1", ks)
+        self._ks = tuple(ks)
+        for name in ("preds", "target", "queries"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def update(self, preds: Tensor, target: Tensor, queries: Tensor) -> None:
+        """Adds a batch.
+
+        Raises:
+            ValueError: for a label that is neither 0 nor 1.
+        """
+        odd = target[(target != 0) & (target != 1)]
+        if odd.numel():
+            remedy = "mark relevant candidates by 1, all others by 0"
+            raise ValueError(describe("ranking", "expected labels 0 or 1", float(odd[0]), remedy))
+        self.preds.append(preds.detach())
+        self.target.append(target.long())
+        self.queries.append(queries.long())
+
+    def compute(self) -> dict[str, Tensor]:
+        """Metric -> mean over the queries so far."""
+        queries = dim_zero_cat(self.queries)
+        check_candidates(queries, max(self._ks))
+        label, query, position = _ranked(dim_zero_cat(self.preds), dim_zero_cat(self.target), queries)
+        num_queries = int(query[-1]) + 1
+        discount = (position + 2).double().log2().reciprocal()
+        empty = torch.zeros(num_queries, dtype=torch.float64, device=query.device)
+        num_positives = empty.index_add(0, query, label.double())
+        ideal_position = torch.arange(int(position.max()) + 1, device=query.device)
+        best_gains = (ideal_position + 2).double().log2().reciprocal().cumsum(0)
+        found: dict[str, Tensor] = {}
+        for k in self._ks:
+            hit = (label * (position < k)).double()
+            recall = empty.index_add(0, query, hit) / num_positives.clamp(min=1)
+            reciprocal_rank = empty.scatter_reduce(0, query, hit / (position + 1), "amax")
+            ideal = best_gains[num_positives.long().clamp(1, k) - 1]
+            ndcg = empty.index_add(0, query, hit * discount) / ideal
+            found |= {f"recall@{k}": recall.mean(), f"mrr@{k}": reciprocal_rank.mean(), f"ndcg@{k}": ndcg.mean()}
+        return found
+
+
+def ranking_mean(metrics: Mapping[str, float]) -> float | None:
+    """One number for a ranking: the mean of recall@k for every k, and of mrr@k and ndcg@k for every k above 1.
+
+    At k = 1 all three are equal for a query of one positive, so they count once.
+
+    Args:
+        metrics: name -> value; others than those of a ranking are passed over.
+
+    Returns:
+        The mean, None where there is no ranking metric.
+
+    Example:
+        >>> ranking_mean({"recall@1": 0.2, "mrr@1": 0.2, "recall@5": 0.6, "mrr@5": 0.4, "ndcg@5": 0.4, "loss": 3.0})
+        0.4
+        >>> ranking_mean({"mse": 0.7}) is None
+        True
+    """
+    parts = {name: name.partition("@") for name in metrics}
+    ranking = {name for name, (kind, at, _) in parts.items() if at and kind in ("recall", "mrr", "ndcg")}
+    counted = [metrics[name] for name in ranking if parts[name][0] == "recall" or parts[name][2] != "1"]
+    return math.fsum(counted) / len(counted) if counted else None
+
+
+def _ranked(preds: Tensor, target: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Candidates in falling order of prediction within each query, equal predictions with the negatives first.
+
+    Returns:
+        ``(label, query numbered 0..Q-1, position within the query from 0)``, each ``(n,)``.
+    """
+    order = target.argsort(stable=True)
+    order = order[preds[order].argsort(descending=True, stable=True)]
+    order = order[queries[order].argsort(stable=True)]
+    _, query, sizes = queries[order].unique_consecutive(return_inverse=True, return_counts=True)
+    first = (sizes.cumsum(0) - sizes)[query]
+    return target[order], query, torch.arange(query.numel(), device=query.device) - first

@@ -1,0 +1,66 @@
+"""RetainedMask: pruned values stay zero while the retained ones train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+
+
+class RetainedMask:
+    """Holds pruned values at zero while the retained ones train on (masked fine-tuning).
+
+    One bool per value of this rank's shards; on a CPU a value of the tables' own dtype, since there torch copies a mask
+    of bools to that dtype in every product. Gradients of dense tables are masked before the optimizer sees them, so its
+    state stays clean; fused optimizers apply their update inside backward, so their result is masked afterwards.
+    NOTE[DIFF]: the row-wise state of a fused row-wise optimizer still averages over pruned columns.
+
+    Args:
+        model: a pruned model, sharded or not; what is zero now stays zero.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._shards = [shard for module in collections(model).values() for shard in local_shards(module)]
+        self._masks = [self._mask(shard.weight) for shard in self._shards]
+        storages = {shard.weight.data_ptr(): index for index, shard in enumerate(self._shards)}
+        not_fused = dict(in_backward_optimizer_filter(model.named_parameters())).values()
+        self._dense = [(p, storages[p.data_ptr()]) for p in not_fused if p.data_ptr() in storages]
+        self._fused = sorted(set(range(len(self._shards))) - {index for _, index in self._dense})
+
+    @staticmethod
+    def _mask(weight: Tensor) -> Tensor:
+        mask = weight != 0
+        return mask.to(weight.dtype) if weight.device.type == "cpu" else mask
+
+    @torch.no_grad()
+    def hold_gradients_(self) -> None:
+        """Zeroes the gradients of pruned values; call before the optimizer's step."""
+        for parameter, index in self._dense:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._masks[index])
+
+    @torch.no_grad()
+    def hold_(self) -> None:
+        """Zeroes pruned values; call after the optimizer's step."""
+        self._hold_(range(len(self._shards)))
+
+    @torch.no_grad()
+    def hold_fused_(self) -> None:
+        """Zeroes pruned values of tables that kernels step inside backward.
+
+        It does for `hold_` where an optimizer of the others has had gradients from `hold_gradients_` since it was made:
+        such as Adam's, whose averages of pruned values are zero, leave zero as it is.
+        """
+        if self._fused:
+            self._hold_(self._fused)
+
+    def _hold_(self, indices: Iterable[int]) -> None:
+        with writing_to_tables(self._model):
+            for index in indices:
+                self._shards[index].weight.mul_(self._masks[index])

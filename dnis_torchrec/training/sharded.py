@@ -1,0 +1,215 @@
+"""A model sharded as a recipe's table optimizer needs it, and the optimizer of what is not fused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import cast
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.ops.block_operators import are_compiled
+from dnis_torchrec.ranks import world_size_of
+from dnis_torchrec.soft_selection.features_by_name import read_by_name_
+from dnis_torchrec.soft_selection.frozen_tables import FROZEN_RATE
+from dnis_torchrec.soft_selection.on_shards import select_on_shards_
+from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+
+WHOLE_ROWS = frozenset(
+    kind.value for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
+)
+"""Sharding types, of those with fused kernels, that keep every row in one piece."""
+
+
+FUSED_OPTIMIZERS = {"adam": EmbOptimType.ADAM, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+"""`Recipe.table_optimizer` -> FBGEMM's optimizer that runs inside the tables' backward."""
+
+
+PART = "part"
+"""What a group of the optimizer of what is not fused holds: tables, `Recipe.row_weights`, or the rest."""
+
+
+OF_TABLES, OF_ROWS, OF_REST = "tables", "rows", "rest"
+
+
+def check_pooling(model: nn.Module) -> None:
+    """Checks that torch itself can look up the tables of a model, which on one process is a plain one when trained.
+
+    FBGEMM's kernels, in which tables are trained, pool weighted bags by MEAN too, as the sharded model of several ranks
+    does to the end.
+
+    Args:
+        model: not sharded; prepared or not.
+
+    Raises:
+        ValueError: on one process, if bags of a MEAN table have weights.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
+        >>> check_pooling(EmbeddingBagCollection(tables=[table], is_weighted=True))
+    """
+    if world_size_of() > 1:
+        return
+    remedy = "use SUM, with weights that are divided by the length of their bag"
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection) and module.is_weighted():
+            for table in module.embedding_bag_configs():
+                place, requirement = f"table {table.name!r}", "expected SUM pooling of bags with weights"
+                check(table.pooling != PoolingType.MEAN, place, requirement, "MEAN", remedy)
+
+
+def shard(
+    task: TrainTask,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    whole_rows: Collection[str] = (),
+    replicated: bool = False,
+    prefetched: bool = False,
+    batch_size: int | None = None,
+) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
+    """Shards a model as the recipe's table optimizer needs it.
+
+    ``"adam"`` on a CPU runs in the dense compute kernel and steps whole shards, not only rows that were looked up
+    (FBGEMM's fused CPU kernels know SGD and Adagrad only); on a GPU it is fused into the tables' backward unless
+    they are replicated, as ``"rowwise_adagrad"`` always is. On several ranks tables are sharded as TorchRec's
+    planner sees fit, the row-wise family included on CPUs too. A plan that cannot be made raises on every rank
+    alike (see `sharding`).
+
+    On a CPU a search over multi-hot features has a fused kernel for every table: the pieces of one table at a time are
+    in memory then (see `shard_selection`). Where operators are compiled each reads one key per feature, and soft
+    selection is on the shards already, as it is where small tables are multiplied whole.
+
+    Args:
+        task: the model with its loss; prepared or not. Its tables are moved into TorchRec's kernels.
+        recipe: optimizers and learning rates.
+        device: where to train.
+        whole_rows: tables whose rows no plan may cut.
+        replicated: hold tables that learn by Adam whole on every rank, and fuse none of them; one-step unrolled
+            gradients want that.
+        prefetched: set tables up for a pipeline that prefetches, where the planner leaves them in host memory behind a
+            cache on the GPU.
+        batch_size: samples of a batch of all ranks, where known: tables that are small beside it, and not fused, are
+            multiplied by alpha whole (see `table_selection`).
+
+    Returns:
+        The sharded model, with the weights that `task` had, and the optimizer of everything that is not fused.
+
+    Raises:
+        ValueError: on all ranks alike, if there is no plan for the tables, or they cannot be evaluated (see
+            `check_pooling`).
+    """
+    check_pooling(task)
+    fused = recipe.table_optimizer == "rowwise_adagrad" or (device.type == "cuda" and not replicated)
+    wrappers = soft_selection_modules(task).values()
+    is_multi_hot = any(wrapper.bag_splitter is not None for wrapper in wrappers)
+    may_select_in_lookups = is_multi_hot and device.type == "cpu" and are_compiled()
+    multiplies = may_select_in_lookups and not replicated and _are_small(wrappers, batch_size)
+    selects_in_lookups = multiplies or (may_select_in_lookups and fused)
+    if selects_in_lookups:
+        for wrapper in wrappers:
+            wrapper.read_whole_features_(multiply_tables=multiplies)
+    plain = [module for module in task.modules() if isinstance(module, EmbeddingBagCollection)]
+    # Not by apply_optimizer_in_backward: torch then keeps what it was applied to, and every table would be held twice.
+    fused_params = {"optimizer": FUSED_OPTIMIZERS[recipe.table_optimizer], "learning_rate": recipe.table_learning_rate}
+    if is_multi_hot and device.type == "cpu":
+        fused_params[USE_ONE_TBE_PER_TABLE] = True
+    sharder = CpuEmbeddingBagCollectionSharder(fused_params=fused_params if fused else None)
+    dense = ShardingType.DATA_PARALLEL.value
+    is_spread = fused or (world_size_of() > 1 and not replicated)
+    if is_spread:  # small tables would be planned data_parallel, whose dense kernel leaves the fused optimizer out
+        kinds = [kind for kind in sharder.sharding_types(device.type) if kind != dense]
+        constraint = ParameterConstraints(sharding_types=kinds)
+        uncut = ParameterConstraints(sharding_types=[kind for kind in kinds if kind in WHOLE_ROWS])
+    else:
+        kernels = [EmbeddingComputeKernel.DENSE.value]
+        constraint = uncut = ParameterConstraints(sharding_types=[dense], compute_kernels=kernels)
+    tables = [config.name for collection in plain for config in collection.embedding_bag_configs()]
+    sharders = [cast(ModuleSharder[nn.Module], sharder)]
+    constraints = {table: uncut if table in whole_rows else constraint for table in tables}
+    plan = make_sharding_plan(task, device, sharders, constraints=constraints)
+    planned = [own for part in plan.plan.values() for own in cast(EmbeddingModuleShardingPlan, part).values()]
+    for sharding in planned:
+        if is_spread and not fused:  # every type runs in the dense kernel; the planner knows it for data_parallel alone
+            sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+        if prefetched and sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
+            sharding.cache_params = replace(sharding.cache_params or CacheParams(), prefetch_pipeline=True)
+    model = shard_model(task, device, plan, sharders)
+    if selects_in_lookups:
+        select_on_shards_(model)
+    read_by_name_(model)
+    return model, rest_optimizer(model, recipe)
+
+
+def _are_small(wrappers: Collection[SoftSelectionEmbeddingBagCollection], batch_size: int | None) -> bool:
+    """Whether all tables together hold at most as many numbers as what a batch of all ranks is pooled to."""
+    tables = [table for wrapper in wrappers for table in wrapper.embedding_bag_configs()]
+    pooled = sum(table.embedding_dim * len(table.feature_names) for table in tables) * (batch_size or 0)
+    return sum(table.num_embeddings * table.embedding_dim for table in tables) <= pooled
+
+
+def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOptimizerWrapper:
+    """A fresh Adam for everything that is not fused: dense weights, and tables in the dense compute kernel.
+
+    It is torch's own fused one, which goes through weights and states once a step, where each of Adam's operations
+    would read and write them anew.
+
+    Args:
+        model: as `shard` made it.
+        recipe: learning rates.
+
+    Returns:
+        The optimizer; one that steps nothing where every parameter is fused.
+
+    Raises:
+        ValueError: for a name in the recipe's `row_weights` that no parameter has.
+    """
+    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+    of_rows = {own: name for name in recipe.row_weights for own in rest if f".{own}".endswith(f".{name}")}
+    for name in recipe.row_weights:
+        check_known("parameter of Recipe.row_weights", name, [*of_rows.values(), *rest])
+    rates = {OF_REST: recipe.dense_learning_rate}
+    rates |= dict.fromkeys((OF_TABLES, OF_ROWS), recipe.table_learning_rate)
+    parts: dict[str, list[nn.Parameter]] = {part: [] for part in rates}
+    for name, weight in rest.items():
+        parts[OF_ROWS if name in of_rows else OF_TABLES if ".embedding_bags." in name else OF_REST].append(weight)
+    groups = [{"params": weights, "lr": rates[part], PART: part} for part, weights in parts.items()]
+    filled = [group for group in groups if group["params"]]
+    return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(filled or groups[:1], fused=True))
+
+
+def set_learning_rates_(
+    model: DistributedModelParallel, optimizer: KeyedOptimizerWrapper, *, tables: float, dense: float, rows: float
+) -> None:
+    """Lets a model learn at other rates from the next step on. Local; to be called on all ranks alike.
+
+    Args:
+        model: as `shard` made it.
+        optimizer: as `shard` made it.
+        tables: rate of the tables.
+        dense: rate of everything else.
+        rows: rate of numbers for rows beside the tables (`Recipe.row_weights`).
+    """
+    rates = {OF_TABLES: tables, OF_REST: dense, OF_ROWS: rows}
+    for group in optimizer.param_groups:
+        group["lr"] = rates[group[PART]]
+    for group in model.fused_optimizer.param_groups:
+        if group["lr"] != FROZEN_RATE:
+            group["lr"] = tables
+    # Where TorchRec's fused optimizers hand their rate on to the kernels; there are no gradients to clear.
+    model.fused_optimizer.zero_grad()

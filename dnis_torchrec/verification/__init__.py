@@ -1,6 +1,0 @@
-"""Verification: what `dnis verify` checks and measures."""
-
-from dnis_torchrec.verification.findings import Finding
-from dnis_torchrec.verification.verify import Verification, verify
-
-__all__ = ["Finding", "Verification", "verify"]

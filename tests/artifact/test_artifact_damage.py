@@ -1,0 +1,441 @@
+"""Artifacts that were damaged, moved, forged or written by others: refused, by the name of the file."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dnis_torchrec.artifact import (
+    load,
+    load_csr,
+    load_dense_state,
+    read_manifest,
+    read_scheme,
+    verify_files,
+    write_artifact,
+)
+from dnis_torchrec.artifact import manifest as artifact
+from dnis_torchrec.ops.interleaved_rows import interleaved
+from tests.serving_reference import CSR_FILE, MIXED_FILE, all_rows, two_tables, write_two_tables
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_two_tables(tmp_path_factory.mktemp("original") / "artifact")
+
+
+@pytest.fixture
+def written(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "artifact"))
+
+
+def restate(path: Path, change: Callable[[dict], object]) -> None:
+    """Changes the manifest as an attacker would: with its own hash made right again."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    change(manifest)
+    manifest.pop("sha256", None)
+    content = json.dumps(manifest | {"sha256": 64 * "0"}).encode()
+    before, _, after = content.rpartition(64 * b"0")
+    (path / "manifest.json").write_bytes(before + hashlib.sha256(content).hexdigest().encode() + after)
+
+
+def header(file: Path) -> dict:
+    """What the manifest says of a safetensors file's tensors."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    names = {"F32": "float32", "F16": "float16", "U8": "uint8", "I32": "int32", "I64": "int64", "BOOL": "bool"}
+    return {
+        name: {"dtype": names[f["dtype"]], "shape": f["shape"], "offset": 8 + length + f["data_offsets"][0]}
+        for name, f in json.loads(content[8 : 8 + length]).items()
+    }
+
+
+def restate_file(path: Path, name: str, *, tensors: bool = True) -> None:
+    """Makes the manifest state the size, hash and tensors that a file has now."""
+    content = (path / name).read_bytes()
+    stated = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    if tensors:
+        stated["tensors"] = header(path / name)
+    restate(path, lambda manifest: manifest["files"][name].update(stated))
+
+
+def readers() -> list[Callable[[Path], object]]:
+    return [load, lambda path: load_csr(path, "movie/seen"), read_scheme, load_dense_state]
+
+
+@pytest.mark.parametrize("name", [MIXED_FILE, CSR_FILE, "scheme.safetensors", "dense_state.safetensors"])
+def test_flipped_bit_is_named(written: Path, name: str) -> None:
+    verified = [lambda path: load(path, verify=True), *readers()[1:]]
+    reader = dict(zip((MIXED_FILE, CSR_FILE, "scheme.safetensors", "dense_state.safetensors"), verified, strict=True))
+    verify_files(written)
+    flip(written / name, -1)
+    for verify in (reader[name], verify_files):
+        with pytest.raises(ValueError, match=f"file '{name}': expected sha256 .*damaged"):
+            verify(written)
+
+
+def flip(file: Path, position: int, bit: int = 0) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1 << bit
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["csr_int8/000_movie_seen.safetensors", "csr_fp16/001_user.safetensors"])
+def test_a_flipped_bit_of_any_byte_is_found_and_never_leaves_the_table(tmp_path: Path, name: str) -> None:
+    """Bytes of the header, values, columns, row pointers and scales, each with a bit flipped in turn."""
+    tables, scheme = two_tables()
+    path = write_artifact(tables, scheme, tmp_path / "artifact", forms=["csr_int8", "csr_fp16"])
+    file, form = path / name, name.split("/")[0]
+    content, expected = file.read_bytes(), load(path, form=form)(all_rows()).values()
+    first_value = min(fields["offset"] for fields in read_manifest(path)["files"][name]["tensors"].values())
+    refused = 0
+    for position in range(len(content)):
+        flip(file, position, position % 8)
+        with pytest.raises(ValueError, match=f"file '{name}': expected sha256"):
+            verify_files(path)
+        try:
+            out = load(path, form=form)(all_rows()).values()
+            assert position >= first_value or out.equal(expected)
+        except ValueError:
+            refused += 1
+        file.write_bytes(content)
+    assert refused >= first_value - 8  # all of the header but the blanks at its end
+
+
+def test_a_flipped_bit_of_the_manifest_is_found(written: Path) -> None:
+    content = (written / "manifest.json").read_bytes()
+    for position in range(0, len(content), 29):
+        flip(written / "manifest.json", position, position % 8)
+        with pytest.raises(ValueError, match=r"file 'manifest\.json': expected"):
+            read_manifest(written)
+        (written / "manifest.json").write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [MIXED_FILE, CSR_FILE, "scheme.safetensors", "dense_state.safetensors"])
+def test_truncated_missing_and_renamed_files_are_named(written: Path, name: str) -> None:
+    content = (written / name).read_bytes()
+    for damage in (content[:-1], content + b"x", b""):
+        (written / name).write_bytes(damage)
+        for reader in readers():
+            with pytest.raises(ValueError, match=f"file '{name}': expected {len(content)} bytes, got {len(damage)}"):
+                reader(written)
+    (written / name).rename(written / "elsewhere")
+    for reader in readers():
+        with pytest.raises(ValueError, match=f"file '{name}': expected a file, got none"):
+            reader(written)
+
+
+def test_exchanged_files_are_named(written: Path) -> None:
+    """Both are whole and ours, only not in their place."""
+    other = CSR_FILE.replace("000_movie_seen", "001_user")
+    (written / CSR_FILE).rename(written / "aside")
+    (written / other).rename(written / CSR_FILE)
+    (written / "aside").rename(written / other)
+    with pytest.raises(ValueError, match=f"file '{CSR_FILE}': expected"):
+        load_csr(written, "movie/seen")
+
+
+def test_linked_file_is_refused(written: Path, tmp_path: Path) -> None:
+    (written / MIXED_FILE).rename(tmp_path / "outside")
+    (written / MIXED_FILE).symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match=f"file '{MIXED_FILE}': expected a plain file, got a link or a folder"):
+        load(written)
+
+
+def test_linked_folder_is_refused(written: Path, tmp_path: Path) -> None:
+    (written / "csr").rename(tmp_path / "outside")
+    (written / "csr").symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match="expected a plain file, got a link or a folder"):
+        read_manifest(written)
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/hostname", "../outside", "csr/../../outside", "./x", "", "a//b", "C:\\x", "a\\b", "a\0b"]
+)
+def test_path_out_of_the_folder_is_refused(written: Path, name: str) -> None:
+    (written.parent / "outside").write_text("secret")
+    restate(written, lambda manifest: manifest["files"].update({name: {"sha256": "", "bytes": 6}}))
+    with pytest.raises(ValueError, match="expected a relative path within the folder"):
+        read_manifest(written)
+
+
+def test_table_may_not_name_an_unlisted_file(written: Path) -> None:
+    restate(written, lambda m: m["tables"]["user"]["shards"]["mixed_dimension"][0].update(file="../outside"))
+    with pytest.raises(ValueError, match=r"file '../outside': expected a known file"):
+        load(written)
+
+
+def test_damaged_manifest_is_refused(written: Path) -> None:
+    file = written / "manifest.json"
+    content = file.read_text()
+    for damage in (content[: len(content) // 2], "", "\udcff", "[" * 100_000):
+        file.write_bytes(damage.encode(errors="surrogateescape"))
+        with pytest.raises(ValueError, match=r"file 'manifest.json': expected JSON"):
+            read_manifest(written)
+    file.write_text(content.replace('"movie"', '"mov1e"'))
+    with pytest.raises(ValueError, match=r"file 'manifest.json': expected the sha256 that it states of itself"):
+        read_manifest(written)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"file 'manifest.json': expected a file, got none"):
+        read_manifest(written)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "3", "null", '{"format": "onnx", "format_version": "1.0"}'])
+def test_foreign_manifest_is_refused(written: Path, content: str) -> None:
+    (written / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=r"file 'manifest.json': expected format 'dnis-torchrec-artifact', got"):
+        load(written)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere': expected a folder"):
+        load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("2.0", r"file 'manifest.json': expected a format_version up to 1\.x, got '2\.0'; update"),
+        ("10", r"up to 1\.x, got '10'"),
+        (1, "expected a format_version like '1.0', got 1"),
+        (None, "expected a format_version like"),
+        ("new", "expected a format_version like"),
+        ("9" * 5000, "expected a format_version like"),
+    ],
+)
+def test_newer_and_strange_versions_are_refused(written: Path, version: object, message: str) -> None:
+    restate(written, lambda manifest: manifest.update(format_version=version))
+    with pytest.raises(ValueError, match=message):
+        load(written)
+
+
+def test_newer_minor_version_is_read(written: Path) -> None:
+    restate(written, lambda manifest: manifest.update(format_version="1.7", novelty=[1]))
+    load(written)
+
+
+def test_manifest_lacking_a_field_is_refused(written: Path) -> None:
+    restate(written, lambda manifest: manifest.pop("tables"))
+    with pytest.raises(ValueError, match=r"expected all fields, got none of \['tables'\]"):
+        read_manifest(written)
+
+
+def test_an_artifact_of_a_development_version_is_refused_clearly(written: Path) -> None:
+    """Before 1.0 was final a table named its files, one per form, and the manifest neither scheme nor dense state."""
+
+    def older(manifest: dict) -> None:
+        del manifest["scheme"], manifest["dense_state"]
+        for table in manifest["tables"].values():
+            table["files"] = {form: shards[0]["file"] for form, shards in table.pop("shards").items()}
+
+    restate(written, older)
+    for reader in readers():
+        with pytest.raises(ValueError, match=r"it is of a version before 1\.0 was final, or not whole; export again"):
+            reader(written)
+
+
+def test_file_of_another_kind_is_refused(written: Path) -> None:
+    (written / MIXED_FILE).write_bytes(b"PK\x03\x04 a pickle, perhaps")
+    restate_file(written, MIXED_FILE, tensors=False)
+    with pytest.raises(ValueError, match=f"file '{MIXED_FILE}': expected a safetensors file"):
+        load(written)
+    for content in (b"{}", b"[1]", b'{"b0": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}', b"[" * 9999):
+        (written / MIXED_FILE).write_bytes(len(content).to_bytes(8, "little") + content)
+        restate_file(written, MIXED_FILE, tensors=False)
+        with pytest.raises(ValueError, match=f"file '{MIXED_FILE}': expected (a safetensors file|tensors)"):
+            load(written)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"b0": torch.zeros(3, 5)},
+        {"b0": torch.zeros(3, 5), "b1": torch.zeros(3, 3)},
+        {"b0": torch.zeros(3, 5), "b1": torch.zeros(3, 2).half()},
+        {"b0": torch.zeros(3, 5), "b1": torch.zeros(3, 2), "b2": torch.zeros(3, 1)},
+    ],
+)
+def test_other_tensors_than_stated_are_refused(written: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, written / MIXED_FILE)
+    restate_file(written, MIXED_FILE, tensors=False)
+    with pytest.raises(ValueError, match=f"file '{MIXED_FILE}': expected tensors"):
+        load(written)
+    # and where the manifest goes along with it, the scheme does not
+    restate_file(written, MIXED_FILE)
+    with pytest.raises(ValueError, match=r"expected tensors \['b0', 'b1'\]|expected block 1: float32 of shape"):
+        load(written)
+
+
+def test_scheme_that_does_not_fit_is_refused(written: Path) -> None:
+    restate(written, lambda manifest: manifest["tables"]["user"].update(embedding_dim=6))
+    with pytest.raises(ValueError, match="table 'user': expected retained of shape"):
+        load(written)
+
+
+def test_sparse_rows_that_do_not_fit_are_refused(written: Path) -> None:
+    shutil.rmtree(written / "mixed_dimension")
+
+    def only_csr(manifest: dict) -> None:
+        manifest["forms"] = ["csr"]
+        manifest["files"] = {k: v for k, v in manifest["files"].items() if not k.startswith("mixed_dimension")}
+        for table in manifest["tables"].values():
+            del table["shards"]["mixed_dimension"]
+
+    restate(written, only_csr)
+    load(written)
+    tensors = {
+        "values": torch.ones(1),
+        "columns": torch.zeros(1, dtype=torch.uint8),
+        "row_pointers": torch.tensor([0, 1], dtype=torch.int32),
+    }
+    save_file(tensors, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    for read in (load, lambda path: load(path, form="csr"), lambda path: load_csr(path, "movie/seen")):
+        with pytest.raises(ValueError, match=f"file '{CSR_FILE}': expected 10 rows, got 1"):
+            read(written)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"values": torch.ones(21).half()}, r"expected torch\.float32 values, got torch\.float16"),
+        ({"columns": torch.zeros(21, dtype=torch.int32)}, r"expected torch\.uint8 columns, got torch\.int32"),
+        ({"row_pointers": torch.zeros(11)}, "CsrTable.row_pointers: expected int32 or int64"),
+        ({"row_pointers": torch.full((11,), 9)}, "CsrTable.row_pointers: expected rising row pointers from 0 to 21"),
+        ({"values": torch.ones(3)}, "CsrTable.row_pointers: expected rising row pointers from 0 to 3"),
+        ({"scales": torch.ones(10)}, "expected tensors"),
+        ({"compact_row_pointers": torch.ones(18)}, "CsrTable.compact_row_pointers: expected uint8"),
+        ({"compact_row_pointers": torch.ones(17).byte()}, "CsrTable.compact_row_pointers: expected 18 bytes, got 17"),
+        ({"interleaved_rows": torch.ones(105)}, "CsrTable.interleaved_rows: expected uint8"),
+        ({"interleaved_rows": torch.ones(104).byte()}, "CsrTable.interleaved_rows: expected 105 bytes, got 104"),
+    ],
+)
+def test_other_sparse_tensors_are_refused_before_they_are_used(
+    written: Path, changes: dict[str, torch.Tensor], message: str
+) -> None:
+    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
+    save_file(tensors | changes, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    with pytest.raises(ValueError, match=f"file '{CSR_FILE}': {message}"):
+        load(written, form="csr")
+
+
+def test_forged_rows_are_refused_where_they_are_read_as_a_whole(written: Path) -> None:
+    """The hash is right, the rows are not: serving finds it at the row, a conversion before it begins."""
+    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
+    tensors["columns"][0] = 200
+    tensors["interleaved_rows"] = interleaved(*(tensors[name] for name in ("values", "columns", "row_pointers")))
+    save_file(tensors, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    for read in (lambda path: load_csr(path, "movie/seen"), lambda path: load(path, form="csr_int8")):
+        with pytest.raises(ValueError, match=rf"file '{CSR_FILE}': CsrTable.columns: expected 0\.\.4"):
+            read(written)
+    with pytest.raises(ValueError, match="expected columns below embedding_dim"):
+        load(written, form="csr")(all_rows())
+
+
+@pytest.mark.parametrize("brought", [set(), {"compact_row_pointers"}, {"interleaved_rows"}])
+def test_what_lookups_read_is_made_where_an_artifact_does_not_bring_it(written: Path, brought: set[str]) -> None:
+    expected = load(written, form="csr")(all_rows()).values()
+    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
+    for name in {"compact_row_pointers", "interleaved_rows"} - brought:
+        del tensors[name]
+    save_file(tensors, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    assert load(written, form="csr")(all_rows()).values().equal(expected)
+    tensors["row_pointers"][3] = 20
+    save_file(tensors, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    with pytest.raises(ValueError, match=rf"file '{CSR_FILE}': row pointers: expected rising ones"):
+        load(written, form="csr")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("compact_row_pointers", "expected what the row pointers say"),
+        ("interleaved_rows", "expected what the other arrays say"),
+    ],
+)
+def test_what_contradicts_the_canonical_arrays_is_refused(written: Path, name: str, message: str) -> None:
+    tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
+    tensors[name][-1] += 1
+    save_file(tensors, written / CSR_FILE)
+    restate_file(written, CSR_FILE)
+    with pytest.raises(ValueError, match=rf"file '{CSR_FILE}': CsrTable.{name}: {message}"):
+        load_csr(written, "movie/seen")
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        None,
+        [],
+        [None],
+        [{"file": CSR_FILE}],
+        [{"file": CSR_FILE, "first_row": 1, "num_rows": 9}],
+        [{"file": CSR_FILE, "first_row": 0, "num_rows": 9}],
+        [{"file": CSR_FILE, "first_row": 0, "num_rows": 10}, {"file": CSR_FILE, "first_row": 10, "num_rows": 0}],
+        [{"file": CSR_FILE, "first_row": 0, "num_rows": True}],
+    ],
+)
+def test_shards_that_are_not_all_rows_in_order_are_refused(written: Path, shards: object) -> None:
+    restate(written, lambda manifest: manifest["tables"]["movie/seen"]["shards"].update(csr=shards))
+    form = r"field tables\.'movie/seen'\.shards\.csr.*: expected|expected a?.*shards? of table 'movie/seen', form 'csr'"
+    with pytest.raises(ValueError, match=form):
+        load(written)
+
+
+def test_map_with_a_block_that_does_not_exist_is_refused(written: Path) -> None:
+    name = "scheme.safetensors"
+    tensors = artifact.read_tensors(written, read_manifest(written), name)
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    tensors["movie/seen/block_of_row"][0] = 200
+    save_file(tensors, written / name)
+    restate_file(written, name)
+    with pytest.raises(
+        ValueError, match=r"file 'scheme.safetensors': table 'movie/seen': expected blocks 0\.\.3, got 200"
+    ):
+        load(written)
+
+
+def places(value: object, path: tuple = ()) -> Iterator[tuple]:
+    """The path of everything in a JSON value."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+@pytest.mark.parametrize("forged", [None, -1, "x", [], "gone"])
+def test_forged_manifest_is_read_or_refused(written: Path, forged: object) -> None:
+    """Whatever stands in a manifest, reading gives a module or a ValueError, never another error."""
+    original = json.loads((written / "manifest.json").read_text())
+    for fields in original["tables"].values():
+        del fields["blocks"]  # said for people; the scheme's tensors say it for `load`
+    for place in places({key: original[key] for key in ("forms", "tables", "files")}):
+        manifest = copy.deepcopy(original)
+        *outer, last = place
+        inner = manifest
+        for key in outer:
+            inner = inner[key]
+        if forged == "gone":
+            del inner[last]
+        else:
+            inner[last] = forged
+        (written / "manifest.json").write_text(json.dumps(manifest))
+        restate(written, lambda _: None)
+        try:
+            load(written, collection="ebc")
+            load_csr(written, "user")
+        except ValueError:
+            continue

@@ -1,0 +1,343 @@
+"""The command line: what a user types, exit codes, what goes where, and that nothing is overwritten silently."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dnis_torchrec.artifact import read_manifest
+from dnis_torchrec.artifact.forms import FORMS
+from dnis_torchrec.cli import main
+from dnis_torchrec.cli.app import ORDER, app
+from tests.tiny_artifact import write_tiny_artifact
+
+ROOT = Path(__file__).parents[2]
+SHORT = ("--warm-up-epochs", "1", "--ramp-epochs", "3", "--release-epochs", "1")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def dnis(*arguments: object, folder: Path = ROOT) -> Done:
+    """Runs the program in this process: starting Python and TorchRec anew costs seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["dnis", *map(str, arguments)])
+        patch.chdir(folder)
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One finished run, with all baselines."""
+    out = tmp_path_factory.mktemp("cli") / "run"
+    baselines = [part for name in ("dense", "uniform", "magnitude") for part in ("--baseline", name)]
+    done = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", out, *SHORT, *baselines)
+    assert done.returncode == 0, done.stderr
+    assert "dnis" in done.stdout
+    assert "epoch 0: train loss" in done.stderr
+    assert "epoch 0" not in done.stdout
+    assert "Warning" not in done.stderr
+    return out
+
+
+def test_search_writes_what_others_rely_on(run: Path) -> None:
+    rows = json.loads((run / "report.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["dnis", "dense", "magnitude", "uniform"]
+    first = rows[0]
+    assert 4 <= first["compression_ratio"] <= 4.13
+    assert first["parameters"] == round(416 / first["compression_ratio"])
+    assert set(first["bytes"]) == {"dense_fp32", "csr_fp32", "mixed_dimension_fp32"}
+    assert {"auc", "logloss"} <= set(first["metrics"])
+    assert first["seed"] == 0
+    assert first["seconds"] > 0
+    assert list((run / "tensorboard").glob("events*"))
+    assert rows[2]["parameters"] == 416 * first["parameters"] // 416
+
+
+def test_export_and_evaluate_agree_to_the_digit(run: Path, tmp_path: Path) -> None:
+    artifact = tmp_path / "artifact"
+    done = dnis("export", run, "--out", artifact, "--scipy", "csr", "--regroup", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == f"artifact: {artifact}"
+    assert "recommended" in done.stdout
+    assert "mixed_dimension_int8" in done.stdout
+    results = {}
+    for name, path in (("run", run), ("artifact", artifact)):
+        done = dnis("evaluate", path, "--json", tmp_path / f"{name}.json")
+        assert done.returncode == 0, done.stderr
+        results[name] = json.loads((tmp_path / f"{name}.json").read_text())
+        assert json.loads(done.stdout) == results[name]
+    reported = json.loads((run / "report.json").read_text())["rows"][0]["metrics"]
+    assert results["run"]["metrics"] == pytest.approx(reported, abs=1e-6)
+    assert results["artifact"]["metrics"] == pytest.approx(reported, abs=1e-6)
+    assert results["artifact"]["kind"] == "artifact"
+
+
+def test_prune_goes_on_from_a_run(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "smaller"
+    done = dnis("prune", run, "--compression", 8, "--structure", "element", "--fine-tune-epochs", 2, "--out", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    assert rows[0]["parameters"] == 416 // 8
+    assert rows[1:] == json.loads((run / "report.json").read_text())["rows"]
+    assert dnis("evaluate", out).returncode == 0
+
+
+def test_report_is_one_self_contained_page(run: Path) -> None:
+    done = dnis("report", run)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith(f"report: {run / 'report.html'}")
+    page = (run / "report.html").read_text()
+    assert "<svg" in page
+    assert "src=" not in page
+
+
+def test_report_prints_the_rows_of_its_page_and_names_runs_that_are_in_figures_only(run: Path, tmp_path: Path) -> None:
+    alone = dnis("report", run).stdout
+    assert dnis("report", run, run).stdout == alone
+    done = dnis(
+        "search", "tests.tiny:demo", "--compression", 4, "--out", tmp_path / "coarse", "--num-blocks", 2, *SHORT
+    )
+    assert done.returncode == 0, done.stderr
+    told = f"of another D or S, in the figures only: {tmp_path / 'coarse'}\n"
+    *rows, last = alone.splitlines(keepends=True)
+    assert dnis("report", run, tmp_path / "coarse").stdout == "".join([*rows, told, last])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["search", "tests.tiny:demo", "--compression", 0.5],
+            "--compression: expected a finite number above 1, got 0.5",
+        ),
+        (
+            ["search", "tests.tiny:demo", "--compression", "inf"],
+            "--compression: expected a finite number above 1, got inf",
+        ),
+        (
+            ["search", "tests.tiny:demo", "--compression", "nan"],
+            "--compression: expected a finite number above 1, got nan",
+        ),
+        (
+            ["search", "tests.tiny:demo"],
+            "--compression, --embedding-bytes: expected one of the two, got none; say --com",
+        ),
+        (
+            ["search", "tests.tiny:demo", "--compression", 4, "--embedding-bytes", 9],
+            "expected one of the two, got both",
+        ),
+        (
+            ["search", "tests.tiny:demo", "--compression", 4, "--strategy", "explicit"],
+            "--strategy: expected one of equal_r",
+        ),
+        (["search", "tests.tiny:demo", "--compression", 4, "--embedding-dim", 0], "embedding_dim: expected an integer"),
+        (
+            ["search", "tests.tiny:demo", "--compression", 4, "--form", "csr_fp32"],
+            "--form: expected --embedding-bytes beside it, got 'csr_fp32'; only a size in bytes is one of a form",
+        ),
+        (["search", "tests.tiny:nothing", "--compression", 4], "got 'nothing'; known names: 'demo'"),
+        (["search", "tests.tiny:dmeo", "--compression", 4], "did you mean 'demo'?"),
+        (["search", "nowhere:demo", "--compression", 4], "expected a module 'nowhere'"),
+        (["search", "demo", "--compression", 4], "expected 'module:function', got 'demo'; name one"),
+        (["search", "tests.tiny:demo", "--compression", 4, "--baseline", "unifrom"], "did you mean 'uniform'?"),
+        (["compare", "tests.tiny:demo", "--methods", "unifrom"], "did you mean 'uniform'"),
+        (["compare", "tests.tiny:dmeo", "--methods", "uniform"], "did you mean 'demo'?"),
+        (
+            ["search", "tests.tiny:demo", "--compression", 4, "--data", "no/such"],
+            "expected a folder, got none; without",
+        ),
+        (["search", "tests.tiny:demo", "--compression", 4, "--sed", 1], "No such option"),
+        (["export", "no/such"], "expected a folder written by `dnis search`, got no run.json in it"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_path: Path) -> None:
+    done = dnis(*arguments, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("export", ["--form", "crs"], "form 'crs': expected a known form, got 'crs'; did you mean 'csr'"),
+        ("export", ["--form", "csr", "--form", "csr"], "forms: expected each once"),
+        ("export", ["--scipy", "cso"], "scipy format 'cso': expected a known scipy format, got 'cso'; did you mean"),
+        ("prune", ["--compression", 8, "--structure", "blok"], "structure: expected one of ('element', 'block')"),
+        ("prune", ["--compression", 8, "--scope", "all"], "scope: expected 'global' or 'table', got 'all'"),
+        ("prune", ["--threshold", -1], "threshold: expected a number >= 0, got -1.0"),
+        ("prune", ["--threshold", "nan"], "threshold: expected a number >= 0, got nan"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_run_exit_with_2(
+    run: Path, tmp_path: Path, command: str, options: list[object], message: str
+) -> None:
+    done = dnis(command, run, *options, "--out", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: {message}" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--form", "crs"], "form 'crs': expected a known form, got 'crs'; did you mean 'csr'"),
+        (["--form", "dense_int8"], "form 'dense_int8': supported are forms whose lookup is an operator of"),
+        (["--name", "a/b"], "name: expected letters, digits, _ and -, got 'a/b'"),
+    ],
+)
+def test_arguments_that_do_not_fit_an_artifact_exit_with_2(options: list[str], message: str, tmp_path: Path) -> None:
+    done = dnis("package", write_tiny_artifact(tmp_path / "artifact"), *options, "--out", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: {message}" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_form_may_be_one_that_the_module_of_the_artifacts_recipe_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "from dnis_torchrec.artifact.forms import FORMS\nfrom tests.tiny import demo as demo\n"
+    (tmp_path / "own_forms.py").write_text(own + 'FORMS["own"] = FORMS["csr"]\n')
+    artifact = write_tiny_artifact(tmp_path / "artifact")
+    manifest = read_manifest(artifact)
+    packaged = []
+    command = "dnis_torchrec.cli.package"
+    of_own = manifest | {"run": manifest["run"] | {"recipe": "own_forms:demo"}}
+    monkeypatch.setattr(sys.modules[command], "read_manifest", lambda _: of_own)
+    monkeypatch.setattr(sys.modules[command], "run_package", lambda *_, form, **__: packaged.append(form))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["package", str(artifact), "--form", "own", "--out", str(tmp_path / "out")]
+    try:
+        done = CliRunner().invoke(app, arguments)
+    finally:
+        FORMS.pop("own", None)
+    assert (done.exit_code, packaged) == (0, ["own"]), done.output
+
+
+def test_a_plan_of_one_name_twice_exits_with_2() -> None:
+    done = dnis("plan", "--table", "t=10x4:5x2", "--table", "t/b0=10x4", "--hbm", "1GB")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: table 't/b0': expected every name once, got it 2 times\n"
+
+
+def test_a_run_to_verify_against_is_looked_for_before_the_work(tmp_path: Path) -> None:
+    done = dnis("verify", write_tiny_artifact(tmp_path / "artifact"), "--against", tmp_path / "none", "--no-measure")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"run folder {tmp_path / 'none'}: expected a folder written by `dnis search`" in done.stderr
+
+
+def test_the_folder_of_a_result_is_looked_for_before_the_work(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "none" / "result.json"
+    done = dnis("evaluate", run, "--json", file)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--json {file}: expected an existing folder, got {file.parent}" in done.stderr
+    done = dnis("evaluate", run, "--json", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--json {tmp_path}: expected a file, got a folder; name a file in it" in " ".join(done.stderr.split())
+    done = dnis("evaluate", run, "--json", "/dev/null")
+    assert done.returncode == 2
+    assert "--json /dev/null: expected a file, got a pipe or a device; name a file" in done.stderr
+
+
+def test_an_existing_run_is_never_overwritten_silently(run: Path, tmp_path: Path) -> None:
+    before = (run / "run.json").read_bytes()
+    done = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", run)
+    assert done.returncode == 2
+    assert (
+        "expected a folder that does not exist, got an existing one; choose another --out, --resume the run or"
+        in done.stderr
+    )
+    assert (run / "run.json").read_bytes() == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    done = dnis("search", "tests.tiny:demo", "--compression", 4, "--out", tmp_path / "mine", "--overwrite")
+    assert done.returncode == 2
+    assert (tmp_path / "mine" / "file").exists()
+
+
+def test_a_size_that_cannot_be_met_exits_with_1_and_says_what_can(tmp_path: Path) -> None:
+    done = dnis("search", "tests.tiny:demo", "--compression", 4000, "--out", tmp_path / "out")
+    assert done.returncode == 1
+    assert "compression_ratio: expected at most" in done.stderr
+    assert not (tmp_path / "out").exists()  # nothing was trained, so nothing stands in the way of the next try
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_export_of_the_unfinished_run_is_refused(tmp_path: Path, number: int, code: int) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "dnis_torchrec", "search", "tests.tiny:demo", "--compression", "4", "--out", out]
+    with subprocess.Popen(
+        [*map(str, command), "--ramp-epochs", "500"], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not (out / "checkpoints" / "latest.json").is_file() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, messages = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "stopped on request; everything is saved in" in messages
+    assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
+    done = dnis("export", out, "--out", tmp_path / "artifact")
+    assert done.returncode == 2
+    assert "expected a search that has finished, got 'interrupted'; run `dnis search` to its end first" in done.stderr
+
+
+def test_python_m_is_the_same_program() -> None:
+    command = [sys.executable, "-m", "dnis_torchrec", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout == dnis("--help").stdout
+    assert done.stderr == ""
+
+
+def test_help_teaches() -> None:
+    done = dnis("--help")
+    assert done.returncode == 0
+    assert "A typical session" in done.stdout
+    assert sorted(ORDER) == sorted(command.name or command.callback.__name__ for command in app.registered_commands)
+    rows = [line.split() for line in done.stdout.partition("Commands")[2].splitlines()]
+    listed = [row[1] for row in rows if row[1:2] and row[1] in ORDER]
+    assert listed == list(ORDER)
+    for command in ORDER:
+        assert dnis(command, "--help").returncode == 0
+
+
+@pytest.mark.parametrize("command", sorted(set(typer.main.get_command(app).commands) - {"search"}))  # type: ignore[attr-defined]
+def test_only_a_search_runs_on_several_ranks(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = dnis(command, tmp_path / "none", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: dnis {command}: expected one process: of all commands only search runs on several ranks, got 2 ranks; "
+        "start it without torchrun, or with --nproc_per_node 1\n"
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,162 @@
+"""A comparison as tables, as files and as a page: in which order, with which words, and what is left out."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from dnis_torchrec.comparison import comparison_table
+from dnis_torchrec.comparison.cells import Cell
+from dnis_torchrec.comparison.outputs import rows_frame, write_json
+from dnis_torchrec.comparison.summary import comparison_rows
+from dnis_torchrec.report import read_rows
+from dnis_torchrec.report.compare_lines import compared_lines, cost_lines, missing_reasons
+from dnis_torchrec.report.compare_page import comparison_figures, render_comparison
+from dnis_torchrec.report.tables import TIMES
+from tests.comparison.test_comparison import LEVELS, make_content, make_result, make_rows
+
+
+def test_table_and_csv_and_json_say_the_same(tmp_path: Path) -> None:
+    crashed = {f"dnis_{seed}": "RuntimeError: no" for seed in LEVELS}
+    content = make_content(make_rows(**crashed))
+    out = io.StringIO()
+    Console(file=out, width=150).print(comparison_table(content))
+    lines = [line for line in out.getvalue().splitlines() if line.strip()]
+    assert [line.split()[0] for line in lines] == ["method", "dense", "uniform", "uniform", "dnis"]
+    assert "0.8200 ± 0.0917" in lines[3]
+    assert "+0.0800 ± 0.0400" in lines[3]
+    assert lines[1].endswith("*")
+    frame = rows_frame(content.rows)
+    assert frame["metrics.mse"][2] == pytest.approx(0.82)
+    assert frame["difference.mse.mean"][2] == pytest.approx(0.08)
+    assert frame["seeds"][2] == "0 1 2"
+    assert pd.isna(frame["metrics.mse"][3])
+    assert frame["reason"].tolist() == ["", "", "", "crashed: RuntimeError: no"]
+    write_json(tmp_path / "a.json", content)
+    described = json.loads((tmp_path / "a.json").read_text())
+    assert described["rows"] == json.loads(json.dumps([row.to_json() for row in content.rows]))
+    assert [row.method for row in read_rows(tmp_path / "a.json")] == ["dense", "uniform", "uniform"]
+    write_json(tmp_path / "b.json", make_content(make_rows()))
+    assert [row.method for row in read_rows(tmp_path / "b.json")] == ["dense", "uniform", "uniform", "dnis"]
+
+
+def test_a_narrow_table_shows_the_metrics_asked_for() -> None:
+    cell = Cell(method="dense", size=None, seed=0)
+    result = make_result(cell, 0.7, 4096)
+    row = replace(result.trained.row, metrics={"mse": 0.7, "mae": 0.61, "ne": 0.52})
+    result = replace(result, trained=replace(result.trained, row=row))
+    rows = comparison_rows([cell], {cell: result}, {}, primary_metric="mse", higher_is_better=False)
+    out = io.StringIO()
+    Console(file=out, width=150).print(comparison_table(make_content(rows), ["mse", "ne"]))
+    header, line = out.getvalue().splitlines()
+    assert header.split()[5:7] == ["mse", "ne"]
+    assert line.split()[6:8] == ["0.7000", "0.5200"]
+
+
+def test_a_size_is_told_best_first_and_its_best_heads_the_page() -> None:
+    content = make_content(make_rows())
+    assert [(line.size, line.row.method) for line in compared_lines(content)] == [
+        ("-", "dense"),
+        ("2", "uniform"),
+        ("4", "dnis"),
+        ("4", "uniform"),
+    ]
+    higher = replace(content, higher_is_better=True)
+    assert [line.row.method for line in compared_lines(higher)][-2:] == ["uniform", "dnis"]
+    page = render_comparison(content)
+    told = "Best test mse on tests.tiny:demo, at the same bytes: uniform at compression 2; dnis at compression 4."
+    assert told in page
+    assert "Best at compression 4: dnis" in page
+    assert "+0.0200 ± 0.0100 against dense; next: uniform, 0.8200" in page
+    costs = {line.method: line.cells for line in cost_lines(content)}
+    assert costs["uniform"] == (("", ""), *[("40.0 s", f"4 runs, the one taken 11.0 s, 3.6{TIMES} dense")] * 2)
+
+
+def test_no_embeddings_is_a_level_not_a_point() -> None:
+    cells = [
+        Cell(method=method, size=size, seed=0)
+        for method, size in (("no-embeddings", None), ("dense", None), ("dnis", 4))
+    ]
+    results = dict(
+        zip(
+            cells,
+            (make_result(cells[0], 0.9, 8), make_result(cells[1], 0.7, 4096), make_result(cells[2], 0.71, 1024)),
+            strict=True,
+        )
+    )
+    rows = comparison_rows(cells, results, {}, primary_metric="mse", higher_is_better=False)
+    assert [row.pareto for row in rows] == [False, True, True]
+    page = render_comparison(make_content(rows))
+    assert "Uncompressed, and with every embedding zero" in page
+    assert "no-embeddings" not in page.split('<div class="pareto">')[1].split("</figure>")[0]
+    assert "Compression 4: 0.00102 MB" in page
+
+
+def test_rows_of_a_ranking_have_the_mean_of_its_seven_metrics_first() -> None:
+    cell = Cell(method="dense", size=None, seed=0)
+    values = {
+        f"{name}@{k}": k / 10 + index / 100 for index, name in enumerate(("recall", "mrr", "ndcg")) for k in (1, 5, 10)
+    }
+    result = make_result(cell, 0.5, 100)
+    result = replace(
+        result, trained=replace(result.trained, row=replace(result.trained.row, metrics={"loss": 0.5} | values))
+    )
+    (row,) = comparison_rows([cell], {cell: result}, {}, primary_metric="ndcg@10", higher_is_better=True)
+    seven = [0.1, 0.5, 1.0, 0.51, 1.01, 0.52, 1.02]
+    assert row.to_json()["metrics"]["recall_mrr_ndcg"] == pytest.approx(statistics.fmean(seven))
+    assert replace(make_content((row,)), primary_metric="ndcg@10").metrics[:2] == ["ndcg@10", "recall_mrr_ndcg"]
+
+
+def test_dnis_stands_beside_network_pruning_where_both_were_trained() -> None:
+    rows = make_rows()
+    assert list(comparison_figures(make_content(rows))) == ["quality"]
+    cells = [
+        Cell(method=method, size=4, seed=0, with_validation=on)
+        for method, on in (("magnitude", False), ("magnitude", True))
+    ]
+    pruned = comparison_rows(
+        cells, {cell: make_result(cell, 0.8, 1024) for cell in cells}, {}, primary_metric="mse", higher_is_better=False
+    )
+    drawn = comparison_figures(make_content((*rows, *pruned)))
+    labels = [text.get_text() for text in drawn["pruning-rate"].legends[0].get_texts()]
+    assert labels == ["dnis", "magnitude", "dense"]
+    assert 'id="figure-pruning-rate"' in render_comparison(make_content((*rows, *pruned)))
+
+
+def test_one_reason_is_told_once_for_all_rows_that_have_it() -> None:
+    content = make_content(
+        make_rows(**{f"{method}_{seed}": "E: no" for method in ("uniform", "dnis") for seed in LEVELS})
+    )
+    assert missing_reasons(content) == [("uniform at 2, uniform at 4, dnis at 4", "crashed: E: no")]
+
+
+def test_page_shows_every_row_loads_nothing_and_escapes() -> None:
+    crashed = {f"dnis_{seed}": "<script>alert(1)</script>" for seed in LEVELS}
+    page = render_comparison(make_content(make_rows(**crashed)))
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "src=" not in page
+    assert "<script" not in page
+    for section in ("summary", "quality", "cost", "bytes", "rules", "versions"):
+        assert f'<section id="{section}">' in page
+    assert '<td class="worse">+0.0800 ± 0.0400</td>' in page
+    assert 'class="best">0.8200' in page
+    assert "csr_fp32" in page
+    assert '<div class="pareto">' in page
+    assert "while up to 2 cells shared the machine" in page
+
+
+def test_page_of_nothing_but_crashes() -> None:
+    everything = {f"{method}_{seed}": "E: no" for method in ("dense", "uniform", "dnis") for seed in LEVELS}
+    page = render_comparison(make_content(make_rows(**everything)))
+    assert "No method has finished" in page
+    assert "E: no" in page
+    assert "<svg" not in page

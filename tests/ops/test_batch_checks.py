@@ -1,0 +1,326 @@
+"""Malformed requests are refused by the feature's name, whatever serves them: nothing is read outside the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.ops.bag_offsets import bag_offsets, names_tensor, torch_bag_offsets
+from dnis_torchrec.ops.batch_checks import (
+    are_sound,
+    check_bags,
+    integer_ids,
+    named,
+    offsets_of_rows,
+    readable_bags,
+    refuse_bags,
+)
+from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
+from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection
+from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
+from dnis_torchrec.serving.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
+from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
+from tests.serving_reference import table_scheme
+
+ROWS = 30
+RETAINED = torch.tensor([[True, True, True, True], [False, True, False, True]])
+
+
+def scheme_of(is_weighted: bool = False) -> MixedDimensionScheme:
+    """Feature f of a table whose rows stand by block, g of one whose rows do not, pooled by MEAN."""
+    by_block = RowRouting(ROWS, 2, boundaries=torch.tensor([0, 10, ROWS]))
+    mixed = RowRouting.from_map(torch.arange(ROWS) % 3, 2)
+    fields: dict[str, Any] = {"is_weighted": is_weighted}
+    return MixedDimensionScheme(
+        {
+            "t": table_scheme("t", by_block, RETAINED, feature_names=("f",), **fields),
+            "u": table_scheme("u", mixed, RETAINED, feature_names=("g",), pooling="mean", **fields),
+        }
+    )
+
+
+def tables() -> dict[str, Tensor]:
+    """Values that count for nothing here."""
+    return {"t": torch.ones(ROWS, 4), "u": torch.ones(ROWS, 4)}
+
+
+def uncompiled(module: MixedDimensionEmbeddingBagCollection) -> nn.Module:
+    """The same through TorchRec's and FBGEMM's kernels, as where there is no compiler."""
+    module._compiled = False
+    return module
+
+
+FORMS: dict[str, Callable[[MixedDimensionScheme], nn.Module]] = {
+    "csr": lambda s: CsrEmbeddingBagCollection.from_tables(s, tables()),
+    "csr_int8": lambda s: CsrEmbeddingBagCollection.from_tables(s, tables(), value_dtype=torch.int8),
+    "mixed": lambda s: MixedDimensionEmbeddingBagCollection.from_tables(s, tables()),
+    "mixed_uncompiled": lambda s: uncompiled(MixedDimensionEmbeddingBagCollection.from_tables(s, tables())),
+    "mixed_int8": lambda s: QuantizedMixedDimensionEmbeddingBagCollection.from_tables(s, tables(), precision="int8"),
+    "dense_fp16": lambda s: DenseEmbeddingBagCollection.from_tables(s, tables(), precision="fp16", drops_rows=False),
+    "row_pruned": lambda s: DenseEmbeddingBagCollection.from_tables(s, tables(), precision="int4", drops_rows=True),
+    "narrow": lambda s: NarrowEmbeddingBagCollection.from_tables(embedding_configs(s), tables()),
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
+    """A form's name, and its module."""
+    return request.param, FORMS[request.param](scheme_of())
+
+
+@pytest.fixture(params=[True, False], ids=["grad", "no_grad"], autouse=True)
+def mode(request: pytest.FixtureRequest) -> Any:
+    """Everything twice: mixed dimensions take another way where a gradient may be wanted."""
+    with torch.set_grad_enabled(request.param):
+        yield
+
+
+def batch(keys: str, values: list[int], **more: Any) -> KeyedJaggedTensor:
+    """Bags of two samples; numbers of `more` become tensors."""
+    tensors = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in more.items()}
+    return KeyedJaggedTensor(keys=list(keys), values=torch.tensor(values), **tensors)
+
+
+LEAST, MOST = -(2**31), 2**31 - 1
+BAD_BATCHES = {
+    "too few": (batch("fg", [1, 2, 3], lengths=[1, 0, 9, 1]), "feature 'g': expected no more ids than there are"),
+    "too many": (batch("fg", [1, 2, 3], lengths=[1, 0, 1, 0]), "features 'f', 'g': expected as many ids as their"),
+    "negative": (batch("fg", [1, 2, 3], lengths=[1, 0, -1, 3]), "feature 'g': expected lengths of at least 0, got -1"),
+    "sum of int32": (
+        batch("fg", [1, 2, 3], lengths=torch.tensor([2**30] * 4, dtype=torch.int32)),
+        "feature 'f': expected no more ids than there are, got a bag of 1073741824 in sample 0",
+    ),
+    "wrapped to the right sum": (
+        batch("fg", [1, 2, 3], lengths=torch.tensor([MOST, MOST, 2, 3], dtype=torch.int32)),
+        "feature 'f': expected no more ids than there are, got a bag of 2147483647",
+    ),
+    "wrapped to the right sum in int64": (
+        batch("fgh", [1, 2, 3], lengths=[2**62, 2**62, 2**62, 2**62, 3, 0]),
+        "feature 'f': expected no more ids than there are, got a bag of 4611686018427387904",
+    ),
+    "unread, shifting": (batch("xgf", [9, 1, 2], lengths=[2, 0, 1, 0, 1, 0]), "feature 'f': expected no more ids than"),
+    "unread, negative": (
+        batch("xgf", [9, 1, 2], lengths=[2, -1, 1, 0, 1, 0]),
+        "feature 'x': expected lengths of at least 0, got -1 in sample 1",
+    ),
+    "offsets that fall": (batch("fg", [1, 2, 3], offsets=[0, 2, 1, 3, 3]), "feature 'f': expected lengths of at least"),
+    "offsets beyond": (batch("fg", [1, 2, 3], offsets=[0, 2, 2, 3, 9]), "feature 'g': expected no more ids than there"),
+    "offsets from 1": (batch("fg", [1, 2, 3], offsets=[1, 2, 2, 3, 3]), "features 'f', 'g': expected "),
+    "offsets that wrap": (
+        batch("fg", [1, 2, 3], offsets=torch.tensor([0, MOST, LEAST, 3, 3], dtype=torch.int32)),
+        "feature 'f': expected ",
+    ),
+    "another batch size": (
+        batch("fg", [1, 2, 3], lengths=[1, 0, 1, 1], stride=1),
+        "features 'f', 'g': expected 2 lengths, one for each bag, got 4",
+    ),
+    "ids without samples": (
+        KeyedJaggedTensor(["f", "g"], torch.tensor([1]), lengths=torch.empty(0, dtype=torch.int64), stride=0),
+        "features 'f', 'g': expected as many ids as their lengths add up to, 0, got 1",
+    ),
+}
+
+
+def fresh(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Without what other lookups made of it."""
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=features._lengths,
+        offsets=features._offsets if features._lengths is None else None,
+        stride=features._stride,
+    )
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_bags_that_are_not_those_of_the_ids_are_refused(form: tuple[str, nn.Module], name: str) -> None:
+    features, message = BAD_BATCHES[name]
+    lengths = (features._lengths, features._offsets)
+    with pytest.raises(ValueError, match=message):
+        form[1](fresh(features))
+    assert (features._lengths, features._offsets) == lengths  # cases are shared
+
+
+@pytest.mark.parametrize("keys", ["fg", "gxf"])
+def test_sound_bags_are_served_in_any_order(form: tuple[str, nn.Module], keys: str) -> None:
+    features = batch(keys, list(range(len(keys))), lengths=[1, 0] * len(keys))
+    assert form[1](features).values().shape == (2, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64])
+def test_integers_of_other_widths_are_ids_too(form: tuple[str, nn.Module], dtype: torch.dtype) -> None:
+    name, module = form
+    features = batch("fg", [3, 9], lengths=[1, 0, 0, 1])
+    other = KeyedJaggedTensor(keys=features.keys(), values=features.values().to(dtype), lengths=features.lengths())
+    if name == "narrow":  # that is TorchRec's own collection, which takes them as little as any other model's
+        with pytest.raises(TypeError, match="features 'f', 'g': expected int32 or int64 ids"):
+            module(other)
+    else:
+        assert module(other).values().equal(module(features).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bool])
+def test_ids_that_are_no_integers_are_refused(form: tuple[str, nn.Module], dtype: torch.dtype) -> None:
+    features = KeyedJaggedTensor(["f", "g"], torch.ones(2, dtype=dtype), lengths=torch.tensor([1, 0, 0, 1]))
+    with pytest.raises(TypeError, match=r"features 'f', 'g': expected int.* ids, got torch"):
+        form[1](features)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "narrow"])  # torch knows no weighted means
+@pytest.mark.parametrize("count", [1, 3])
+def test_weights_have_to_be_as_many_as_ids(name: str, count: int) -> None:
+    features = batch("fg", [3, 9], lengths=[1, 0, 0, 1], weights=[0.5] * count)
+    with pytest.raises(
+        ValueError, match=f"features 'f', 'g': expected a weight for each of 2 ids, got {count} weights"
+    ):
+        FORMS[name](scheme_of(is_weighted=True))(features)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "narrow"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int64])
+def test_weights_of_other_dtypes_are_converted_and_nan_is_none_of_our_business(name: str, dtype: torch.dtype) -> None:
+    module, features = FORMS[name](scheme_of(is_weighted=True)), batch("fg", [3, 9], lengths=[1, 0, 0, 1])
+    weights = torch.tensor([2.0, 3.0])
+    pooled = [
+        module(KeyedJaggedTensor(["f", "g"], features.values(), given, lengths=features.lengths())).values()
+        for given in (weights, weights.to(dtype), weights * torch.nan)
+    ]
+    assert pooled[0].equal(pooled[1])
+    assert pooled[2][0, 3].isnan()
+
+
+@pytest.mark.parametrize("name", ["csr", "mixed", "mixed_uncompiled"])
+def test_plain_tensors_are_checked_alike(name: str) -> None:
+    module: Any = FORMS[name](scheme_of())
+    for offsets, message in (
+        ([0, 1, 1, 9, 9], "feature 'g': expected no more ids than there are, got a bag of 8 in sample 0"),
+        ([0, 1, 0, 2, 3], "feature 'f': expected lengths of at least 0, got -1 in sample 1"),
+        ([0, 1, 1, 2, 2], "features 'f', 'g': expected as many ids as their lengths add up to, 2, got 3"),
+        ([1, 1, 1, 2, 3], "features 'f', 'g': expected "),
+        ([0.0, 1.0, 1.0, 2.0, 3.0], "offsets: expected int32 or int64, got torch.float32"),
+        ([[0, 1, 1, 2, 3]], r"offsets: expected 2 times the batch size and one more, got .1, 5."),
+        (0, r"offsets: expected 2 times the batch size and one more, got .."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module.lookup(torch.tensor([1, 2, 3]), torch.tensor(offsets))
+
+
+def test_offsets_have_to_say_what_lengths_say() -> None:
+    ids, lengths = torch.tensor([1, 2]), torch.tensor([1, 1])
+    check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 1, 2])))
+    with pytest.raises(ValueError, match="feature 'f': expected offsets that rise from 0 by the lengths, got others"):
+        check_bags(KeyedJaggedTensor(["f"], ids, lengths=lengths, offsets=torch.tensor([0, 2, 2])))
+
+
+def test_what_is_sound_passes_and_comes_back_as_it_is() -> None:
+    ids, weights = torch.tensor([1, 2]), torch.tensor([1.0, 2.0])
+    refuse_bags(["f"], torch.tensor([2, 0]), [2], ids, weights)
+    taken = readable_bags(["f"], ids, torch.tensor([0, 2, 2], dtype=torch.int32), weights)
+    assert taken[0] is ids
+    assert taken[1] is weights
+    assert integer_ids(ids.int(), ["f"]).dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [(torch.tensor([0.0, 1.0]), "expected int32 or int64 offsets"), (torch.tensor([], dtype=torch.int32), "got None")],
+)
+def test_offsets_that_are_none(offsets: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        readable_bags(["f"], torch.tensor([1]), offsets, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("keys", ["fg", "gxf"])
+def test_numbers_need_not_lie_side_by_side(form: tuple[str, nn.Module], keys: str, dtype: torch.dtype) -> None:
+    ids, lengths = torch.tensor([3, 29, 7, 1, 0], dtype=dtype), torch.tensor([2, 1, 2, 0, 0, 0][: 2 * len(keys)])
+    with_gaps = [torch.stack([numbers, numbers + 99], dim=1)[:, 0] for numbers in (ids, lengths.to(dtype))]
+    pooled = form[1](KeyedJaggedTensor(list(keys), ids, lengths=lengths)).values()
+    for changed in ((with_gaps[0], lengths), (ids, with_gaps[1]), with_gaps):
+        assert form[1](KeyedJaggedTensor(list(keys), changed[0], lengths=changed[1])).values().equal(pooled)
+
+
+@pytest.mark.parametrize("number", [-1, -(2**63), ROWS, 2**62])
+def test_ids_that_are_no_row_are_named(form: tuple[str, nn.Module], number: int) -> None:
+    for keys in ("fg", "gxf"):
+        values = [{"f": 1, "g": number, "x": -5}[key] for key in keys]
+        with pytest.raises(ValueError, match=rf"feature 'g': expected ids in 0..29.*, got id {number};"):
+            form[1](batch(keys, values, lengths=[1, 0] * len(keys)))
+
+
+def test_what_is_missing_is_named(form: tuple[str, nn.Module]) -> None:
+    with pytest.raises(ValueError, match="expected a known feature, got 'g'; known names: 'f', 'x'"):
+        form[1](batch("fx", [1, 2], lengths=[1, 0, 1, 0]))
+    sums = scheme_of(is_weighted=True)
+    for table in sums.tables.values():
+        object.__setattr__(table, "pooling", "sum")  # torch knows no weighted means
+    with pytest.raises(ValueError, match="expected per-sample weights, got none"):
+        FORMS[form[0]](sums)(batch("fg", [1, 2], lengths=[1, 0, 1, 0]))
+
+
+def test_bags_of_keys_that_differ_in_stride_are_named_too() -> None:
+    strides = [[2], [1], [2]]
+    features = batch("fgh", [1, 2, 3], lengths=[1, 0, 1, 1, 7], stride_per_key_per_rank=strides)
+    with pytest.raises(ValueError, match=r"feature 'h': expected no more ids .* a bag of 7 in sample 1"):
+        check_bags(features)
+
+
+def test_rows_are_known_in_one_pass() -> None:
+    limits = torch.tensor([30, 5])
+
+    def of(ids: list[int], lengths: list[int], **more: Any) -> list[int] | None:
+        more = {name: torch.tensor(numbers) for name, numbers in more.items()}
+        features = KeyedJaggedTensor(["f", "g"], torch.tensor(ids).long(), lengths=torch.tensor(lengths), **more)
+        offsets = offsets_of_rows(features, limits)
+        return None if offsets is None else offsets.tolist()
+
+    assert of([29, 4, 0], [1, 0, 2, 0]) == [0, 1, 1, 3, 3]
+    assert of([], [0, 0]) == [0, 0, 0]
+    assert of([29, 4], [1, 1], offsets=[0, 1, 2]) == [0, 1, 2]
+    assert of([29, 4], [1, 1], offsets=[0, 2, 2]) is None
+    assert of([29, 4], [1, 1], weights=[1.0]) is None
+    for ids, lengths in (([30, 4], [1, 1]), ([29, -1], [1, 1]), ([1, 2], [2, -1]), ([1], [1, 1]), ([1, 2], [1, 0])):
+        assert of(ids, lengths) is None
+
+
+def test_many_features_are_not_all_listed() -> None:
+    assert named([f"f{index}" for index in range(30)]).endswith("'f18', 'f19', ...")
+
+
+@pytest.mark.parametrize("operator", [bag_offsets, torch_bag_offsets])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bag_offsets(operator: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    load_operator()
+    names = names_tensor(["first\none", "größe"])
+    lengths = torch.tensor([[1, 0, 2], [0, 0, 1]], dtype=dtype)
+    assert operator(lengths, torch.arange(4), names).tolist() == [0, 1, 1, 3, 3, 3, 4]
+    assert operator(lengths[:, :0], torch.arange(0), names).tolist() == [0]
+    assert operator(lengths.t().contiguous().t(), torch.arange(4), names).tolist() == [0, 1, 1, 3, 3, 3, 4]
+    for other, count, message in (
+        (lengths, 3, "feature 'größe': expected no more ids than there are, got a bag of 1 in sample 2, with 0 left"),
+        (lengths, 5, "features 'first one', 'größe': expected as many ids as their lengths add up to, 4, got 5"),
+        (-lengths, 4, "feature 'first one': expected lengths of at least 0, got -1 in sample 0"),
+        (lengths[:1], 4, "features 'first one', 'größe': expected contiguous lengths of shape .F, B. on the CPU"),
+        (lengths.flatten(), 4, "expected contiguous lengths of shape .F, B. on the CPU, got others"),
+        (lengths.short(), 4, "features 'first one', 'größe': expected int32 or int64 lengths, got others"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            operator(other, torch.arange(count), names)
+
+
+def test_many_lengths_are_added_up_alike() -> None:
+    lengths = torch.ones(200, dtype=torch.int32)
+    assert are_sound(lengths, 200, 200)
+    for place, length in ((0, -1), (199, 2), (7, 2**31 - 1)):
+        assert not are_sound(lengths.scatter(0, torch.tensor([place]), length), 200, 200)
+    assert not are_sound(torch.full((4, 64), 2**56), 256, 0)  # their sum is 0 in int64
+    assert not are_sound(lengths, 199, 200)

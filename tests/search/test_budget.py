@@ -1,0 +1,206 @@
+"""Budgets of every kind of size, and what is kept within them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.search.budget import BYTE_FORMS, UNSPENT_SHARE, Budget, Size, keep_within
+
+CSR_BYTES = {4: 5, 300: 6}
+"""D -> bytes of one value with its column, which is one byte up to D=256."""
+
+
+def blocks_of(counts: dict[str, list[int]], dims: dict[str, int], **options) -> RowBlocks:
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=len(rows), embedding_dim=dims[name], feature_names=[name])
+        for name, rows in counts.items()
+    ]
+    tensors = {name: torch.tensor(rows) for name, rows in counts.items()}
+    return blocks_from_counts(FrequencyCounts(tensors, dict.fromkeys(counts, 1), 1), tables, **options)
+
+
+@st.composite
+def many_blocks(draw) -> RowBlocks:
+    """Two tables, in frequency order or not, with rows never seen, but not only such."""
+    counts = {name: draw(st.lists(st.integers(0, 4), min_size=1, max_size=9)) for name in ("a", "b")}
+    assume(any(sum(rows) for rows in counts.values()))
+    if draw(st.booleans()):
+        counts = {name: sorted(rows, reverse=True) for name, rows in counts.items()}
+    dims = {name: draw(st.sampled_from([4, 300])) for name in counts}
+    scope = draw(st.sampled_from(["global", "table"]))
+    return blocks_of(counts, dims, num_blocks=draw(st.integers(1, 3)), scope=scope)
+
+
+def dense_parameters(blocks: RowBlocks) -> int:
+    return sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
+
+
+@given(many_blocks(), st.floats(1.01, 3))
+def test_parameters_and_ratios_cost_seen_rows(blocks: RowBlocks, ratio: float) -> None:
+    dense = dense_parameters(blocks)
+    for size, amount in ((Size(compression_ratio=ratio), dense / ratio), (Size(parameters=dense - 1), dense - 1)):
+        budget = Budget.of(size, blocks)
+        assert budget.unit == "parameters"
+        assert budget.amount == pytest.approx(amount)
+        assert {t: c.tolist() for t, c in budget.column_costs.items()} == {
+            t: rows.tolist() for t, rows in blocks.seen_rows.items()
+        }
+
+
+@given(many_blocks(), st.sampled_from(BYTE_FORMS))
+def test_bytes_cost_values_columns_and_indices(blocks: RowBlocks, form: str) -> None:
+    budget = Budget.of(Size(embedding_bytes=10**6, form=form), blocks)
+    assert budget.unit == "bytes"
+    fixed = 0
+    for table, routing in blocks.routings.items():
+        if form == "csr_fp32":
+            rows, is_compact = routing.num_embeddings, blocks.embedding_dims[table] <= 255
+            fixed += rows + 8 * math.ceil(rows / 56) if is_compact else 4 * (rows + 1)
+            expected = [CSR_BYTES[blocks.embedding_dims[table]] * seen for seen in blocks.seen_rows[table].tolist()]
+        else:
+            fixed += 8 * (routing.num_blocks + 1)
+            fixed += 0 if routing.boundaries is not None else 4 * routing.num_embeddings
+            expected = [4 * seen + 2 for seen in blocks.seen_rows[table].tolist()]
+        assert budget.column_costs[table].tolist() == expected
+    assert budget.amount == 10**6 - fixed
+
+
+@given(many_blocks(), st.sampled_from(["compression_ratio", "parameters", *BYTE_FORMS]))
+def test_the_smallest_size_that_is_named_can_be_met_and_one_less_cannot(blocks: RowBlocks, kind: str) -> None:
+    if kind == "compression_ratio":
+        named = _named(Size(compression_ratio=1e9), blocks)
+        assume(named > 1)
+        assert budget_buys_something(Size(compression_ratio=named), blocks)
+        message = f"^compression_ratio: expected at most {named:.2f} for these tables and blocks, got {named + 0.01}$"
+        with pytest.raises(ValueError, match=message):
+            Budget.of(Size(compression_ratio=named + 0.01), blocks)
+        return
+    name, options = ("parameters", {}) if kind == "parameters" else ("embedding_bytes", {"form": kind})
+    # A block of a single row can be bought for one parameter, the least that can be asked for at all.
+    cheapest = min(int(rows[rows > 0].min()) for rows in blocks.seen_rows.values() if rows.any())
+    if kind == "parameters" and cheapest == 1:
+        assert budget_buys_something(Size(parameters=1), blocks)
+        return
+    named = int(_named(Size(**{name: 1}, **options), blocks))
+    assert budget_buys_something(Size(**{name: named}, **options), blocks)
+    message = f"^{name}: expected at least {named} for these tables and blocks, got {named - 1}$"
+    with pytest.raises(ValueError, match=message):
+        Budget.of(Size(**{name: named - 1}, **options), blocks)
+
+
+def _named(size: Size, blocks: RowBlocks) -> float:
+    with pytest.raises(ValueError, match="for these tables and blocks") as caught:
+        Budget.of(size, blocks)
+    return float(re.search(r"expected at (?:most|least) ([\d.]+) for", str(caught.value)).group(1))
+
+
+def budget_buys_something(size: Size, blocks: RowBlocks) -> bool:
+    """Whether the budget affords a column of some block that training saw."""
+    budget = Budget.of(size, blocks)
+    seen = [cost for t, costs in budget.column_costs.items() for cost in costs[blocks.seen_rows[t] > 0].tolist()]
+    return min(seen) <= budget.amount
+
+
+def test_a_ratio_that_divides_exactly_is_met() -> None:
+    """1716 / 8.8 is 195, but 194.99999999999997 in floating point."""
+    blocks = blocks_of({"a": [1] * 195 + [0] * (1716 // 4 - 195)}, {"a": 4}, strategy="decades")
+    Budget.of(Size(compression_ratio=8.8), blocks)
+
+
+def test_tables_that_training_never_looked_up_are_refused() -> None:
+    with pytest.raises(ValueError, match="blocks: expected rows that training looked up, got none"):
+        Budget.of(Size(embedding_bytes=10**6), blocks_of({"a": [0, 0]}, {"a": 4}))
+
+
+@given(many_blocks(), st.floats(0.05, 2))
+def test_share_and_cost_per_alpha_row(blocks: RowBlocks, wanted: float) -> None:
+    total = sum(int(rows.sum()) * blocks.embedding_dims[t] for t, rows in blocks.seen_rows.items())
+    parameters = math.ceil(wanted * total)
+    cheapest = min(int(rows[rows > 0].min()) for rows in blocks.seen_rows.values() if rows.any())
+    assume(parameters >= cheapest)
+    budget = Budget.of(Size(parameters=parameters), blocks)
+    assert budget.share(blocks) == pytest.approx(min(1, parameters / total))
+    per_row = budget.cost_per_alpha_row(blocks)
+    assert {dim: tuple(cost.shape) for dim, cost in per_row.items()} == {
+        dim: (rows,) for dim, (rows, _) in blocks.alpha_shapes.items()
+    }
+    for table, rows in blocks.seen_rows.items():  # with scope "global" other tables may add to the same row of alpha
+        first = blocks.first_alpha_row(table)
+        assert (per_row[blocks.embedding_dims[table]][first : first + len(rows)] >= rows).all()
+    assert sum(float(cost.sum()) * dim for dim, cost in per_row.items()) == total
+
+
+numbers = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0])
+
+
+@given(st.lists(st.tuples(numbers, st.integers(0, 5)), max_size=10), st.integers(0, 15) | st.floats(-1, 20))
+def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
+    expected, left = [False] * len(items), amount
+    for index in sorted(range(len(items)), key=lambda index: (-items[index][0], index)):
+        score, cost = items[index]
+        if score > 0 and cost <= left:
+            expected[index] = True
+            left -= cost
+    scores, costs = (torch.tensor([item[side] for item in items], dtype=torch.float64) for side in (0, 1))
+    kept = keep_within(scores, costs, amount)
+    assert kept.dtype == torch.bool
+    if left <= UNSPENT_SHARE * amount:
+        assert kept.tolist() == expected
+        return
+    assert not bool(kept[scores <= 0].any())
+    assert amount - left <= float(costs[kept].sum()) <= max(amount, 0)  # no less spent than greedily, never too much
+    assert sum(a != b for a, b in zip(kept.tolist(), expected, strict=True)) in (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "size: expected one of compression_ratio, parameters, embedding_bytes, got none"),
+        (
+            {"parameters": 3, "compression_ratio": 2},
+            "size: expected one of .*got {'compression_ratio': 2, 'parameters'",
+        ),
+        ({"compression_ratio": 1}, "compression_ratio: expected a finite number above 1, got 1"),
+        ({"compression_ratio": float("nan")}, "compression_ratio: expected a finite number above 1, got nan"),
+        ({"compression_ratio": float("inf")}, "compression_ratio: expected a finite number above 1, got inf"),
+        ({"parameters": 0}, "parameters: expected a finite number above 0, got 0"),
+        ({"embedding_bytes": -1}, "embedding_bytes: expected a finite number above 0, got -1"),
+        ({"embedding_bytes": 9, "form": "dense_fp32"}, r"form: expected one of .*'csr_fp32'\), got"),
+    ],
+)
+def test_malformed_sizes_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Size(**fields)
+
+
+@pytest.mark.parametrize(
+    ("size", "pressed"),
+    [
+        (Size(compression_ratio=2), Size(compression_ratio=6)),
+        (Size(compression_ratio=8), Size(compression_ratio=8)),
+        (Size(parameters=300), Size(parameters=200)),
+        (Size(parameters=199), Size(parameters=199)),
+        (Size(embedding_bytes=801, form="csr_fp32"), Size(embedding_bytes=800, form="csr_fp32")),
+        (Size(embedding_bytes=799), Size(embedding_bytes=799)),
+    ],
+    ids=str,
+)
+def test_a_size_is_pressed_to_that_of_a_compression_and_never_raised(size: Size, pressed: Size) -> None:
+    assert size.pressed_to(6, 1200) == pressed
+    assert pressed.pressed_to(6, 1200) == pressed
+
+
+def test_a_dearer_column_takes_the_place_of_a_cheap_one_where_much_would_be_left() -> None:
+    scores, costs = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([10.0, 6.0, 6.0, 10.0])
+    kept = keep_within(scores, costs, 27.0)  # greedily 10 + 6 + 6, and 5 of 27 are left
+    assert kept.tolist() == [True, True, False, True]
+    assert keep_within(scores, costs, 22.5).tolist() == [True, True, True, False]  # 0.5 of 22.5 are less than 3 %

@@ -1,0 +1,304 @@
+"""The unrolled gradient of alpha against finite differences and closed forms; what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from dnis_torchrec.search import hypergradient
+from dnis_torchrec.search.hypergradient import UnrolledHypergradient, difference_radius, unrolled_gradient
+from dnis_torchrec.soft_selection.swap import prepare_
+from tests import small_models
+
+Loss = Callable[[list[Tensor], Tensor], Tensor]
+
+
+def by_autograd(weights: list[Tensor], alpha: Tensor, train: Loss, validation: Loss, steps: list[float]) -> Tensor:
+    """`unrolled_gradient` of losses that are given as functions of (weights, alpha)."""
+
+    def both() -> tuple[list[Tensor], list[Tensor]]:
+        own, *of_weights = torch.autograd.grad(validation(weights, alpha), [alpha, *weights], materialize_grads=True)
+        return [own], of_weights
+
+    (gradient,) = unrolled_gradient(
+        weights,
+        steps,
+        train_weight_gradient=lambda: torch.autograd.grad(train(weights, alpha), weights, materialize_grads=True),
+        validation_gradients=both,
+        train_alpha_gradient=lambda: torch.autograd.grad(train(weights, alpha), [alpha], materialize_grads=True),
+    )
+    return gradient
+
+
+def objective(weights: list[Tensor], alpha: Tensor, train: Loss, validation: Loss, steps: list[float]) -> Tensor:
+    """L_validation(Theta - xi * grad L_train(Theta, alpha), alpha), differentiable in alpha; xi of each weight."""
+    gradients = torch.autograd.grad(train(weights, alpha), weights, create_graph=True)
+    return validation([w - step * g for w, step, g in zip(weights, steps, gradients, strict=True)], alpha)
+
+
+class SmallProblem:
+    """Rows of an embedding table times alpha of their block, and two dense layers: nothing in it is quadratic."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.weights = [w.requires_grad_() for w in (0.5 * draw(9, 4), draw(4, 3), draw(3))]
+        self.alpha = torch.rand(3, 4, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        self.rows = {name: torch.randint(0, 9, (20,), generator=generator) for name in ("train", "validation")}
+        self.labels = {name: draw(20) for name in self.rows}
+
+    def loss(self, name: str) -> Loss:
+        rows, labels = self.rows[name], self.labels[name]
+
+        def value(weights: list[Tensor], alpha: Tensor) -> Tensor:
+            table, hidden, over = weights
+            return ((table[rows] * alpha[rows // 3] @ hidden).tanh() @ over - labels).square().mean()
+
+        return value
+
+    @property
+    def losses(self) -> tuple[Loss, Loss]:
+        return self.loss("train"), self.loss("validation")
+
+
+@pytest.mark.parametrize("steps", [[0.01] * 3, [0.3] * 3, [2.0] * 3, [30.0, 0.1, 0.003]], ids=str)
+def test_equals_finite_differences_of_the_true_objective(steps: list[float]) -> None:
+    problem = SmallProblem(0, torch.float64)
+    gradient = by_autograd(problem.weights, problem.alpha, *problem.losses, steps)
+    first_order = by_autograd(problem.weights, problem.alpha, *problem.losses, [1e-12] * 3)
+    expected, h = torch.zeros_like(gradient), 1e-5
+    for index in range(gradient.numel()):
+        change = torch.zeros_like(gradient)
+        change.view(-1)[index] = h
+        above, below = (
+            objective(problem.weights, (problem.alpha + sign * change).detach(), *problem.losses, steps)
+            for sign in (1, -1)
+        )
+        expected.view(-1)[index] = (above - below).detach() / (2 * h)
+    torch.testing.assert_close(gradient, expected, atol=1e-8, rtol=1e-6)
+    assert (first_order - expected).abs().max() > 0.003 * steps[0]  # the second order is not a detail
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_float32_is_precise_enough_and_no_other_radius_is_much_better(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    exact, rounded = SmallProblem(seed, torch.float64), SmallProblem(seed, torch.float32)
+    (truth,) = torch.autograd.grad(objective(exact.weights, exact.alpha, *exact.losses, [1.0] * 3), [exact.alpha])
+    own = difference_radius(torch.float32)
+    errors = {}
+    for factor in (1e-3, 1.0, 1e2):
+        monkeypatch.setattr(hypergradient, "difference_radius", lambda _, factor=factor: own * factor)
+        gradient = by_autograd(rounded.weights, rounded.alpha, *rounded.losses, [1.0] * 3)
+        errors[factor] = float((gradient - truth).norm() / truth.norm())
+    assert errors[1.0] < 1e-4
+    assert errors[1e-3] > 3 * errors[1.0]
+    assert errors[1e2] > 3 * errors[1.0]
+
+
+def test_the_radius_grows_with_the_rounding() -> None:
+    assert difference_radius(torch.float32) == pytest.approx(0.01, rel=0.02)
+    radii = [difference_radius(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    assert radii == sorted(radii)
+
+
+@given(
+    num_weights=st.integers(1, 6),
+    num_alphas=st.integers(1, 6),
+    seed=st.integers(0, 10_000),
+    step=st.floats(1e-3, 3),
+    scale=st.sampled_from([1e-6, 1.0, 1e4]),
+)
+def test_equals_the_closed_form_of_a_quadratic_problem(
+    num_weights: int, num_alphas: int, seed: int, step: float, scale: float
+) -> None:
+    """L_train = (w - A alpha)' H (w - A alpha) / 2 and L_validation = |w - t|^2 / 2 + c |alpha|^2 / 2."""
+    generator = torch.Generator().manual_seed(seed)
+    w, t = scale * torch.randn(2, num_weights, generator=generator, dtype=torch.float64)
+    alpha = scale * torch.randn(num_alphas, generator=generator, dtype=torch.float64)
+    a = torch.randn(num_weights, num_alphas, generator=generator, dtype=torch.float64)
+    root = torch.randn(num_weights, num_weights, generator=generator, dtype=torch.float64)
+    h, c = root @ root.T, 0.3
+    (gradient,) = unrolled_gradient(
+        [w],
+        [step],
+        train_weight_gradient=lambda: [h @ (w - a @ alpha)],
+        validation_gradients=lambda: ([c * alpha], [w - t]),
+        train_alpha_gradient=lambda: [-a.T @ h @ (w - a @ alpha)],
+    )
+    unrolled = w - step * h @ (w - a @ alpha)
+    expected = c * alpha + step * a.T @ h @ (unrolled - t)
+    size = float(expected.abs().max() + step * (a.abs().T @ h.abs() @ (unrolled - t).abs()).max())
+    # rounding of grad_alpha L_train, whose terms may cancel, magnified by |v| / (2 * radius)
+    terms = a.abs().T @ h.abs() @ (w.abs() + a.abs() @ alpha.abs())
+    rounding = step * float(terms.max() * (unrolled - t).norm()) * 1e-10
+    torch.testing.assert_close(gradient, expected, atol=1e-9 * size + rounding, rtol=0)
+
+
+def test_descends_to_the_solution_of_a_quadratic_bilevel_problem() -> None:
+    """With L_train = |w - A alpha|^2 / 2 a step of 1 lands on w*(alpha) = A alpha, so the gradient is the true one.
+
+    The minimum over alpha of |A alpha - t|^2 / 2 + c |alpha|^2 / 2 is (A'A + c)^-1 A' t; the first order sees only
+    c |alpha|^2 / 2 and would go to 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    w, t = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    alpha, c = torch.ones(3, dtype=torch.float64), 0.1
+    for _ in range(400):
+        (gradient,) = unrolled_gradient(
+            [w],
+            [1.0],
+            train_weight_gradient=lambda: [w - a @ alpha],
+            validation_gradients=lambda: ([c * alpha], [w - t]),
+            train_alpha_gradient=lambda: [-a.T @ (w - a @ alpha)],
+        )
+        alpha.sub_(0.1 * gradient)
+        w.lerp_(a @ alpha, 0.5)
+    solution = torch.linalg.solve(a.T @ a + c * torch.eye(3, dtype=torch.float64), a.T @ t)
+    torch.testing.assert_close(alpha, solution, atol=1e-6, rtol=0)
+
+
+def test_weights_are_restored_bit_for_bit_after_an_error_too() -> None:
+    weights = [torch.tensor([1e8, 1e-8, -0.0]), torch.rand(50, 3)]  # adding and subtracting would not bring these back
+    before = [w.clone() for w in weights]
+    calls: list[list[Tensor]] = []
+
+    def train_alpha_gradient() -> list[Tensor]:
+        calls.append([w.clone() for w in weights])
+        if len(calls) == 2:
+            raise ArithmeticError
+        return [torch.ones(1)]
+
+    with pytest.raises(ArithmeticError):
+        unrolled_gradient(
+            weights,
+            [0.1, 0.1],
+            train_weight_gradient=lambda: [torch.rand_like(w) for w in weights],
+            validation_gradients=lambda: ([torch.ones(1)], [torch.rand_like(w) for w in weights]),
+            train_alpha_gradient=train_alpha_gradient,
+        )
+    assert len(calls) == 2
+    assert not torch.equal(calls[0][1], before[1])
+    assert all(w.view(torch.int32).equal(old.view(torch.int32)) for w, old in zip(weights, before, strict=True))
+
+
+def test_without_a_direction_there_is_no_second_order() -> None:
+    w = torch.ones(2)
+    (gradient,) = unrolled_gradient(
+        [w],
+        [0.1],
+        train_weight_gradient=lambda: [torch.ones(2)],
+        validation_gradients=lambda: ([torch.full((3,), 7.0)], [torch.zeros(2)]),
+        train_alpha_gradient=lambda: pytest.fail("nothing to differentiate"),
+    )
+    assert gradient.tolist() == [7.0] * 3
+    assert w.tolist() == [1.0, 1.0]
+
+
+class Noisy(nn.Module):
+    """A model with dropout and running statistics, whose second layer no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collection = small_models.collection()
+        self.over = nn.Sequential(nn.BatchNorm1d(24), nn.Dropout(0.5), nn.Linear(24, 1))
+        self.unused = nn.Linear(2, 2)
+        self.drawn: list[float] = []
+
+    def forward(self, sparse_features) -> Tensor:
+        self.drawn.append(float(torch.rand(())))
+        return self.over(self.collection(sparse_features).values()).squeeze(1)
+
+
+def test_weights_of_adam_are_unrolled_about_as_far_as_adam_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """xi over the root mean square of each weight's gradients, by Adam's definition, xi where all were 0; a part
+    of it for weights that learn at a lower rate than others."""
+    model = prepare_(small_models.TwoCollections(), small_models.blocks())
+    weights = dict(model.named_parameters())
+    adam = torch.optim.Adam([{"params": list(weights.values())[:2]}, {"params": list(weights.values())[2:]}])
+    for group, beta in zip(adam.param_groups, (0.9, 0.5), strict=True):
+        group["betas"], group["lr"] = (0.8, beta), 1e-3 if beta == 0.9 else 2.5e-4
+    generator = torch.Generator().manual_seed(0)
+    second_moments = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for _ in range(3):
+        for index, (name, weight) in enumerate(weights.items()):
+            beta, scale = (0.9 if index < 2 else 0.5), (0.0 if index == 1 else 0.1**index)
+            weight.grad = scale * torch.rand(weight.shape, generator=generator)
+            second_moments[name].mul_(beta).add_((1 - beta) * weight.grad.square())
+        adam.step()
+    expected = []
+    for index, mean in enumerate(second_moments.values()):
+        size = float((mean / (1 - (0.9 if index < 2 else 0.5) ** 3)).mean().sqrt())
+        xi = 0.25 if index < 2 else 0.25 / 4
+        expected.append(xi if index == 1 else xi / size)
+    taken: list[list[float]] = []
+    monkeypatch.setattr(hypergradient, "unrolled_gradient", lambda weights, steps, **_: taken.append(list(steps)))
+    alpha = small_models.alpha_of(model)
+    for optimizer in (adam, torch.optim.Adam(weights.values()), torch.optim.SGD(weights.values()), None):
+        UnrolledHypergradient(model, alpha, 0.25, optimizer)(lambda: torch.ones(()), lambda: torch.ones(()))
+    assert taken[0] == pytest.approx(expected, rel=1e-5)
+    assert max(taken[0]) > 1000 * min(taken[0])
+    assert taken[1:] == [[0.25] * len(weights)] * 3
+
+
+def noisy(step: float = 0.5) -> tuple[nn.Module, Callable[[], list[Tensor]], list[str]]:
+    """The prepared model, its hypergradient as a function of nothing, and the passes that are made."""
+    torch.manual_seed(0)
+    model = prepare_(Noisy(), small_models.blocks())
+    small_models.randomise_alpha_(model)
+    passes: list[str] = []
+
+    def loss(name: str, seed: int) -> Callable[[], Tensor]:
+        labels = torch.rand(small_models.BATCH_SIZE, generator=torch.Generator().manual_seed(seed))
+
+        def run() -> Tensor:
+            passes.append(name)
+            return (model(small_models.features(seed)) - labels).square().mean()
+
+        return run
+
+    compute = UnrolledHypergradient(model, small_models.alpha_of(model), step)
+    return model, lambda: compute(loss("train", 1), loss("validation", 2)), passes
+
+
+def test_leaves_no_trace() -> None:
+    model, compute, passes = noisy()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.random.get_rng_state()
+    assert any(bool(gradient.any()) for gradient in compute())
+    assert passes == ["train", "validation", "train", "train"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(value.grad is None and not value.requires_grad for value in small_models.alpha_of(model).buffers())
+    assert torch.equal(random, torch.random.get_rng_state())
+    assert all(module.track_running_stats for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+
+
+def test_all_passes_draw_the_same_random_numbers() -> None:
+    """Else the central difference would be that of two dropout masks, divided by a small number."""
+    model, compute, passes = noisy()
+    compute()
+    assert len(passes) == len(model.drawn) == 4
+    assert len(set(model.drawn)) == 1
+
+
+def test_the_step_has_to_be_above_zero() -> None:
+    with pytest.raises(ValueError, match=r"unrolled_step: expected a number above 0, got -0\.1; pass the lower"):
+        noisy(step=-0.1)
+
+
+def test_optimizers_fused_into_the_backward_pass_are_refused() -> None:
+    model = prepare_(small_models.TwoCollections(), small_models.blocks())
+    apply_optimizer_in_backward(torch.optim.SGD, model.over.parameters(), {"lr": 1.0})
+    with pytest.raises(NotImplementedError, match=r"parameter 'over\.weight': supported .* outside the backward pass"):
+        UnrolledHypergradient(model, small_models.alpha_of(model), 0.1)

@@ -1,0 +1,244 @@
+"""A search that is interrupted goes on as if nothing had been: every loss, weight, optimizer state and alpha."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec import Size
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search.search import Saving, SearchEvents, SearchInterrupted, SearchOutcome, search
+from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
+from tests.tiny import make_recipe
+
+CPU = torch.device("cpu")
+SHORT = {"warm_up_epochs": 1, "ramp_epochs": 3, "release_epochs": 2, "patience": 1}
+
+
+class Dropping(nn.Module):
+    """A model that draws random numbers in every step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.dropout = model, nn.Dropout(0.2)
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.model(self.dropout(dense_features), sparse_features)
+
+
+class Noisy:
+    """Batches in an order of its own every epoch and with noise, drawn from torch's random numbers as users' do."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._loader = DataLoader(batches, batch_size=None, shuffle=True)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._loader:
+            yield dataclasses.replace(batch, dense_features=batch.dense_features + torch.rand(1))
+
+
+def shuffled(optimizer: str) -> Recipe:
+    recipe = make_recipe(optimizer=optimizer)
+    recipe = dataclasses.replace(recipe, model=Dropping(recipe.model))
+    train, validation = Noisy(recipe.data.train.batches), Noisy(recipe.data.validation.batches)
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train, validation=validation))
+
+
+def run(
+    folder: Path,
+    optimizer: str,
+    *,
+    stop_at: int | None = None,
+    every: int = 0,
+    resume: bool = False,
+    **settings: object,
+) -> tuple[SearchOutcome | None, list[float]]:
+    """A search, and the loss of each of its lower steps; None for the outcome of one that was stopped."""
+    losses: list[float] = []
+    events = SearchEvents(on_step=lambda loss, density: losses.append(loss), should_stop=lambda: len(losses) == stop_at)
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT, **settings)
+    saving = Saving(every_steps=every, resume=resume)
+    torch.manual_seed(99 if resume else 7)  # a new process has other random numbers
+    try:
+        return search(shuffled(optimizer), config, folder, CPU, events, saving), losses
+    except SearchInterrupted:
+        return None, losses
+
+
+def assert_same(first: SearchOutcome, second: SearchOutcome) -> None:
+    """Bit for bit."""
+    assert first.history == second.history
+    assert first.best_epoch == second.best_epoch
+    own, others = first.model.state_dict(), second.model.state_dict()
+    assert [name for name in own if not torch.equal(own[name], others[name])] == []
+    assert all(torch.equal(first.alpha[dim], second.alpha[dim]) for dim in first.alpha)
+    for name, table in first.scheme.tables.items():
+        assert torch.equal(table.retained, second.scheme.tables[name].retained)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ("adam", {}),
+        ("rowwise_adagrad", {}),
+        ("adam", {"unrolled": True, "pressure": False, "structure": "element"}),
+        ("adam", {"release_table_learning_rate": 0.02, "release_dense_learning_rate": 1e-4, "release_decay": 0.5}),
+        ("rowwise_adagrad", {"release_table_learning_rate": 0.02, "release_decay": 0.5}),
+        ("adam", {"column_order": "importance", "scope": "table"}),
+        ("adam", {"column_order": "free_importance", "scope": "table", "column_sharing": 5.0}),
+    ],
+    ids=[
+        "adam",
+        "rowwise_adagrad",
+        "unrolled",
+        "adam, rates of the release",
+        "rowwise_adagrad, rate of the release",
+        "adam, order of importance",
+        "adam, order of importance, shared, free",
+    ],
+)
+def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path, optimizer: str, settings) -> None:
+    whole, expected = run(tmp_path / "whole", optimizer, **settings)
+    folder, seen = tmp_path / "broken", []
+    for stop_at in (13, 20, 12):  # in the ramp; in a later epoch; in the release
+        outcome, losses = run(folder, optimizer, stop_at=stop_at, resume=bool(seen), **settings)
+        assert outcome is None
+        seen += losses
+    outcome, losses = run(folder, optimizer, resume=True, **settings)
+    assert seen + losses == expected
+    assert_same(outcome, whole)
+
+
+def test_steps_since_the_last_checkpoint_are_repeated_alike(gloo, tmp_path: Path) -> None:
+    """As after SIGKILL, which saves nothing: the state on disk is that of some step before."""
+    whole, expected = run(tmp_path, "adam", every=4)
+    kept = LocalCheckpointFolder(tmp_path).steps()
+    assert len(kept) <= 4  # the last two, and those of the best epochs
+    latest = tmp_path / "latest.json"
+    for step in kept:
+        lower = json.loads((tmp_path / f"step-{step:08d}" / "manifest.json").read_text())["values"]["lower_steps"]
+        latest.write_text(json.dumps({"checkpoint": f"step-{step:08d}"}))
+        outcome, losses = run(tmp_path, "adam", every=4, resume=True)
+        assert losses == expected[lower:]
+        assert_same(outcome, whole)
+
+
+def test_a_finished_search_is_only_read_again(gloo, tmp_path: Path) -> None:
+    whole, _ = run(tmp_path, "adam")
+    again, losses = run(tmp_path, "adam", resume=True)
+    assert losses == []
+    assert_same(again, whole)
+
+
+def test_without_resume_a_search_begins_anew(gloo, tmp_path: Path) -> None:
+    _, losses = run(tmp_path, "adam", stop_at=5)
+    assert run(tmp_path, "adam", stop_at=5)[1] == losses
+
+
+def test_resume_without_a_checkpoint_begins_the_search(gloo, tmp_path: Path) -> None:
+    assert len(run(tmp_path, "adam", stop_at=5, resume=True)[1]) == 5
+
+
+def test_a_stop_names_the_latest_checkpoint_that_was_written(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk: none, also where an earlier search has left some; that of the epoch before; that resumed from."""
+
+    def stop_on_a_full_disk(full_from: int, stop_at: int, *, resume: bool = False) -> str:
+        steps: list[float] = []
+
+        def add(folder: LocalCheckpointFolder, step: int, *arguments: object) -> tuple[str, int]:
+            if step >= full_from:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return kept_add(folder, step, *arguments)
+
+        events = SearchEvents(on_step=lambda *_: steps.append(0), should_stop=lambda: len(steps) == stop_at)
+        config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+        monkeypatch.setattr(LocalCheckpointFolder, "add", add)
+        with pytest.raises(SearchInterrupted) as caught:
+            search(make_recipe(), config, tmp_path, CPU, events, Saving(on_error="continue", resume=resume))
+        return str(caught.value)
+
+    kept_add = LocalCheckpointFolder.add
+    nothing = "epoch 0, lower step 2: stopped on request; nothing could be saved"
+    earlier = f"stopped on request; this state could not be saved, --resume goes on from {tmp_path}/step-00000010"
+    assert stop_on_a_full_disk(0, 2) == nothing
+    assert not LocalCheckpointFolder(tmp_path).steps()
+    assert stop_on_a_full_disk(11, 13) == f"epoch 1, lower step 13: {earlier}"
+    assert LocalCheckpointFolder(tmp_path).latest() == tmp_path / "step-00000010"
+    assert stop_on_a_full_disk(11, 2, resume=True) == f"epoch 1, lower step 12: {earlier}"
+    assert stop_on_a_full_disk(0, 2) == nothing
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "selection", "test"])
+def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path, split: str) -> None:
+    """However little of it is other: two samples of one batch have their labels swapped."""
+    stop = SearchEvents(should_stop=lambda: True)
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    with pytest.raises(SearchInterrupted):
+        search(make_recipe(), config, tmp_path, CPU, stop)
+    other = make_recipe()
+    labels = getattr(other.data, split).batches[1].labels
+    labels[[int(labels.argmin()), int(labels.argmax())]] = torch.tensor([1.0, 0.0])
+    message = (
+        rf"checkpoint .*step-\d+: expected one of this data, got one of other samples in: {split}; resume with the"
+    )
+    with pytest.raises(ValueError, match=message):
+        search(other, config, tmp_path, CPU, saving=Saving(resume=True))
+    same = make_recipe()
+    getattr(same.data, split).batches.reverse()  # the order of an epoch is the stream's own affair
+    with pytest.raises(SearchInterrupted):
+        search(same, config, tmp_path, CPU, stop, Saving(resume=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"size": Size(compression_ratio=5)}, r"size \{'compression_ratio': 5, .*, got \{'compression_ratio': 4, "),
+        ({"ramp_epochs": 4, "upper_every": 2}, "ramp_epochs 4, got 3"),
+        ({"upper_every": 2}, "upper_every 2, got 1"),
+        ({"alpha_learning_rate": 0.1}, "alpha_learning_rate 0.1, got None"),
+    ],
+)
+def test_another_configuration_is_refused_by_its_first_field(
+    gloo, tmp_path: Path, changes: dict[str, object], difference: str
+) -> None:
+    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    with pytest.raises(SearchInterrupted):
+        search(make_recipe(), config, tmp_path, CPU, SearchEvents(should_stop=lambda: True))
+    message = rf"checkpoint .*step-\d+: expected one of a search with {difference}.*; resume with the configuration of"
+    other = dataclasses.replace(config, **changes)
+    with pytest.raises(ValueError, match=message):
+        search(make_recipe(), other, tmp_path, CPU, saving=Saving(resume=True))
+
+
+@pytest.mark.parametrize("field", [None, "patience"])
+def test_a_checkpoint_that_an_earlier_version_wrote_is_accepted(gloo, tmp_path: Path, field: str | None) -> None:
+    """Without a configuration, or without one of the fields of today."""
+    stop = SearchEvents(should_stop=lambda: True)
+    config = SearchConfig(size=Size(compression_ratio=np.int64(4)), **SHORT)
+    with pytest.raises(SearchInterrupted):
+        search(make_recipe(), config, tmp_path, CPU, stop)
+    file = tmp_path / "step-00000001" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    search_values = manifest["values"]["search"]
+    assert search_values["configuration"]["size"]["compression_ratio"] == 4
+    if field is None:
+        del search_values["configuration"]
+    else:
+        del search_values["configuration"][field]
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(SearchInterrupted):
+        search(make_recipe(), config, tmp_path, CPU, stop, Saving(resume=True))

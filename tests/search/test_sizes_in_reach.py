@@ -1,0 +1,196 @@
+"""A size that cannot be met is refused with the smallest one that can be, and what is named can be met."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.comparison.cells import Cell, CellTask
+from dnis_torchrec.comparison.registry import REGISTRY
+from dnis_torchrec.comparison.worker import run_cell
+from dnis_torchrec.search import search as search_module
+from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer, Pressure
+from dnis_torchrec.search.budget import Size, SizeOutOfReachError, check_compresses
+from dnis_torchrec.search.column_order import ORDERS
+from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search.pruning import drop_zeros_, prune
+from dnis_torchrec.search.search import search
+from dnis_torchrec.soft_selection.alpha import Alpha
+from tests.search.test_budget import blocks_of
+from tests.search.test_pruning import simple
+from tests.tiny import make_recipe
+
+CPU = torch.device("cpu")
+SHORT = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
+
+
+def named(error: ValueError) -> float:
+    """The number in an error that says "expected at most" or "at least"."""
+    return float(re.search(r"expected at (?:most|least) ([\d.]+)", str(error)).group(1))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"pressure": False}, {"structure": "element"}, {"pressure": False, "structure": "element"}]
+)
+@pytest.mark.parametrize("kind", ["compression_ratio", "embedding_bytes"])
+def test_a_search_names_the_smallest_size_before_training_and_comes_to_it(
+    gloo, tmp_path: Path, settings: dict[str, object], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = "csr_fp32" if "structure" in settings else "mixed_dimension_fp32"
+
+    def found(value: float) -> int:
+        size = Size(compression_ratio=value) if kind == "compression_ratio" else Size(embedding_bytes=value, form=form)
+        recipe = make_recipe()
+        return search(recipe, SearchConfig.of(recipe, size, SHORT | settings), tmp_path / "c", CPU).scheme.parameters
+
+    with monkeypatch.context() as patch:
+        patch.setattr(search_module, "shard", None)  # what begins to train would fail of another error
+        with pytest.raises(SizeOutOfReachError) as caught:
+            found(5000 if kind == "compression_ratio" else 1)
+        smallest = named(caught.value)
+        with pytest.raises(SizeOutOfReachError):
+            found(smallest + 0.01 if kind == "compression_ratio" else smallest - 1)
+    assert found(smallest if kind == "compression_ratio" else int(smallest)) > 0
+
+
+@pytest.mark.parametrize("size", [Size(embedding_bytes=1665), Size(parameters=417)])
+def test_what_the_uncompressed_tables_take_is_the_most(gloo, tmp_path: Path, size: Size) -> None:
+    recipe = make_recipe()
+    message = f"^{size.given[0]}: expected at most {size.given[1] - 1}, what the uncompressed tables take, got"
+    with pytest.raises(ValueError, match=message):
+        SearchConfig.of(recipe, size)
+    with pytest.raises(ValueError, match=message):
+        search(recipe, SearchConfig(size=size), tmp_path, CPU)
+
+
+@given(st.integers(1, 500), st.integers(1, 3000))
+def test_a_size_compresses(dense: int, value: int) -> None:
+    for size, limit in ((Size(parameters=value), dense), (Size(embedding_bytes=value), 4 * dense)):
+        if value <= limit:
+            check_compresses(size, dense)
+        else:
+            with pytest.raises(ValueError, match=f"at most {limit}, what the uncompressed tables take, got {value}"):
+                check_compresses(size, dense)
+    check_compresses(Size(compression_ratio=1.01), dense)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["parameters", "embedding_bytes"])
+def test_a_ramp_ends_with_a_column_where_dear_ones_score_highest(order: str, kind: str) -> None:
+    """The frequent rows, of the first block, are three; of the second, which is never worth as much, there is one."""
+    blocks = blocks_of({"a": [9, 9, 9, 1, 0, 0, 0]}, {"a": 2}, strategy="explicit", boundaries=[3, 4])
+    size = Size(parameters=1) if kind == "parameters" else Size(embedding_bytes=8 * 4 + 6)
+    alpha = Alpha(blocks.alpha_shapes)
+    ramp = AlphaOptimizer(alpha, blocks, pressure=Pressure(size=size, ramp_steps=40, order=order))
+    hits = {2: torch.ones(3, dtype=torch.bool)}
+    for step in range(60):
+        worth = torch.tensor([[-1.0, -1.0], [1.0, 1.0], [-3.0, -3.0]])
+        ramp.step({2: worth * (1 + 0.5 * (-1) ** step)}, hits)
+    assert ramp.is_released
+    assert (alpha.of(2)[1] > 0).any()
+    assert not alpha.of(2)[0].any()
+
+
+def two_tables() -> tuple[nn.Module, RowBlocks, FrequencyCounts]:
+    """One table of four rows, one of two, all values one."""
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
+        for name, rows in (("a", 4), ("b", 2))
+    ]
+    counts = FrequencyCounts({"a": torch.tensor([4, 3, 2, 1]), "b": torch.tensor([9, 8])}, {"a": 1, "b": 1}, 9)
+    model = EmbeddingBagCollection(tables=tables)
+    for table in model.embedding_bags.values():
+        nn.init.ones_(table.weight)
+    return model, blocks_from_counts(counts, tables, num_blocks=1, scope="table"), counts
+
+
+@pytest.mark.parametrize("structure", ["block", "element"])
+@pytest.mark.parametrize("scope", ["global", "table"])
+@pytest.mark.parametrize("kind", ["compression_ratio", "parameters", "embedding_bytes"])
+def test_pruning_names_the_smallest_size_and_comes_to_it(structure: str, scope: str, kind: str) -> None:
+    def found(value: float) -> int:
+        model, blocks, counts = two_tables()
+        size = Size(**{kind: value}, form="csr_fp32" if structure == "element" else "mixed_dimension_fp32")
+        parameters = prune(model, blocks, counts, size=size, structure=structure, scope=scope).parameters
+        assert all(table.weight.any() or scope == "table" for table in model.embedding_bags.values()) or parameters
+        return parameters
+
+    with pytest.raises(SizeOutOfReachError) as caught:
+        found(100 if kind == "compression_ratio" else 0.5)
+    smallest = named(caught.value)
+    assert found(smallest) > 0
+    with pytest.raises(SizeOutOfReachError, match=f"{smallest:g}"):
+        found(smallest + 0.01 if kind == "compression_ratio" else smallest - 1 or 0.5)
+
+
+@pytest.mark.parametrize("how", [{"threshold": 0.0}, {"size": Size(parameters=4)}])
+@pytest.mark.parametrize("structure", ["block", "element"])
+def test_tables_of_zeros_are_refused(how: dict[str, object], structure: str, tmp_path: Path) -> None:
+    model, blocks, counts = two_tables()
+    for table in model.embedding_bags.values():
+        nn.init.zeros_(table.weight)
+    message = "^tables: expected a value that is not zero, in a row that training looked up, got none$"
+    with pytest.raises(ValueError, match=message):
+        prune(model, blocks, counts, structure=structure, **how)
+    nothing = drop_zeros_(model, blocks, counts)
+    assert nothing.parameters == 0
+    with pytest.raises(ValueError, match=r"^export: expected a scheme that retains a value, got none"):
+        export(model, nothing, tmp_path / "artifact")
+    assert not (tmp_path / "artifact").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"structure": "row"}, r"structure: expected one of \('element', 'block'\), got 'row'"),
+        ({"scope": "model"}, "scope: expected 'global' or 'table', got 'model'"),
+        ({}, r"prune: expected exactly one of size and threshold, got \(None, None\)"),
+        ({"threshold": 0.1, "size": Size(parameters=1)}, "prune: expected exactly one of size and threshold"),
+        ({"threshold": -0.1}, "threshold: expected a number >= 0, got -0.1"),
+        ({"size": Size(parameters=0.5)}, "parameters: expected at least 1 for these tables and blocks, got 0.5"),
+        (
+            {"size": Size(embedding_bytes=16, form="csr_fp32"), "structure": "element"},
+            "embedding_bytes: expected at least 17 for these tables in CSR, got 16",
+        ),
+        (
+            {"size": Size(compression_ratio=8.5), "structure": "element"},
+            r"compression_ratio: expected at most 8 for these tables, got 8\.5",
+        ),
+        (
+            {"size": Size(parameters=0.5), "structure": "element"},
+            r"parameters: expected at least 1 for these tables, got 0\.5",
+        ),
+        ({"size": Size(parameters=9)}, "parameters: expected at most 8, what the uncompressed tables take, got 9"),
+        ({"size": Size(embedding_bytes=33)}, "embedding_bytes: expected at most 32, what the uncompressed tables take"),
+        ({"threshold": 1.0}, "threshold: expected a number below 1, above which nothing is left, got 1.0"),
+        ({"threshold": 7.0, "structure": "element"}, "threshold: expected a number below 1, above which nothing is"),
+    ],
+)
+def test_unfit_options_are_refused_before_a_table_changes(options: dict, message: str) -> None:
+    model, blocks, counts = simple()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        prune(model, blocks, counts, **options)
+    assert (model.embedding_bags["a"].weight == 1).all()
+
+
+@pytest.mark.parametrize(("method", "size"), [("no-embeddings", None), ("uniform", 2.0)])
+def test_a_cell_without_embeddings_has_a_result_and_nothing_to_export(
+    gloo, tmp_path: Path, method: str, size: float | None
+) -> None:
+    rules = {"recipe": "tests.tiny:demo", "patience": 1, "max_epochs": 1, "trials": None}
+    cell = Cell(method=method, size=size, seed=0)
+    CellTask(cell=cell, rules=rules, registry=REGISTRY, cells_at_once=1, artifact=True).write(tmp_path / "cell")
+    result = run_cell(tmp_path / "cell")
+    assert result.trained is not None
+    assert (tmp_path / "cell" / "artifact").exists() == (result.trained.row.parameters > 0) == (size is not None)

@@ -1,0 +1,372 @@
+"""BilevelTrainPipeline: levels kept apart, streams cycled, NaN stopped, equal to an unsharded hand-written loop."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from dnis_torchrec.blocks.blocking import blocks_from_counts
+from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.blocks.row_routing import RowRouter
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.search import hypergradient
+from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer, Pressure
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.hypergradient import fused_kernels
+from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.training.finite import NonFiniteError
+from dnis_torchrec.training.sharded import shard
+from tests.distributed import model as net
+from tests.distributed import scenarios
+from tests.reference import ReferenceTable, pooled_reference
+from tests.tiny import make_recipe
+
+CPU = torch.device("cpu")
+OPTIMIZERS = ("adam", "rowwise_adagrad")
+
+
+def make_pipeline(optimizer: str = "adam", **settings):
+    recipe = make_recipe(optimizer=optimizer)
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3)
+    model, dense_optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
+    model.train()
+    pipeline = BilevelTrainPipeline(model, dense_optimizer, CPU, **settings)
+    return recipe, model, dense_optimizer, pipeline
+
+
+def everything(model: nn.Module, optimizer) -> dict[str, torch.Tensor]:
+    """Tables, dense weights and every optimizer state, dense and fused; alpha left out."""
+    found = {f"model/{name}": value.clone() for name, value in _tensors(model.state_dict()) if ".alpha." not in name}
+    for shard_ in (part for module in collections(model).values() for part in local_shards(module)):
+        found[f"table/{shard_.table}"] = shard_.weight.clone()
+    for kind, states in (("dense", optimizer), ("fused", model.fused_optimizer)):
+        found |= {f"{kind}/{name}": value.clone() for name, value in _tensors(states.state_dict()["state"])}
+    for number, kernel in enumerate(fused_kernels(model)):  # what Adam corrects its bias by
+        found |= {f"kernel {number}/{name}": getattr(kernel, name).clone() for name in ("iter", "iter_cpu")}
+    return found
+
+
+def _tensors(tree, prefix: str = ""):
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _tensors(value, f"{prefix}{name}/")
+        elif hasattr(value, "local_shards"):
+            yield f"{prefix}{name}", value.local_shards()[0].tensor
+        elif isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+
+
+@pytest.mark.parametrize(("optimizer", "unrolled_step"), [("adam", None), ("rowwise_adagrad", None), ("adam", 0.05)])
+def test_an_upper_step_moves_alpha_and_nothing_else(gloo, optimizer: str, unrolled_step: float | None) -> None:
+    recipe, model, dense_optimizer, pipeline = make_pipeline(optimizer, unrolled_step=unrolled_step)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=2))
+    for _ in range(7):
+        pipeline.progress(stream)
+    levels = []
+    for _ in range(6):
+        levels.append(pipeline.level)
+        before, alpha = everything(model, dense_optimizer), pipeline.alpha.of(8).clone()
+        pipeline.progress(stream)
+        after = everything(model, dense_optimizer)
+        changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+        assert before.keys() == after.keys()
+        if levels[-1] is Level.UPPER:
+            assert not changed
+            assert not torch.equal(alpha, pipeline.alpha.of(8))
+            if unrolled_step is not None:
+                assert all(parameter.grad is None for parameter in model.parameters())
+                assert not pipeline.alpha.of(8).requires_grad
+        else:
+            assert {"table/user", "table/genre"} <= changed
+            assert torch.equal(alpha, pipeline.alpha.of(8))
+    assert levels == [Level.LOWER, Level.UPPER] * 3 or levels == [Level.UPPER, Level.LOWER] * 3
+
+
+@pytest.mark.parametrize("unrolled_step", [None, 0.05])
+def test_running_statistics_stand_still_in_upper_steps(gloo, unrolled_step: float | None) -> None:
+    recipe = make_recipe()
+    recipe.model.dense_arch = nn.Sequential(recipe.model.dense_arch, nn.BatchNorm1d(8))
+    tables = table_configs(recipe.model)
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3)
+    model, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
+    model.train()
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU, unrolled_step=unrolled_step)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule())
+    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+    for _ in range(6):
+        level, before = pipeline.level if pipeline.contexts else Level.LOWER, norm.running_mean.clone()
+        pipeline.progress(stream)
+        assert torch.equal(before, norm.running_mean) == (level is Level.UPPER)
+        assert norm.track_running_stats
+
+
+@pytest.mark.parametrize("unrolled_step", [None, 0.05])
+def test_both_levels_are_pipelined(gloo, caplog: pytest.LogCaptureFixture, unrolled_step: float | None) -> None:
+    recipe, _, _, pipeline = make_pipeline(unrolled_step=unrolled_step)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule())
+    with caplog.at_level(logging.INFO):
+        for _ in range(4):
+            pipeline.progress(stream)
+            assert len(pipeline.batches) == 2  # the next two are on their way, of whichever level
+            assert pipeline.contexts[0].input_dist_tensors_requests  # and the next one's input_dist has begun
+    assert not [record for record in caplog.records if "NOT be pipelined" in record.getMessage()]
+    assert [record for record in caplog.records if "will be pipelined" in record.getMessage()]
+
+
+def test_equals_a_hand_written_loop_without_sharding(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline(alpha_learning_rate=0.05)
+    schedule = LevelSchedule(warm_up_steps=3, upper_every=2)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, schedule)
+    steps = 20
+    losses = [float(pipeline.progress(stream)[0]) for _ in range(steps)]
+
+    plain = make_recipe()
+    tables = table_configs(plain.model)
+    counts = count_frequencies((batch.sparse_features for batch in plain.data.train), tables)
+    blocks = blocks_from_counts(counts, tables, num_blocks=3)
+    task = TrainTask(prepare_(plain.model, blocks), plain.loss)
+    optimizer = torch.optim.Adam(task.parameters(), lr=1e-2)
+    wrapper = task.model.sparse_arch.embedding_bag_collection
+    upper = AlphaOptimizer(wrapper.alpha, blocks, learning_rate=0.05)
+    expected, batches = [], BilevelStream(plain.data.train, plain.data.validation, schedule)
+    for _ in range(steps):
+        batch = next(batches)
+        if batches.last_level is Level.LOWER:
+            optimizer.zero_grad()
+            loss, _ = task(batch)
+            loss.backward()
+            optimizer.step()
+        else:
+            with wrapper.alpha.upper_level() as hits:
+                loss, _ = task(batch)
+                (gradient,) = torch.autograd.grad(loss, [wrapper.alpha.of(8)])
+            upper.step({8: gradient}, hits)
+        expected.append(float(loss.detach()))
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(pipeline.alpha.of(8), wrapper.alpha.of(8), atol=1e-5, rtol=0)
+    assert (pipeline.lower_steps, pipeline.upper_steps) == (15, 5)
+
+
+def test_detached_lends_the_model_and_training_goes_on(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule())
+    undisturbed = make_pipeline()
+    other = BilevelStream(undisturbed[0].data.train, undisturbed[0].data.validation, LevelSchedule())
+    for step in range(8):
+        if step == 4:
+            with pipeline.detached() as model, torch.no_grad():
+                assert not model.training
+                assert [own.bag_splitter for own in soft_selection_modules(model).values()] == [None]  # shards split
+                assert not [name for name in get_unwrapped_module(model)._modules if "." in name]
+                model(recipe.data.test.batches[0])
+            assert model.training
+        got, expected = pipeline.progress(stream)[0], undisturbed[3].progress(other)[0]
+        assert torch.equal(got, expected)
+
+
+def test_needs_a_prepared_model(gloo) -> None:
+    recipe = make_recipe()
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    with pytest.raises(RuntimeError, match=r"expected a prepared model, got no wrapper; call prepare_"):
+        BilevelTrainPipeline(model, optimizer, CPU)
+
+
+def test_needs_a_stream_that_knows_levels(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    with pytest.raises(TypeError, match="expected a BilevelStream, got list_iterator"):
+        pipeline.progress(iter(recipe.data.train.batches))
+
+
+def test_a_size_that_cannot_be_met_is_refused_with_the_limit(gloo) -> None:
+    with pytest.raises(
+        ValueError, match=r"compression_ratio: expected at most .* for these tables and blocks, got 5000"
+    ):
+        make_pipeline(pressure=Pressure(size=Size(compression_ratio=5000), ramp_steps=10))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_nan_in_a_table_stops_the_run_and_names_it(gloo, optimizer: str) -> None:
+    recipe, model, _, pipeline = make_pipeline(optimizer)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=100))
+    pipeline.progress(stream)
+    for module in collections(model).values():
+        next(part for part in local_shards(module) if part.table == "genre").weight[:] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"lower step 1, table 'genre': expected a finite loss, got nan"):
+        pipeline.progress(stream)
+
+
+def _progress(pipeline: BilevelTrainPipeline, stream: BilevelStream[Batch], *, steps: int) -> None:
+    for _ in range(steps):
+        pipeline.progress(stream)
+
+
+def _poison(monkeypatch: pytest.MonkeyPatch, model: nn.Module, value: float) -> None:
+    """Makes the loss finite but its gradient not."""
+    task = next(module for module in model.modules() if isinstance(module, TrainTask))
+    original = task.loss.forward
+
+    def forward(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = original(predictions, labels)
+        loss.register_hook(lambda gradient: gradient * value)
+        return loss
+
+    monkeypatch.setattr(task.loss, "forward", forward)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_infinite_gradient_is_stopped_before_any_weight_takes_it(gloo, monkeypatch, optimizer: str) -> None:
+    recipe, model, dense_optimizer, pipeline = make_pipeline(optimizer)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=100))
+    pipeline.progress(stream)
+    before = everything(model, dense_optimizer)
+    _poison(monkeypatch, model, float("inf"))
+    with pytest.raises(NonFiniteError, match=r"lower step 1, (table|parameter) '.*': expected finite gradients"):
+        pipeline.progress(stream)
+    after = everything(model, dense_optimizer)
+    weights = [name for name in before if not name.startswith("kernel ")]  # those have counted the forward pass
+    assert all(torch.equal(before[name], after[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("unrolled_step", "message"),
+    [(None, r", tables \['user', 'genre'\], row 0 of alpha"), (0.05, r" \(every table is finite\): expected a finite")],
+)
+def test_infinite_alpha_gradient_is_stopped(gloo, monkeypatch, unrolled_step: float | None, message: str) -> None:
+    recipe, model, optimizer, pipeline = make_pipeline(unrolled_step=unrolled_step)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule())
+    pipeline.progress(stream)
+    pipeline.progress(stream)
+    _poison(monkeypatch, model, float("nan"))
+    alpha = pipeline.alpha.of(8).clone()
+    monkeypatch.setattr(pipeline, "_backward", lambda losses: None)
+    with pytest.raises(NonFiniteError, match=f"upper step 0{message}"):
+        _progress(pipeline, stream, steps=10)
+    assert torch.equal(alpha, pipeline.alpha.of(8))
+    assert all(bool(value.isfinite().all()) for value in everything(model, optimizer).values())
+
+
+def test_an_empty_stream_is_refused(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    stream: BilevelStream[Batch] = BilevelStream(recipe.data.train, [], LevelSchedule())
+    with pytest.raises(ValueError, match="validation stream: expected at least one batch, got none"):
+        _progress(pipeline, stream, steps=4)
+
+
+def test_lower_steps_equal_torchrecs_own_pipeline(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline()
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1000))
+    plain = make_recipe()
+    model, optimizer = shard(TrainTask(plain.model, plain.loss), plain, CPU)
+    model.train()
+    own, batches = TrainPipelineSparseDist(model, optimizer, CPU), iter(plain.data.train)
+    for _ in range(10):
+        torch.testing.assert_close(pipeline.progress(stream)[0], own.progress(batches)[0], atol=1e-6, rtol=1e-5)
+
+
+def naive_gradient(
+    tables: dict[str, torch.Tensor],
+    over: nn.Module,
+    alphas: dict[int, torch.Tensor],
+    batches: tuple[Batch, Batch],
+    step: float,
+) -> dict[int, torch.Tensor]:
+    """The unrolled gradient of tests.distributed.model.Net by autograd alone: dense tables, float64, bag by bag."""
+    blocks = net.blocks()
+    leaves = {f"table/{name}": table.double().requires_grad_() for name, table in tables.items()}
+    leaves |= {name: value.detach().double().requires_grad_() for name, value in over.named_parameters()}
+    alphas = {dim: value.detach().double().requires_grad_() for dim, value in alphas.items()}
+
+    def loss(weights: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+        pooled = []
+        for name in ("user", "tag", "item", "genre"):
+            bags = [bag.tolist() for bag in batch.sparse_features[f"{name}_id"].to_dense()]
+            rows = blocks.first_alpha_row(name) + RowRouter(blocks.routings[name])(torch.arange(net.ROWS[name]))
+            dense_table = ReferenceTable(weights[f"table/{name}"], alphas[net.DIMS[name]], rows, name in net.MEAN)
+            pooled.append(pooled_reference(dense_table, bags))
+        inputs = torch.cat([*pooled, batch.dense_features.double()], dim=1)
+        dense = {name: weights[name] for name, _ in over.named_parameters()}
+        logits = torch.func.functional_call(over, dense, (inputs,)).flatten()
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.double())
+
+    train, validation = batches
+    gradients = torch.autograd.grad(loss(leaves, train), list(leaves.values()), create_graph=True)
+    unrolled = {name: w - step * g for (name, w), g in zip(leaves.items(), gradients, strict=True)}
+    of_alpha = torch.autograd.grad(loss(unrolled, validation), list(alphas.values()))
+    return dict(zip(alphas, of_alpha, strict=True))
+
+
+@pytest.mark.parametrize("step", [0.02, 2.0])
+def test_unrolled_gradient_equals_autograd_through_a_naive_dense_model(gloo, monkeypatch, step: float) -> None:
+    pipeline, _, model = scenarios.make_pipeline("data_parallel", gloo, (0, 1), unrolled_step=step)
+    # Seven batches without a user of the last block: the last four train, so that one row of alpha is never hit.
+    batches = net.Stream("validation", 7, (0, 1)).batches
+    train, validation = batches[3:], batches[:3]
+    stream = BilevelStream(train, validation, LevelSchedule(warm_up_steps=2))
+    over = next(module for name, module in model.named_modules() if name.endswith(".over"))
+    found: list[tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]] = []
+    monkeypatch.setattr(pipeline.alpha_optimizer, "step", lambda *given: found.append(given))
+    for dim in pipeline.alpha.dims:
+        pipeline.alpha.of(dim).uniform_(0.2, 1)
+    while pipeline.upper_steps < 3:
+        taken = pipeline.lower_steps, pipeline.upper_steps
+        pipeline.progress(stream)
+        if pipeline.upper_steps == taken[1]:
+            continue
+        pair = train[(taken[0] - 1) % 4], validation[taken[1] % 3]
+        tables = {place.split("/")[0]: value for place, value in scenarios.tables_of(model).items()}
+        alphas = {dim: pipeline.alpha.of(dim) for dim in pipeline.alpha.dims}
+        expected = naive_gradient(tables, over, alphas, pair, step)
+        first_order = naive_gradient(tables, over, alphas, pair, 0.0)
+        gradients, hits = found[-1]
+        for dim in alphas:
+            error = (gradients[dim] - expected[dim]).norm()
+            second_order = (first_order[dim] - expected[dim]).norm()
+            assert error < 1e-3 * second_order + 1e-6 * expected[dim].norm()
+            assert second_order > 0.01 * step * expected[dim].norm()
+            assert torch.equal(hits[dim], expected[dim].any(dim=1))
+        assert not hits[8].all()
+
+
+def test_what_adam_trains_is_unrolled_as_far_as_adam_goes(gloo, monkeypatch) -> None:
+    recipe, _, _, pipeline = make_pipeline("adam", unrolled_step=0.05)
+    taken: list[list[float]] = []
+
+    def watched(weights, steps, **functions):
+        taken.append(list(steps))
+        return unrolled_gradient(weights, steps, **functions)
+
+    unrolled_gradient = hypergradient.unrolled_gradient
+    monkeypatch.setattr(hypergradient, "unrolled_gradient", watched)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
+    while pipeline.upper_steps < 1:
+        pipeline.progress(stream)
+    assert min(taken[0]) > 0.05
+    assert len(set(taken[0])) == len(taken[0]) > 1
+
+
+def test_unrolling_needs_a_lower_step_first(gloo) -> None:
+    recipe, _, _, pipeline = make_pipeline(unrolled_step=0.05)
+    stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule())
+    next(stream), next(stream)
+    with pytest.raises(RuntimeError, match=r"upper step 0: expected a lower step before it, got none; let a Bilevel"):
+        pipeline.progress(stream)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in net.KINDS if kind != "data_parallel"])
+def test_unrolling_is_refused_for_tables_without_ordinary_gradients(gloo, kind: str) -> None:
+    message = r"table '(user|tag)': supported .* dense compute kernel in data_parallel .*, got fused kernel in \w+_wise"
+    with pytest.raises(NotImplementedError, match=message):
+        scenarios.make_pipeline(kind, gloo, (0, 1), unrolled_step=0.1)

@@ -1,0 +1,337 @@
+"""What all training runs share: sharding keeps weights, metrics are right, the best epoch comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dnis_torchrec.blocks.blocking import blocks_from_counts
+from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.ops.block_operators import are_compiled
+from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.soft_selection.table_shards import TableShard, collections, local_shards, table_configs
+from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.training.evaluation import evaluate, primary_metric
+from dnis_torchrec.training.finite import NonFiniteError
+from dnis_torchrec.training.plain import EarlyStopping, train_plainly
+from dnis_torchrec.training.retained_mask import RetainedMask
+from dnis_torchrec.training.sharded import set_learning_rates_, shard
+from tests.tiny import ROWS, make_batch, make_collection, make_recipe
+
+CPU = torch.device("cpu")
+
+
+def shards_of(model: nn.Module) -> dict[str, TableShard]:
+    return {part.table: part for module in collections(model).values() for part in local_shards(module)}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_sharding_keeps_the_weights_that_the_model_came_with(gloo, optimizer: str) -> None:
+    recipe = make_recipe(optimizer=optimizer)
+    before = {name: part.weight.clone() for name, part in shards_of(recipe.model).items()}
+    model, _ = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    after = shards_of(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(weight, after[name].weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_tables_are_not_held_twice_once_they_are_sharded(gloo, optimizer: str) -> None:
+    recipe = make_recipe(optimizer=optimizer)
+    bags = [bag for module in collections(recipe.model).values() for bag in module.embedding_bags.values()]
+    weights = [TensorWeakRef(bag.weight) for bag in bags]
+    del bags
+    sharded = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * len(weights)
+    assert sharded
+
+
+@pytest.mark.parametrize(("optimizer", "is_dense"), [("adam", True), ("rowwise_adagrad", False)])
+def test_replicated_tables_that_learn_by_adam_are_fused_on_no_gpu_either(
+    gloo, monkeypatch: pytest.MonkeyPatch, optimizer: str, is_dense: bool
+) -> None:
+    """A one-step unrolled gradient needs them so; what the planner is asked for can be seen without a GPU."""
+    asked: list[ParameterConstraints] = []
+
+    def refuse(*_: object, constraints: dict[str, ParameterConstraints]) -> None:
+        asked.extend(constraints.values())
+        raise ValueError("asked")
+
+    monkeypatch.setattr("dnis_torchrec.training.sharded.make_sharding_plan", refuse)
+    recipe = make_recipe(optimizer=optimizer)
+    with pytest.raises(ValueError, match="asked"):
+        shard(TrainTask(recipe.model, recipe.loss), recipe, torch.device("cuda"), replicated=True)
+    assert [own.sharding_types == ["data_parallel"] for own in asked] == [is_dense] * len(ROWS)
+    assert [own.compute_kernels == ["dense"] for own in asked] == [is_dense] * len(ROWS)
+
+
+@pytest.mark.parametrize("most_ids", [1, 3])
+def test_multi_hot_searches_have_a_kernel_for_every_table(gloo, most_ids: int) -> None:
+    recipe = make_recipe(optimizer="rowwise_adagrad")
+    configs = table_configs(recipe.model)
+    features = [feature for config in configs for feature in config.feature_names]
+    rows = {config.name: torch.ones(config.num_embeddings, dtype=torch.int64) for config in configs}
+    counts = FrequencyCounts(rows, dict.fromkeys(features, most_ids), 30)
+    prepared = prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=2))
+    model, _ = shard(TrainTask(prepared, recipe.loss), recipe, CPU)
+    (wrapper,) = soft_selection_modules(model).values()
+    (lookup,) = wrapper.embedding_bag_collection._lookups
+    assert len(lookup._emb_modules) == (1 if most_ids == 1 else len(configs))
+
+
+@pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
+def test_lookups_of_a_multi_hot_search_read_one_key_per_feature(gloo) -> None:
+    """Which changes nothing that a model computes, with a pipeline or without."""
+    recipe = make_recipe(optimizer="rowwise_adagrad")
+    configs, batch = table_configs(recipe.model), next(iter(recipe.data.train))
+    counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), configs)
+    prepared = prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=2))
+    (wrapper,) = soft_selection_modules(prepared).values()
+    for dim in wrapper.alpha.dims:
+        wrapper.alpha.of(dim).uniform_(0, 1)
+    expected = TrainTask(prepared, recipe.loss)(batch)[1][1]
+    model, _ = shard(TrainTask(prepared, recipe.loss), recipe, CPU)
+    (lookup,) = wrapper.embedding_bag_collection._lookups
+    keys = [config.feature_names() for config in lookup.grouped_configs]
+    assert sorted(keys) == sorted([feature] for config in configs for feature in config.feature_names)
+    torch.testing.assert_close(model(batch)[1][1], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_weights_of_rows_beside_the_tables_learn_at_the_tables_rate(gloo, prefix: str) -> None:
+    recipe = make_recipe()
+    name = next(own for own, _ in recipe.model.named_parameters() if own.startswith("over_arch") and "bias" in own)
+    recipe = dataclasses.replace(
+        recipe, table_learning_rate=0.5, dense_learning_rate=0.01, row_weights=(prefix + name,)
+    )
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    dense = {own: part for own, part in model.named_parameters() if ".embedding_bags." not in own}
+    before = {own: part.detach().clone() for own, part in dense.items()}
+    model(next(iter(recipe.data.train)))[0].backward()
+    optimizer.step()  # Adam's first step is as long as its rate, wherever there is a gradient
+    moved = {own: float((part - before[own]).detach().abs().max()) for own, part in dense.items()}
+    assert {round(length, 4) for own, length in moved.items() if own.endswith(name)} == {0.5}
+    assert {round(length, 4) for own, length in moved.items() if not own.endswith(name)} == {0.01}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_rates_that_are_set_are_as_if_they_had_always_been(gloo, optimizer: str) -> None:
+    weights, rows = [], ""
+    for tables, dense in ((0.5, 0.01), (0.001, 0.002)):
+        recipe = make_recipe(optimizer=optimizer)
+        rows = next(own for own, _ in recipe.model.named_parameters() if own.startswith("over_arch") and "bias" in own)
+        rates = {"table_learning_rate": tables, "dense_learning_rate": dense}
+        recipe = dataclasses.replace(recipe, row_weights=(rows,), **rates)
+        model, rest = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+        if tables != 0.5:
+            set_learning_rates_(model, rest, tables=0.5, dense=0.01, rows=0.25)
+        of_rows = next(part for own, part in model.named_parameters() if own.endswith(rows))
+        before = of_rows.detach().clone()
+        model(next(iter(recipe.data.train)))[0].backward()
+        rest.step()  # Adam's first step is as long as its rate, wherever there is a gradient
+        length = 0.5 if tables == 0.5 else 0.25
+        assert float((of_rows.detach() - before).abs().max()) == pytest.approx(length, rel=1e-3)
+        own_tables = {table: part.weight for table, part in shards_of(model).items()}
+        weights.append({**own_tables, **{own: part.detach() for own, part in model.named_parameters()}})
+    assert all(torch.equal(weight, weights[1][own]) for own, weight in weights[0].items() if not own.endswith(rows))
+
+
+def test_weights_of_rows_that_there_are_not_are_refused(gloo) -> None:
+    recipe = dataclasses.replace(make_recipe(), row_weights=("first_order.weight",))
+    with pytest.raises(
+        ValueError, match=r"expected a known parameter of Recipe\.row_weights, got 'first_order\.weight'"
+    ):
+        shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+
+
+class OnlyTables(nn.Module):
+    """A model without a dense weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collection = make_collection()
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """The sum of all pooled values."""
+        return self.collection(sparse_features).values().sum(1)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_a_model_of_tables_alone_trains(gloo, tmp_path: Path, optimizer: str) -> None:
+    recipe = dataclasses.replace(make_recipe(optimizer=optimizer), model=OnlyTables())
+    model, rest = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    before = {name: part.weight.clone() for name, part in shards_of(model).items()}
+    assert len(rest.params) == (2 if optimizer == "adam" else 0)
+    train_plainly(model, rest, recipe, CPU, max_epochs=1, patience=1, folder=tmp_path)
+    assert not any(torch.equal(part.weight, before[name]) for name, part in shards_of(model).items())
+
+
+@pytest.mark.parametrize("starts_trained", [True, False])
+def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
+    gloo, tmp_path: Path, starts_trained: bool
+) -> None:
+    recipe = make_recipe()
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    first = train_plainly(model, optimizer, recipe, CPU, max_epochs=3, patience=1, folder=tmp_path)
+    before = {name: part.weight.clone() for name, part in shards_of(model).items()}
+    set_learning_rates_(model, optimizer, tables=10.0, dense=10.0, rows=10.0)
+    losses = []
+    second = train_plainly(
+        model,
+        optimizer,
+        recipe,
+        CPU,
+        max_epochs=9,
+        patience=1,
+        folder=tmp_path,
+        starts_trained=starts_trained,
+        on_epoch=lambda _, loss: losses.append(loss),
+    )
+    assert min(losses) > first.selection_loss
+    assert len(losses) == losses.index(min(losses)) + 2  # stopped by its own epochs, whatever went before
+    assert (second.best_epoch == -1) == starts_trained
+    assert second.selection_loss == (pytest.approx(first.selection_loss, abs=1e-7) if starts_trained else min(losses))
+    kept = all(torch.equal(part.weight, before[name]) for name, part in shards_of(model).items())
+    assert kept == starts_trained
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_labels_that_are_no_classes_have_no_auc(share: float, gloo) -> None:
+    recipe = make_recipe()
+    batch = make_batch(3, 1)
+    batch.labels = torch.tensor([0.0, 1.0, share])
+    task = TrainTask(recipe.model, recipe.loss)
+    message = rf"^evaluation split: expected labels 0 or 1, got {share}; smooth labels in the train split alone$"
+    with pytest.raises(ValueError, match=message):
+        evaluate(task, [batch], recipe.loss, CPU)
+    assert evaluate(TrainTask(recipe.model, nn.MSELoss()), [batch], nn.MSELoss(), CPU)["mse"] > 0
+
+
+def test_metrics_are_those_of_all_samples_together(gloo) -> None:
+    recipe = make_recipe()
+    task = TrainTask(recipe.model, recipe.loss)
+    metrics = evaluate(task, recipe.data.test, recipe.loss, CPU)
+    with torch.no_grad():
+        outputs = [task(batch)[1] for batch in recipe.data.test]
+    scores, labels = torch.cat([o[1] for o in outputs]), torch.cat([o[2] for o in outputs])
+    positive, negative = scores[labels == 1], scores[labels == 0]
+    wins = (positive[:, None] > negative).double() + 0.5 * (positive[:, None] == negative).double()
+    assert metrics["auc"] == pytest.approx(float(wins.mean()), abs=1e-6)
+    expected = nn.functional.binary_cross_entropy_with_logits(scores, labels)
+    assert metrics["logloss"] == metrics["loss"] == pytest.approx(float(expected), abs=1e-6)
+    squared = evaluate(TrainTask(recipe.model, nn.MSELoss()), recipe.data.test, nn.MSELoss(), CPU)
+    assert squared["mse"] == pytest.approx(float((scores - labels).square().mean()), abs=1e-6)
+    assert (primary_metric(nn.MSELoss()), primary_metric(recipe.loss)) == (("mse", False), ("auc", True))
+
+
+def test_an_empty_split_is_refused(gloo) -> None:
+    recipe = make_recipe()
+    with pytest.raises(ValueError, match="evaluation split: expected at least one sample, got none"):
+        evaluate(TrainTask(recipe.model, recipe.loss), [], recipe.loss, CPU)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.MSELoss()])
+def test_a_prediction_that_is_not_finite_is_refused(gloo, loss: nn.Module, bad: float) -> None:
+    recipe = make_recipe()
+    batches = [make_batch(8, seed) for seed in range(2)]
+    batches[1].dense_features[3] = bad
+    with pytest.raises(NonFiniteError, match="evaluation split: expected finite predictions, got nan or inf"):
+        evaluate(TrainTask(recipe.model, loss), batches, loss, CPU)
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_clicks_of_one_class_have_no_auc_no_ne_and_no_calibration(gloo, label: float) -> None:
+    recipe = make_recipe()
+    batches = [dataclasses.replace(batch, labels=torch.full_like(batch.labels, label)) for batch in recipe.data.test]
+    found = evaluate(TrainTask(recipe.model, recipe.loss), batches, recipe.loss, CPU)
+    assert set(found) == {"loss", "logloss"}
+
+
+class Flippant(nn.Module):
+    """Says something else each time, but in evaluation mode, and keeps statistics of what it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding_bag_collection = make_collection()
+        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        pooled = self.embedding_bag_collection(sparse_features).values()
+        return self.dropout(torch.cat([pooled, self.norm(dense_features)], dim=1)).sum(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("was_training", [True, False])
+def test_models_are_evaluated_in_evaluation_mode_and_left_as_they_were(gloo, was_training: bool) -> None:
+    recipe, model = make_recipe(), Flippant().train(was_training)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    task = TrainTask(model, recipe.loss).train(was_training)
+    first, second = (evaluate(task, recipe.data.test, recipe.loss, CPU) for _ in range(2))
+    assert first == second
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (task.training, model.training) == (was_training, was_training)
+
+
+def test_models_are_trained_in_training_mode_however_they_come(gloo, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(make_recipe(), model=Flippant())
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    train_plainly(model.eval(), optimizer, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path)
+    statistics = dict(model.named_buffers())
+    (counted,) = (value for name, value in statistics.items() if name.endswith("num_batches_tracked"))
+    best_epoch_batches = len(list(recipe.data.train))
+    assert int(counted) in (best_epoch_batches, 2 * best_epoch_batches)
+
+
+def test_early_stopping_saves_the_best_and_stops_after_patience(tmp_path: Path) -> None:
+    saved: list[Path] = []
+    stopping = EarlyStopping(tmp_path / "best", patience=2)
+    stops = [stopping.update(epoch, loss, saved.append) for epoch, loss in enumerate([3.0, 1.0, 2.0, 1.5])]
+    assert stops == [False, False, False, True]
+    assert (stopping.best, stopping.best_epoch, len(saved)) == (1.0, 1, 2)
+
+
+def test_plain_training_ends_in_its_best_epoch(gloo, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    losses: dict[int, float] = {}
+    done = train_plainly(
+        model, optimizer, recipe, CPU, max_epochs=12, patience=2, folder=tmp_path, on_epoch=losses.__setitem__
+    )
+    best = min(losses, key=lambda epoch: losses[epoch])
+    assert done.best_epoch == best
+    assert len(losses) == 12 or len(losses) == best + 3
+    now = evaluate(model, recipe.data.selection, recipe.loss, CPU)["loss"]
+    assert now == pytest.approx(losses[best], abs=1e-7) == pytest.approx(done.selection_loss, abs=1e-7)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_masked_fine_tuning_moves_what_is_retained_and_nothing_else(gloo, tmp_path: Path, optimizer: str) -> None:
+    recipe = make_recipe(optimizer=optimizer)
+    model, rest = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    tables = shards_of(model)
+    for part in tables.values():
+        part.weight[:, ::2] = 0
+    before = {name: part.weight.clone() for name, part in tables.items()}
+    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path, mask=RetainedMask(model))
+    for name, part in tables.items():
+        assert not bool(part.weight[:, ::2].any())
+        assert not torch.equal(part.weight[:, 1::2], before[name][:, 1::2])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(gloo, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    recipe.data.train.batches[3].dense_features[:] = math.nan
+    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
+    with pytest.raises(NonFiniteError, match=r"epoch 0.*expected a finite loss, got nan"):
+        train_plainly(model, optimizer, recipe, CPU, max_epochs=2, patience=1, folder=tmp_path)
