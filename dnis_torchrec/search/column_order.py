@@ -2,7 +2,7 @@ r"""Which columns die first under pressure, and how hard lambda has to press for
 
 "alpha"             those of smallest alpha, or of smallest alpha times what they carry. lambda is zero where validation
                     loss alone takes alpha down faster than its line.
-"importance"        those that validation loss would miss least for their cost (`column_importance`). lambda may be
+"importance"        those that validation loss would miss least for their cost (below). lambda may be
                     negative and keeps the mean of alpha on its line, so that a model that overfits does not take all
                     alphas down to the floor, where they say nothing. The release begins with all living alphas near
                     zero: embeddings grow anew, led by alpha, which learns on data that the tables do not see.

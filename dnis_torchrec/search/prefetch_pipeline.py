@@ -39,7 +39,7 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
     For tables sharded with the ``fused_uvm_caching`` kernel and ``CacheParams(prefetch_pipeline=True)``, as TorchRec's
     PrefetchTrainPipelineSparseDist wants them; other tables train as ever. The numbers are those of
     `BilevelTrainPipeline`. Bags of multi-hot features are split before such tables, not on their ranks (see
-    `shard_selection`), since FBGEMM looks up exactly the ids that it was told to prefetch: their output all-to-all is
+    `on_shards`), since FBGEMM looks up exactly the ids that it was told to prefetch: their output all-to-all is
     up to S times as large.
 
     Takes, is and raises what `BilevelTrainPipeline` does, except that it does not refuse such tables.

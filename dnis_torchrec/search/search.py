@@ -97,7 +97,7 @@ def search(
     Needs a process group, which `dnis_torchrec.training.process_group.process_group` makes.
 
     Distributed: every rank calls it with the same recipe and configuration. Its data is split over ranks (see
-    `data_over_ranks`), counts are added up, tables are sharded as the planner sees fit and stay so, and alpha, blocks,
+    `data.over_ranks`), counts are added up, tables are sharded as the planner sees fit and stay so, and alpha, blocks,
     scheme and history are the same on every rank.
 
     Args:

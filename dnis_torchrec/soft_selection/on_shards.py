@@ -13,7 +13,7 @@ kernels, and gives the collection the input_dist and output_dist of whole bags. 
 added up before the next kernel runs, and in the backward pass its gradient has been used before the next one's is made:
 with a kernel for every table (TorchRec's fused parameter ``use_one_tbe_per_table``) that is the pieces of one table.
 
-Kernels of small tables whose optimizer is not fused may multiply the tables instead, see `table_selection`.
+Kernels of small tables whose optimizer is not fused may multiply the tables instead, see `whole_tables`.
 
 It does so for every sharding type, kernel and device whose lookup is a GroupedPooledEmbeddingsLookup: all those that
 ShardedEmbeddingBagCollection trains with. Elsewhere (a model that is not sharded, or sharded by a sharder with lookups

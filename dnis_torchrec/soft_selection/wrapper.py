@@ -5,7 +5,7 @@ features, told apart when the wrapper is built:
 
 - a *single-id* feature (bags of at most one id): pooled output times the alpha row of the bag's one block;
 - a *multi-hot* feature: BagSplitter turns its bags into one per block, each is pooled alone, and the wrapper adds up
-  alpha_s * pooled_s. Costs up to S times the output volume of that feature; in a sharded model shard_selection.py moves
+  alpha_s * pooled_s. Costs up to S times the output volume of that feature; in a sharded model on_shards.py moves
   both to the ranks that hold the shards, and the volume is the plain model's.
 
 Shapes: B batch, D embedding_dim, S blocks, A rows of alpha of one D.

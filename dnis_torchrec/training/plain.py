@@ -1,4 +1,4 @@
-"""What every training run shares, search or baseline: sharding, evaluation, early stopping, plain training.
+"""Plain training: epochs until the selection loss stops improving, and back to the best one.
 
 Shapes: B batch.
 """

@@ -92,8 +92,8 @@ def shard(
     alike (see `sharding`).
 
     On a CPU a search over multi-hot features has a fused kernel for every table: the pieces of one table at a time are
-    in memory then (see `shard_selection`). Where operators are compiled each reads one key per feature, and soft
-    selection is on the shards already, as it is where small tables are multiplied whole.
+    in memory then (see `soft_selection.on_shards`). Where operators are compiled each reads one key per feature, and
+    soft selection is on the shards already, as it is where small tables are multiplied whole.
 
     Args:
         task: the model with its loss; prepared or not. Its tables are moved into TorchRec's kernels.
@@ -105,7 +105,7 @@ def shard(
         prefetched: set tables up for a pipeline that prefetches, where the planner leaves them in host memory behind a
             cache on the GPU.
         batch_size: samples of a batch of all ranks, where known: tables that are small beside it, and not fused, are
-            multiplied by alpha whole (see `table_selection`).
+            multiplied by alpha whole (see `soft_selection.whole_tables`).
 
     Returns:
         The sharded model, with the weights that `task` had, and the optimizer of everything that is not fused.
