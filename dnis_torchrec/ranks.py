@@ -1,4 +1,5 @@
-"""What all ranks have to agree on before the next collective, so that an error on one of them leaves nobody waiting.
+"""Ranks: what all have to agree on before the next collective, so that an error on one of them leaves nobody waiting,
+and exact sums over them.
 
 Everything here works without a process group too, for a process alone.
 """
