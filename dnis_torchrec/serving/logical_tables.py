@@ -143,14 +143,19 @@ class LogicalTables:
         batch_size = (offsets.numel() - 1) // num_features
         if torch.compiler.is_compiling():  # sizes are symbols then, and a check would fix them
             return batch_size
-        requirement = f"expected {num_features} times the batch size and one more"
-        fits = offsets.dim() == 1 and offsets.numel() == num_features * batch_size + 1 and batch_size >= 0
-        check(fits, "offsets", requirement, offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape))
+        is_whole = offsets.dim() == 1 and offsets.numel() == num_features * batch_size + 1 and batch_size >= 0
+        if not is_whole or offsets.dtype not in INTEGERS or (weights is not None) != self.is_weighted:
+            self._refuse_plain(offsets, weights, is_whole=is_whole)
+        return batch_size
+
+    def _refuse_plain(self, offsets: Tensor, weights: Tensor | None, *, is_whole: bool) -> None:
+        """Says what is wrong with bags given as plain tensors: a lookup of one bag has no time for three checks."""
+        requirement = f"expected {len(self.features)} times the batch size and one more"
+        check(is_whole, "offsets", requirement, offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape))
         check(offsets.dtype in INTEGERS, "offsets", "expected int32 or int64", offsets.dtype)
         given = "some" if weights is not None else "none"
         requirement = "expected some" if self.is_weighted else "expected none: the collection is not weighted"
-        check((weights is not None) == self.is_weighted, "per_sample_weights", requirement, given)
-        return batch_size
+        check(False, "per_sample_weights", requirement, given)
 
     def divide_means_(self, pooled: Tensor, features: KeyedJaggedTensor) -> Tensor:
         """Divides the sums of MEAN tables by the length of the whole bag, as FBGEMM does also for weighted bags.
