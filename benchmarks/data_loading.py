@@ -29,8 +29,8 @@ from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
 
 from benchmarks.files import output_file
 from benchmarks.step_time import numbers
-from dnis_torchrec.data.streaming import WHOLE, ParsedStream, StreamedBatches, cut
 from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, cut
 from examples.criteo_stream import KAGGLE_CATEGORIES, make_schema
 
 ROWS, QUICK_ROWS = 2_000_000, 200_000

@@ -61,11 +61,11 @@ from dnis_torchrec import (
     prepare_,
 )
 from dnis_torchrec.data.batches import BatchParts
-from dnis_torchrec.data.streaming import count_stream
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.streaming import count_stream
 from dnis_torchrec.training.process_group import process_group
 from dnis_torchrec.training.sharded import shard
 from examples.models import build_tables

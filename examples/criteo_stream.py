@@ -1,7 +1,7 @@
 """DLRM on streamed Criteo data of any size: Kaggle's ``train.txt``, the days of the 1 TB logs, Parquet of the same.
 
 The data is never held in memory and has no dictionaries: categories are hashed. What is parsed once is cached, see
-`dnis_torchrec.data.streaming`. The data folder holds, and the first of these that is found is read:
+`dnis_torchrec.streaming`. The data folder holds, and the first of these that is found is read:
 
     urls.txt       one address or glob per line, of Parquet or text files on this machine or on storage
     *.parquet      columns label, int_0 .. int_12, cat_0 .. cat_25
@@ -20,8 +20,8 @@ from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, DEFAU
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.data.streaming import ParsedStream, StreamSchema, split_stream
 from dnis_torchrec.storage.fetching import cache_folder
+from dnis_torchrec.streaming import ParsedStream, StreamSchema, split_stream
 from examples.datasets.criteo import PUBLISHER
 from examples.datasets.text_files import require_folder
 from examples.models import build_dlrm, build_tables, draws

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.blocks.hashing import hash_values
-from dnis_torchrec.data.streaming import StreamSchema
+from dnis_torchrec.streaming import StreamSchema
 
 COLUMNS = ("y", "x0", "unused", "a", "b", "x1", "tags")
 SCHEMA = StreamSchema(

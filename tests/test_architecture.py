@@ -24,7 +24,7 @@ LAYERS = (
     {"storage"},
     {"blocks"},
     {"data", "scheme"},
-    {"ops", "report"},
+    {"ops", "report", "streaming"},
     {"serving", "soft_selection"},
     {"artifact", "training"},
     {"search"},

@@ -9,11 +9,11 @@ from typing import Any
 from dnis_torchrec.blocks.blocking import SCOPES
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.data.streaming import CountLimits
 from dnis_torchrec.search.alpha_optimizer import Pressure
 from dnis_torchrec.search.budget import Size, check_compresses
 from dnis_torchrec.search.pruning import STRUCTURES
 from dnis_torchrec.soft_selection.table_shards import dense_parameters
+from dnis_torchrec.streaming import CountLimits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,11 +25,9 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts, check_n
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.batches import BatchParts
-from dnis_torchrec.data.checked_counts import count_training_data, read_before_training
 from dnis_torchrec.data.lookup_batches import LookupBatches
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
-from dnis_torchrec.data.streaming import CountLimits
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, check_compresses
@@ -44,6 +42,8 @@ from dnis_torchrec.soft_selection.cached_tables import PrefetchedTables
 from dnis_torchrec.soft_selection.swap import merge_, prepare_
 from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_configs
 from dnis_torchrec.storage.files import Address
+from dnis_torchrec.streaming import CountLimits
+from dnis_torchrec.streaming.checked_counts import count_training_data, read_before_training
 from dnis_torchrec.training.sharded import check_pooling, set_learning_rates_, shard
 
 __all__ = [

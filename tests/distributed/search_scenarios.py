@@ -21,7 +21,6 @@ from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.sample_sketch import SampleSketch
-from dnis_torchrec.data.streaming import CountLimits
 from dnis_torchrec.jobs import SearchJob, run_search
 from dnis_torchrec.jobs.model_parts import save_parts
 from dnis_torchrec.ranks import Ranks
@@ -30,6 +29,7 @@ from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.search import Saving, SearchEvents, search
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.evaluation import evaluate
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank

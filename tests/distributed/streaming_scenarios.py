@@ -14,12 +14,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.data.streaming import ParsedStream, StreamedBatches, count_stream, split_stream
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.search import Saving, SearchEvents, SearchInterrupted, search
-from tests.data.test_streaming_counting import ROUGH, TABLES, make_batches
+from dnis_torchrec.streaming import ParsedStream, StreamedBatches, count_stream, split_stream
 from tests.distributed.harness import Rank
+from tests.streaming.test_streaming_counting import ROUGH, TABLES, make_batches
 from tests.streaming_data import SCHEMA, draw, labels, write_text
 
 NUM_SAMPLES = 61

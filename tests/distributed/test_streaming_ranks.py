@@ -9,7 +9,6 @@ import torch
 
 from dnis_torchrec import count_frequencies
 from dnis_torchrec.search.search import Saving, search
-from tests.data.test_streaming_counting import TABLES, make_batches
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.streaming_scenarios import (
     NUM_SAMPLES,
@@ -22,6 +21,7 @@ from tests.distributed.streaming_scenarios import (
     serve,
     write_clicks,
 )
+from tests.streaming.test_streaming_counting import TABLES, make_batches
 
 WORLD_SIZE = 2
 

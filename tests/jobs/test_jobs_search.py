@@ -18,7 +18,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dnis_torchrec import Size
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.data.recipe import Recipe, build_recipe
-from dnis_torchrec.data.streaming import CountLimits
 from dnis_torchrec.jobs import (
     SearchJob,
     run_evaluate,
@@ -35,6 +34,7 @@ from dnis_torchrec.search.loop import SearchLoop
 from dnis_torchrec.search.search import Saving, SearchInterrupted
 from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.storage.fetching import FETCHED
+from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
 from dnis_torchrec.training.finite import NonFiniteError
 from tests import tiny

@@ -10,8 +10,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import count_frequencies
-from dnis_torchrec.data.streaming import count_stream
 from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.streaming import count_stream
 
 META = torch.device("meta")
 """A device without any machine's need of one."""

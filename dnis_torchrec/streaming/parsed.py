@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dnis_torchrec.blocks.hashing import HASH_VERSION, spread
-from dnis_torchrec.data.streaming.chunks import CHUNK_ROWS, FORMAT_VERSION, ChunkIndex, index_files
-from dnis_torchrec.data.streaming.parsing import ParsedChunk, parse_chunk
-from dnis_torchrec.data.streaming.schema import StreamSchema
 from dnis_torchrec.storage.foreign_folders import is_plain_file, make_folder
 from dnis_torchrec.storage.whole_files import written_whole
+from dnis_torchrec.streaming.chunks import CHUNK_ROWS, FORMAT_VERSION, ChunkIndex, index_files
+from dnis_torchrec.streaming.parsing import ParsedChunk, parse_chunk
+from dnis_torchrec.streaming.schema import StreamSchema
 
 
 class ParsedStream:

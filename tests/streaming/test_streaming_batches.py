@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from dnis_torchrec.blocks.hashing import hash_values, spread
 from dnis_torchrec.data.over_ranks import for_counting
-from dnis_torchrec.data.streaming import WHOLE, ParsedStream, StreamedBatches, StreamSchema, cut, parsed, split_stream
-from dnis_torchrec.data.streaming.chunks import index_files
-from dnis_torchrec.data.streaming.epochs import EpochOrder
-from dnis_torchrec.data.streaming.split import Part
+from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, StreamSchema, cut, parsed, split_stream
+from dnis_torchrec.streaming.chunks import index_files
+from dnis_torchrec.streaming.epochs import EpochOrder
+from dnis_torchrec.streaming.split import Part
 from tests.streaming_data import COLUMNS, SCHEMA, contents, draw, expected, labels, write_parquet, write_text
 
 SAMPLES = draw(53)

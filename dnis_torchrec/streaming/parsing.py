@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.data.streaming.chunks import Chunk, is_parquet
-from dnis_torchrec.data.streaming.schema import StreamSchema
-from dnis_torchrec.data.streaming.values import bags_of_column, rows_of_column, split_keys
 from dnis_torchrec.storage.access import filesystem, read_bytes, retrying
+from dnis_torchrec.streaming.chunks import Chunk, is_parquet
+from dnis_torchrec.streaming.schema import StreamSchema
+from dnis_torchrec.streaming.values import bags_of_column, rows_of_column, split_keys
 
 _EXCERPT = 80
 

@@ -25,8 +25,8 @@ from dnis_torchrec.data.over_ranks import (
     warn_of_overlaps,
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe, checked_batches
-from dnis_torchrec.data.streaming import CountLimits, count_stream
 from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.streaming import CountLimits, count_stream
 
 
 def read_before_training(

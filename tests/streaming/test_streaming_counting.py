@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import blocks_from_counts, count_frequencies
 from dnis_torchrec.blocks.sketch import BoundedCounter, CountMinSketch
-from dnis_torchrec.data.streaming import CountLimits, count_stream
+from dnis_torchrec.streaming import CountLimits, count_stream
 
 TABLES = [
     EmbeddingBagConfig(name="small", num_embeddings=9, embedding_dim=4, feature_names=["f", "g"]),

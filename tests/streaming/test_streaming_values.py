@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dnis_torchrec.blocks.hashing import mix
-from dnis_torchrec.data.streaming import ParsedStream, StreamSchema, parsed
-from dnis_torchrec.data.streaming.parsing import ParsedChunk
+from dnis_torchrec.streaming import ParsedStream, StreamSchema, parsed
+from dnis_torchrec.streaming.parsing import ParsedChunk
 
 ROWS = 10**6
 WHITE = " \t\n\r\v\f"

@@ -26,7 +26,6 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
 from dnis_torchrec.comparison.methods.method import MethodTask
 from dnis_torchrec.comparison.methods.uniform import dense
 from dnis_torchrec.comparison.plan import Comparison, recipe_facts
-from dnis_torchrec.data import checked_counts
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.final_sigmoid import ends_in_sigmoid
 from dnis_torchrec.data.lookup_batches import LookupBatches, for_lookup
@@ -39,6 +38,7 @@ from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.search import search
 from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.streaming import checked_counts
 from dnis_torchrec.training.evaluation import evaluate
 from tests.tiny import ROWS, Repeatable, make_batch, make_collection, make_recipe, ranked
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.hashing import MISSING_ROW, hash_values, rows_of_values
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.streaming.schema import StreamSchema
+from dnis_torchrec.streaming.schema import StreamSchema
 
 _NO_ROW = -1
 _WANTED = "expected integers, strings or bytes"

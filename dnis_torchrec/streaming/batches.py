@@ -22,12 +22,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import DataSplits
-from dnis_torchrec.data.streaming.epochs import EpochOrder
-from dnis_torchrec.data.streaming.parsed import ParsedStream
-from dnis_torchrec.data.streaming.parsing import ParsedChunk
-from dnis_torchrec.data.streaming.split import WHOLE, Part, cut
 from dnis_torchrec.ranks import rank_of, world_size_of
 from dnis_torchrec.storage.access import local_path
+from dnis_torchrec.streaming.epochs import EpochOrder
+from dnis_torchrec.streaming.parsed import ParsedStream
+from dnis_torchrec.streaming.parsing import ParsedChunk
+from dnis_torchrec.streaming.split import WHOLE, Part, cut
 
 WINDOW_SAMPLES = 1 << 17
 """Samples that are shuffled together unless told otherwise: more no longer fit a CPU's cache, and are read slower."""
