@@ -47,13 +47,16 @@ def read_by_name_(model: nn.Module, *, refuse_weights: bool | None = False) -> N
             read_collection_by_name_(module, refuse_weights=refuse_weights)
 
 
-def read_collection_by_name_(collection: Sharded, *, refuse_weights: bool | None = False) -> None:
+def read_collection_by_name_(collection: Sharded, *, refuse_weights: bool | None = False, anew: bool = False) -> None:
     """`read_by_name_` for one sharded collection.
 
     Args:
         collection: the collection, changed in place.
         refuse_weights: see `read_by_name_`.
+        anew: forget what it has read until now, because it reads other features from now on.
     """
+    if anew:
+        vars(collection).pop("input_dist", None)
     step = vars(collection).get("input_dist")
     if not isinstance(step, FeaturesByName):
         if not collection._has_uninitialized_input_dist:

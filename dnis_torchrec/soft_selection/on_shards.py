@@ -56,6 +56,7 @@ from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.ops.packed_bags import Packing, pack_bags, select_packed
 from dnis_torchrec.soft_selection.alpha import Alpha, select_per_block, select_per_sample
 from dnis_torchrec.soft_selection.cached_tables import PrefetchedTables
+from dnis_torchrec.soft_selection.features_by_name import read_collection_by_name_
 from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
 from dnis_torchrec.soft_selection.select_pooled import WatchedOutputs, one_per_bag
 from dnis_torchrec.soft_selection.whole_tables import TableSelection
@@ -101,6 +102,7 @@ def _select_on_shards_(wrapper: SoftSelectionEmbeddingBagCollection, collection:
     collection._output_dists, collection._embedding_names, collection._embedding_dims = [], [], []
     collection._uncombined_embedding_names, collection._uncombined_embedding_dims = [], []
     collection._create_output_dist()
+    read_collection_by_name_(collection, anew=True)  # it may have been called before, with a key for every block
     wrapper.bag_splitter = None
     wrapper.selection = SelectedPooled(wrapper.outputs, wrapper.alpha)
 

@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
+from dnis_torchrec.soft_selection.on_shards import select_on_shards_
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.soft_selection.swap import prepare_
 
@@ -254,3 +255,13 @@ def test_a_batch_size_per_feature_is_read_by_name_too(gloo: dist.ProcessGroup, o
         for key in table.feature_names:
             name = key if key in pooled else f"{key}@{table.name}"
             torch.testing.assert_close(pooled[name], weights[table.name][ids[key][sample_of[key]]])
+
+
+def test_a_prepared_model_that_was_called_is_searched_all_the_same(gloo: dist.ProcessGroup) -> None:
+    """Called alone it reads a key for every block; selected on the shards, whole bags."""
+    model = sharded(prepared(collection(), 3), "table_wise")
+    ebc = get_unwrapped_module(model)["ebc"]
+    features = bags(longest=3)
+    expected = ebc(features).values()
+    select_on_shards_(model)
+    torch.testing.assert_close(ebc(features).values(), expected, atol=1e-6, rtol=0)
