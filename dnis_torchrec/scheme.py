@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from dnis_torchrec.blocks.bit_fields import check_widths
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check
 
@@ -46,6 +47,8 @@ class TableScheme:
         routing: row -> block; rows of no block retain nothing.
         retained: ``(S, D)`` bool: column d of block s holds at least one retained value.
         num_retained: number of retained values; less than the area of `retained` when single elements were pruned.
+        bits: ``(S, D)`` uint8: bits in which a value of column d of block s is stored, among
+            `dnis_torchrec.blocks.bit_fields.WIDTHS`, 0 where it is not retained; None: all retained ones in float32.
     """
 
     name: str
@@ -58,6 +61,7 @@ class TableScheme:
     routing: RowRouting
     retained: Tensor
     num_retained: int
+    bits: Tensor | None = None
 
     def __post_init__(self) -> None:
         place = f"table {self.name!r}"
@@ -78,6 +82,12 @@ class TableScheme:
             f"expected 0 <= num_retained <= {self.block_area}",
             self.num_retained,
         )
+        if self.bits is not None:
+            check_widths(self.bits, place)
+            agrees = tuple(self.bits.shape) == shape and bool(((self.bits > 0) == self.retained).all())
+            requirement = f"expected bits of shape {shape}, above 0 where a column is retained and nowhere else"
+            check(agrees, place, requirement, "others")
+            check(self.is_block_structured, place, "expected whole columns of blocks beside bits", "single values")
 
     @property
     def dims(self) -> Tensor:
@@ -203,6 +213,8 @@ class MixedDimensionScheme:
         tensors: dict[str, Tensor] = {}
         for name, table in self.tables.items():
             tensors[f"{name}/retained"] = table.retained
+            if table.bits is not None:
+                tensors[f"{name}/bits"] = table.bits
             tensors |= {f"{name}/{key}": value for key, value in table.routing.to_tensors().items()}
         return tensors
 
@@ -237,6 +249,7 @@ class MixedDimensionScheme:
                 routing=RowRouting.from_tensors(fields["num_embeddings"], fields["num_blocks"], routing_tensors),
                 retained=tensors[f"{name}/retained"],
                 num_retained=fields["num_retained"],
+                bits=tensors.get(f"{name}/bits"),
             )
         return MixedDimensionScheme(tables)
 

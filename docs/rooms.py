@@ -30,6 +30,7 @@ SAID = {
     "report": "report.html",
     "serving": "modules that look up",
     "soft_selection": "alpha, wrapper, sharding",
+    "allocation": "what columns are worth, in bits",
     "artifact": "export and load",
     "training": "shard, train, evaluate, save",
     "search": "both levels, size, pruning",

@@ -1,9 +1,13 @@
 """Serving: modules that look pruned tables up in place of an EmbeddingBagCollection."""
 
-from dnis_torchrec.ops.csr_operator import load_operator
-from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
-from dnis_torchrec.serving.csr_table import CsrTable
-from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dnis_torchrec.ops.csr_operator import load_operator
+    from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
+    from dnis_torchrec.serving.csr_table import CsrTable
+    from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
 
 __all__ = [
     "CsrEmbeddingBagCollection",
@@ -12,3 +16,20 @@ __all__ = [
     "block_tables",
     "load_operator",
 ]
+
+_HOME = {
+    "load_operator": "dnis_torchrec.ops.csr_operator",
+    "CsrEmbeddingBagCollection": "dnis_torchrec.serving.csr_collection",
+    "CsrTable": "dnis_torchrec.serving.csr_table",
+    "MixedDimensionEmbeddingBagCollection": "dnis_torchrec.serving.mixed_dimension",
+    "block_tables": "dnis_torchrec.serving.mixed_dimension",
+}
+"""Where each public name lives: a server loads the modules of the form that it serves, and no others."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,75 @@
+"""Bit fields: where the values of a row stand when every column of its block has a width of its own.
+
+Rows of a block follow one another at a fixed stride of whole bytes. In a row the columns come in their order, each a
+field of its bits, least significant bit first; a column of 0 bits takes none. A field of 32 bits holds a float32 and
+begins at a whole byte.
+
+Shapes: S blocks, D embedding_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.checks import check
+
+WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
+"""Bits that a value may take: 0 is a dropped column, 32 a float32, all others are codes."""
+FLOAT_BITS = 32
+
+
+def check_widths(bits: Tensor, place: str) -> None:
+    """Checks that every width is one of `WIDTHS`.
+
+    Args:
+        bits: any shape, integers.
+        place: what they belong to, for the error.
+
+    Raises:
+        ValueError: if one is not.
+    """
+    others = sorted(set(bits.unique().tolist()) - set(WIDTHS))
+    check(not others, place, f"expected bits among {WIDTHS}", others)
+
+
+def field_offsets(bits: Tensor) -> Tensor:
+    """First bit of every field in its row.
+
+    Args:
+        bits: ``(S, D)`` integers among `WIDTHS`.
+
+    Returns:
+        ``(S, D)`` int64; of a dropped column, where the next field may begin.
+
+    Example:
+        >>> field_offsets(torch.tensor([[3, 0, 4, 32, 2]])).tolist()
+        [[0, 3, 3, 8, 40]]
+    """
+    return _fields(bits)[0]
+
+
+def row_strides(bits: Tensor) -> Tensor:
+    """Bytes of a row of every block: its fields, rounded up to whole bytes.
+
+    Args:
+        bits: ``(S, D)`` integers among `WIDTHS`.
+
+    Returns:
+        ``(S,)`` int64; 0 for a block without a column.
+
+    Example:
+        >>> row_strides(torch.tensor([[3, 0, 4, 32, 2], [0, 0, 0, 0, 0]])).tolist()
+        [6, 0]
+    """
+    return -(-_fields(bits)[1] // 8)
+
+
+def _fields(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """(first bit of every field, bits of every row before its padding)."""
+    offsets, end = torch.empty_like(bits, dtype=torch.int64), torch.zeros(len(bits), dtype=torch.int64)
+    for column, width in enumerate(bits.long().unbind(1)):
+        end = torch.where(width == FLOAT_BITS, -(-end // 8) * 8, end)
+        offsets[:, column] = end
+        end = end + width
+    return offsets, end

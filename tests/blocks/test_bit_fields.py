@@ -1,0 +1,71 @@
+"""Bit fields against a count by hand, and the bits of a scheme."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dnis_torchrec.blocks.bit_fields import WIDTHS, field_offsets, row_strides
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+
+
+@given(bits=st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=40))
+def test_fields_follow_one_another_and_floats_begin_at_whole_bytes(bits: list[int]) -> None:
+    end, expected = 0, []
+    for width in bits:
+        if width == 32:
+            while end % 8:
+                end += 1
+        expected.append(end)
+        end += width
+    assert field_offsets(torch.tensor([bits]))[0].tolist() == expected
+    assert row_strides(torch.tensor([bits])).tolist() == [(end + 7) // 8]
+
+
+def _table(bits: torch.Tensor | None) -> TableScheme:
+    return TableScheme(
+        name="t",
+        collection="ebc",
+        num_embeddings=3,
+        embedding_dim=2,
+        pooling="sum",
+        feature_names=("f",),
+        is_weighted=False,
+        routing=RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3])),
+        retained=torch.tensor([[True, True], [False, True]]),
+        num_retained=4,
+        bits=bits,
+    )
+
+
+def test_bits_of_a_scheme_survive_its_parts() -> None:
+    bits = torch.tensor([[8, 3], [0, 32]], dtype=torch.uint8)
+    scheme = MixedDimensionScheme({"t": _table(bits)})
+    again = MixedDimensionScheme.from_parts(scheme.to_json(), scheme.to_tensors()).tables["t"].bits
+    assert again is not None
+    assert again.equal(bits)
+    assert "t/bits" not in MixedDimensionScheme({"t": _table(None)}).to_tensors()
+
+
+@pytest.mark.parametrize(
+    ("bits", "requirement"),
+    [
+        (torch.tensor([[8, 3], [4, 32]]), "expected bits of shape"),
+        (torch.tensor([[8, 0], [0, 32]]), "expected bits of shape"),
+        (torch.tensor([[8, 3]]), "expected bits of shape"),
+        (torch.tensor([[9, 3], [0, 32]]), "expected bits among"),
+    ],
+)
+def test_bits_that_do_not_fit_are_refused(bits: torch.Tensor, requirement: str) -> None:
+    with pytest.raises(ValueError, match=requirement):
+        _table(bits)
+
+
+def test_bits_want_whole_columns() -> None:
+    with pytest.raises(ValueError, match="whole columns"):
+        replace(_table(torch.tensor([[8, 3], [0, 32]])), num_retained=3)
