@@ -231,10 +231,9 @@ def test_a_form_may_be_one_that_the_module_of_the_artifacts_recipe_registers(
     artifact = write_tiny_artifact(tmp_path / "artifact")
     manifest = read_manifest(artifact)
     packaged = []
-    command = "dnis_torchrec.cli.package"
     of_own = manifest | {"run": manifest["run"] | {"recipe": "own_forms:demo"}}
-    monkeypatch.setattr(sys.modules[command], "read_manifest", lambda _: of_own)
-    monkeypatch.setattr(sys.modules[command], "run_package", lambda *_, form, **__: packaged.append(form))
+    monkeypatch.setattr("dnis_torchrec.artifact.read_manifest", lambda _: of_own)
+    monkeypatch.setattr("dnis_torchrec.jobs.packaging.run_package", lambda *_, form, **__: packaged.append(form))
     monkeypatch.chdir(tmp_path)
     arguments = ["package", str(artifact), "--form", "own", "--out", str(tmp_path / "out")]
     try:

@@ -19,8 +19,10 @@ import pytest
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.artifact.manifest import write_manifest
 from dnis_torchrec.data import users_code
-from dnis_torchrec.jobs import build_recorded, load_recorded, recorded, recorded_run, run_evaluate
+from dnis_torchrec.jobs import recorded
+from dnis_torchrec.jobs.artifact_jobs import recorded_run, run_evaluate
 from dnis_torchrec.jobs.packaging import of_artifact
+from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.verification import verify
 from dnis_torchrec.jobs.verification.resident import measure_resident
 from dnis_torchrec.storage.fetching import cache_folder

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.comparison.methods.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, keep_columns_, row_blocks
+from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import column_bytes, pointer_bytes
@@ -55,7 +56,7 @@ class MagnitudePruning:
         device: torch.device,
         folder: Path,
         patience: int,
-        max_epochs: int = MAX_EPOCHS,
+        max_epochs: int = TrainingRules.max_epochs,
         holds_zeros: bool = False,
     ) -> None:
         self._recipe, self._seed, self._device = recipe, seed, device
