@@ -17,6 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dnis_torchrec._dependencies import version
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.artifact.forms import FORMS
 from dnis_torchrec.cli import main
@@ -316,6 +317,44 @@ def test_python_m_is_the_same_program() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment())
     assert done.stdout == dnis("--help").stdout
     assert done.stderr == ""
+
+
+ANSWERED_AT_ONCE: list[tuple[str, int, str]] = [
+    ("--help", 0, "A typical session"),
+    ("--version", 0, f"dnis {version()}"),
+    *((f"{command} --help", 0, "Options") for command in ORDER),
+    *((f"{command} --no-such-option", 2, "No such option") for command in ORDER),
+    ("search a:b --out a --compression 0.5", 2, "--compression: expected a finite number above 1, got 0.5"),
+    ("search a:b --out a --compression 4 --keep-checkpoints 0", 2, "keep_checkpoints: expected at least 1, got 0"),
+    ("prune a --out b --compression 4 --scope row", 2, "scope: expected 'global' or 'table', got 'row'"),
+]
+"""Command line, its exit code and what it says."""
+
+ANSWER = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from dnis_torchrec.cli import main
+
+for line in json.load(sys.stdin):
+    sys.argv, said = ["dnis", *line.split()], io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+    print(json.dumps([code, said.getvalue(), sorted({"pandas", "pyarrow", "torch", "torchrec"} & set(sys.modules))]))
+"""
+
+
+def test_help_and_wrong_options_need_no_torch() -> None:
+    lines = json.dumps([line for line, _, _ in ANSWERED_AT_ONCE])
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWER], cwd=ROOT, env=environment(), input=lines, capture_output=True, text=True
+    )
+    answers = [json.loads(answer) for answer in done.stdout.splitlines()]
+    for (line, code, told), (exit_code, said, modules) in zip(ANSWERED_AT_ONCE, answers, strict=True):
+        assert (exit_code, modules) == (code, []), line
+        assert told in said, line
 
 
 def test_help_teaches() -> None:
