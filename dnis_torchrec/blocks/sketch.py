@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.count_limits import CountLimits
 from dnis_torchrec.blocks.hashing import spread
+from dnis_torchrec.blocks.settings import CountLimits
 from dnis_torchrec.checks import check
 
 

@@ -27,7 +27,8 @@ class Fields:
 
     Attributes:
         of: the dataclass.
-        given_only: leave out those that the user has not given, whose defaults are somebody else's to choose.
+        given_only: leave out those that the user has not given, whose defaults are somebody else's to choose. The
+            dataclass has to have defaults all the same, and checks what was given.
     """
 
     of: type
@@ -39,6 +40,17 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     Args:
         function: its parameters are arguments and options as typer takes them, or settings, see above.
+    """
+    return app.command()(with_options(function))
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The function as typer takes it: with an option for each field in place of the settings.
+
+    Wrong settings are wrong arguments, exit code 2, before the function runs.
+
+    Args:
+        function: see `command`.
     """
     signature = inspect.signature(function, eval_str=True)
     settings = {name: asked for name, parameter in signature.parameters.items() if (asked := _asked(parameter))}
@@ -53,13 +65,14 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 values = {option.name: given.pop(option.name) for option in options[name]}
                 if asked.given_only:
                     values = {option: value for option, value in values.items() if value is not None}
+                    asked.of(**values)
                 is_whole = signature.parameters[name].annotation is asked.of
                 given[name] = asked.of(**values) if is_whole else values
         function(**given)
 
     run.__dict__["__signature__"] = signature.replace(parameters=parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return app.command()(run)
+    return run
 
 
 def _asked(parameter: inspect.Parameter) -> Fields | None:

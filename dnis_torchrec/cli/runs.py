@@ -83,15 +83,12 @@ def search(
     with arguments():
         size = _size(compression, embedding_bytes, form)
 
-    from dnis_torchrec.blocks.blocking import STRATEGIES
     from dnis_torchrec.data.recipe import load_recipe
     from dnis_torchrec.jobs.run_folder import RunFolder
     from dnis_torchrec.jobs.search_job import SearchJob, run_search
 
     with arguments():
         load_recipe(recipe)
-        cuts, cut = [name for name in STRATEGIES if name != "explicit"], settings.get("strategy", STRATEGIES[0])
-        check(cut in cuts, "--strategy", f"expected one of {', '.join(cuts)}", repr(cut))
         job = SearchJob(
             recipe=recipe,
             data=data,

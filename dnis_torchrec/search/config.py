@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dnis_torchrec.blocks.blocking import SCOPES
-from dnis_torchrec.blocks.count_limits import CountLimits
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.alpha_optimizer import Pressure
@@ -64,8 +62,8 @@ class SearchConfig(SearchSettings):
     alpha_averaging: float = 0.98
 
     def __post_init__(self) -> None:
-        epochs = ("warm_up_epochs", "ramp_epochs", "release_epochs", "patience")
-        for name in ("num_blocks", *epochs, "upper_every", "upper_batch_parts"):
+        super().__post_init__()
+        for name in ("patience", "upper_every", "upper_batch_parts"):
             check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
         for part in ("search_table", "search_dense", "search_row", "release_table", "release_dense"):
             name = f"{part}_learning_rate"
@@ -73,9 +71,7 @@ class SearchConfig(SearchSettings):
             check(rate is None or rate > 0, name, "expected a number above 0", rate)
         decay = self.release_decay
         check(0 < decay <= 1, "release_decay", "expected a number above 0 and at most 1", decay)
-        check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
         check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
-        CountLimits(exact_rows=self.exact_count_rows)
         self.pressure_over(1)
 
     @property

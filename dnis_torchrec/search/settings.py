@@ -8,15 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from dnis_torchrec.blocks.count_limits import CountLimits
+from dnis_torchrec.blocks.settings import SCOPES, STRATEGIES, CountLimits
 from dnis_torchrec.checks import check
 
 STRUCTURES = ("element", "block")
+CUTS = tuple(name for name in STRATEGIES if name != "explicit")
+"""Strategies of a search: one that is told its boundaries is for those who call `blocks_from_counts` themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """The settings of a search that the command line offers; `SearchConfig` has all of them."""
+    """The settings of a search that the command line offers; `SearchConfig` has all others, too."""
 
     num_blocks: Annotated[int, "Blocks per table set; the recipe's own if not given."] = 10
     scope: Annotated[
@@ -30,6 +32,13 @@ class SearchSettings:
     ramp_epochs: Annotated[int, "Epochs in which alpha is led to the size."] = 12
     release_epochs: Annotated[int, "Epochs at most after the ramp."] = 14
     rotate: Annotated[bool, "Turn tables into their principal axes first, where the model can."] = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "warm_up_epochs", "ramp_epochs", "release_epochs"):
+            check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
+        check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
+        check(self.strategy in CUTS, "strategy", f"expected one of {CUTS}", repr(self.strategy))
+        CountLimits(exact_rows=self.exact_count_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,5 +68,5 @@ def check_pruning(*, structure: str, scope: str, threshold: float | None) -> Non
         ValueError: for an unknown structure or scope, or a threshold that is negative or NaN.
     """
     check(structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(structure))
-    check(scope in ("global", "table"), "scope", "expected 'global' or 'table'", repr(scope))
+    check(scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(scope))
     check(threshold is None or threshold >= 0, "threshold", "expected a number >= 0", threshold)

@@ -3,7 +3,7 @@
 files -> chunks -> parsed once, cached -> parts, split by a hash -> ranks, windows, batches
 """
 
-from dnis_torchrec.blocks.count_limits import CountLimits
+from dnis_torchrec.blocks.settings import CountLimits
 from dnis_torchrec.streaming.batches import StreamedBatches, split_stream
 from dnis_torchrec.streaming.counting import count_stream
 from dnis_torchrec.streaming.parsed import ParsedStream

@@ -158,7 +158,7 @@ def test_report_prints_the_rows_of_its_page_and_names_runs_that_are_in_figures_o
         ),
         (
             ["search", "tests.tiny:demo", "--compression", 4, "--strategy", "explicit"],
-            "--strategy: expected one of equal_r",
+            "strategy: expected one of ('equal_rows', 'equal_mass', 'decades'), got 'explicit'",
         ),
         (["search", "tests.tiny:demo", "--compression", 4, "--embedding-dim", 0], "embedding_dim: expected an integer"),
         (
@@ -195,7 +195,7 @@ def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_
         ("export", ["--form", "csr", "--form", "csr"], "forms: expected each once"),
         ("export", ["--scipy", "cso"], "scipy format 'cso': expected a known scipy format, got 'cso'; did you mean"),
         ("prune", ["--compression", 8, "--structure", "blok"], "structure: expected one of ('element', 'block')"),
-        ("prune", ["--compression", 8, "--scope", "all"], "scope: expected 'global' or 'table', got 'all'"),
+        ("prune", ["--compression", 8, "--scope", "all"], "scope: expected one of ('global', 'table'), got 'all'"),
         ("prune", ["--threshold", -1], "threshold: expected a number >= 0, got -1.0"),
         ("prune", ["--threshold", "nan"], "threshold: expected a number >= 0, got nan"),
     ],
@@ -325,8 +325,9 @@ ANSWERED_AT_ONCE: list[tuple[str, int, str]] = [
     *((f"{command} --help", 0, "Options") for command in ORDER),
     *((f"{command} --no-such-option", 2, "No such option") for command in ORDER),
     ("search a:b --out a --compression 0.5", 2, "--compression: expected a finite number above 1, got 0.5"),
+    ("search a:b --out a --compression 4 --num-blocks 0", 2, "num_blocks: expected at least 1, got 0"),
     ("search a:b --out a --compression 4 --keep-checkpoints 0", 2, "keep_checkpoints: expected at least 1, got 0"),
-    ("prune a --out b --compression 4 --scope row", 2, "scope: expected 'global' or 'table', got 'row'"),
+    ("prune a --out b --compression 4 --scope row", 2, "scope: expected one of ('global', 'table'), got 'row'"),
 ]
 """Command line, its exit code and what it says."""
 

@@ -1,10 +1,13 @@
-"""What counting rows may cost; a module without torch, as all that the command line takes its options from."""
+"""What a user may set of counting and blocking rows; without torch, as all that the command line takes options from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from dnis_torchrec.checks import check
+
+SCOPES = ("global", "table")
+STRATEGIES = ("equal_rows", "equal_mass", "decades", "explicit")
 
 
 @dataclass(frozen=True, kw_only=True)
