@@ -31,8 +31,9 @@ def main() -> None:
     except Exception as error:
         if not _is_told(error):
             raise
-        say(f"error: {describe_error(error)}", err=True)
-        number = getattr(error, "signal", None)  # of a search that has saved itself and stopped
+        has_saved_itself = hasattr(error, "signal")  # a `SearchInterrupted`, which only an interrupted search imports
+        say(f"error: {error if has_saved_itself else describe_error(error)}", err=True)
+        number = getattr(error, "signal", None)
         sys.exit(1 if number is None else exit_code(number))
 
 
