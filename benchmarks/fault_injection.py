@@ -96,7 +96,7 @@ def work(folder: Path) -> None:
         torch.manual_seed(0)
         own = recipe()
         config = SearchConfig.of(own, Size(compression_ratio=4))
-        saving = Saving(every_steps=CHECKPOINT_EVERY, resume=True)
+        saving = Saving(checkpoint_every=CHECKPOINT_EVERY, resume=True)
         outcome = search(own, config, checkpoints, device, SearchEvents(on_step=on_step), saving)
         if rank == 0:
             (folder / "history.json").write_text(json.dumps([vars(record) for record in outcome.history]))

@@ -71,7 +71,7 @@ def uniform(task: MethodTask) -> MethodResult:
         extra_bytes=4,
         selection_loss=0.5,
         seconds=1.5,
-        trials=task.num_trials or 2,
+        trials=task.trials or 2,
         seconds_of_trials=3.0,
         settings={"embedding_dim": EMBEDDING_DIM / task.compression_ratio},
     )
@@ -99,7 +99,7 @@ def reader(task: MethodTask) -> MethodResult:
         for name in ("train", "validation", "selection", "test")
     }
     seen["search"] = [[batch.labels.tolist() for batch in task.for_search().build(None).data.train]]
-    rules = {"patience": task.patience, "max_epochs": task.max_epochs, "trials": task.num_trials}
+    rules = {"patience": task.patience, "max_epochs": task.max_epochs, "trials": task.trials}
     name = task.folder.parent.name
     (out_of(task) / f"{name}.json").write_text(json.dumps({"seen": seen, "rules": rules}))
     return uniform(task)

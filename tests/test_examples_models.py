@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec import Size, TrainTask, export, load
 from dnis_torchrec.comparison.methods.trained_scheme import uniform_scheme_
 from dnis_torchrec.data.recipe import DataSplits, Recipe
-from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.packaging.flat_model import Signature, export_graph
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.search import search

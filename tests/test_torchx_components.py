@@ -126,7 +126,7 @@ def test_torchx_accepts_every_signature_and_its_docstring(name: str, capsys: pyt
         torchx(["run", "--dryrun", f"{FILE}:{name}", "--help"])
     assert stopped.value.code == 0
     described = " ".join(capsys.readouterr().out.split())
-    assert "named resource" in described
+    assert "memory of a node in MB" in described
     assert "TIP" not in described  # TorchX's stand-in for a missing docstring
 
 

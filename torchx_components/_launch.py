@@ -1,12 +1,40 @@
 """What all jobs share. Outside of the file with the components, where TorchX takes every function for one."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torchx import specs
 from torchx.components import dist
 
+Component = TypeVar("Component", bound=Callable[..., specs.AppDef])
+
 MODULE = "dnis_torchrec"
+
+ARGUMENTS = {
+    "j": "nodes x processes per node; every process of a search holds one shard of the tables",
+    "h": "named resource of a node, such as gpu.small or aws_p4d.24xlarge; takes precedence over cpu, gpu and memMB",
+    "cpu": "CPU cores of a node",
+    "gpu": "GPUs of a node",
+    "memMB": "memory of a node in MB",
+    "image": "container image, for schedulers that run one",
+    "mounts": "storage to mount, as in type=bind,src=/shared,dst=/shared",
+    "env": "environment variables of the job, as in OMP_NUM_THREADS=8,LOGLEVEL=INFO",
+    "max_restarts": "times that torchrun restarts the processes on their nodes",
+    "max_retries": "times that the scheduler starts the job again",
+}
+"""What the components' arguments for machines mean."""
+
+
+def documented(component: Component) -> Component:
+    """Adds what `ARGUMENTS` says of a component's arguments to its docstring, which TorchX makes its help from.
+
+    Args:
+        component: its docstring ends with the arguments of its own.
+    """
+    shared = [f"    {name}: {ARGUMENTS[name]}" for name in inspect.signature(component).parameters if name in ARGUMENTS]
+    component.__doc__ = "\n".join([inspect.cleandoc(component.__doc__ or ""), *shared])
+    return component
 
 
 def torchrun(

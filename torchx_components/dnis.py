@@ -17,6 +17,7 @@ from torchx import specs
 from torchx_components import _launch
 
 
+@_launch.documented
 def search(
     *args: str,
     j: str = "1x1",
@@ -34,16 +35,6 @@ def search(
 
     Args:
         args: after `--`: arguments of `dnis search`; `--resume` is added where restarts or retries are asked for
-        j: nodes x processes per node; every process holds one shard of the tables
-        h: named resource of a node, such as gpu.small or aws_p4d.24xlarge; takes precedence over cpu, gpu and memMB
-        cpu: CPU cores of a node
-        gpu: GPUs of a node
-        memMB: memory of a node in MB
-        image: container image, for schedulers that run one
-        mounts: storage to mount, as in type=bind,src=/shared,dst=/shared
-        env: environment variables of the job, as in OMP_NUM_THREADS=8,LOGLEVEL=INFO
-        max_restarts: times that torchrun restarts the processes on their nodes
-        max_retries: times that the scheduler starts the job again
     """
     node = {"h": h, "cpu": cpu, "gpu": gpu, "memMB": memMB, "image": image, "mounts": mounts}
     if (max_restarts or max_retries) and "--overwrite" in args:
@@ -57,6 +48,7 @@ def search(
     )
 
 
+@_launch.documented
 def export(
     *args: str,
     h: Optional[str] = None,
@@ -71,18 +63,12 @@ def export(
 
     Args:
         args: after `--`: arguments of `dnis export`
-        h: named resource of the node, such as cpu.xlarge; takes precedence over cpu and memMB
-        cpu: CPU cores
-        memMB: memory in MB
-        image: container image, for schedulers that run one
-        mounts: storage to mount, as in type=bind,src=/shared,dst=/shared
-        env: environment variables of the job, as in OMP_NUM_THREADS=8,LOGLEVEL=INFO
-        max_retries: times that the scheduler starts the job again
     """
     node = {"h": h, "cpu": cpu, "memMB": memMB, "image": image, "mounts": mounts}
     return _launch.one_process("export", args, node, env, max_retries)
 
 
+@_launch.documented
 def compare(
     *args: str,
     h: Optional[str] = None,
@@ -98,19 +84,12 @@ def compare(
 
     Args:
         args: after `--`: arguments of `dnis compare`
-        h: named resource of the node, such as gpu.xlarge or aws_p4d.24xlarge; takes precedence over cpu, gpu and memMB
-        cpu: CPU cores
-        gpu: GPUs
-        memMB: memory in MB
-        image: container image, for schedulers that run one
-        mounts: storage to mount, as in type=bind,src=/shared,dst=/shared
-        env: environment variables of the job, as in OMP_NUM_THREADS=8,LOGLEVEL=INFO
-        max_retries: times that the scheduler starts the job again
     """
     node = {"h": h, "cpu": cpu, "gpu": gpu, "memMB": memMB, "image": image, "mounts": mounts}
     return _launch.one_process("compare", args, node, env, max_retries)
 
 
+@_launch.documented
 def benchmark(
     *args: str,
     m: str,
@@ -130,16 +109,6 @@ def benchmark(
     Args:
         args: after `--`: arguments of the module
         m: the module, such as benchmarks.step_time
-        j: nodes x processes per node, where the module runs on several
-        h: named resource of a node, such as gpu.small or aws_p4d.24xlarge; takes precedence over cpu, gpu and memMB
-        cpu: CPU cores of a node
-        gpu: GPUs of a node
-        memMB: memory of a node in MB
-        image: container image, for schedulers that run one
-        mounts: storage to mount, as in type=bind,src=/shared,dst=/shared
-        env: environment variables of the job, as in OMP_NUM_THREADS=8,LOGLEVEL=INFO
-        max_restarts: times that torchrun restarts the processes on their nodes
-        max_retries: times that the scheduler starts the job again
     """
     node = {"h": h, "cpu": cpu, "gpu": gpu, "memMB": memMB, "image": image, "mounts": mounts}
     return _launch.torchrun("benchmark", m, list(args), j, node, env, max_restarts, max_retries)

@@ -22,13 +22,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.frequency import FrequencyCounts, RowCounts, pieces
 from dnis_torchrec.blocks.row_routing import MAX_NUM_BLOCKS, RowRouting
+from dnis_torchrec.blocks.settings import SCOPES, STRATEGIES
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.storage.whole_files import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
-
-SCOPES = ("global", "table")
-STRATEGIES = ("equal_rows", "equal_mass", "decades", "explicit")
 
 
 class _Head(TypedDict):

@@ -19,11 +19,8 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocks.hashing import spread
+from dnis_torchrec.blocks.settings import CountLimits
 from dnis_torchrec.checks import check
-
-EPSILON = 1e-6
-DELTA = 1e-2
-EXACT_IDS = 1 << 22
 
 
 class CountMinSketch:
@@ -47,7 +44,7 @@ class CountMinSketch:
         [3, 1, 0]
     """
 
-    def __init__(self, epsilon: float = EPSILON, delta: float = DELTA) -> None:
+    def __init__(self, epsilon: float = CountLimits.epsilon, delta: float = CountLimits.delta) -> None:
         check(0 < epsilon < 1, "epsilon", "expected a number between 0 and 1", epsilon)
         check(0 < delta < 1, "delta", "expected a number between 0 and 1", delta)
         self.epsilon, self.delta = epsilon, delta
@@ -113,7 +110,13 @@ class BoundedCounter:
         ([4, 1, 0], False)
     """
 
-    def __init__(self, *, exact_ids: int = EXACT_IDS, epsilon: float = EPSILON, delta: float = DELTA) -> None:
+    def __init__(
+        self,
+        *,
+        exact_ids: int = CountLimits.exact_ids,
+        epsilon: float = CountLimits.epsilon,
+        delta: float = CountLimits.delta,
+    ) -> None:
         check(exact_ids >= 2, "exact_ids", "expected an integer >= 2", exact_ids)
         self.exact_ids, self.epsilon, self.delta = exact_ids, epsilon, delta
         self.ids, self.counts, self.before = (np.empty(0, np.int64) for _ in range(3))

@@ -2,6 +2,7 @@
 
 Exit codes: 0 when all went well, 2 for wrong arguments, 128 + N if signal N has stopped it, 1 otherwise. Results go to
 standard output, progress and logs to standard error. A module here is a group of commands; importing it registers them.
+Help and wrong options answer at once: a command imports what does its work, and torch with it, when it runs.
 """
 
 from __future__ import annotations
@@ -13,25 +14,9 @@ from dnis_torchrec.cli import compare, package, plan, runs, verify
 from dnis_torchrec.cli.app import app
 from dnis_torchrec.cli.terminal import guard_standard_error, say
 from dnis_torchrec.data.users_code import named_errors
-from dnis_torchrec.jobs.run_folder import RunWriteError
-from dnis_torchrec.search.search import SearchInterrupted
-from dnis_torchrec.storage.access import StorageError
-from dnis_torchrec.training.checkpoint import CheckpointWriteError
-from dnis_torchrec.training.finite import NonFiniteError
 from dnis_torchrec.training.signals import Ending, Stopped, exit_code
 
 __all__ = ["app", "compare", "main", "package", "plan", "runs", "verify"]
-
-ERRORS = (
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    NonFiniteError,
-    CheckpointWriteError,
-    RunWriteError,
-    StorageError,
-)
-"""What a user can do something about: said in one line, without a traceback."""
 
 
 def main() -> None:
@@ -40,14 +25,27 @@ def main() -> None:
     try:
         with Ending(), named_errors():
             app(prog_name="dnis")
-    except SearchInterrupted as stop:
-        say(f"error: {stop}", err=True)
-        sys.exit(1 if stop.signal is None else exit_code(stop.signal))
     except Stopped as stop:
         say(f"error: {stop}", err=True)
         sys.exit(stop.exit_code)
     except Exception as error:
-        if not (isinstance(error, ERRORS) or is_of_system(error)):
+        if not _is_told(error):
             raise
-        say(f"error: {describe_error(error)}", err=True)
-        sys.exit(1)
+        has_saved_itself = hasattr(error, "signal")  # a `SearchInterrupted`, which only an interrupted search imports
+        say(f"error: {error if has_saved_itself else describe_error(error)}", err=True)
+        number = getattr(error, "signal", None)
+        sys.exit(1 if number is None else exit_code(number))
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether a user can do something about an error: it is then said in one line, without a traceback."""
+    if isinstance(error, ValueError | TypeError | NotImplementedError) or is_of_system(error):
+        return True
+    from dnis_torchrec.jobs.run_folder import RunWriteError
+    from dnis_torchrec.search.loop import SearchInterrupted
+    from dnis_torchrec.storage.access import StorageError
+    from dnis_torchrec.training.checkpoint import CheckpointWriteError
+    from dnis_torchrec.training.finite import NonFiniteError
+
+    of_work = (CheckpointWriteError, NonFiniteError, RunWriteError, SearchInterrupted, StorageError)
+    return isinstance(error, of_work)

@@ -2,6 +2,7 @@
 
 The commands themselves see local paths alone. An option or argument that may be an address is declared with the
 settings here: `fetched_settings` and `published_settings`, spread into its ``typer.Option`` or ``typer.Argument``.
+Storage, and torch with it, is imported for addresses alone.
 
 Ranks of one host share the folder that is published. Ranks of several share none: those of the first host have it, and
 what the others have to say they put at the address by themselves (`url_of_ranks`).
@@ -18,10 +19,6 @@ import typer
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.terminal import fail
-from dnis_torchrec.jobs.run_folder import WRITTEN_BY_RANKS
-from dnis_torchrec.storage.access import local_path
-from dnis_torchrec.storage.fetching import fetch, local_copy_of
-from dnis_torchrec.storage.outputs import output, shared_output
 
 _ADDRESS_OF: dict[Path, str] = {}
 
@@ -50,7 +47,15 @@ def _number(variable: str, otherwise: int) -> int:
 
 
 def _fetched(value: str | None) -> Path | None:
-    return None if value is None else _local(value, lambda: fetch(value))
+    if value is None:
+        return None
+
+    def prepare() -> Path:
+        from dnis_torchrec.storage.fetching import fetch
+
+        return fetch(value)
+
+    return _local(value, prepare)
 
 
 def _published(context: typer.Context, value: str | None) -> Path | None:
@@ -59,9 +64,13 @@ def _published(context: typer.Context, value: str | None) -> Path | None:
         return None
 
     def prepare() -> Path:
+        from dnis_torchrec.jobs.run_folder import WRITTEN_BY_RANKS
+        from dnis_torchrec.storage.fetching import local_copy_of
+        from dnis_torchrec.storage.outputs import output, shared_output
+
         # Ranks of one torchrun have it for a parent, also those that it starts again.
         job = f"ranks of {os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else ""
-        if local_path(value) is not None or _number("WORLD_SIZE", 1) == 1:
+        if _number("WORLD_SIZE", 1) == 1:
             return context.with_resource(output(value, job=job))
         variables = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         missing = [name for name in variables if name not in os.environ]
@@ -85,12 +94,16 @@ def _published_first(context: typer.Context, values: Sequence[str]) -> list[Path
 
 def _local(value: str, prepare: Callable[[], Path]) -> Path:
     """The local path that stands for an address; a wrong address is a wrong argument, exit code 2."""
+    from dnis_torchrec.storage.access import local_path
+
+    here = local_path(value)
+    if here is not None:
+        return here
     try:
         path = prepare()
     except (OSError, ValueError) as error:
         fail(error, 2)
-    if local_path(value) is None:
-        _ADDRESS_OF[path] = value
+    _ADDRESS_OF[path] = value
     return path
 
 

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from dnis_torchrec._dependencies import version
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_settings
-from dnis_torchrec.cli.terminal import PlainConsole, fail
+from dnis_torchrec.cli.terminal import PlainConsole, fail, say
 
 ORDER = ("search", "prune", "evaluate", "export", "verify", "package", "plan", "compare", "report")
 """The commands in the order in which a user meets them."""
@@ -92,8 +93,19 @@ def arguments() -> Iterator[None]:
         fail(error, 2)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        say(f"dnis {version()}")
+        raise typer.Exit
+
+
 @app.callback()
-def _before_any_command(context: typer.Context) -> None:
+def _before_any_command(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Refuses to do the work of one process on every rank of a launcher: they would write over each other."""
     command, world_size = context.invoked_subcommand, int(os.environ.get("WORLD_SIZE", "1"))
     with arguments():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,30 +13,21 @@ from dnis_torchrec.cli.app import (
     DataOption,
     OutOption,
     RecipeArgument,
-    app,
     arguments,
     check_data,
     check_json,
     print_metrics,
 )
+from dnis_torchrec.cli.options import Fields, command
 from dnis_torchrec.cli.terminal import say
-from dnis_torchrec.comparison import (
-    Compared,
-    Comparison,
-    comparison_table,
-    missing_lines,
-    parse_names,
-    parse_seeds,
-    parse_sizes,
-    run_comparison,
-    write_json,
-)
-from dnis_torchrec.comparison.methods.method import MAX_EPOCHS
-from dnis_torchrec.data.recipe import load_recipe
+from dnis_torchrec.comparison.settings import CompareSettings
 from dnis_torchrec.training.signals import Stopped
 
+if TYPE_CHECKING:
+    from dnis_torchrec.comparison.run import Compared
 
-@app.command()
+
+@command
 def compare(
     recipe: RecipeArgument,
     methods: Annotated[
@@ -50,21 +41,8 @@ def compare(
     seeds: Annotated[
         str, typer.Option("--seeds", help="How many, from 0 on; or with commas: which (`7,` is one).")
     ] = "3",
-    patience: Annotated[int, typer.Option(help="Epochs without a better selection loss before a training stops.")] = 3,
-    max_epochs: Annotated[int, typer.Option(help="Epochs of one training at most.")] = MAX_EPOCHS,
-    trials: Annotated[
-        int | None, typer.Option(help="Of methods that need several; each method's own number if not given.")
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes at a time, one for each cell and, when no cell waits, more for those that have trials left;"
-            " as many as cores (or GPUs) if not given."
-        ),
-    ] = None,
-    artifacts: Annotated[
-        bool, typer.Option("--artifacts", help="Export every cell that runs, to OUT/cells/CELL/artifact.")
-    ] = False,
+    *,
+    settings: Annotated[dict[str, Any], Fields(CompareSettings)],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write OUT/comparison.json here.")] = None,
 ) -> None:
     """Compares methods at the same bytes: methods x sizes x seeds, same splits, same early stopping.
@@ -73,6 +51,11 @@ def compare(
 
     Writes OUT/comparison.json, .csv and .html. Run again, it goes on where it stopped and tries again what crashed.
     """
+    from dnis_torchrec.comparison.outputs import write_json
+    from dnis_torchrec.comparison.plan import Comparison, parse_names, parse_seeds, parse_sizes
+    from dnis_torchrec.comparison.run import run_comparison
+    from dnis_torchrec.data.recipe import load_recipe
+
     with arguments():
         load_recipe(recipe)
         check_data(data)
@@ -85,11 +68,7 @@ def compare(
             methods=parse_names(methods, "--methods"),
             sizes=parse_sizes(sizes, "--sizes"),
             seeds=parse_seeds(seeds, "--seeds"),
-            patience=patience,
-            max_epochs=max_epochs,
-            trials=trials,
-            artifacts=artifacts,
-            jobs=jobs,
+            **settings,
         )
     try:
         compared = run_comparison(comparison)
@@ -104,6 +83,8 @@ def compare(
 
 
 def _print_compared(compared: Compared, out: Path) -> None:
+    from dnis_torchrec.comparison.outputs import comparison_table, missing_lines
+
     content, page = compared.content, f"{shown(out)}/comparison.html"
     print_metrics(partial(comparison_table, content), content.metrics, more=page)
     for line in missing_lines(content.rows):

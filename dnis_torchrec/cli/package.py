@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from dnis_torchrec.artifact import read_manifest
-from dnis_torchrec.artifact.forms import form_named
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import shown
 from dnis_torchrec.cli.app import (
@@ -16,19 +14,15 @@ from dnis_torchrec.cli.app import (
     OutOption,
     OverwriteOption,
     RecipeOption,
-    app,
     arguments,
     check_data,
 )
+from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import fail, say
 from dnis_torchrec.data.users_code import named_errors
-from dnis_torchrec.jobs import load_recorded
-from dnis_torchrec.jobs.packaging import KINDS, run_package
-from dnis_torchrec.jobs.packaging.of_artifact import check_packaged_form
-from dnis_torchrec.jobs.packaging.package import check_name
 
 
-@app.command()
+@command
 def package(
     artifact: ArtifactArgument,
     out: OutOption,
@@ -46,6 +40,13 @@ def package(
     A package runs without TorchRec, and an `aoti` one without Python: see examples/serving. It is checked against the
     model before it appears.
     """
+    from dnis_torchrec.artifact import read_manifest
+    from dnis_torchrec.artifact.forms import form_named
+    from dnis_torchrec.jobs.packaging import KINDS, run_package
+    from dnis_torchrec.jobs.packaging.of_artifact import check_packaged_form
+    from dnis_torchrec.jobs.packaging.package import check_name
+    from dnis_torchrec.jobs.recorded import load_recorded
+
     with arguments():
         check_data(data)
         if package_format not in KINDS:

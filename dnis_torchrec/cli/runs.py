@@ -7,15 +7,11 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from dnis_torchrec.artifact import read_scheme
-from dnis_torchrec.artifact.predictions import forms_table
-from dnis_torchrec.artifact.writing import ARTIFACT_FORMS, check_forms
-from dnis_torchrec.blocks.blocking import STRATEGIES
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_first_settings, shown, url_of_ranks
 from dnis_torchrec.cli.app import (
@@ -25,7 +21,6 @@ from dnis_torchrec.cli.app import (
     RecipeArgument,
     RecipeOption,
     RunArgument,
-    app,
     arguments,
     check_data,
     check_json,
@@ -33,32 +28,16 @@ from dnis_torchrec.cli.app import (
     print_metrics,
     print_table,
 )
+from dnis_torchrec.cli.options import Fields, command
 from dnis_torchrec.cli.terminal import say
-from dnis_torchrec.data.recipe import load_recipe
-from dnis_torchrec.jobs import (
-    SearchJob,
-    check_prune_out,
-    check_source_kept,
-    load_recorded,
-    read_runs,
-    recorded_run,
-    run_evaluate,
-    run_export,
-    run_prune,
-    run_report,
-    run_search,
-)
-from dnis_torchrec.jobs.run_folder import RunFolder
-from dnis_torchrec.report import ReportRow, rows_table
-from dnis_torchrec.report.tables import metric_names
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.pruning import check_pruning
-from dnis_torchrec.search.search import Saving
-from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.search.settings import PruneSettings, SearchSettings
+from dnis_torchrec.training.saving import Saving
+
+if TYPE_CHECKING:
+    from dnis_torchrec.report import ReportRow
+    from dnis_torchrec.search.budget import Size
 
 FORMS_WIDTH = 100
-CUTS = tuple(name for name in STRATEGIES if name != "explicit")
-"""Strategies that a command can name: they need no boundaries."""
 
 CompressionOption = Annotated[
     float | None,
@@ -78,26 +57,9 @@ BaselineOption = Annotated[
     list[str] | None,
     typer.Option(help="Train beside, at the same size: `dense`, `uniform`, `magnitude`. May be repeated."),
 ]
-ExactCountOption = Annotated[
-    int | None,
-    typer.Option(help="Larger tables are counted in bounded memory, with an error that is said; 2^24 by default."),
-]
-RotateOption = Annotated[
-    bool | None,
-    typer.Option("--rotate/--no-rotate", help="Turn tables into their principal axes first, where the model can."),
-]
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on with an interrupted run at --out; begin it if there is none.")
-]
-ScopeOption = Annotated[
-    str | None,
-    typer.Option(
-        help="`global`: tables of equal embedding_dim share blocks; `table`: each its own; the recipe's if not given."
-    ),
-]
 
 
-@app.command()
+@command
 def search(
     recipe: RecipeArgument,
     out: OutOption,
@@ -108,19 +70,10 @@ def search(
     seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0,
     baseline: BaselineOption = None,
     embedding_dim: Annotated[int | None, typer.Option(help="D to start from; the recipe's own if not given.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Blocks per table set; the recipe's own if not given.")] = None,
-    scope: ScopeOption = None,
-    strategy: Annotated[str, typer.Option(help="How rows are cut: equal_rows, equal_mass, decades.")] = "equal_rows",
-    exact_count_rows: ExactCountOption = None,
-    warm_up_epochs: Annotated[int | None, typer.Option(help="Epochs before alpha moves.")] = None,
-    ramp_epochs: Annotated[int | None, typer.Option(help="Epochs in which alpha is led to the size.")] = None,
-    release_epochs: Annotated[int | None, typer.Option(help="Epochs at most after the ramp.")] = None,
-    rotate: RotateOption = None,
+    *,
+    settings: Annotated[dict[str, Any], Fields(SearchSettings, given_only=True)],
+    saving: Saving,
     overwrite: OverwriteOption = False,
-    resume: ResumeOption = False,
-    checkpoint_every: Annotated[int, typer.Option(help="Lower steps between checkpoints; also after an epoch.")] = 0,
-    keep_checkpoints: Annotated[int, typer.Option(help="How many are kept, besides that of the best epoch.")] = 2,
-    on_save_error: Annotated[str, typer.Option(help="On a full disk, say: `stop` or `continue`.")] = "stop",
 ) -> None:
     """Searches: counts, blocks, learns alpha on validation loss, merges, prunes; writes RUN and its report.json.
 
@@ -129,26 +82,20 @@ def search(
     """
     with arguments():
         size = _size(compression, embedding_bytes, form)
-        saving = Saving(every_steps=checkpoint_every, keep_last=keep_checkpoints, on_error=on_save_error, resume=resume)
+
+    from dnis_torchrec.data.recipe import load_recipe
+    from dnis_torchrec.jobs.run_folder import RunFolder
+    from dnis_torchrec.jobs.search_job import SearchJob, run_search
+
+    with arguments():
         load_recipe(recipe)
-        check(strategy in CUTS, "--strategy", f"expected one of {', '.join(CUTS)}", repr(strategy))
-        settings = {
-            "num_blocks": num_blocks,
-            "scope": scope,
-            "strategy": strategy,
-            "exact_count_rows": exact_count_rows,
-            "warm_up_epochs": warm_up_epochs,
-            "ramp_epochs": ramp_epochs,
-            "release_epochs": release_epochs,
-            "rotate": rotate,
-        }
         job = SearchJob(
             recipe=recipe,
             data=data,
             out=out,
             url=url_of_ranks(out),
             size=size,
-            settings={name: value for name, value in settings.items() if value is not None},
+            settings=settings,
             embedding_dim=embedding_dim,
             seed=seed,
             baselines=tuple(baseline or ()),
@@ -156,7 +103,7 @@ def search(
             saving=saving,
         )
         if is_first_rank():  # which may have made the folder before the others come here
-            RunFolder.check_free(out, overwrite=overwrite or resume)
+            RunFolder.check_free(out, overwrite=overwrite or saving.resume)
         check_data(data)
     rows = run_search(job)
     if is_first_rank():
@@ -164,7 +111,7 @@ def search(
         say(f"run: {shown(out)}")
 
 
-@app.command()
+@command
 def prune(
     run: RunArgument,
     out: OutOption,
@@ -173,50 +120,32 @@ def prune(
     compression: CompressionOption = None,
     embedding_bytes: BytesOption = None,
     form: FormOption = None,
-    threshold: Annotated[float | None, typer.Option(help="Instead of a size: drop magnitudes up to this.")] = None,
-    structure: Annotated[
-        str, typer.Option(help="`block`: whole columns of blocks; `element`: single values.")
-    ] = "block",
-    scope: Annotated[
-        str, typer.Option(help="`global`: one budget; `table`: every table to the same ratio.")
-    ] = "global",
-    fine_tune_epochs: Annotated[int, typer.Option(help="Epochs at most of masked fine-tuning; 0 for none.")] = 10,
+    *,
+    settings: PruneSettings,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Prunes a finished RUN further, fine-tunes what is left with the mask held, and writes a new run."""
     with arguments():
-        check(
-            (threshold is None) or (compression is None and embedding_bytes is None),
-            "--threshold",
-            "expected no size",
-            "one",
-        )
-        check_pruning(structure=structure, scope=scope, threshold=threshold)
+        is_clear = settings.threshold is None or (compression is None and embedding_bytes is None)
+        check(is_clear, "--threshold", "expected no size", "one")
         _check_form(embedding_bytes, form)
-        size = None if threshold is not None else _size(compression, embedding_bytes, form)
-        requirement, remedy = "expected an integer >= 0", "say 0 for no fine-tuning"
-        check(fine_tune_epochs >= 0, "--fine-tune-epochs", requirement, fine_tune_epochs, remedy)
+        size = None if settings.threshold is not None else _size(compression, embedding_bytes, form)
+
+    from dnis_torchrec.jobs.prune_job import check_prune_out, check_source_kept, run_prune
+    from dnis_torchrec.jobs.recorded import load_recorded
+    from dnis_torchrec.jobs.run_folder import RunFolder
+
+    with arguments():
         head = RunFolder.open(run).read_head()
         check_source_kept(shown(run), shown(out))  # whose local copies are two folders in any case
         check_prune_out(run, out, overwrite=overwrite)
         load_recorded(run, head, data, recipe)
-    row = run_prune(
-        run,
-        data,
-        out,
-        recipe=recipe,
-        size=size,
-        threshold=threshold,
-        structure=structure,
-        scope=scope,
-        max_epochs=fine_tune_epochs,
-        overwrite=overwrite,
-    )
+    row = run_prune(run, data, out, recipe=recipe, size=size, settings=settings, overwrite=overwrite)
     _print_rows([row], out)
     say(f"run: {shown(out)}")
 
 
-@app.command()
+@command
 def export(
     run: RunArgument,
     out: OutOption,
@@ -230,6 +159,10 @@ def export(
     overwrite: OverwriteOption = False,
 ) -> None:
     """Exports a finished RUN as an artifact, ready to serve, and prints what every serving form of it would come to."""
+    from dnis_torchrec.artifact.writing import ARTIFACT_FORMS, check_forms
+    from dnis_torchrec.jobs.artifact_jobs import run_export
+    from dnis_torchrec.jobs.run_folder import RunFolder
+
     with arguments():
         RunFolder.open(run)
         check(
@@ -247,7 +180,7 @@ def export(
     say(f"artifact: {shown(out)}")
 
 
-@app.command()
+@command
 def evaluate(
     path: Annotated[
         Path,
@@ -260,6 +193,10 @@ def evaluate(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
 ) -> None:
     """Evaluates on the test split: a run's model, or an artifact's serving module dropped into the model."""
+    from dnis_torchrec.jobs.artifact_jobs import recorded_run, run_evaluate
+    from dnis_torchrec.jobs.recorded import load_recorded
+    from dnis_torchrec.storage.whole_files import write_json
+
     with arguments():
         check(path.is_dir(), str(path), "expected a run or an artifact", "no such folder")
         check_data(data)
@@ -271,7 +208,7 @@ def evaluate(
         write_json(json_file, result)
 
 
-@app.command()
+@command
 def report(
     runs: Annotated[
         list[Path],
@@ -284,6 +221,8 @@ def report(
 
     Further runs may differ from the first in size, seed, D and S: they add rows, and metric against D and against S.
     """
+    from dnis_torchrec.jobs.report_job import read_runs, run_report
+
     with arguments():
         together = read_runs(runs)
     run_report(runs[0], runs[1:])
@@ -306,10 +245,15 @@ def _size(compression: float | None, embedding_bytes: int | None, form: str | No
     check(given == 1, place, "expected one of the two", received, "say --compression 5, for example")
     is_fit = compression is None or (math.isfinite(compression) and compression > 1)
     check(is_fit, "--compression", "expected a finite number above 1", compression)
+    from dnis_torchrec.search.budget import Size
+
     return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form or Size.form)
 
 
 def _print_forms(artifact: Path) -> None:
+    from dnis_torchrec.artifact import read_scheme
+    from dnis_torchrec.artifact.predictions import forms_table
+
     headings, *rows = forms_table(read_scheme(artifact))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
@@ -320,5 +264,8 @@ def _print_forms(artifact: Path) -> None:
 
 
 def _print_rows(rows: Sequence[ReportRow], run: Path) -> None:
+    from dnis_torchrec.report import rows_table
+    from dnis_torchrec.report.tables import metric_names
+
     names = sorted(metric_names(rows), key=lambda name: name == "loss")  # one of the others, too
     print_metrics(partial(rows_table, rows), names, more=f"{shown(run)}/report.json")

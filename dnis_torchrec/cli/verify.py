@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -15,19 +15,17 @@ from dnis_torchrec.cli.app import (
     ArtifactArgument,
     DataOption,
     RecipeOption,
-    app,
     arguments,
     check_data,
     check_json,
     print_table,
 )
+from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
-from dnis_torchrec.jobs import load_recorded
-from dnis_torchrec.jobs.run_folder import RunFolder
-from dnis_torchrec.jobs.verification import Verification
-from dnis_torchrec.jobs.verification import verify as verify_artifact
-from dnis_torchrec.jobs.verification.findings import OK, Finding
-from dnis_torchrec.storage.whole_files import write_json
+
+if TYPE_CHECKING:
+    from dnis_torchrec.jobs.verification import Verification
+    from dnis_torchrec.jobs.verification.findings import Finding
 
 WIDTH = 120
 MANY = 6
@@ -35,7 +33,7 @@ MANY = 6
 MIB = 2**20
 
 
-@app.command()
+@command
 def verify(
     artifact: ArtifactArgument,
     against: Annotated[
@@ -53,6 +51,11 @@ def verify(
     The metric is checked with --data or --recipe only, because that runs the recipe's code. Exit code 1 if anything
     fails.
     """
+    from dnis_torchrec.jobs import verification
+    from dnis_torchrec.jobs.recorded import load_recorded
+    from dnis_torchrec.jobs.run_folder import RunFolder
+    from dnis_torchrec.storage.whole_files import write_json
+
     with arguments():
         check_data(data)
         check_json(json_file)
@@ -60,7 +63,7 @@ def verify(
             load_recorded(artifact, {}, data, recipe)
         if against is not None:
             RunFolder.open(against)
-    found = verify_artifact(artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds)
+    found = verification.verify(artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds)
     _print(found)
     if json_file is not None:
         write_json(json_file, found.to_json())
@@ -108,4 +111,6 @@ def _rows(findings: Sequence[Finding]) -> list[tuple[str, str, str, str]]:
 
 def _is_plain(finding: Finding) -> bool:
     """Whether nothing but that it is good can be said of it; bytes of a file and figures of the metric are not news."""
+    from dnis_torchrec.jobs.verification.findings import OK
+
     return finding.status == OK and finding.check in ("checksums", "run")

@@ -12,10 +12,11 @@ import torch
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, read_result
-from dnis_torchrec.comparison.methods.method import MAX_EPOCHS, needs_validation
+from dnis_torchrec.comparison.methods.method import needs_validation
 from dnis_torchrec.comparison.methods.uniform import dense_table_bytes
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
+from dnis_torchrec.comparison.settings import CompareSettings, training_rules
 from dnis_torchrec.data.final_sigmoid import warn_of_sigmoid
 from dnis_torchrec.data.labels import RankingBatch, check_candidates
 from dnis_torchrec.data.over_ranks import SPLITS, fingerprints, noting, warn_of_overlaps
@@ -32,7 +33,7 @@ SETTINGS = "settings"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(CompareSettings):
     """What `dnis compare` is asked for.
 
     The uncompressed model (``"dense"``) is always among the methods: every other row is compared with it, seed by seed.
@@ -46,11 +47,6 @@ class Comparison:
         methods: names of the registry.
         sizes: compression ratios, bytes of the uncompressed float32 tables over bytes wanted, each above 1.
         seeds: each gives its own splits and initial weights.
-        patience: epochs without a better selection loss before any training stops.
-        max_epochs: epochs of one training at most.
-        trials: of methods that need several; None for each method's own number.
-        artifacts: whether to export every cell that runs, but for models without embeddings.
-        jobs: processes at a time, cells and those that help them; None for `default_jobs`.
         registry: ``module:name`` of the mapping from method name to `Method`.
 
     Raises:
@@ -63,15 +59,11 @@ class Comparison:
     methods: tuple[str, ...]
     sizes: tuple[float, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
-    patience: int = 3
-    max_epochs: int = MAX_EPOCHS
-    trials: int | None = None
-    artifacts: bool = False
-    jobs: int | None = None
     registry: str = REGISTRY
     data_address: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in self.methods:
             check_known("method", name, load_registry(self.registry))
         for place, values in (("methods", self.methods), ("sizes", self.sizes), ("seeds", self.seeds)):
@@ -81,9 +73,6 @@ class Comparison:
             check(math.isfinite(size) and size > 1, "sizes", "expected compression ratios above 1", size)
         for seed in self.seeds:
             check(seed >= 0, "seeds", "expected integers >= 0", seed)
-        for place in ("patience", "max_epochs", "trials", "jobs"):
-            value = getattr(self, place)
-            check(value is None or value >= 1, place, "expected at least 1", value)
         is_file = self.out.exists() and not self.out.is_dir()
         check(not is_file, f"folder {self.out}", "expected a folder", "a file", "choose another name")
         is_ours = not self.out.exists() or (self.out / "cells").is_dir() or not any(self.out.iterdir())
@@ -143,9 +132,7 @@ class Comparison:
         return {
             "recipe": self.recipe,
             "data": self.data_address or self._local_data,
-            "patience": self.patience,
-            "max_epochs": self.max_epochs,
-            "trials": self.trials,
+            **training_rules(vars(self)),
         }
 
     def finished(self) -> dict[Cell, CellResult]:

@@ -34,6 +34,7 @@ from dnis_torchrec.comparison.methods.method import (
 )
 from dnis_torchrec.comparison.methods.projected import is_projected
 from dnis_torchrec.comparison.registry import load_registry
+from dnis_torchrec.comparison.settings import training_rules
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.over_ranks import NotedBatches
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
@@ -103,10 +104,8 @@ def _method(task: CellTask, device: torch.device, work: Path) -> tuple[Method, M
         seed=cell.seed,
         device=device,
         folder=work,
-        patience=rules["patience"],
-        max_epochs=rules["max_epochs"],
-        num_trials=rules["trials"],
         processes=task.processes,
+        **training_rules(rules),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
+from dnis_torchrec.blocks.settings import SCOPES
 from dnis_torchrec.checks import check, describe, nearest
 from dnis_torchrec.data.labels import RankingBatch, check_classes, check_labels
 from dnis_torchrec.data.split_checks import check_batch
@@ -153,8 +154,7 @@ class Recipe:
             rate = getattr(self, name)
             is_fit = rate is None or (math.isfinite(rate) and rate > 0)
             check(is_fit, f"Recipe.{name}", "expected a finite number above 0", rate)
-        scopes = ("global", "table")
-        check(self.scope in scopes, "Recipe.scope", f"expected one of {scopes}", repr(self.scope))
+        check(self.scope in SCOPES, "Recipe.scope", f"expected one of {SCOPES}", repr(self.scope))
 
 
 class TrainTask(nn.Module):

@@ -19,6 +19,7 @@ from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.of_run import scheme_row
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
+from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.soft_selection.swap import unshard_
 from dnis_torchrec.storage.files import Address, holds
 from dnis_torchrec.storage.workplaces import workplace
@@ -65,10 +66,7 @@ def run_prune(
     *,
     recipe: str | None = None,
     size: Size | None = None,
-    threshold: float | None = None,
-    structure: str = "block",
-    scope: str = "global",
-    max_epochs: int = 10,
+    settings: PruneSettings | None = None,
     overwrite: bool = False,
 ) -> ReportRow:
     """Prunes a finished run further, fine-tunes what is left with the mask held, and writes a new run folder.
@@ -81,22 +79,19 @@ def run_prune(
         data: folder of its data.
         out: run folder to make.
         recipe: ``module:function``; None for the run's own, where that is the user's own code.
-        size: see `prune`.
-        threshold: see `prune`.
-        structure: see `prune`.
-        scope: see `prune`.
-        max_epochs: epochs of fine-tuning at most; 0 prunes only.
+        size: see `prune`; None where the settings have a threshold.
+        settings: how to prune and fine-tune; the default ones if not given.
         overwrite: replace a run that stands at `out`.
 
     Returns:
         The row of the pruned model; the new report.json holds it in front of the source's rows.
 
     Raises:
-        ValueError: for a bad size or number of epochs, or if the run cannot be written to `out` (see
-            `check_prune_out`), and as `load_recorded`; before training.
+        ValueError: for a bad size, or if the run cannot be written to `out` (see `check_prune_out`), and as
+            `load_recorded`; before training.
         RunWriteError: if the pruned run could not be written; what stood at `out` is as it was.
     """
-    check(max_epochs >= 0, "max_epochs", "expected an integer >= 0", max_epochs, "give 0 to prune only")
+    how = settings or PruneSettings()
     check_prune_out(run_path, out, overwrite=overwrite)
     source = RunFolder.open(run_path)
     head = source.read_head()
@@ -105,15 +100,17 @@ def run_prune(
     load_state_(built.model, source.state(), str(run_path))
     counts, blocks = source.counts(), source.blocks()
     started = time.monotonic()
-    scheme = prune(built.model, blocks, counts, size=size, threshold=threshold, structure=structure, scope=scope)
+    scheme = prune(
+        built.model, blocks, counts, size=size, threshold=how.threshold, structure=how.structure, scope=how.scope
+    )
     with process_group() as device, errors_of_its_code(spec):
         torch.manual_seed(head["seed"])
         task = TrainTask(built.model, built.loss)
-        if max_epochs:
+        if how.fine_tune_epochs:
             out.parent.mkdir(parents=True, exist_ok=True)
             with workplace(out) as place:
                 place.new.mkdir()
-                task = _fine_tune(task, built, device, max_epochs, place.new)
+                task = _fine_tune(task, built, device, how.fine_tune_epochs, place.new)
         metrics = evaluate(task.to(device), built.data.test, built.loss, device)
     row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started)
     fields = {name: value for name, value in head.items() if name not in ("format", "format_version", "status")}

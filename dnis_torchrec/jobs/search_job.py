@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.methods import MagnitudePruning, MethodTask, nearest_uniform_row
+from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.data.users_code import errors_of_its_code
@@ -117,7 +118,7 @@ def run_search(job: SearchJob) -> list[ReportRow]:
             rows = list(on_rank_zero(run.rows))
             missing = [name for name in BASELINES if name in job.baselines and name not in {r.method for r in rows}]
             if missing:  # on one process, as was checked
-                for row in _baselines(job, missing, run.scheme(), config.patience, device):
+                for row in _baselines(job, missing, run.scheme(), TrainingRules(patience=config.patience), device):
                     rows.append(row)
                     run.write_rows(rows)
     return rows
@@ -200,7 +201,7 @@ def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
 
 
 def _baselines(
-    job: SearchJob, names: list[str], scheme: MixedDimensionScheme, patience: int, device: torch.device
+    job: SearchJob, names: list[str], scheme: MixedDimensionScheme, rules: TrainingRules, device: torch.device
 ) -> Iterator[ReportRow]:
     """Rows of the baselines at the size that the search came to, each as soon as it is trained."""
 
@@ -211,7 +212,7 @@ def _baselines(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if {"dense", "magnitude"} & set(names):
-            pruning = MagnitudePruning(build(None), seed=job.seed, device=device, folder=folder, patience=patience)
+            pruning = MagnitudePruning(build(None), seed=job.seed, device=device, folder=folder, rules=rules)
             if "dense" in names:
                 yield pruning.dense_row()
             if "magnitude" in names:
@@ -224,7 +225,7 @@ def _baselines(
                     seed=job.seed,
                     device=device,
                     folder=folder,
-                    patience=patience,
+                    **vars(rules),
                 )
             )
 

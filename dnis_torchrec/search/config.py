@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dnis_torchrec.blocks.blocking import SCOPES
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.alpha_optimizer import Pressure
 from dnis_torchrec.search.budget import Size, check_compresses
-from dnis_torchrec.search.pruning import STRUCTURES
+from dnis_torchrec.search.settings import STRUCTURES, SearchSettings
 from dnis_torchrec.soft_selection.table_shards import dense_parameters
-from dnis_torchrec.streaming import CountLimits
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchConfig:
-    """How to search.
+class SearchConfig(SearchSettings):
+    """How to search: the settings of the command line and, with defaults that suit a recipe, all others.
+
+    NOTE[DIFF]: the paper does not turn tables into their principal axes (`rotate`, where a model is `Rotatable`).
 
     Attributes:
         size: the requested size of all tables.
@@ -27,17 +27,7 @@ class SearchConfig:
         unrolled: take the gradient of alpha through one unrolled step of the weights (see `hypergradient`), each at its
             learning rate of the epoch; needs tables without a fused optimizer.
         structure: what pruning drops at the end, see `prune`. With pressure whole columns are dead by then.
-        num_blocks: S.
-        scope: see `blocks_from_counts`.
-        strategy: see `blocks_from_counts`.
-        exact_count_rows: rows are counted exactly in tables of up to so many; in larger ones in bounded memory, with a
-            stated error (see `CountLimits.exact_rows` and `FrequencyCounts.error_bounds`).
-        warm_up_epochs: epochs of lower steps alone.
-        ramp_epochs: epochs in which the mean of alpha is led to the size.
-        release_epochs: epochs at most after the ramp; without pressure the epochs of the ramp are added to them.
         patience: epochs of the release without a better selection loss before stopping.
-        rotate: turn tables into their principal axes after the warm-up, where the model is `Rotatable` (see
-            `rotation`). NOTE[DIFF]: the paper does not.
         column_sharing: see `Pressure`.
         column_order: see `Pressure.order`.
         upper_every: lower steps per upper step.
@@ -57,15 +47,7 @@ class SearchConfig:
     pressure: bool = True
     unrolled: bool = False
     structure: str = "block"
-    num_blocks: int = 10
-    scope: str = "global"
-    strategy: str = "equal_rows"
-    exact_count_rows: int = CountLimits.exact_rows
-    warm_up_epochs: int = 2
-    ramp_epochs: int = 12
-    release_epochs: int = 14
     patience: int = 3
-    rotate: bool = True
     column_sharing: float = 0.0
     column_order: str = "alpha"
     upper_every: int = 1
@@ -80,8 +62,8 @@ class SearchConfig:
     alpha_averaging: float = 0.98
 
     def __post_init__(self) -> None:
-        epochs = ("warm_up_epochs", "ramp_epochs", "release_epochs", "patience")
-        for name in ("num_blocks", *epochs, "upper_every", "upper_batch_parts"):
+        super().__post_init__()
+        for name in ("patience", "upper_every", "upper_batch_parts"):
             check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
         for part in ("search_table", "search_dense", "search_row", "release_table", "release_dense"):
             name = f"{part}_learning_rate"
@@ -89,9 +71,7 @@ class SearchConfig:
             check(rate is None or rate > 0, name, "expected a number above 0", rate)
         decay = self.release_decay
         check(0 < decay <= 1, "release_decay", "expected a number above 0 and at most 1", decay)
-        check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
         check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
-        CountLimits(exact_rows=self.exact_count_rows)
         self.pressure_over(1)
 
     @property
@@ -137,32 +117,17 @@ class SearchConfig:
         """The configuration that suits a recipe.
 
         Args:
-            recipe: gives the number and the scope of blocks, the number of epochs, the order and the sharing of
-                columns, alpha's rate, how often it steps, and the rates of the search and of its release.
+            recipe: gives every setting that it has a field for.
             size: see `size`; with pressure not above that of the recipe's `least_compression`.
             settings: any field by name, instead of the recipe's or the default.
 
         Raises:
             ValueError: for a field out of range, or a size above that of the uncompressed tables.
         """
-        names = (
-            "num_blocks",
-            "scope",
-            "warm_up_epochs",
-            "ramp_epochs",
-            "release_epochs",
-            "column_sharing",
-            "column_order",
-            "alpha_learning_rate",
-            "search_table_learning_rate",
-            "search_dense_learning_rate",
-            "search_row_learning_rate",
-            "release_table_learning_rate",
-            "release_dense_learning_rate",
-            "release_decay",
-            "upper_every",
-        )
-        config = SearchConfig(size=size, **{name: getattr(recipe, name) for name in names} | dict(settings or {}))
+        of_recipe = {
+            part.name: getattr(recipe, part.name) for part in fields(SearchConfig) if hasattr(recipe, part.name)
+        }
+        config = SearchConfig(size=size, **of_recipe | dict(settings or {}))
         parameters = dense_parameters(recipe.model)
         check_compresses(size, parameters)
         if not config.pressure or recipe.least_compression == 1:

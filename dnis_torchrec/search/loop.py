@@ -20,7 +20,7 @@ from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.checks import check
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.ranks import on_rank_zero, rank_of, world_size_of
 from dnis_torchrec.search.level_schedule import BilevelStream
@@ -28,7 +28,6 @@ from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.storage.json_files import conform
 from dnis_torchrec.training.checkpoint import (
-    ON_ERROR,
     CheckpointSaver,
     Manifest,
     PlacedTensor,
@@ -37,32 +36,10 @@ from dnis_torchrec.training.checkpoint import (
 )
 from dnis_torchrec.training.denormals import flushing_denormals
 from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.saving import Saving
 
 STOP_INTERVAL = 8
 """Steps after which several ranks ask each other whether one was told to stop."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saving:
-    """How a search saves itself.
-
-    Attributes:
-        every_steps: lower steps between two checkpoints, besides the one at the end of every epoch; 0 for no more.
-        keep_last: checkpoints that are kept, besides the one of the best epoch.
-        on_error: what to do when one cannot be written, as on a full disk: ``"stop"`` or ``"continue"``. The last good
-            one stays either way.
-        resume: go on from the latest checkpoint, if there is one.
-    """
-
-    every_steps: int = 0
-    keep_last: int = 2
-    on_error: str = "stop"
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.every_steps >= 0, "checkpoint_every", "expected a number of steps >= 0", self.every_steps)
-        check(self.keep_last >= 1, "keep_checkpoints", "expected at least 1", self.keep_last)
-        check_known("on_save_error", self.on_error, ON_ERROR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +189,7 @@ class SearchLoop:
     ) -> None:
         self._before_epoch, self._after_warm_up = before_epoch, after_warm_up
         self._pipeline, self._stream, self._recipe, self._events = pipeline, stream, recipe, events
-        self._folder, self._saving = checkpoint_folder(folder, keep_last=saving.keep_last), saving
+        self._folder, self._saving = checkpoint_folder(folder, keep_last=saving.keep_checkpoints), saving
         self._epochs, self._warm_up_epochs, self._patience = epochs, warm_up_epochs, patience
         self._steps_per_epoch, self._data = steps_per_epoch, dict(data or {})
         self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
@@ -237,7 +214,7 @@ class SearchLoop:
         latest = on_rank_zero(self._cleaned_latest) if self._saving.resume else None
         if latest is not None:
             self._restore(latest)
-        with CheckpointSaver(self._folder, on_error=self._saving.on_error) as saver:
+        with CheckpointSaver(self._folder, on_error=self._saving.on_save_error) as saver:
             while self._epoch < self._epochs and not self._is_over:
                 self._train_epoch(saver)
                 self._end_epoch(saver)
@@ -255,7 +232,7 @@ class SearchLoop:
         return self._pipeline.lower_steps + self._pipeline.upper_steps
 
     def _train_epoch(self, saver: CheckpointSaver) -> None:
-        pipeline, every = self._pipeline, self._saving.every_steps
+        pipeline, every = self._pipeline, self._saving.checkpoint_every
         self._before_epoch(self._epoch)
         steps_until = self._stream.schedule.steps_for((self._epoch + 1) * self._steps_per_epoch)
         while self._steps < steps_until:

@@ -33,7 +33,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, check_compresses
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
-from dnis_torchrec.search.loop import EpochRecord, Saving, SearchEvents, SearchInterrupted, SearchLoop
+from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted, SearchLoop
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.search.pruning import num_elements, prune
@@ -44,6 +44,7 @@ from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_co
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import count_training_data, read_before_training
+from dnis_torchrec.training.saving import Saving
 from dnis_torchrec.training.sharded import check_pooling, set_learning_rates_, shard
 
 __all__ = [

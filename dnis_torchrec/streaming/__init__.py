@@ -3,8 +3,9 @@
 files -> chunks -> parsed once, cached -> parts, split by a hash -> ranks, windows, batches
 """
 
+from dnis_torchrec.blocks.settings import CountLimits
 from dnis_torchrec.streaming.batches import StreamedBatches, split_stream
-from dnis_torchrec.streaming.counting import CountLimits, count_stream
+from dnis_torchrec.streaming.counting import count_stream
 from dnis_torchrec.streaming.parsed import ParsedStream
 from dnis_torchrec.streaming.schema import StreamSchema
 from dnis_torchrec.streaming.split import WHOLE, Part, cut

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,33 +16,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.frequency import FrequencyCounts, RowCounts, bags_of
-from dnis_torchrec.blocks.sketch import DELTA, EPSILON, EXACT_IDS, BoundedCounter, CountMinSketch, EstimatedCounts
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.blocks.settings import CountLimits
+from dnis_torchrec.blocks.sketch import BoundedCounter, CountMinSketch, EstimatedCounts
+from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import Ranks, together
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountLimits:
-    """What counting may cost.
-
-    Attributes:
-        exact_rows: tables up to this many rows are counted exactly, at 8 bytes a row.
-        exact_ids: of a larger table, distinct ids that are counted exactly, at 24 bytes each.
-        epsilon: error of the counts of all other ids, as a share of the occurrences of all other ids.
-        delta: probability that a count errs by more. The sketch takes ``8 ceil(ln(1 / delta)) ceil(e / epsilon)``
-            bytes: 109 MB by default.
-    """
-
-    exact_rows: int = 1 << 24
-    exact_ids: int = EXACT_IDS
-    epsilon: float = EPSILON
-    delta: float = DELTA
-
-    def __post_init__(self) -> None:
-        check(self.exact_rows >= 0, "exact_rows", "expected an integer >= 0", self.exact_rows)
-        BoundedCounter(exact_ids=self.exact_ids)
-        for name in ("epsilon", "delta"):
-            check(0 < getattr(self, name) < 1, name, "expected a number between 0 and 1", getattr(self, name))
 
 
 def count_stream(

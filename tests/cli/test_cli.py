@@ -17,6 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dnis_torchrec._dependencies import version
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.artifact.forms import FORMS
 from dnis_torchrec.cli import main
@@ -157,7 +158,7 @@ def test_report_prints_the_rows_of_its_page_and_names_runs_that_are_in_figures_o
         ),
         (
             ["search", "tests.tiny:demo", "--compression", 4, "--strategy", "explicit"],
-            "--strategy: expected one of equal_r",
+            "strategy: expected one of ('equal_rows', 'equal_mass', 'decades'), got 'explicit'",
         ),
         (["search", "tests.tiny:demo", "--compression", 4, "--embedding-dim", 0], "embedding_dim: expected an integer"),
         (
@@ -194,7 +195,7 @@ def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_
         ("export", ["--form", "csr", "--form", "csr"], "forms: expected each once"),
         ("export", ["--scipy", "cso"], "scipy format 'cso': expected a known scipy format, got 'cso'; did you mean"),
         ("prune", ["--compression", 8, "--structure", "blok"], "structure: expected one of ('element', 'block')"),
-        ("prune", ["--compression", 8, "--scope", "all"], "scope: expected 'global' or 'table', got 'all'"),
+        ("prune", ["--compression", 8, "--scope", "all"], "scope: expected one of ('global', 'table'), got 'all'"),
         ("prune", ["--threshold", -1], "threshold: expected a number >= 0, got -1.0"),
         ("prune", ["--threshold", "nan"], "threshold: expected a number >= 0, got nan"),
     ],
@@ -231,10 +232,9 @@ def test_a_form_may_be_one_that_the_module_of_the_artifacts_recipe_registers(
     artifact = write_tiny_artifact(tmp_path / "artifact")
     manifest = read_manifest(artifact)
     packaged = []
-    command = "dnis_torchrec.cli.package"
     of_own = manifest | {"run": manifest["run"] | {"recipe": "own_forms:demo"}}
-    monkeypatch.setattr(sys.modules[command], "read_manifest", lambda _: of_own)
-    monkeypatch.setattr(sys.modules[command], "run_package", lambda *_, form, **__: packaged.append(form))
+    monkeypatch.setattr("dnis_torchrec.artifact.read_manifest", lambda _: of_own)
+    monkeypatch.setattr("dnis_torchrec.jobs.packaging.run_package", lambda *_, form, **__: packaged.append(form))
     monkeypatch.chdir(tmp_path)
     arguments = ["package", str(artifact), "--form", "own", "--out", str(tmp_path / "out")]
     try:
@@ -317,6 +317,45 @@ def test_python_m_is_the_same_program() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment())
     assert done.stdout == dnis("--help").stdout
     assert done.stderr == ""
+
+
+ANSWERED_AT_ONCE: list[tuple[str, int, str]] = [
+    ("--help", 0, "A typical session"),
+    ("--version", 0, f"dnis {version()}"),
+    *((f"{command} --help", 0, "Options") for command in ORDER),
+    *((f"{command} --no-such-option", 2, "No such option") for command in ORDER),
+    ("search a:b --out a --compression 0.5", 2, "--compression: expected a finite number above 1, got 0.5"),
+    ("search a:b --out a --compression 4 --num-blocks 0", 2, "num_blocks: expected at least 1, got 0"),
+    ("search a:b --out a --compression 4 --keep-checkpoints 0", 2, "keep_checkpoints: expected at least 1, got 0"),
+    ("prune a --out b --compression 4 --scope row", 2, "scope: expected one of ('global', 'table'), got 'row'"),
+]
+"""Command line, its exit code and what it says."""
+
+ANSWER = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from dnis_torchrec.cli import main
+
+for line in json.load(sys.stdin):
+    sys.argv, said = ["dnis", *line.split()], io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+    print(json.dumps([code, said.getvalue(), sorted({"pandas", "pyarrow", "torch", "torchrec"} & set(sys.modules))]))
+"""
+
+
+def test_help_and_wrong_options_need_no_torch() -> None:
+    lines = json.dumps([line for line, _, _ in ANSWERED_AT_ONCE])
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWER], cwd=ROOT, env=environment(), input=lines, capture_output=True, text=True
+    )
+    answers = [json.loads(answer) for answer in done.stdout.splitlines()]
+    for (line, code, told), (exit_code, said, modules) in zip(ANSWERED_AT_ONCE, answers, strict=True):
+        assert (exit_code, modules) == (code, []), line
+        assert told in said, line
 
 
 def test_help_teaches() -> None:

@@ -19,12 +19,11 @@ import pytest
 from rich.table import Table
 from safetensors import SafetensorError
 
-from dnis_torchrec import cli
 from dnis_torchrec.artifact import writing as exporting
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 from dnis_torchrec.cli import terminal
 from dnis_torchrec.cli.app import ORDER, print_table
-from dnis_torchrec.jobs import search_job
+from dnis_torchrec.jobs import report_job, search_job
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.search.loop import SearchLoop
 from dnis_torchrec.storage.whole_files import written_whole
@@ -67,15 +66,15 @@ def commands(run: Path, artifact: Path, out: Path) -> dict[str, tuple[object, ..
 
 
 WORK = {
-    "search": "runs.run_search",
-    "prune": "runs.run_prune",
-    "evaluate": "runs.run_evaluate",
-    "export": "runs.run_export",
-    "verify": "verify.verify_artifact",
-    "package": "package.run_package",
-    "plan": "plan.compare_plans",
-    "compare": "compare.run_comparison",
-    "report": "runs.run_report",
+    "search": "jobs.search_job.run_search",
+    "prune": "jobs.prune_job.run_prune",
+    "evaluate": "jobs.artifact_jobs.run_evaluate",
+    "export": "jobs.artifact_jobs.run_export",
+    "verify": "jobs.verification.verify",
+    "package": "jobs.packaging.run_package",
+    "plan": "jobs.planning.plans.compare_plans",
+    "compare": "comparison.run.run_comparison",
+    "report": "jobs.report_job.run_report",
 }
 """What does the work of each command."""
 REFUSALS = [
@@ -97,13 +96,12 @@ def test_what_the_system_refuses_is_one_line_in_every_command(
     run: Path, artifact: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert WORK.keys() == commands(run, artifact, tmp_path).keys() == set(ORDER)
-    module, name = WORK[command].split(".")
     for error, told in REFUSALS:
 
         def refused(*_: object, error: Exception = error, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(getattr(cli, module), name, refused)
+        monkeypatch.setattr(f"dnis_torchrec.{WORK[command]}", refused)
         done = dnis(*commands(run, artifact, tmp_path / "out")[command])
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.startswith(f"error: {told}")
@@ -271,7 +269,7 @@ def test_names_of_others_do_not_steer_the_terminal(
     rows = json.loads((run / "report.json").read_text())
     rows["rows"][0]["method"] = EVIL
     (forged / "report.json").write_text(json.dumps(rows))
-    monkeypatch.setattr(cli.runs, "run_report", lambda *_: None)
+    monkeypatch.setattr(report_job, "run_report", lambda *_: None)
     done = dnis("report", forged)
     assert done.returncode == 0, done.stderr
     assert SHOWN in done.stdout

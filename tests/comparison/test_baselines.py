@@ -11,6 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.comparison.methods import MagnitudePruning, MethodTask, nearest_dim, nearest_uniform_row
+from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe
 from tests.tiny import make_recipe
 
@@ -50,7 +51,7 @@ def test_uniform_tables_report_their_own_size_also_where_kernels_train_wider_one
 
 
 def test_magnitude_pruning_meets_each_size_to_the_value_from_the_same_dense_model(gloo, tmp_path: Path) -> None:
-    pruning = MagnitudePruning(make_recipe(), seed=0, device=CPU, folder=tmp_path, patience=1)
+    pruning = MagnitudePruning(make_recipe(), seed=0, device=CPU, folder=tmp_path, rules=TrainingRules(patience=1))
     dense = pruning.dense_row()
     rows = [pruning.pruned_row(ratio) for ratio in (2, 8, 2)]
     assert [row.parameters for row in rows] == [208, 52, 208]

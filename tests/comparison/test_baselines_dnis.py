@@ -14,7 +14,8 @@ from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.comparison.methods import METHODS, MethodTask, NotApplicableError, SizeNotMetError
 from dnis_torchrec.comparison.methods.dnis import RATE_FACTORS
-from dnis_torchrec.comparison.methods.method import MAX_EPOCHS, MethodResult
+from dnis_torchrec.comparison.methods.method import MethodResult
+from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.search.budget import SizeOutOfReachError
@@ -31,8 +32,8 @@ def run(
     folder: Path,
     ratio: float = RATIO,
     *,
-    max_epochs: int = MAX_EPOCHS,
-    num_trials: int | None = 1,
+    max_epochs: int = TrainingRules.max_epochs,
+    trials: int | None = 1,
     searches: DataSplits | None = None,
     **changes: Any,
 ) -> MethodResult:
@@ -48,7 +49,7 @@ def run(
             device=device,
             folder=folder,
             max_epochs=max_epochs,
-            num_trials=num_trials,
+            trials=trials,
         )
         return METHODS[name](task)
 
@@ -74,7 +75,7 @@ def test_the_best_of_searches_at_several_rates_is_chosen_on_selection(tmp_path: 
     (tmp_path / "all").mkdir()
     one = run("dnis-tuned", tmp_path / "one", max_epochs=3)
     assert one.trials == 1
-    tuned = run("dnis-tuned", tmp_path / "all", max_epochs=3, num_trials=None)
+    tuned = run("dnis-tuned", tmp_path / "all", max_epochs=3, trials=None)
     rate = tiny.demo(None).table_learning_rate
     factor = tuned.settings["table_rate_factor"]
     losses = {}
@@ -106,7 +107,7 @@ def test_a_search_is_tuned_over_initial_weights_too(tmp_path: Path) -> None:
     best = min(range(7), key=losses.__getitem__)
     assert len(set(losses)) == 7
     (tmp_path / "all").mkdir()
-    tuned = run("dnis-tuned", tmp_path / "all", max_epochs=3, num_trials=7, redraw=redraw)
+    tuned = run("dnis-tuned", tmp_path / "all", max_epochs=3, trials=7, redraw=redraw)
     assert tuned.selection_loss == losses[best]
     chosen = (tuned.settings["initial_weights"], tuned.settings["table_rate_factor"])
     assert chosen == (best, RATE_FACTORS[best % 5])
@@ -114,7 +115,7 @@ def test_a_search_is_tuned_over_initial_weights_too(tmp_path: Path) -> None:
 
 
 def test_without_other_weights_there_are_no_more_searches_than_rates(tmp_path: Path) -> None:
-    assert run("dnis-tuned", tmp_path, max_epochs=3, num_trials=16).trials == len(RATE_FACTORS)
+    assert run("dnis-tuned", tmp_path, max_epochs=3, trials=16).trials == len(RATE_FACTORS)
 
 
 def test_the_paper_prunes_single_values_and_never_releases(tmp_path: Path) -> None:

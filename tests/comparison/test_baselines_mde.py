@@ -215,12 +215,12 @@ def test_less_than_one_dimension_for_every_block_is_refused() -> None:
 def test_sixteen_settings_and_no_more(gloo, tmp_path: Path) -> None:
     assert {(s.temperature, s.rounding) for s in SETTINGS} == {(t, r) for t in TEMPERATURES for r in ROUNDINGS}
     assert len(SETTINGS) == 16
-    all_of_them, more = (mde(make_task(tmp_path, 2, max_epochs=1, num_trials=number)) for number in (None, 17))
+    all_of_them, more = (mde(make_task(tmp_path, 2, max_epochs=1, trials=number)) for number in (None, 17))
     assert (more.trials, more.selection_loss) == (all_of_them.trials, all_of_them.selection_loss)
 
 
 def test_settings_of_the_same_dims_are_trained_once(gloo, tmp_path: Path) -> None:
-    result = mde(make_task(tmp_path, 1, max_epochs=1, num_trials=8))
+    result = mde(make_task(tmp_path, 1, max_epochs=1, trials=8))
     assert 1 < result.trials < 8
     assert result.extra_bytes == sum(
         4 * p.numel() for name, p in result.model.named_parameters() if ".matrices." in name
@@ -236,7 +236,7 @@ def test_projections_learn_at_the_tables_rate(gloo, tmp_path: Path, monkeypatch:
         initial.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
 
     monkeypatch.setattr("dnis_torchrec.comparison.methods.mde.project_", noting)
-    task = make_task(tmp_path, 2, max_epochs=1, num_trials=1)
+    task = make_task(tmp_path, 2, max_epochs=1, trials=1)
     slow = replace(task, build=lambda dim: replace(task.build(dim), dense_learning_rate=1e-6))
     found = dict(mde(slow).model.named_parameters())
     moved = {name: float((found[name] - weight).detach().abs().max()) for name, weight in initial[-1].items()}

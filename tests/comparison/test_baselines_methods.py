@@ -26,7 +26,7 @@ from dnis_torchrec.comparison.methods import (
 )
 from dnis_torchrec.comparison.methods.nis.supernet import Supernet
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.training.evaluation import evaluate
 from tests.tiny import ROWS, BagsOnly, Repeatable, make_batch, make_collection, make_recipe
 
@@ -45,7 +45,7 @@ def build(embedding_dim: int | None, **how) -> Recipe:
 
 def make_task(folder: Path, ratio: float, *, make: Callable[[int | None], Recipe] = build, **fields) -> MethodTask:
     """A cell that trains in a fraction of a second."""
-    defaults = {"seed": 0, "patience": 1, "max_epochs": 2, "num_trials": 2}
+    defaults = {"seed": 0, "patience": 1, "max_epochs": 2, "trials": 2}
     return MethodTask(build=make, compression_ratio=ratio, device=CPU, folder=folder, **defaults | fields)
 
 
@@ -98,7 +98,7 @@ def test_a_result_is_within_its_budget_and_serves_what_was_selected(gloo, tmp_pa
 
 @pytest.mark.parametrize("name", ["uniform", "mde", "random", "magnitude-iterative"])
 def test_fused_tables_train_too(gloo, tmp_path: Path, name: str) -> None:
-    task = make_task(tmp_path, 3, make=lambda dim: build(dim, optimizer="rowwise_adagrad"), num_trials=1)
+    task = make_task(tmp_path, 3, make=lambda dim: build(dim, optimizer="rowwise_adagrad"), trials=1)
     result = METHODS[name](task)
     assert result.selection_loss < 0.75
     for table in result.scheme.tables.values():
@@ -193,7 +193,7 @@ def test_a_feature_may_hold_several_ids_in_one_split_alone(gloo, tmp_path: Path,
         parts = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
         return replace(recipe, data=replace(recipe.data, **short), **parts)
 
-    result = METHODS[name](make_task(tmp_path, 2, make=one_split, num_trials=1, max_epochs=3))
+    result = METHODS[name](make_task(tmp_path, 2, make=one_split, trials=1, max_epochs=3))
     recipe = one_split(None)
     assert evaluate(TrainTask(result.model, recipe.loss), recipe.data.test, recipe.loss, CPU)["loss"] > 0
 
@@ -234,5 +234,5 @@ def test_a_search_comes_to_the_same_whatever_the_test_split_says(gloo, tmp_path:
 
 
 def test_random_search_draws_by_the_seed(gloo, tmp_path: Path) -> None:
-    drawn = [METHODS["random"](make_task(tmp_path, 2, seed=seed, num_trials=1)).settings for seed in (0, 1)]
+    drawn = [METHODS["random"](make_task(tmp_path, 2, seed=seed, trials=1)).settings for seed in (0, 1)]
     assert drawn[0] != drawn[1]

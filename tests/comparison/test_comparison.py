@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dnis_torchrec.artifact import read_manifest
-from dnis_torchrec.comparison import Comparison, parse_names, parse_seeds, parse_sizes, plan, registry
+from dnis_torchrec.comparison import plan, registry
 from dnis_torchrec.comparison.cells import (
     Cell,
     CellResult,
@@ -26,11 +26,12 @@ from dnis_torchrec.comparison.cells import (
 )
 from dnis_torchrec.comparison.methods import METHODS
 from dnis_torchrec.comparison.outputs import joined_versions, missing_lines
+from dnis_torchrec.comparison.plan import Comparison, parse_names, parse_seeds, parse_sizes
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
 from dnis_torchrec.data.over_ranks import NotedBatches
 from dnis_torchrec.data.recipe import load_recipe
-from dnis_torchrec.jobs import run_evaluate
+from dnis_torchrec.jobs.artifact_jobs import run_evaluate
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_lines import compared_lines

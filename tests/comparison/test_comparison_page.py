@@ -12,9 +12,8 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from dnis_torchrec.comparison import comparison_table
 from dnis_torchrec.comparison.cells import Cell
-from dnis_torchrec.comparison.outputs import rows_frame, write_json
+from dnis_torchrec.comparison.outputs import comparison_table, rows_frame, write_json
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.report import read_rows
 from dnis_torchrec.report.compare_lines import compared_lines, cost_lines, missing_reasons

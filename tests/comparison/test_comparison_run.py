@@ -17,11 +17,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torchrec.datasets.utils import Batch
 
 import dnis_torchrec.comparison.run as run_module
-from dnis_torchrec import cli
-from dnis_torchrec.comparison import Comparison, run_comparison
 from dnis_torchrec.comparison.cells import CellTask
-from dnis_torchrec.comparison.plan import recipe_facts
+from dnis_torchrec.comparison.plan import Comparison, recipe_facts
 from dnis_torchrec.comparison.processes import run_cells
+from dnis_torchrec.comparison.run import run_comparison
 from dnis_torchrec.data.recipe import Recipe
 from tests import tiny
 from tests.cli.test_cli import Done, dnis
@@ -240,7 +239,7 @@ def test_a_second_comparison_at_work_in_the_folder_is_refused(out: Path, monkeyp
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Done:
-    monkeypatch.setattr(cli.compare, "Comparison", partial(Comparison, registry=REGISTRY))
+    monkeypatch.setattr("dnis_torchrec.comparison.plan.Comparison", partial(Comparison, registry=REGISTRY))
     return dnis("compare", "tests.tiny:demo", *arguments)
 
 
@@ -303,7 +302,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
     def interrupted(comparison: Comparison) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(cli.compare, "run_comparison", interrupted)
+    monkeypatch.setattr(run_module, "run_comparison", interrupted)
     done = compare(monkeypatch, "--methods", "dnis", "--out", tmp_path / "out")
     assert (done.returncode, done.stdout) == (143, "")
     assert "error: stopped by SIGTERM; what has finished is kept, the same command goes on from there" in done.stderr

@@ -147,7 +147,7 @@ def test_searches_are_shared_as_trainings_are(gloo, tmp_path: Path, monkeypatch:
     def demo(embedding_dim: int | None) -> Recipe:
         return tiny.demo(None, embedding_dim=embedding_dim)
 
-    task, train, trained_by_helper = make_task(tmp_path, 3, make=demo, num_trials=3), TunedSearch.train, []
+    task, train, trained_by_helper = make_task(tmp_path, 3, make=demo, trials=3), TunedSearch.train, []
     alone = METHODS["dnis-tuned"](task)
 
     def helped(search: TunedSearch, own: MethodTask) -> MethodResult:

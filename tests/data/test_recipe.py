@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.blocks.blocking import SCOPES
+from dnis_torchrec.blocks.settings import SCOPES
 from dnis_torchrec.data.labels import check_labels
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask, load_recipe
 from tests import tiny

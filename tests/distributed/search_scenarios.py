@@ -21,8 +21,8 @@ from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.sample_sketch import SampleSketch
-from dnis_torchrec.jobs import SearchJob, run_search
 from dnis_torchrec.jobs.model_parts import save_parts
+from dnis_torchrec.jobs.search_job import SearchJob, run_search
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search.budget import Size

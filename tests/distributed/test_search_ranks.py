@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.jobs import drop_in_, run_evaluate, run_export
+from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate, run_export
 from dnis_torchrec.jobs.model_parts import load_parts, load_state_
 from dnis_torchrec.search.search import Saving, SearchOutcome, count_training_data, search
 from dnis_torchrec.soft_selection.table_shards import table_configs

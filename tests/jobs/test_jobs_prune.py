@@ -13,13 +13,19 @@ from typing import Any
 import pytest
 
 from dnis_torchrec import Size
-from dnis_torchrec.jobs import SearchJob, prune_job, run_export, run_prune, run_report, run_search
+from dnis_torchrec.jobs import prune_job
+from dnis_torchrec.jobs.artifact_jobs import run_export
+from dnis_torchrec.jobs.prune_job import run_prune
+from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
+from dnis_torchrec.jobs.search_job import SearchJob, run_search
+from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.sharded import set_learning_rates_
 from tests.cli.test_cli import dnis
 
 EIGHTH = Size(compression_ratio=8)
+CUT, TUNED = PruneSettings(fine_tune_epochs=0), PruneSettings(fine_tune_epochs=1)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -41,57 +47,59 @@ def test_the_run_itself_and_what_holds_it_are_no_place_for_the_pruned_one(run: P
     before = files_of(run)
     message = "expected another folder than that of the run to prune, got the one that holds .*; choose another --out"
     with pytest.raises(ValueError, match=message):
-        run_prune(run, None, run / place, size=EIGHTH, max_epochs=1, overwrite=True)
+        run_prune(run, None, run / place, size=EIGHTH, settings=TUNED, overwrite=True)
     assert files_of(run) == before
 
 
 def test_fewer_epochs_than_none_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^max_epochs: expected an integer >= 0, got -1; give 0 to prune only$"):
-        run_prune(run, None, tmp_path / "pruned", size=EIGHTH, max_epochs=-1)
+    with pytest.raises(ValueError, match=r"^fine_tune_epochs: expected an integer >= 0, got -1; say 0 for no"):
+        PruneSettings(fine_tune_epochs=-1)
     done = dnis("prune", run, "--compression", 8, "--fine-tune-epochs", -1, "--out", tmp_path / "pruned")
     assert done.returncode == 2
-    assert "--fine-tune-epochs: expected an integer >= 0, got -1; say 0 for no fine-tuning" in done.stderr
+    assert "fine_tune_epochs: expected an integer >= 0, got -1; say 0 for no fine-tuning" in done.stderr
     assert not (tmp_path / "pruned").exists()
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("size", "how", "message"),
     [
         (
+            None,
             {"threshold": 1e9},
             r"threshold: expected a number below 0\.\d+, above which nothing is left, got 1000000000\.0",
         ),
         (
+            None,
             {"threshold": 1e9, "structure": "element"},
             r"threshold: expected a number below \d\.\d+, above which nothing",
         ),
-        ({"size": Size(compression_ratio=400)}, r"compression_ratio: expected at most \d+\.\d\d for these tables"),
-        ({"size": Size(embedding_bytes=10**6)}, "embedding_bytes: expected at most 1664, what the uncompressed tables"),
+        (Size(compression_ratio=400), {}, r"compression_ratio: expected at most \d+\.\d\d for these tables"),
+        (Size(embedding_bytes=10**6), {}, "embedding_bytes: expected at most 1664, what the uncompressed tables"),
     ],
 )
 def test_a_run_that_would_retain_nothing_or_all_is_refused_before_training(
-    run: Path, tmp_path: Path, how: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, size: Size | None, how: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prune_job, "train_plainly", None)
     with pytest.raises(ValueError, match=f"^{message}"):
-        run_prune(run, None, tmp_path / "nothing", max_epochs=1, **how)
+        run_prune(run, None, tmp_path / "nothing", size=size, settings=PruneSettings(fine_tune_epochs=1, **how))
     assert not (tmp_path / "nothing").exists()
 
 
 def test_the_smallest_size_that_is_named_can_be_met_by_the_run(run: Path, tmp_path: Path) -> None:
     """Which has fewer columns than the tables have: its cheapest one may be dearer than theirs."""
     with pytest.raises(ValueError, match=r"^compression_ratio: expected at most [\d.]+ for these") as caught:
-        run_prune(run, None, tmp_path / "nothing", size=Size(compression_ratio=400), max_epochs=0)
+        run_prune(run, None, tmp_path / "nothing", size=Size(compression_ratio=400), settings=CUT)
     named = float(re.search(r"at most ([\d.]+) for", str(caught.value)).group(1))
-    assert run_prune(run, None, tmp_path / "least", size=Size(compression_ratio=named), max_epochs=0).parameters > 0
+    assert run_prune(run, None, tmp_path / "least", size=Size(compression_ratio=named), settings=CUT).parameters > 0
     with pytest.raises(ValueError, match=rf"^compression_ratio: expected at most {named:.2f} for these"):
-        run_prune(run, None, tmp_path / "nothing", size=Size(compression_ratio=named + 0.01), max_epochs=0)
+        run_prune(run, None, tmp_path / "nothing", size=Size(compression_ratio=named + 0.01), settings=CUT)
 
 
 def test_an_interrupted_prune_leaves_nothing_and_the_run_it_was_to_replace(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_prune(run, None, tmp_path / "older", size=EIGHTH, max_epochs=1)
+    run_prune(run, None, tmp_path / "older", size=EIGHTH, settings=TUNED)
     before = files_of(tmp_path)
 
     def interrupt(*_: object, folder: Path, **__: object) -> None:
@@ -101,7 +109,7 @@ def test_an_interrupted_prune_leaves_nothing_and_the_run_it_was_to_replace(
     monkeypatch.setattr(prune_job, "train_plainly", interrupt)
     for name in ("older", "new"):
         with pytest.raises(KeyboardInterrupt):
-            run_prune(run, None, tmp_path / name, size=EIGHTH, max_epochs=1, overwrite=True)
+            run_prune(run, None, tmp_path / name, size=EIGHTH, settings=TUNED, overwrite=True)
     assert files_of(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["older"]
 
@@ -109,7 +117,7 @@ def test_an_interrupted_prune_leaves_nothing_and_the_run_it_was_to_replace(
 def test_a_run_that_cannot_be_written_leaves_the_one_it_was_to_replace(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_prune(run, None, tmp_path / "older", size=EIGHTH, max_epochs=0)
+    run_prune(run, None, tmp_path / "older", size=EIGHTH, settings=CUT)
     before = files_of(tmp_path / "older")
 
     def full(*_: object) -> None:
@@ -122,11 +130,11 @@ def test_a_run_that_cannot_be_written_leaves_the_one_it_was_to_replace(
                 f"run folder {tmp_path / name}: expected to write the pruned run, got .* No space left .*; make room"
             )
             with pytest.raises(RunWriteError, match=message):
-                run_prune(run, None, tmp_path / name, size=EIGHTH, max_epochs=0, overwrite=True)
+                run_prune(run, None, tmp_path / name, size=EIGHTH, settings=CUT, overwrite=True)
     assert files_of(tmp_path / "older").items() >= before.items()
     assert [path.name for path in tmp_path.iterdir()] == ["older"]
     for name in ("older", "new"):
-        run_prune(run, None, tmp_path / name, size=EIGHTH, max_epochs=0, overwrite=name == "older")
+        run_prune(run, None, tmp_path / name, size=EIGHTH, settings=CUT, overwrite=name == "older")
         assert RunFolder.open(tmp_path / name).rows()
 
 
@@ -134,10 +142,10 @@ def test_what_a_job_that_never_began_has_left_is_no_obstacle_but_one_at_work_is(
     out = tmp_path / "pruned"
     RunFolder.create(out)
     with RunFolder(out).lock(), pytest.raises(ValueError, match="expected no other job at work in it"):
-        run_prune(run, None, out, size=EIGHTH, max_epochs=0)
-    run_prune(run, None, out, size=EIGHTH, max_epochs=0)
+        run_prune(run, None, out, size=EIGHTH, settings=CUT)
+    run_prune(run, None, out, size=EIGHTH, settings=CUT)
     with RunFolder(out).lock(), pytest.raises(ValueError, match="expected no other job at work in it"):
-        run_prune(run, None, out, size=EIGHTH, max_epochs=0, overwrite=True)
+        run_prune(run, None, out, size=EIGHTH, settings=CUT, overwrite=True)
     assert RunFolder.open(out).rows()
 
 
@@ -149,22 +157,22 @@ def test_a_pruned_run_that_training_on_makes_worse_stays_as_it_is(
         return train_plainly(model, optimizer, *arguments, **options)
 
     monkeypatch.setattr(prune_job, "train_plainly", at_no_rate_that_helps)
-    tuned = run_prune(run, None, tmp_path / "tuned", size=EIGHTH, max_epochs=1)
-    assert tuned.metrics == run_prune(run, None, tmp_path / "cut", size=EIGHTH, max_epochs=0).metrics
+    tuned = run_prune(run, None, tmp_path / "tuned", size=EIGHTH, settings=TUNED)
+    assert tuned.metrics == run_prune(run, None, tmp_path / "cut", size=EIGHTH, settings=CUT).metrics
 
 
 def test_what_stands_there_is_replaced_only_if_that_was_asked_for_and_it_is_a_run(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "pruned"
-    first = run_prune(run, None, out, size=EIGHTH, max_epochs=0)
+    first = run_prune(run, None, out, size=EIGHTH, settings=CUT)
     with pytest.raises(ValueError, match=r"got an existing one; choose another --out or --overwrite the run$"):
-        run_prune(run, None, out, size=EIGHTH, max_epochs=0)
-    again = run_prune(run, None, out, size=EIGHTH, max_epochs=0, overwrite=True)
+        run_prune(run, None, out, size=EIGHTH, settings=CUT)
+    again = run_prune(run, None, out, size=EIGHTH, settings=CUT, overwrite=True)
     assert again.metrics == first.metrics
     assert RunFolder.open(out).rows()[0] == again
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(ValueError, match=r"got an existing one; choose another --out$"):
-        run_prune(run, None, tmp_path / "mine", size=EIGHTH, max_epochs=0, overwrite=True)
+        run_prune(run, None, tmp_path / "mine", size=EIGHTH, settings=CUT, overwrite=True)
 
 
 KILLED = """
@@ -172,8 +180,12 @@ import os, signal, sys
 from pathlib import Path
 from dnis_torchrec import Size
 from dnis_torchrec.artifact import manifest as artifact
+from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.storage import whole_folders
-from dnis_torchrec.jobs import prune_job, run_export, run_prune, run_report
+from dnis_torchrec.jobs import prune_job
+from dnis_torchrec.jobs.artifact_jobs import run_export
+from dnis_torchrec.jobs.prune_job import run_prune
+from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder
 
 run, out = Path(sys.argv[1]), Path(sys.argv[2])
@@ -195,12 +207,12 @@ def replace():
 
 def fine_tune():
     prune_job.train_plainly = kill
-    run_prune(run, None, out / "pruned", size=Size(compression_ratio=8), max_epochs=1)
+    run_prune(run, None, out / "pruned", size=Size(compression_ratio=8), settings=PruneSettings(fine_tune_epochs=1))
 
 
 def write():
     RunFolder.write_rows = kill
-    run_prune(run, None, out / "pruned", size=Size(compression_ratio=8), max_epochs=0)
+    run_prune(run, None, out / "pruned", size=Size(compression_ratio=8), settings=PruneSettings(fine_tune_epochs=0))
 
 
 def report():
@@ -225,7 +237,7 @@ def test_what_was_killed_leaves_nothing_once_the_same_is_done_again(run: Path, t
     before = files_of(tmp_path / "older")
     run_export(run, tmp_path / "artifact", forms=("csr",))
     assert files_of(tmp_path / "older") == before  # the new one, which was in its place when its writer was killed
-    run_prune(run, None, tmp_path / "pruned", size=EIGHTH, max_epochs=0)
+    run_prune(run, None, tmp_path / "pruned", size=EIGHTH, settings=CUT)
     run_report(tmp_path / "run")
     assert not list(tmp_path.rglob("*.partial"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "older", "pruned", "run"]

@@ -19,10 +19,10 @@ import pytest
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.artifact.manifest import write_manifest
 from dnis_torchrec.data import users_code
-from dnis_torchrec.jobs import build_recorded, load_recorded, recorded, recorded_run, run_evaluate
+from dnis_torchrec.jobs import artifact_jobs, recorded
 from dnis_torchrec.jobs.packaging import of_artifact
-from dnis_torchrec.jobs.verification import verify
-from dnis_torchrec.jobs.verification.resident import measure_resident
+from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
+from dnis_torchrec.jobs.verification import resident, verify
 from dnis_torchrec.storage.fetching import cache_folder
 from tests.cli.test_cli import dnis
 from tests.jobs.test_jobs_prune import run as run  # a fixture
@@ -465,8 +465,8 @@ def test_every_command_takes_a_recipe_of_the_users(
         "prune", "run", "--compression", 8, "--fine-tune-epochs", 0, "--out", "out", *own, folder=attack.project
     )
     assert done.returncode == 0, done.stderr
-    assert recorded_run(Path("out"))["recipe"] == "shop.recipes:recipe"
-    assert run_evaluate(Path("out"), None)["recipe"] == "shop.recipes:recipe"
+    assert artifact_jobs.recorded_run(Path("out"))["recipe"] == "shop.recipes:recipe"
+    assert artifact_jobs.run_evaluate(Path("out"), None)["recipe"] == "shop.recipes:recipe"
     described: list[dict[str, str]] = []
     monkeypatch.setattr(of_artifact, "write_package", lambda *_, **given: described.append(given["described"]))
     assert dnis("package", "artifact", "--out", "package", *own, folder=attack.project).returncode == 0
@@ -496,5 +496,5 @@ def test_memory_is_measured_by_no_code_of_the_folder_that_one_stands_in(
     for name in ("json.py", "torch.py"):
         attack.put(name)
     monkeypatch.chdir(attack.project)
-    assert [row.form for row in measure_resident(artifact, ["csr"])] == ["csr"]
+    assert [row.form for row in resident.measure_resident(artifact, ["csr"])] == ["csr"]
     assert not attack.mark.exists()

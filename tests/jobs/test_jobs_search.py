@@ -18,20 +18,16 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dnis_torchrec import Size
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.data.recipe import Recipe, build_recipe
-from dnis_torchrec.jobs import (
-    SearchJob,
-    run_evaluate,
-    run_export,
-    run_folder,
-    run_prune,
-    run_report,
-    run_search,
-    search_job,
-)
+from dnis_torchrec.jobs import run_folder, search_job
+from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.progress import _StopRequest
+from dnis_torchrec.jobs.prune_job import run_prune
+from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import REPLACED, RunFolder, RunWriteError
+from dnis_torchrec.jobs.search_job import SearchJob, run_search
 from dnis_torchrec.search.loop import SearchLoop
 from dnis_torchrec.search.search import Saving, SearchInterrupted
+from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.streaming import CountLimits
@@ -40,6 +36,7 @@ from dnis_torchrec.training.finite import NonFiniteError
 from tests import tiny
 
 SETTINGS = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
+CUT = PruneSettings(fine_tune_epochs=0)
 
 
 def job(out: Path, **changes) -> SearchJob:
@@ -88,7 +85,7 @@ def test_a_run_that_says_nothing_was_saved_is_gone_and_one_that_names_a_checkpoi
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    out, saving = tmp_path / "run", Saving(on_error="continue")
+    out, saving = tmp_path / "run", Saving(on_save_error="continue")
     with monkeypatch.context() as patch:
         patch.setattr(LocalCheckpointFolder, "add", full)
         stop_after(patch, 3)
@@ -122,7 +119,9 @@ def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(
     assert note in RunFolder(out).read_head()["notes"]
     assert note in capsys.readouterr().err
     assert note.replace("'", "&#39;") in run_report(out).read_text()
-    again = run_prune(out, None, tmp_path / "pruned", size=Size(compression_ratio=8), max_epochs=1)
+    again = run_prune(
+        out, None, tmp_path / "pruned", size=Size(compression_ratio=8), settings=PruneSettings(fine_tune_epochs=1)
+    )
     assert again.compression_ratio >= 8
 
 
@@ -384,7 +383,7 @@ def test_links_in_a_run_are_named_before_anything_is_read_or_written_through_the
         lambda: run_report(run),
         lambda: run_evaluate(run, None),
         lambda: run_export(run, tmp_path / "artifact", forms=("csr",)),
-        lambda: run_prune(run, None, tmp_path / "pruned", size=Size(compression_ratio=8), max_epochs=0),
+        lambda: run_prune(run, None, tmp_path / "pruned", size=Size(compression_ratio=8), settings=CUT),
         lambda: run_search(job(run, overwrite=True)),
         lambda: run_search(job(run, saving=Saving(resume=True))),
         lambda: RunFolder.check_free(run, overwrite=True),
@@ -424,7 +423,7 @@ def test_all_of_a_run_is_readable_by_whom_the_user_wants(gloo, tmp_path: Path) -
     before = os.umask(mask)
     try:
         run_search(job(tmp_path / "run"))
-        run_prune(tmp_path / "run", None, tmp_path / "pruned", size=Size(compression_ratio=8), max_epochs=0)
+        run_prune(tmp_path / "run", None, tmp_path / "pruned", size=Size(compression_ratio=8), settings=CUT)
     finally:
         os.umask(before)
     for path in tmp_path.rglob("*"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import CUDA_HOME
 
-from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.packaging import Signature, load_package, run_package
 from dnis_torchrec.jobs.packaging.flat_model import FlatModel
 from dnis_torchrec.serving import load_operator

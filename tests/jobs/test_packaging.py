@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.packaging import Signature, export_graph, load_package, run_package, write_package
 from dnis_torchrec.jobs.packaging.aot_inductor import AotInductorModel
 from dnis_torchrec.jobs.packaging.flat_model import FlatModel, operator_libraries

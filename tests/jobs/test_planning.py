@@ -15,17 +15,11 @@ from rich.console import Console
 from dnis_torchrec.artifact import write_artifact
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.cli import main
-from dnis_torchrec.jobs.planning import (
-    Cluster,
-    PlannedTable,
-    compare_plans,
-    parse_bytes,
-    parse_tables,
-    plan_table,
-    plans,
-    tables_of_scheme,
-)
+from dnis_torchrec.jobs.planning import plans
+from dnis_torchrec.jobs.planning.cluster import Cluster, parse_bytes
 from dnis_torchrec.jobs.planning.placement import place
+from dnis_torchrec.jobs.planning.plans import compare_plans, plan_table
+from dnis_torchrec.jobs.planning.tables import PlannedTable, parse_tables, tables_of_scheme
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 GB = 10**9

@@ -23,7 +23,7 @@ from dnis_torchrec.artifact import FORMS, load, load_csr, load_dense_state, read
 from dnis_torchrec.artifact.manifest import describe_file, write_manifest
 from dnis_torchrec.cli import app
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.jobs import drop_in_, run_evaluate
+from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate
 from dnis_torchrec.jobs.verification import Finding, parity, verify
 from dnis_torchrec.jobs.verification.findings import OK
 from dnis_torchrec.jobs.verification.latency import BATCH_SIZES, measure_latency

@@ -13,7 +13,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.jobs import SearchJob, run_report, run_search
+from dnis_torchrec.jobs.report_job import run_report
+from dnis_torchrec.jobs.search_job import SearchJob, run_search
 from dnis_torchrec.report import (
     RunResults,
     SearchImages,

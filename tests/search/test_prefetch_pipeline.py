@@ -18,6 +18,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.comparison.methods.magnitude import MagnitudePruning
+from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.budget import Size
@@ -200,7 +201,7 @@ def test_everything_that_writes_to_tables_says_so(
     mask, magnitude = RetainedMask(model), sys.modules[MagnitudePruning.__module__]
     monkeypatch.setattr(magnitude, "shard", lambda *_: (model, optimizer))
     monkeypatch.setattr(magnitude, "train_plainly", lambda *_, **__: None)
-    pruning = MagnitudePruning(recipe, seed=0, device=CPU, folder=tmp_path, patience=1)
+    pruning = MagnitudePruning(recipe, seed=0, device=CPU, folder=tmp_path, rules=TrainingRules(patience=1))
     save_checkpoint(tmp_path / "saved", model)
     for cache in caches:
         cache.events.clear()

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec import MixedDimensionEmbeddingBagCollection, Size, TrainTask, export, load
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.search import loop as search_loop
 from dnis_torchrec.search import search as search_module
 from dnis_torchrec.search.config import SearchConfig
@@ -328,7 +328,7 @@ def test_best_epochs_that_could_not_be_written_leave_the_last_one_that_was(
 
     monkeypatch.setattr(transfer, "save_file", save_unless_full)
     monkeypatch.setattr(search_loop, "evaluate", lambda *_: {"loss": 1.0 - 0.1 * len(epochs)})
-    saving = Saving(on_error="continue")
+    saving = Saving(on_save_error="continue")
     outcome = search(make_recipe(), config, tmp_path, CPU, SearchEvents(on_epoch=on_epoch), saving)
     assert epochs == list(range(config.epochs))
     assert outcome.best_epoch == config.epochs - 3

@@ -69,7 +69,7 @@ def run(
     losses: list[float] = []
     events = SearchEvents(on_step=lambda loss, density: losses.append(loss), should_stop=lambda: len(losses) == stop_at)
     config = SearchConfig(size=Size(compression_ratio=4), **SHORT, **settings)
-    saving = Saving(every_steps=every, resume=resume)
+    saving = Saving(checkpoint_every=every, resume=resume)
     torch.manual_seed(99 if resume else 7)  # a new process has other random numbers
     try:
         return search(shuffled(optimizer), config, folder, CPU, events, saving), losses
@@ -168,7 +168,7 @@ def test_a_stop_names_the_latest_checkpoint_that_was_written(
         config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
         monkeypatch.setattr(LocalCheckpointFolder, "add", add)
         with pytest.raises(SearchInterrupted) as caught:
-            search(make_recipe(), config, tmp_path, CPU, events, Saving(on_error="continue", resume=resume))
+            search(make_recipe(), config, tmp_path, CPU, events, Saving(on_save_error="continue", resume=resume))
         return str(caught.value)
 
     kept_add = LocalCheckpointFolder.add

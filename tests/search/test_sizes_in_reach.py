@@ -154,7 +154,7 @@ def test_tables_of_zeros_are_refused(how: dict[str, object], structure: str, tmp
     ("options", "message"),
     [
         ({"structure": "row"}, r"structure: expected one of \('element', 'block'\), got 'row'"),
-        ({"scope": "model"}, "scope: expected 'global' or 'table', got 'model'"),
+        ({"scope": "model"}, r"scope: expected one of \('global', 'table'\), got 'model'"),
         ({}, r"prune: expected exactly one of size and threshold, got \(None, None\)"),
         ({"threshold": 0.1, "size": Size(parameters=1)}, "prune: expected exactly one of size and threshold"),
         ({"threshold": -0.1}, "threshold: expected a number >= 0, got -0.1"),

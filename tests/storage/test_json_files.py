@@ -22,11 +22,14 @@ from dnis_torchrec.artifact import load
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, TrainedCell, read_result
-from dnis_torchrec.jobs import SearchJob, recipe_of_artifact, report_job, run_report, run_search
+from dnis_torchrec.jobs import report_job
+from dnis_torchrec.jobs.artifact_jobs import recipe_of_artifact
 from dnis_torchrec.jobs.model_parts import load_parts, part_name
 from dnis_torchrec.jobs.packaging.folder import read_package_json, write_package_json
 from dnis_torchrec.jobs.progress import _StopRequest
+from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder
+from dnis_torchrec.jobs.search_job import SearchJob, run_search
 from dnis_torchrec.report import ReportRow, read_rows
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.loop import _Values

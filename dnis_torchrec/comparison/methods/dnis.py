@@ -47,7 +47,7 @@ def dnis(task: MethodTask) -> MethodResult:
     """The search with pressure (`search.search`): one run, whole columns of blocks, no fine-tuning.
 
     Args:
-        task: what to search, how large; its num_trials is not looked at.
+        task: what to search, how large; its trials is not looked at.
 
     Returns:
         The merged and pruned model with its scheme, in the form ``"mixed_dimension_fp32"``.
@@ -63,12 +63,12 @@ def dnis_tuned(task: MethodTask) -> MethodResult:
     """The best, on the selection split, of several searches as `dnis` has one, of other initial weights and rates.
 
     Five cost about what the 16 trainings of `random` and `mde` do, which choose in the same way;
-    `MethodTask.num_trials` may be smaller, or larger. The first is `dnis` itself. The others begin with weights drawn
+    `MethodTask.trials` may be smaller, or larger. The first is `dnis` itself. The others begin with weights drawn
     anew (`Recipe.redraw`), where the recipe can; their tables learn at the recipe's rate, before
     the release, times `RATE_FACTORS`. Where the recipe cannot draw, there are no more searches than rates.
 
     Args:
-        task: what to search, how large, and in how many searches: `NUM_SEARCHES` where its num_trials is None.
+        task: what to search, how large, and in how many searches: `NUM_SEARCHES` where its trials is None.
 
     Returns:
         The best search, with its rate factor and, where the recipe can draw, the number of its initial weights among
@@ -77,7 +77,7 @@ def dnis_tuned(task: MethodTask) -> MethodResult:
     Raises:
         SizeNotMetError: if the size is out of reach for whole columns.
     """
-    num_searches = task.num_trials or NUM_SEARCHES
+    num_searches = task.trials or NUM_SEARCHES
     if task.build(None).redraw is None:
         num_searches = min(num_searches, len(RATE_FACTORS))
     return best_of(task, {f"search {number}": partial(TunedSearch, number) for number in range(num_searches)})

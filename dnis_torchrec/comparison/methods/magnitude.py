@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.comparison.methods.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, keep_columns_, row_blocks
+from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import column_bytes, pointer_bytes
@@ -42,8 +43,7 @@ class MagnitudePruning:
         seed: for the rows.
         device: where to train.
         folder: existing folder for checkpoints.
-        patience: epochs without a better selection loss before stopping, in training and fine-tuning alike.
-        max_epochs: epochs of each training at most.
+        rules: how long to train, and to fine-tune.
         holds_zeros: values of the tables that start at zero stay zero in the dense training too.
     """
 
@@ -54,12 +54,11 @@ class MagnitudePruning:
         seed: int,
         device: torch.device,
         folder: Path,
-        patience: int,
-        max_epochs: int = MAX_EPOCHS,
+        rules: TrainingRules,
         holds_zeros: bool = False,
     ) -> None:
         self._recipe, self._seed, self._device = recipe, seed, device
-        self._patience, self._max_epochs, self._folder = patience, max_epochs, folder
+        self._rules, self._folder = rules, folder
         self._model, _ = shard(TrainTask(recipe.model, recipe.loss), recipe, device)
         self._shards = [part for module in collections(self._model).values() for part in local_shards(module)]
         self._dense_parameters = sum(part.weight.numel() for part in self._shards)
@@ -107,8 +106,8 @@ class MagnitudePruning:
             rest_optimizer(self._model, self._recipe),
             self._recipe,
             self._device,
-            max_epochs=self._max_epochs,
-            patience=self._patience,
+            max_epochs=self._rules.max_epochs,
+            patience=self._rules.patience,
             folder=self._folder,
             mask=mask,
             starts_trained=starts_trained,
@@ -197,8 +196,7 @@ def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
         seed=task.seed,
         device=task.device,
         folder=task.folder,
-        patience=task.patience,
-        max_epochs=task.max_epochs,
+        rules=task,
         holds_zeros=seen.parameters < seen.dense_parameters,
     )
     num_keep = min(num_keep, seen.parameters)

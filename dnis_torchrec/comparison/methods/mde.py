@@ -117,7 +117,7 @@ def mde(task: MethodTask) -> MethodResult:
     Blocks are those of a search of the same recipe, of scope ``"global"``: dims follow popularity, whichever table a
     row is of. For every setting, lambda, and with it the base dimension, is the largest whose bytes, projections
     included, are within the budget (`solve`). A setting that comes to the same dims as one before is not trained again
-    and is no trial; a smaller `MethodTask.num_trials` takes as many from the front of `SETTINGS`. Projections learn at
+    and is no trial; a smaller `MethodTask.trials` takes as many from the front of `SETTINGS`. Projections learn at
     the tables' rate.
 
     NOTE[DIFF]: the tables keep the recipe's own initial weights (the paper's are Xavier; projections are), so that all
@@ -138,7 +138,7 @@ def mde(task: MethodTask) -> MethodResult:
         return table_widths(task.build(embedding_dim).model)
 
     distinct: dict[str, MdeDims] = {}
-    for setting in SETTINGS[: task.num_trials]:
+    for setting in SETTINGS[: task.trials]:
         plan = solve(setting, blocks, budget, largest, widths)
         distinct.setdefault(str([plan.base_dim, *(dims.tolist() for dims in plan.dims.values())]), plan)
     return best_of(task, {name: functools.partial(_candidate, task, plan, counts) for name, plan in distinct.items()})

@@ -15,15 +15,14 @@ import torch
 from torch import nn
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import dense_parameters
 
-MAX_EPOCHS = 60
-
 
 @dataclass(frozen=True, kw_only=True)
-class MethodTask:
+class MethodTask(TrainingRules):
     """One cell of a comparison: what to make, of what, under which rules.
 
     Attributes:
@@ -37,9 +36,6 @@ class MethodTask:
         seed: of everything random.
         device: where to train.
         folder: existing, empty folder for checkpoints.
-        patience: epochs without a better selection loss before a training stops.
-        max_epochs: epochs of one training at most; of a search too, but for one of warm-up, ramp and release each.
-        num_trials: trials of a method that needs several; None for the method's own number.
         processes: how many processes may train trials of this task at a time, this one counted; they share its threads.
         helps: whether another process leads, and this one only trains some of its trials, in the same folder.
     """
@@ -49,16 +45,13 @@ class MethodTask:
     seed: int
     device: torch.device
     folder: Path
-    patience: int = 3
-    max_epochs: int = MAX_EPOCHS
-    num_trials: int | None = None
     processes: int = 1
     helps: bool = False
     build_for_search: Callable[[int | None], Recipe] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check(self.compression_ratio >= 1, "compression_ratio", "expected a number >= 1", self.compression_ratio)
-        check(self.num_trials is None or self.num_trials >= 1, "num_trials", "expected at least 1", self.num_trials)
         check(self.processes >= 1, "processes", "expected at least 1", self.processes)
 
     def dense_bytes(self) -> int:

@@ -29,7 +29,7 @@ NUM_TRIALS = 16
 
 
 def random_search(task: MethodTask) -> MethodResult:
-    """The best, on the selection split, of 16 (or `MethodTask.num_trials`) random sequences within the budget.
+    """The best, on the selection split, of 16 (or `MethodTask.trials`) random sequences within the budget.
 
     Blocks are those of a search of the same recipe; `random_dims` says how the sequences are drawn. One that was drawn
     before is not trained again and is no trial.
@@ -43,7 +43,7 @@ def random_search(task: MethodTask) -> MethodResult:
     counts, blocks = row_blocks(task)
     budget = byte_budget(task, blocks)
     generator = torch.Generator().manual_seed(task.seed)
-    drawn = [random_dims(blocks, budget, generator) for _ in range(task.num_trials or NUM_TRIALS)]
+    drawn = [random_dims(blocks, budget, generator) for _ in range(task.trials or NUM_TRIALS)]
     distinct = {str([dims.tolist() for dims in sequence.values()]): sequence for sequence in drawn}
 
     def candidate(sequence: dict[str, Tensor]) -> Candidate:

@@ -66,7 +66,7 @@ def uniform_grid(task: MethodTask) -> MethodResult:
     """Grid search over uniform tables: every D of 4, 8, .. up to the recipe's own, the best that is within the budget.
 
     All of them are trained and count as trials, whatever the budget: with compression_ratio 1 the result is the best
-    uniform dimension of any size. `MethodTask.num_trials` does not shorten the grid.
+    uniform dimension of any size. `MethodTask.trials` does not shorten the grid.
 
     Args:
         task: what to train, how large.

@@ -11,8 +11,9 @@ from dnis_torchrec.artifact.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
 from dnis_torchrec.artifact.predictions import SERVING_FORMS
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.users_code import errors_of_its_code
-from dnis_torchrec.jobs import drop_in_, load_recorded, recipe_of_artifact
+from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact
 from dnis_torchrec.jobs.packaging.package import write_package
+from dnis_torchrec.jobs.recorded import load_recorded
 
 ON_FBGEMM = (*DENSE_FORMS, *ROW_PRUNED_FORMS)
 """Forms whose lookups are FBGEMM's kernels."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-
-from torchrec.distributed.planner import Topology
+from typing import TYPE_CHECKING, Annotated
 
 from dnis_torchrec.checks import check, check_known, describe
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner import Topology
 
 COMPUTE_DEVICES = ("cuda", "cpu")
 OPTIMIZERS = ("none", "rowwise_adagrad", "adam")
@@ -25,14 +27,9 @@ class Cluster:
     """The machines to plan for.
 
     Attributes:
-        world_size: W, one rank per device.
         hbm_bytes: memory of one GPU; not looked at on ``"cpu"``.
         ddr_bytes: host memory of one rank. On ``"cuda"``, 0 keeps every table in GPU memory; more lets the planner put
             tables into host memory behind a cache on the GPU.
-        compute: ``"cuda"`` or ``"cpu"``.
-        local_world_size: ranks of one host, of which there are whole ones from the second host on.
-        batch_size: samples per rank and step.
-        optimizer: of the tables; a name in `OPTIMIZERS`.
 
     Raises:
         ValueError: for a world size that does not fill its hosts, a device without memory, an unknown name.
@@ -42,13 +39,13 @@ class Cluster:
         68000000000
     """
 
-    world_size: int
+    world_size: Annotated[int, "Devices, one rank on each."] = 8
     hbm_bytes: int = 0
     ddr_bytes: int = 0
-    compute: str = "cuda"
-    local_world_size: int = 8
-    batch_size: int = 512
-    optimizer: str = "rowwise_adagrad"
+    compute: Annotated[str, "`cuda` or `cpu`."] = "cuda"
+    local_world_size: Annotated[int, "Devices of one host; from the second host on, hosts are whole."] = 8
+    batch_size: Annotated[int, "Samples per rank and step."] = 512
+    optimizer: Annotated[str, "Of the tables: `none`, `rowwise_adagrad`, `adam`."] = "rowwise_adagrad"
 
     def __post_init__(self) -> None:
         check_known("compute", self.compute, COMPUTE_DEVICES)
@@ -84,6 +81,8 @@ class Cluster:
 
     def topology(self) -> Topology:
         """The cluster as TorchRec's planner wants it."""
+        from torchrec.distributed.planner import Topology
+
         return Topology(
             world_size=self.world_size,
             compute_device=self.compute,

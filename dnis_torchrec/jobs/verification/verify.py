@@ -12,7 +12,8 @@ from torch import Tensor
 from dnis_torchrec.artifact import load_csr, read_manifest, read_scheme
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code, named_errors
-from dnis_torchrec.jobs import drop_in_, load_recorded, recipe_of_artifact
+from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact
+from dnis_torchrec.jobs.recorded import load_recorded
 from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
 from dnis_torchrec.jobs.verification.integrity import check_against_run, check_files
 from dnis_torchrec.jobs.verification.latency import Latency, measure_latency

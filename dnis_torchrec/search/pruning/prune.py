@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.checks import check, describe
+from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size, check_compresses
@@ -23,8 +23,7 @@ from dnis_torchrec.search.pruning.columns import (
 from dnis_torchrec.search.pruning.elements import keep_above_, keep_largest_of_tables_, num_elements
 from dnis_torchrec.search.pruning.schemes import scheme_of
 from dnis_torchrec.search.pruning.tables import PrunedTable, pruned_tables, zero_never_seen_
-
-STRUCTURES = ("element", "block")
+from dnis_torchrec.search.settings import check_pruning
 
 
 @torch.no_grad()
@@ -120,22 +119,6 @@ def _with_columns_(tables: list[PrunedTable], kept: Mapping[str, Tensor], ranks:
     for table in tables:
         keep_columns_(table, kept[table.name])
     return scheme_of(tables, kept, ranks)
-
-
-def check_pruning(*, structure: str, scope: str, threshold: float | None) -> None:
-    """Checks arguments of `prune` that need no model for it.
-
-    Args:
-        structure: see `prune`.
-        scope: see `prune`.
-        threshold: see `prune`.
-
-    Raises:
-        ValueError: for an unknown structure or scope, or a threshold that is negative or NaN.
-    """
-    check(structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(structure))
-    check(scope in ("global", "table"), "scope", "expected 'global' or 'table'", repr(scope))
-    check(threshold is None or threshold >= 0, "threshold", "expected a number >= 0", threshold)
 
 
 def _size_or_threshold(size: Size | None, threshold: float | None) -> Size | float:

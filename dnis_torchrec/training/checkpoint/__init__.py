@@ -15,12 +15,11 @@ from dnis_torchrec.training.checkpoint.placement import (
     rng_tensors,
     set_rng_,
 )
-from dnis_torchrec.training.checkpoint.saver import ON_ERROR, CheckpointSaver
+from dnis_torchrec.training.checkpoint.saver import CheckpointSaver
 from dnis_torchrec.training.checkpoint.stored import StoredCheckpointFolder, checkpoint_folder
 from dnis_torchrec.training.checkpoint.transfer import CheckpointWriteError, read_checkpoint, write_checkpoint
 
 __all__ = [
-    "ON_ERROR",
     "CheckpointFolder",
     "CheckpointSaver",
     "CheckpointWriteError",

@@ -15,10 +15,9 @@ from dnis_torchrec.storage.access import local_path
 from dnis_torchrec.training.checkpoint.folder import CheckpointFolder, check_shared
 from dnis_torchrec.training.checkpoint.placement import TrainingState
 from dnis_torchrec.training.checkpoint.transfer import CheckpointWriteError, write_checkpoint
+from dnis_torchrec.training.saving import ON_ERROR
 
 logger = logging.getLogger(__name__)
-
-ON_ERROR = ("stop", "continue")
 
 
 class CheckpointSaver:

@@ -1,0 +1,47 @@
+"""What a user may set of a comparison; without torch, as all that the command line takes its options from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from dnis_torchrec.checks import check
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRules:
+    """How long every method may train; a search has at least one epoch of warm-up, ramp and release each."""
+
+    patience: Annotated[int, "Epochs without a better selection loss before a training stops."] = 3
+    max_epochs: Annotated[int, "Epochs of one training at most."] = 60
+    trials: Annotated[int | None, "Of methods that need several; each method's own number if not given."] = None
+
+    def __post_init__(self) -> None:
+        for place, value in training_rules(vars(self)).items():
+            check(value is None or value >= 1, place, "expected at least 1", value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSettings(TrainingRules):
+    """How a comparison is run."""
+
+    jobs: Annotated[
+        int | None,
+        "Processes at a time, one for each cell and, when no cell waits, more for those that have trials left;"
+        " as many as cores (or GPUs) if not given.",
+    ] = None
+    artifacts: Annotated[bool, "Export every cell that runs, to OUT/cells/CELL/artifact."] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.jobs is None or self.jobs >= 1, "jobs", "expected at least 1", self.jobs)
+
+
+def training_rules(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `TrainingRules` among others.
+
+    Args:
+        rules: all rules of a comparison, by name.
+    """
+    return {part.name: rules[part.name] for part in fields(TrainingRules)}
