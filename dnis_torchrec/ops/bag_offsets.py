@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops.batch_checks import INTEGERS, are_sound, named, refuse_bags
+from dnis_torchrec.ops.native_build import NAMESPACE
 
-NAMESPACE, NAME = "dnis_torchrec", "bag_offsets"
+NAME = "bag_offsets"
 SCHEMA = f"{NAME}(Tensor lengths, Tensor ids, Tensor features) -> Tensor"
 
 

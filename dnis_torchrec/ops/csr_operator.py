@@ -9,13 +9,8 @@ Shapes: B batch, F features, I ids of a batch, D embedding_dim, n rows and V val
 
 from __future__ import annotations
 
-import functools
-import os
-import threading
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,32 +21,24 @@ from dnis_torchrec.ops.bag_offsets import register_bag_offsets
 from dnis_torchrec.ops.batch_checks import INTEGERS
 from dnis_torchrec.ops.compact_pointers import num_rows_of, row_bounds
 from dnis_torchrec.ops.interleaved_rows import RowLayout, read_rows
-from dnis_torchrec.ops.native_build import (
-    INSTRUCTION_SETS,
-    NO_COMPILE,
-    SECONDS_TO_COMPILE,
-    NativeLibrary,
-    cache_folder,
-    chosen_instruction_set,
-    find_compiler,
-)
+from dnis_torchrec.ops.mixed_dimension_operator import register_mixed_dimension_bag
+from dnis_torchrec.ops.native_build import LOOKUPS, NAMESPACE, once
 
-NAMESPACE, NAME = "dnis_torchrec", "csr_embedding_bag"
+NAME = "csr_embedding_bag"
 SCHEMA = (
     f"{NAME}(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, Tensor layout, "
     "int[]? keys, SymInt batch_size, int width, bool zero_unknown) -> Tensor"
 )
 """The same as in the C++ source, which defines it where the library is loaded without Python."""
 
-_lock = threading.Lock()
 
-
+@once
 def load_operator() -> bool:
-    """Makes ``torch.ops.dnis_torchrec.csr_embedding_bag`` there, compiling it if need be; modules do so by themselves.
+    """Makes the operators of lookups there, compiling them if need be; modules do so by themselves.
 
-    Call it before running an exported program in a process that builds no CSR module. Further calls do nothing.
-    Without a compiler, or with ``DNIS_NO_COMPILE=1``, torch's own operators do the work: same results, many times
-    slower.
+    They are ``csr_embedding_bag``, ``mixed_dimension_bag`` and ``bag_offsets`` of ``torch.ops.dnis_torchrec``. Call it
+    before running an exported program in a process that builds no serving module. Further calls do nothing. Without a
+    compiler, or with ``DNIS_NO_COMPILE=1``, torch's own operators do the work: same results, many times slower.
 
     Returns:
         Whether the compiled implementation is used on the CPU.
@@ -63,13 +50,7 @@ def load_operator() -> bool:
         >>> load_operator() in (True, False)
         True
     """
-    with _lock:
-        return _load_operator()
-
-
-@functools.cache
-def _load_operator() -> bool:
-    compiled = _load_library()
+    compiled = LOOKUPS.is_there()
     if not compiled:
         torch.library.define(f"{NAMESPACE}::{NAME}", SCHEMA.removeprefix(NAME))
     # on the CPU the compiled implementation goes before this one
@@ -82,19 +63,9 @@ def _load_operator() -> bool:
             torch.library.impl(f"{NAMESPACE}::{NAME}", "CUDA", implementation)
     torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake_csr_embedding_bag)
     register_bag_offsets(compiled=compiled)
+    if compiled:
+        register_mixed_dimension_bag()
     return compiled
-
-
-def _load_library() -> bool:
-    if os.environ.get(NO_COMPILE, "0") not in ("", "0"):
-        return False
-    try:
-        load()
-    except (OSError, RuntimeError) as error:
-        slow = "lookups run on torch's operators, many times slower"
-        warnings.warn(f"{error}\n{slow}; {NO_COMPILE}=1 silences this", RuntimeWarning, stacklevel=5)
-        return False
-    return True
 
 
 def torch_csr_embedding_bag(
@@ -249,61 +220,3 @@ def _fake_csr_embedding_bag(
     zero_unknown: bool,
 ) -> Tensor:
     return ids.new_empty((batch_size, width), dtype=torch.float32)
-
-
-__all__ = [
-    "INSTRUCTION_SETS",
-    "NO_COMPILE",
-    "SOURCES",
-    "build",
-    "cache_folder",
-    "find_compiler",
-    "instruction_set",
-    "load",
-]
-
-SOURCES = Path(__file__).parent / "csrc" / "lookups"
-
-
-def build(*, compiler: str | None = None) -> Path:
-    """Gives the compiled library, building it if there is none for this source and this torch yet.
-
-    Args:
-        compiler: command of the C++ compiler; by default the variable CXX, else the first there is.
-
-    Returns:
-        Path of the library, see `NativeLibrary.build`.
-
-    Raises:
-        RuntimeError, OSError: see `NativeLibrary.build`.
-    """
-    return _library().build(compiler=compiler, seconds=SECONDS_TO_COMPILE)
-
-
-def load() -> None:
-    """Makes the operators there in this process, from what `build` gives.
-
-    Raises:
-        RuntimeError, OSError: see `NativeLibrary.load`.
-    """
-    _library().load()
-
-
-def _library() -> NativeLibrary:
-    return NativeLibrary(name="csr_embedding_bag", place="CSR lookup", sources=SOURCES)
-
-
-def instruction_set(*, limit: str | None = None) -> str:
-    """The instruction set that compiled lookups run on: the widest that the machine has. All give the same bits.
-
-    Args:
-        limit: from now on use at most ``"baseline"``, ``"avx2"`` or ``"avx512"``; None leaves it as it is.
-
-    Returns:
-        ``"avx512"``, ``"avx2"`` or ``"baseline"``.
-
-    Raises:
-        ValueError: for an unknown limit.
-        RuntimeError, OSError: see `build`.
-    """
-    return chosen_instruction_set(build(), "dnis_instruction_set", limit)

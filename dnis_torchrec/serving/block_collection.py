@@ -18,7 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.bag_splitting import check_one_batch_size
 from dnis_torchrec.ops.batch_checks import readable_bags
-from dnis_torchrec.ops.mixed_dimension_operator import LANES, load_mixed_dimension_operator
+from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.ops.mixed_dimension_operator import LANES
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.bag_routing import BagRouter
 from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_num_bags, name_unknown_id
@@ -103,7 +104,7 @@ class BlockCollection(EmbeddingBagCollectionInterface):
         self.merge = BlockMerge(self._logical, readers, dim_multiple=dim_multiple)
         self.blocks: nn.Module | None = None
         self._layout = BlockLayout.of(self._logical, self._stored, self.router.positions)
-        self._compiled = load_mixed_dimension_operator()
+        self._compiled = load_operator()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks bags up.
@@ -212,7 +213,7 @@ class BlockCollection(EmbeddingBagCollectionInterface):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes the operator there in a process that received the module from another."""
         super().__setstate__(state)
-        self._compiled = load_mixed_dimension_operator()
+        self._compiled = load_operator()
 
     def _check_block(self, table: str, block: int) -> tuple[str, tuple[int, int]]:
         """Place of a stored block in errors, and its shape ``(rows, R)``."""

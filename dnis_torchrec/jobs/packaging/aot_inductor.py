@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.ops.csr_operator import find_compiler
+from dnis_torchrec.ops.native_build import find_compiler
 
 MODEL_FILE = "model.pt2"
 CONSTANTS_FILE = "constants.safetensors"

@@ -25,8 +25,8 @@ from dnis_torchrec.jobs.packaging.flat_model import (
 )
 from dnis_torchrec.jobs.packaging.folder import PACKAGE, read_package_json, write_package_json
 from dnis_torchrec.jobs.packaging.triton import MODEL_FILE, write_triton_model
-from dnis_torchrec.ops.csr_operator import build, load_operator
-from dnis_torchrec.ops.native_build import built_elsewhere
+from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.ops.native_build import LOOKUPS, built_elsewhere
 from dnis_torchrec.storage.whole_folders import new_folder
 
 KINDS = ("aoti", "torchscript")
@@ -167,7 +167,7 @@ def _copy_libraries(program: torch.export.ExportedProgram, owner: Path, folder: 
     """Copies the libraries of operators that are not torch's own; returns their paths within the package."""
     if OWN_OPERATORS not in operator_libraries(program):
         return []
-    library = build()
+    library = LOOKUPS.build()
     (owner / "lib").mkdir()
     copied = owner / "lib" / library.name
     shutil.copyfile(library, copied)
