@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -139,6 +139,33 @@ def unfinished(path: str, source: str) -> list[str]:
     ]
 
 
+def public_names(source: str) -> set[str]:
+    """Names that a module defines at its top; loggers, and functions that are named as their `dnis` commands, not."""
+    names: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            if not any(".command" in ast.unparse(decorator) for decorator in node.decorator_list):
+                names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {part.id for target in targets for part in parts_of(target) if isinstance(part, ast.Name)}
+    return {name for name in names if not name.startswith("_")} - {"logger"}
+
+
+def parts_of(target: ast.expr) -> list[ast.expr]:
+    """What an assignment gives values to: the parts of a tuple, or the target itself."""
+    return target.elts if isinstance(target, ast.Tuple) else [target]
+
+
+def defined_twice(files: Mapping[str, str]) -> list[str]:
+    """Public names that more than one module defines: a reader who searches one has to find one thing."""
+    found: dict[str, list[str]] = {}
+    for path, source in files.items():
+        for name in sorted(public_names(source)):
+            found.setdefault(name, []).append(path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in found.items() if len(paths) > 1]
+
+
 def sources(*tops: str) -> dict[str, str]:
     """Path (with forward slashes, from the root) -> text of the Python files below the given folders."""
     return {
@@ -163,6 +190,30 @@ def test_the_project_keeps_the_rule(rule: Rule, tops: tuple[str, ...]) -> None:
     files = sources(*tops)
     assert f"{PACKAGE}/checks.py" in files
     assert [offence for path, source in files.items() for offence in rule(path, source)] == []
+
+
+def test_no_two_modules_define_the_same_public_name() -> None:
+    assert defined_twice(sources(PACKAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "is_twice"),
+    [
+        ("def read(): ...", True),
+        ("class read: ...", True),
+        ("read: int = 1", True),
+        ("first, read = 1, 2", True),
+        ("from a import read", False),
+        ("def _read(): ...", False),
+        ("class A:\n    def read(self): ...", False),
+        ("@app.command()\ndef read(): ...", False),
+        ("found[read] = 1", False),
+    ],
+)
+def test_a_name_that_two_modules_define_is_seen(source: str, is_twice: bool) -> None:
+    assert defined_twice({"a.py": "def read(): ...\nlogger = 1", "b.py": f"{source}\nlogger = 1"}) == (
+        ["read: a.py, b.py"] if is_twice else []
+    )
 
 
 @pytest.mark.parametrize(

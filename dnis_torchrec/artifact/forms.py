@@ -23,6 +23,15 @@ Rows = Callable[[int, int], Tensor]
 """Dense rows of a table: ``rows(first, last)`` gives rows ``first <= i < last`` as ``(last - first, D)``."""
 
 
+def rows_of(weight: Tensor) -> Rows:
+    """The rows of a dense table, as forms read them.
+
+    Args:
+        weight: ``(N, D)``; a view is enough.
+    """
+    return lambda first, last: weight[first:last]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """Some consecutive rows of a table in one form, complete in themselves.

@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.csr_forms import CSR, VALUE_DTYPES, csr_of_shard
 from dnis_torchrec.artifact.forms import Form, Shard, form_named
-from dnis_torchrec.artifact.manifest import MANIFEST, read_manifest, read_tensors
+from dnis_torchrec.artifact.manifest import MANIFEST, read_artifact_file, read_manifest
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
@@ -145,7 +145,7 @@ def _read_all(path: Path | str, manifest: Mapping[str, Any], field: str) -> dict
     """The tensors of all files that a field of the manifest names. They are read as a whole, so hashes cost little."""
     tensors: dict[str, Tensor] = {}
     for name in manifest[field]:
-        tensors |= read_tensors(path, manifest, name, verify=True)
+        tensors |= read_artifact_file(path, manifest, name, verify=True)
     return tensors
 
 
@@ -213,7 +213,7 @@ def _read_shards(
             place=f"artifact {str(path)!r}, file {shard['file']!r}",
             first_row=shard["first_row"],
             num_rows=shard["num_rows"],
-            tensors=read_tensors(path, manifest, shard["file"], verify=verify),
+            tensors=read_artifact_file(path, manifest, shard["file"], verify=verify),
         )
         for shard in held[form]
     ]

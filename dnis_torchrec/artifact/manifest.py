@@ -24,8 +24,8 @@ from dnis_torchrec.scheme import DescribedTable
 from dnis_torchrec.storage.json_files import NotNegative, Positive, conform, parse_json
 from dnis_torchrec.storage.whole_folders import FolderKind
 
-FORMAT = "dnis-torchrec-artifact"
-FORMAT_VERSION = "1.0"
+_FORMAT = "dnis-torchrec-artifact"
+_FORMAT_VERSION = "1.0"
 """Readers accept every minor version of their major one."""
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 2_000_000_000
@@ -93,12 +93,12 @@ class _Manifest(TypedDict):
     files: dict[str, _File]
 
 
-ARTIFACT = FolderKind("artifact", MANIFEST, FORMAT)
+ARTIFACT = FolderKind("artifact", MANIFEST, _FORMAT)
 
 _UNHASHED = 64 * "0"
 
 
-def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_artifact_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Writes one safetensors file.
 
     Args:
@@ -137,7 +137,7 @@ def describe_file(folder: Path, name: str) -> dict[str, Any]:
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes manifest.json, adding format, version and its own hash."""
-    fields = {"format": FORMAT, "format_version": FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
+    fields = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
     content = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
     hashed = _with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest())
     try:
@@ -149,8 +149,8 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 def read_manifest(path: Path | str) -> dict[str, Any]:
     """Reads and checks an artifact's manifest.
 
-    Every file that it lists has to be there, inside the folder and of the stated size; what is in them, `read_tensors`
-    and `verify_files` check.
+    Every file that it lists has to be there, inside the folder and of the stated size; what is in them,
+    `read_artifact_file` and `verify_files` check.
 
     Args:
         path: the artifact's folder.
@@ -168,7 +168,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     content = file.read_bytes()
     manifest: Any = parse_json(content, Any, place, remedy="it was damaged; export again")
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that export wrote")
+    check(found == _FORMAT, place, f"expected format {_FORMAT!r}", repr(found), "give a folder that export wrote")
     _check_version(manifest.get("format_version"), place)
     missing = [field for field in REQUIRED_FIELDS if field not in manifest]
     remedy = "it is of a version before 1.0 was final, or not whole; export again"
@@ -221,7 +221,7 @@ def verify_files(path: Path | str) -> None:
         _check_sha256(Path(path) / name, entry, f"artifact {str(path)!r}, file {name!r}")
 
 
-def read_tensors(
+def read_artifact_file(
     path: Path | str, manifest: Mapping[str, Any], name: str, *, verify: bool = False
 ) -> dict[str, Tensor]:
     """Maps one safetensors file into memory after checking that its header says what the manifest says of it.
@@ -296,6 +296,6 @@ def _check_version(version: object, place: str) -> None:
         repr(version),
         "export again",
     )
-    newest = int(FORMAT_VERSION.split(".")[0])
+    newest = int(_FORMAT_VERSION.split(".")[0])
     remedy = "update dnis_torchrec"
     check(int(major) <= newest, place, f"expected a format_version up to {newest}.x", repr(version), remedy)

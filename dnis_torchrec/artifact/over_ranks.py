@@ -35,7 +35,7 @@ _SHARE_OF_SHARD, _SMALLEST_FILE_BYTES = 8, 1 << 24
 """A file is encoded in memory before it is written, so it may take this part of the rank's largest shard, or 16 MiB."""
 
 Span = tuple[int, int]
-Part = tuple[Span, Rows]
+_Part = tuple[Span, Rows]
 """Rows of a table that a rank writes, and where it takes them from."""
 
 
@@ -140,7 +140,7 @@ def _cut_by_columns(own: Mapping[str, tuple[TableShard, ...]], scheme: MixedDime
     return [name for name, is_cut in zip(own, ranks.max_(cut).tolist(), strict=True) if is_cut]
 
 
-def _part_of(shard: TableShard) -> Part:
+def _part_of(shard: TableShard) -> _Part:
     first = shard.first_row
     return (first, first + shard.weight.shape[0]), lambda begin, end: shard.weight[begin - first : end - first]
 
@@ -155,7 +155,7 @@ def _pass_columns(folder: Path, shards: Sequence[TableShard]) -> None:
                 part.float().cpu().contiguous().numpy().tofile(file)
 
 
-def _parts_of_columns(folder: Path, table: TableScheme, ranks: Ranks) -> list[Part]:
+def _parts_of_columns(folder: Path, table: TableScheme, ranks: Ranks) -> list[_Part]:
     """The W-th part of a table's rows that this rank writes, read from the columns that all ranks have passed."""
     first, last = (table.num_embeddings * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
     files = sorted((folder / _COLUMNS).glob(f"{_stem(table.name)}.*"))
@@ -183,7 +183,7 @@ def _write_parts(
     folder: Path,
     index: int,
     table: TableScheme,
-    parts: Sequence[Part],
+    parts: Sequence[_Part],
     forms: Sequence[str],
     max_file_bytes: int,
     listed: dict[str, Shards],

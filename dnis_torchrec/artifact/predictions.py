@@ -18,9 +18,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.csr_forms import VALUE_DTYPES, lookup_bytes
 from dnis_torchrec.artifact.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
-from dnis_torchrec.artifact.forms import Shard, form_named
+from dnis_torchrec.artifact.forms import Shard, form_named, rows_of
 from dnis_torchrec.artifact.mixed_dimension_form import MIXED_DIMENSION
-from dnis_torchrec.artifact.regrouping import rows_of
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.block_collection import stored_blocks, stored_width

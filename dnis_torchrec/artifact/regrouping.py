@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact.forms import Rows
+from dnis_torchrec.artifact.forms import Rows, rows_of
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
@@ -71,15 +71,6 @@ def regroup(
             seed=seed,
         )
     return MixedDimensionScheme(regrouped)
-
-
-def rows_of(weight: Tensor) -> Rows:
-    """The rows of a dense table, as forms read them.
-
-    Args:
-        weight: ``(N, D)``; a view is enough.
-    """
-    return lambda first, last: weight[first:last]
 
 
 def regroup_table(

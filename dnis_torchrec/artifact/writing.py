@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact.forms import Rows, form_named
+from dnis_torchrec._dependencies import versions
+from dnis_torchrec.artifact.forms import Rows, form_named, rows_of
 from dnis_torchrec.artifact.manifest import (
     ARTIFACT,
     MAX_FILE_BYTES,
     RunOfArtifact,
     describe_file,
     file_bytes,
+    write_artifact_file,
     write_manifest,
-    write_tensors,
 )
 from dnis_torchrec.artifact.predictions import describe_forms
 from dnis_torchrec.checks import check, check_known, describe
@@ -112,7 +111,7 @@ def write_artifact(
             shards[name] = {}
             for form in forms:
                 span = (0, table.num_embeddings)
-                of_form, written = write_shards(folder, form, index, table, _rows_of(weight), span, max_file_bytes)
+                of_form, written = write_shards(folder, form, index, table, rows_of(weight), span, max_file_bytes)
                 shards[name][form] = of_form
                 files |= written
             files |= _write_scipy_files(folder, index, table, weight, scipy_formats)
@@ -169,7 +168,7 @@ def write_shards(
             continue
         part = "" if (begin, end) == (0, table.num_embeddings) else f"_from_{begin}"
         name = f"{form}/{_stem(index, table.name)}{part}.safetensors"
-        files[name] = write_tensors(folder, name, tensors)
+        files[name] = write_artifact_file(folder, name, tensors)
         shards.append({"file": name, "first_row": begin, "num_rows": end - begin})
     return shards, files
 
@@ -201,7 +200,7 @@ def write_packed(folder: Path, stem: str, tensors: Mapping[str, Tensor], max_fil
             packs.append({})
         packs[-1][name] = tensor
     names = [f"{stem}{f'_{index}' if index else ''}.safetensors" for index in range(len(packs))]
-    return {name: write_tensors(folder, name, _own(pack)) for name, pack in zip(names, packs, strict=True)}
+    return {name: write_artifact_file(folder, name, _own(pack)) for name, pack in zip(names, packs, strict=True)}
 
 
 def manifest_of(
@@ -230,7 +229,7 @@ def manifest_of(
         described[name] |= {"blocks": _describe_blocks(table), "shards": shards[name]}
     on_disk = {form: sum(files[s["file"]]["bytes"] for t in shards.values() for s in t[form]) for form in forms}
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "forms": list(forms),
         "tables": described,
         "scheme": list(scheme_files),
@@ -348,10 +347,6 @@ def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def _rows_of(weight: Tensor) -> Rows:
-    return lambda first, last: weight[first:last]
-
-
 def _stem(index: int, table: str) -> str:
     return f"{index:03d}_{re.sub('[^A-Za-z0-9_-]+', '_', table)[:80]}"
 
@@ -377,25 +372,6 @@ def _describe_blocks(table: TableScheme) -> list[dict[str, Any]]:
         {"rows": rows[s], "embedding_dim": int(table.dims[s]), "columns": table.columns(s).tolist()}
         for s in range(table.routing.num_blocks)
     ]
-
-
-def _versions() -> dict[str, str | None]:
-    distributions = {
-        "dnis_torchrec": ("dnis-torchrec",),
-        "torchrec": ("torchrec",),
-        "fbgemm_gpu": ("fbgemm-gpu-cpu", "fbgemm-gpu"),
-    }
-    found = {name: _version_of(names) for name, names in distributions.items()}
-    return found | {"torch": str(torch.__version__), "python": platform.python_version()}
-
-
-def _version_of(names: Sequence[str]) -> str | None:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 SCIPY_FORMATS = ("coo", "csr")

@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from dnis_torchrec.blocks.row_routing import ROWS_AT_A_TIME
 from dnis_torchrec.blocks.sketch import EstimatedCounts
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.storage.json_files import NotNegative
@@ -28,9 +29,6 @@ from dnis_torchrec.storage.whole_files import read_tensors, write_tensors
 
 RowCounts = Tensor | EstimatedCounts
 """Occurrences of a table's rows: ``(N,)`` int64, or in bounded memory, to be read a slice at a time."""
-
-ROWS_AT_A_TIME = 1 << 20
-"""Rows whose counts are looked at together: bounds what that takes beside the counts themselves."""
 
 
 class _Head(TypedDict):

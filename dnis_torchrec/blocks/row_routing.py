@@ -19,7 +19,7 @@ from dnis_torchrec.checks import check
 
 MAX_NUM_BLOCKS = 65_535
 ROWS_AT_A_TIME = 1 << 20
-"""Rows that are looked at together: bounds what that takes beside a byte or two per row."""
+"""Rows that are looked at together: bounds what that takes beside a byte or two per row, and its count."""
 
 
 @dataclass(frozen=True, eq=False)

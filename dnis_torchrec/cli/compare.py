@@ -29,7 +29,7 @@ from dnis_torchrec.comparison import (
     parse_seeds,
     parse_sizes,
     run_comparison,
-    write_json,
+    write_comparison_json,
 )
 from dnis_torchrec.comparison.methods.method import MAX_EPOCHS
 from dnis_torchrec.data.recipe import load_recipe
@@ -97,7 +97,7 @@ def compare(
         say(f"error: {error}; what has finished is kept, the same command goes on from there", err=True)
         raise typer.Exit(error.exit_code) from error
     if json_file is not None:
-        write_json(json_file, compared.content)
+        write_comparison_json(json_file, compared.content)
     _print_compared(compared, out)
     if compared.crashes:
         raise typer.Exit(1)

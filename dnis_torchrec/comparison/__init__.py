@@ -4,7 +4,7 @@ Inside this package, cells, registry and streams come first, then worker and pro
 run; each file imports only earlier ones.
 """
 
-from dnis_torchrec.comparison.outputs import comparison_table, missing_lines, write_json
+from dnis_torchrec.comparison.outputs import comparison_table, missing_lines, write_comparison_json
 from dnis_torchrec.comparison.plan import Comparison, parse_names, parse_seeds, parse_sizes
 from dnis_torchrec.comparison.run import Compared, run_comparison
 
@@ -17,5 +17,5 @@ __all__ = [
     "parse_seeds",
     "parse_sizes",
     "run_comparison",
-    "write_json",
+    "write_comparison_json",
 ]

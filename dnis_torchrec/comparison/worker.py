@@ -44,7 +44,7 @@ from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.process_group import process_group
 from dnis_torchrec.training.signals import Ending, Stopped
 
-SECONDS_TO_END = 10
+_SECONDS_TO_END = 10
 
 
 def run_cell(folder: Path) -> CellResult:
@@ -174,7 +174,7 @@ def _export(out: Path, result: CellResult, trained: TrainedCell, made: MethodRes
     export(made.model, made.scheme, out, run=run, overwrite=True)
 
 
-def main() -> None:
+def run_process() -> None:
     """Entry point of the process: exit code 0 with a result.json, 1 with a crash.txt; one that helps leaves neither."""
     folder = Path(sys.argv[1])
     helps = sys.argv[2:] == [HELPS]
@@ -197,9 +197,9 @@ def _end_with_parent() -> None:
     """Ends this process when the comparison that started it is gone, however it went: its end of the pipe closes."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(SECONDS_TO_END)
+    time.sleep(_SECONDS_TO_END)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    run_process()

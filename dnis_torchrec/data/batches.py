@@ -126,7 +126,7 @@ class BatchParts(CutBatches):
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._batches:
-            yield from cut(batch, self._num_parts, self._at_least)
+            yield from cut_batch(batch, self._num_parts, self._at_least)
 
     @property
     def is_split_over_ranks(self) -> bool:
@@ -134,7 +134,7 @@ class BatchParts(CutBatches):
         return getattr(self._batches, "is_split_over_ranks", False)
 
 
-def cut(batch: Batch, num_parts: int, at_least: int = 1) -> Iterator[Batch]:
+def cut_batch(batch: Batch, num_parts: int, at_least: int = 1) -> Iterator[Batch]:
     """The parts of a batch, in the order of its samples.
 
     Args:

@@ -21,7 +21,7 @@ from dnis_torchrec.data.recipe import Recipe, build_recipe, load_recipe
 from dnis_torchrec.data.users_code import RecipeError, editable_folders, is_of_package, is_of_python, lies_in
 from dnis_torchrec.storage.fetching import cache_folder
 
-REMEDY = "name your own by --recipe MODULE:FUNCTION"
+_REMEDY = "name your own by --recipe MODULE:FUNCTION"
 WRITTEN = ("manifest.json", "package.json", "run.json")
 """Files that make a folder one of this package's; each names its format, all of which begin alike."""
 _FORMATS = re.compile(rb'"format"\s*:\s*"dnis-torchrec-')
@@ -130,14 +130,14 @@ def _check_users(spec: str, place: str, foreign: tuple[Path, ...], here: Path, m
         found = _found(".".join(parts[:end]), search) if end == 1 or search is not None else None
         if found is None or "__main__" in parts or not all(parts):
             requirement = f"expected a module {module_name!r} in {here}, as {place} names it"
-            remedy = f"run it from your project's root, or {REMEDY}"
+            remedy = f"run it from your project's root, or {_REMEDY}"
             raise RecipeError(describe(f"recipe {spec!r}", requirement, "none", remedy))
         files, search = found
         for file in files:
             requirement = f"expected code of yours, in {here}, or of an installed package, as {place} names it"
             why = _not_users(file, foreign, here)
             if why:
-                raise RecipeError(describe(f"recipe {spec!r}", requirement, f"{file}, {why}", REMEDY))
+                raise RecipeError(describe(f"recipe {spec!r}", requirement, f"{file}, {why}", _REMEDY))
 
 
 def _not_users(file: str, foreign: tuple[Path, ...], here: Path) -> str:

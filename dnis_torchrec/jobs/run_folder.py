@@ -36,7 +36,7 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.model_parts import delete_parts, has_parts, load_parts, part_name, save_parts
 from dnis_torchrec.ranks import rank_of, together
-from dnis_torchrec.report import ReportRow, read_rows, write_rows
+from dnis_torchrec.report import ReportRow, read_report_rows, write_rows
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import collections, ranks_of
 from dnis_torchrec.storage.fetching import FETCHED
@@ -48,9 +48,9 @@ from dnis_torchrec.storage.whole_folders import FolderKind, new_folder
 from dnis_torchrec.storage.workplaces import PARTIAL, workplace
 from dnis_torchrec.training.checkpoint import checkpoint_folder
 
-FORMAT = "dnis-torchrec-run"
-FORMAT_VERSION = 1
-_KIND = FolderKind("run", "run.json", FORMAT)
+_FORMAT = "dnis-torchrec-run"
+_FORMAT_VERSION = 1
+_KIND = FolderKind("run", "run.json", _FORMAT)
 WRITTEN_BY_RANKS = ("checkpoints/*", part_name("*"))
 """Patterns of the files that every rank writes; rank 0 writes the others."""
 REPLACED = f"replaced{PARTIAL}"
@@ -293,9 +293,9 @@ class RunFolder:
         """
         file, place = self.path / "run.json", f"run folder {self.path}"
         head: dict[str, Any] = read_json(file, dict[str, Any], remedy=_DAMAGED)
-        check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
+        check(head.get("format") == _FORMAT, place, f"expected format {_FORMAT!r}", repr(head.get("format")))
         version = head.get("format_version")
-        check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version)
+        check(version == _FORMAT_VERSION, place, f"expected format version {_FORMAT_VERSION}", version)
         conform(head, _FinishedHead if head.get("status") == "finished" else _Head, str(file), remedy=_DAMAGED)
         return head
 
@@ -306,7 +306,7 @@ class RunFolder:
             status: ``"searching"``, ``"interrupted"`` or ``"finished"``.
             fields: everything else; JSON-able.
         """
-        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": status, **fields}
+        head = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "status": status, **fields}
         text = json.dumps(head, indent=1, allow_nan=False) + "\n"
         put_file(self.path / "run.json", lambda file: file.write_text(text, encoding="utf-8"))
 
@@ -398,7 +398,7 @@ class RunFolder:
 
     def rows(self) -> tuple[ReportRow, ...]:
         """Rows of report.json."""
-        return read_rows(self.path / "report.json")
+        return read_report_rows(self.path / "report.json")
 
     def write_rows(self, rows: list[ReportRow]) -> None:
         """Writes report.json.

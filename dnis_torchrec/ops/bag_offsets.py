@@ -17,8 +17,8 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.ops.batch_checks import INTEGERS, are_sound, named, refuse_bags
 from dnis_torchrec.ops.native_build import NAMESPACE
 
-NAME = "bag_offsets"
-SCHEMA = f"{NAME}(Tensor lengths, Tensor ids, Tensor features) -> Tensor"
+_NAME = "bag_offsets"
+_SCHEMA = f"{_NAME}(Tensor lengths, Tensor ids, Tensor features) -> Tensor"
 
 
 def register_bag_offsets(*, compiled: bool) -> None:
@@ -28,10 +28,10 @@ def register_bag_offsets(*, compiled: bool) -> None:
         compiled: whether the library is loaded, which defines it.
     """
     if not compiled:
-        torch.library.define(f"{NAMESPACE}::{NAME}", SCHEMA.removeprefix(NAME))
+        torch.library.define(f"{NAMESPACE}::{_NAME}", _SCHEMA.removeprefix(_NAME))
     # on the CPU the compiled implementation goes before this one
-    torch.library.impl(f"{NAMESPACE}::{NAME}", "CompositeExplicitAutograd", torch_bag_offsets)
-    torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake)
+    torch.library.impl(f"{NAMESPACE}::{_NAME}", "CompositeExplicitAutograd", torch_bag_offsets)
+    torch.library.register_fake(f"{NAMESPACE}::{_NAME}", _fake)
 
 
 def names_tensor(features: Sequence[str]) -> Tensor:

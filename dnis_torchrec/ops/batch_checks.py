@@ -18,7 +18,7 @@ from dnis_torchrec.checks import SHOWN, check, describe
 
 INTEGERS = (torch.int32, torch.int64)
 """What operators take ids, lengths and offsets as."""
-FEW = 128
+_FEW_BAGS = 128
 """Numbers that Python adds up before torch has begun."""
 
 
@@ -123,7 +123,7 @@ def are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
     """
     if lengths.dtype not in INTEGERS or lengths.numel() != num_bags:
         return False
-    if num_bags <= FEW:
+    if num_bags <= _FEW_BAGS:
         listed = lengths.flatten().tolist()
         return sum(listed) == num_ids and min(listed, default=0) >= 0
     lowest, highest = torch.aminmax(lengths)  # no length above the number of ids: their sum does not overflow

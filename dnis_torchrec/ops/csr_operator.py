@@ -24,9 +24,9 @@ from dnis_torchrec.ops.interleaved_rows import RowLayout, read_rows
 from dnis_torchrec.ops.mixed_dimension_operator import register_mixed_dimension_bag
 from dnis_torchrec.ops.native_build import LOOKUPS, NAMESPACE, once
 
-NAME = "csr_embedding_bag"
-SCHEMA = (
-    f"{NAME}(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, Tensor layout, "
+CSR_EMBEDDING_BAG = "csr_embedding_bag"
+CSR_SCHEMA = (
+    f"{CSR_EMBEDDING_BAG}(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, Tensor layout, "
     "int[]? keys, SymInt batch_size, int width, bool zero_unknown) -> Tensor"
 )
 """The same as in the C++ source, which defines it where the library is loaded without Python."""
@@ -52,16 +52,16 @@ def load_operator() -> bool:
     """
     compiled = LOOKUPS.is_there()
     if not compiled:
-        torch.library.define(f"{NAMESPACE}::{NAME}", SCHEMA.removeprefix(NAME))
+        torch.library.define(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", CSR_SCHEMA.removeprefix(CSR_EMBEDDING_BAG))
     # on the CPU the compiled implementation goes before this one
-    torch.library.impl(f"{NAMESPACE}::{NAME}", "CompositeExplicitAutograd", torch_csr_embedding_bag)
+    torch.library.impl(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", "CompositeExplicitAutograd", torch_csr_embedding_bag)
     if torch.cuda.is_available():
         from dnis_torchrec.ops import csr_triton  # Triton takes seconds to load
 
         if csr_triton.triton is not None:
             implementation = partial(_cuda_csr_embedding_bag, csr_triton.triton_csr_embedding_bag)
-            torch.library.impl(f"{NAMESPACE}::{NAME}", "CUDA", implementation)
-    torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake_csr_embedding_bag)
+            torch.library.impl(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", "CUDA", implementation)
+    torch.library.register_fake(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", _fake_csr_embedding_bag)
     register_bag_offsets(compiled=compiled)
     if compiled:
         register_mixed_dimension_bag()
@@ -117,18 +117,18 @@ def torch_csr_embedding_bag(
         >>> torch_csr_embedding_bag(ids, offsets, None, table, layout, None, 2, 2, False).tolist()
         [[3.0, 6.0], [0.0, 0.0]]
     """
-    check(ids.dtype in INTEGERS, f"{NAME}: ids", "expected int32 or int64", ids.dtype)
+    check(ids.dtype in INTEGERS, f"{CSR_EMBEDDING_BAG}: ids", "expected int32 or int64", ids.dtype)
     shards, bounds = split_shards(tables), offsets.long()
     ends = (int(bounds[0]), int(bounds[-1])) if bounds.numel() else None
     rises = ends == (0, ids.numel()) and bool((bounds.diff() >= 0).all())
-    check(rises, f"{NAME}: offsets", "expected them to rise from 0 to the number of ids", "others")
+    check(rises, f"{CSR_EMBEDDING_BAG}: offsets", "expected them to rise from 0 to the number of ids", "others")
     num_bags = bounds.numel() - 1
     fits = keys is not None or not batch_size or num_bags == len(layout) * batch_size
-    check(fits, f"{NAME}: offsets", "expected bags for each feature and for no other", num_bags)
+    check(fits, f"{CSR_EMBEDDING_BAG}: offsets", "expected bags for each feature and for no other", num_bags)
     out = torch.zeros(batch_size, width, device=ids.device)
     for feature, fields in enumerate(layout.tolist()):
         first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
-        key, place = feature if keys is None else keys[feature], f"{NAME}: feature {feature}"
+        key, place = feature if keys is None else keys[feature], f"{CSR_EMBEDDING_BAG}: feature {feature}"
         table = shards[first_shard : first_shard + num_shards]
         bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
         first, last, lengths = int(bags[0]), int(bags[-1]), bags.diff()

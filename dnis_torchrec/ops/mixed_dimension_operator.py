@@ -16,14 +16,14 @@ from torch import Tensor
 
 from dnis_torchrec.ops.native_build import NAMESPACE
 
-NAME = "mixed_dimension_bag"
+_NAME = "mixed_dimension_bag"
 LANES = 16
 """Columns of one mask."""
 
 
 def register_mixed_dimension_bag() -> None:
     """Lets torch.export through the operator; `load_operator` does so, once in a process."""
-    torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake)
+    torch.library.register_fake(f"{NAMESPACE}::{_NAME}", _fake)
 
 
 def _fake(

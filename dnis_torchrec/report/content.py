@@ -19,7 +19,7 @@ from torch import Tensor
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.report.row_distribution import RowDistribution
 from dnis_torchrec.storage.json_files import read_json
-from dnis_torchrec.storage.whole_files import written_whole
+from dnis_torchrec.storage.whole_files import write_text
 
 DENSE, NO_EMBEDDINGS = "dense", "no-embeddings"
 """The methods that have no size: the uncompressed model, and the model with every embedding zero."""
@@ -144,42 +144,6 @@ class ReportRow:
             raise ValueError(f"{place}: {error}") from error
 
 
-def write_text(path: Path, text: str) -> Path:
-    """Writes a UTF-8 text file atomically: readers see the old file or the new one, never a part.
-
-    Args:
-        path: of the file; an older one is replaced.
-        text: what it is to hold.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: if the folder does not exist.
-    """
-    return write_content(path, text.encode("utf-8"))
-
-
-def write_content(path: Path, content: bytes) -> Path:
-    """Writes a file atomically, as `write_text`.
-
-    Args:
-        path: of the file; an older one is replaced.
-        content: what it is to hold.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: if the folder does not exist.
-    """
-    path = Path(path)
-    check(path.parent.is_dir(), str(path), "expected an existing folder", str(path.parent), "create it first")
-    with written_whole(path) as unfinished:
-        unfinished.write_bytes(content)
-    return path
-
-
 def write_rows(path: Path, rows: Iterable[ReportRow], **extra: Any) -> Path:
     """Writes report.json atomically: ``{"rows": [...], **extra}``.
 
@@ -202,7 +166,7 @@ class _Rows(TypedDict):
     rows: list[dict[str, Any]]
 
 
-def read_rows(path: Path) -> tuple[ReportRow, ...]:
+def read_report_rows(path: Path) -> tuple[ReportRow, ...]:
     """Reads the rows of a report.json, or of a comparison.json, whose empty rows are left out.
 
     Args:

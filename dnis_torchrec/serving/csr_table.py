@@ -16,7 +16,7 @@ from dnis_torchrec.ops.compact_pointers import compacted
 from dnis_torchrec.ops.interleaved_rows import RowLayout, interleaved
 from dnis_torchrec.scheme import compact_bytes, has_compact_pointers, rows_per_chunk
 
-VALUE_DTYPES = (torch.float32, torch.float16, torch.int8)
+CSR_VALUE_DTYPES = (torch.float32, torch.float16, torch.int8)
 """What values may be stored as."""
 
 
@@ -58,7 +58,7 @@ class CsrTable:
     interleaved_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_dtype("values", self.values, VALUE_DTYPES)
+        _check_dtype("values", self.values, CSR_VALUE_DTYPES)
         _check_dtype("columns", self.columns, (torch.uint8, torch.uint16))
         _check_dtype("row_pointers", self.row_pointers, (torch.int32, torch.int64))
         num_values = self.values.numel()
@@ -275,8 +275,8 @@ class CsrTable:
             >>> table.values.tolist(), table.scales.tolist()
             ([126, -126, 63], [0.015869140625, 0.0079345703125])
         """
-        if dtype not in VALUE_DTYPES:
-            raise TypeError(describe("values", f"expected one of {VALUE_DTYPES}", dtype))
+        if dtype not in CSR_VALUE_DTYPES:
+            raise TypeError(describe("values", f"expected one of {CSR_VALUE_DTYPES}", dtype))
         if dtype == self.values.dtype:
             return self
         check(self.values.dtype == torch.float32, "values", "expected float32 to start from", self.values.dtype)

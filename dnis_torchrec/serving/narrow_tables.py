@@ -29,7 +29,7 @@ from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, named, offsets_
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.storage.json_files import parse_json
 
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 PER = ("feature", "block")
 COLUMNS = ("same_size", "union")
 PROJECTIONS = ("selection", "learned")
@@ -190,7 +190,7 @@ class NarrowTables:
             {**asdict(table), "feature_names": list(table.feature_names), "columns": list(table.columns)}
             for table in self.tables
         ]
-        return {"format_version": FORMAT_VERSION, "is_weighted": self.is_weighted, "tables": tables}
+        return {"format_version": _FORMAT_VERSION, "is_weighted": self.is_weighted, "tables": tables}
 
     @staticmethod
     def _of_fields(fields: Any) -> NarrowTables:
@@ -198,7 +198,7 @@ class NarrowTables:
         known = isinstance(fields, dict) and isinstance(fields.get("tables"), list)
         check(known, place, "expected a mapping with format_version and tables", type(fields).__name__)
         version = fields.get("format_version")
-        check(version == FORMAT_VERSION, place, f"expected format_version {FORMAT_VERSION}", version)
+        check(version == _FORMAT_VERSION, place, f"expected format_version {_FORMAT_VERSION}", version)
         tables = []
         for index, entry in enumerate(fields["tables"]):
             _check_entry(entry, f"{place}, entry {index}")

@@ -32,7 +32,7 @@ from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollec
 
 ROWS_PER_CHUNK = 1 << 16
 """Rows that one in-place operation touches, at most."""
-VALUES_PER_CHUNK = 1 << 18
+VALUES_PER_OPERATION = 1 << 18
 """Values that one in-place operation touches: bounds temporary memory to a few MB, however large the table."""
 
 HOLDERS_OF_COLLECTIONS = ("torchrec.modules.", "torchrec.distributed.")
@@ -72,7 +72,7 @@ class TableShard:
             ``(view of the weights, rows of the table, columns of the table)``.
         """
         columns = slice(self.first_column, self.first_column + self.weight.shape[1])
-        num_rows = max(1, min(ROWS_PER_CHUNK, VALUES_PER_CHUNK // max(1, self.weight.shape[1])))
+        num_rows = max(1, min(ROWS_PER_CHUNK, VALUES_PER_OPERATION // max(1, self.weight.shape[1])))
         for start in range(0, self.weight.shape[0], num_rows):
             part = self.weight[start : start + num_rows]
             yield part, slice(self.first_row + start, self.first_row + start + len(part)), columns

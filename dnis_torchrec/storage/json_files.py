@@ -28,7 +28,7 @@ from typing import (
 
 from dnis_torchrec.checks import describe
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 NotNegative = Annotated[int, 0]
 Positive = Annotated[int, 1]
@@ -38,12 +38,12 @@ LARGEST = 2**63 - 1
 """Integers of a file count rows, bytes and steps: what int64 cannot hold is damage."""
 DEEPEST = 50
 """Levels of lists and objects in each other."""
-SHOWN = 60
+_SHOWN = 60
 """Characters of a wrong value that an error shows."""
 _WORDS = {str: "text", bool: "true or false", int: "an integer of 64 bits", float: "a finite number", None: "null"}
 
 
-def read_json(file: Path, kind: type[T], *, remedy: str = "") -> T:
+def read_json(file: Path, kind: type[_T], *, remedy: str = "") -> _T:
     """Reads a JSON file.
 
     Args:
@@ -61,7 +61,7 @@ def read_json(file: Path, kind: type[T], *, remedy: str = "") -> T:
     return parse_json(file.read_bytes(), kind, str(file), remedy=remedy)
 
 
-def parse_json(content: bytes | str, kind: type[T], place: str, *, remedy: str = "") -> T:
+def parse_json(content: bytes | str, kind: type[_T], place: str, *, remedy: str = "") -> _T:
     """Parses JSON: UTF-8, no NaN, no infinity, no name twice in an object.
 
     Args:
@@ -249,7 +249,7 @@ def _shown(value: object) -> str:
         text = "null" if value is None else repr(value)
     except ValueError:  # Python shows no integer of thousands of digits
         return "a number of thousands of digits"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
 
 
 def _refuse(name: str) -> NoReturn:
@@ -259,7 +259,7 @@ def _refuse(name: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"the number {text[:SHOWN]}, which is too large")
+        raise ValueError(f"the number {text[:_SHOWN]}, which is too large")
     return value
 
 

@@ -37,7 +37,7 @@ SHARED_WAIT_SECONDS, SHARED_POLL_SECONDS = 600.0, 0.1
 """How long processes wait for the one among them that fetches, and how often they look."""
 LAST_FILES = ("manifest.json", "run.json", "comparison.json")
 """Files that say that a folder is whole: published after everything else."""
-MANIFEST, RUN = "manifest.json", "run.json"
+_MANIFEST, _RUN = "manifest.json", "run.json"
 """The first names every file beside it. The second vouches for a run that has finished, and may get a report later."""
 SMALL_BYTES = 1 << 20
 """Files up to this size are copied before they are published, so that what is published is what was listed."""
@@ -92,11 +92,11 @@ class Mirror:
     def _outdated(self, versions: dict[str, tuple[int, int]]) -> list[str]:
         """Published files that vouch for content that is no longer there, or soon will not be."""
         changed = {name for name, version in self._published.items() if versions.get(name) != version}
-        return sorted(name for name in self._vouching if name in changed or (name == MANIFEST and changed))
+        return sorted(name for name in self._vouching if name in changed or (name == _MANIFEST and changed))
 
     def _vouches(self, name: str) -> bool:
         """Whether a file of `LAST_FILES`, as it is here, says that the folder is whole."""
-        if name != RUN:
+        if name != _RUN:
             return True
         try:
             return read_json(self.folder / name, dict[str, Any]).get("status") == "finished"

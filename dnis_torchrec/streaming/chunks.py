@@ -30,13 +30,13 @@ from dnis_torchrec.storage.json_files import read_json
 from dnis_torchrec.storage.whole_files import write_text, written_whole
 
 CHUNK_ROWS = 1 << 16
-FORMAT_VERSION = 2
+CACHE_FORMAT_VERSION = 2
 READ_BYTES = 1 << 26
 _NEWLINE = ord("\n")
 
 
 @dataclass(frozen=True)
-class Chunk:
+class FileChunk:
     """A piece of one file.
 
     Attributes:
@@ -73,7 +73,7 @@ class ChunkIndex:
 
     files: tuple[str, ...]
     fingerprint: str
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[FileChunk, ...]
 
     @property
     def offsets(self) -> np.ndarray:
@@ -117,14 +117,16 @@ def index_files(
     check(chunk_rows >= 1, "chunk_rows", "expected an integer >= 1", chunk_rows)
     addresses = expand(files)
     versions = [_version(address) for address in addresses]
-    described = json.dumps([FORMAT_VERSION, chunk_rows, addresses, versions])
+    described = json.dumps([CACHE_FORMAT_VERSION, chunk_rows, addresses, versions])
     fingerprint = hashlib.sha256(described.encode()).hexdigest()
     kept = cache / f"index_{fingerprint[:16]}.json" if cache else None
     if kept is not None and is_plain_file(kept):
         content = read_json(kept, _Kept, remedy="remove it")
         unpacked = set(content["files"]) - set(addresses)  # may have been removed alone, being large
         if all(Path(name).parent == cache and is_plain_file(Path(name)) for name in unpacked):
-            return ChunkIndex(tuple(content["files"]), fingerprint, tuple(Chunk(*chunk) for chunk in content["chunks"]))
+            return ChunkIndex(
+                tuple(content["files"]), fingerprint, tuple(FileChunk(*chunk) for chunk in content["chunks"])
+            )
     plain = tuple(_plain(address, version, cache) for address, version in zip(addresses, versions, strict=True))
     chunks = [chunk for number, address in enumerate(plain) for chunk in _chunks_of(address, number, chunk_rows)]
     index = ChunkIndex(plain, fingerprint, tuple(chunks))
@@ -165,13 +167,13 @@ def _plain(address: str, version: str, cache: Path | None) -> str:
     return str(unpacked)
 
 
-def _chunks_of(address: str, number: int, chunk_rows: int) -> list[Chunk]:
+def _chunks_of(address: str, number: int, chunk_rows: int) -> list[FileChunk]:
     chunks = _row_groups(address, number) if is_parquet(address) else _line_chunks(address, number, chunk_rows)
     check(bool(chunks), f"address {address}", "expected at least one sample", "an empty file")
     return chunks
 
 
-def _row_groups(address: str, number: int) -> list[Chunk]:
+def _row_groups(address: str, number: int) -> list[FileChunk]:
     files, path = filesystem(address)
 
     def read_footer() -> pq.FileMetaData:
@@ -186,12 +188,12 @@ def _row_groups(address: str, number: int) -> list[Chunk]:
     for group in range(footer.num_row_groups):
         num_rows = footer.row_group(group).num_rows
         if num_rows:
-            chunks.append(Chunk(number, group, group + 1, first_row, num_rows))
+            chunks.append(FileChunk(number, group, group + 1, first_row, num_rows))
         first_row += num_rows
     return chunks
 
 
-def _line_chunks(address: str, number: int, chunk_rows: int) -> list[Chunk]:
+def _line_chunks(address: str, number: int, chunk_rows: int) -> list[FileChunk]:
     """Every `chunk_rows`-th line begins a chunk; the rest of the file is the last one."""
     size = _size(address)
     starts, first_rows, num_lines, last_byte = [0], [0], 0, _NEWLINE
@@ -206,7 +208,9 @@ def _line_chunks(address: str, number: int, chunk_rows: int) -> list[Chunk]:
         last_byte = int(block[-1])
     num_lines += int(last_byte != _NEWLINE)
     bounds = zip(starts, [*starts[1:], size], first_rows, [*first_rows[1:], num_lines], strict=True)
-    return [Chunk(number, start, end, row, next_row - row) for start, end, row, next_row in bounds if next_row > row]
+    return [
+        FileChunk(number, start, end, row, next_row - row) for start, end, row, next_row in bounds if next_row > row
+    ]
 
 
 def _size(address: str) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.storage.access import filesystem, read_bytes, retrying
-from dnis_torchrec.streaming.chunks import Chunk, is_parquet
+from dnis_torchrec.streaming.chunks import FileChunk, is_parquet
 from dnis_torchrec.streaming.schema import StreamSchema
 from dnis_torchrec.streaming.values import bags_of_column, rows_of_column, split_keys
 
@@ -84,7 +84,7 @@ class ParsedChunk:
         return ParsedChunk(tensors["dense"], tensors["ids"], tensors["labels"], bags, tensors.get("split_keys"))
 
 
-def parse_chunk(address: str, chunk: Chunk, schema: StreamSchema) -> ParsedChunk:
+def parse_chunk(address: str, chunk: FileChunk, schema: StreamSchema) -> ParsedChunk:
     """Reads and parses one chunk.
 
     Args:
@@ -123,7 +123,7 @@ def parse_chunk(address: str, chunk: Chunk, schema: StreamSchema) -> ParsedChunk
     )
 
 
-def _read_row_group(address: str, chunk: Chunk, schema: StreamSchema) -> pa.Table:
+def _read_row_group(address: str, chunk: FileChunk, schema: StreamSchema) -> pa.Table:
     files, path = filesystem(address)
 
     def read() -> pa.Table:
@@ -136,7 +136,7 @@ def _read_row_group(address: str, chunk: Chunk, schema: StreamSchema) -> pa.Tabl
     return retrying(read, f"address {address}")
 
 
-def _read_text(address: str, chunk: Chunk, schema: StreamSchema) -> pa.Table:
+def _read_text(address: str, chunk: FileChunk, schema: StreamSchema) -> pa.Table:
     place, names = f"address {address}", list(schema.text_columns)
     remedy = "name them in StreamSchema.text_columns"
     check(bool(names), place, "expected the names of all columns of a text file", "none", remedy)
@@ -199,7 +199,7 @@ def _numbers(column: pa.Array, place: str, *, missing: float) -> np.ndarray:
     return np.array(numbers.to_numpy(zero_copy_only=False), dtype=np.float32)
 
 
-def _dense(column: pa.Array, address: str, chunk: Chunk, name: str) -> np.ndarray:
+def _dense(column: pa.Array, address: str, chunk: FileChunk, name: str) -> np.ndarray:
     """float32, 0 where missing: in Parquet NaN says so too, as arrays have no other word for it."""
     values = _numbers(column, f"address {address}, column {name!r}", missing=0)
     if is_parquet(address):
@@ -208,7 +208,7 @@ def _dense(column: pa.Array, address: str, chunk: Chunk, name: str) -> np.ndarra
     return values
 
 
-def _check_finite(values: np.ndarray, address: str, chunk: Chunk, name: str, requirement: str) -> None:
+def _check_finite(values: np.ndarray, address: str, chunk: FileChunk, name: str, requirement: str) -> None:
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         row = chunk.first_row + int(bad[0])

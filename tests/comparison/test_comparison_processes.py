@@ -210,7 +210,7 @@ def test_a_cell_that_is_ended_while_its_recipe_is_built_did_not_crash(
     monkeypatch.setattr(sys, "argv", ["worker", str(folder)])
     monkeypatch.setattr(worker, "_end_with_parent", lambda: None)
     with pytest.raises(SystemExit) as ended:
-        worker.main()
+        worker.run_process()
     assert ended.value.code == 128 + signal.SIGTERM
     assert read_crash(folder) is None
     assert not (folder / "work").exists()

@@ -196,7 +196,7 @@ def memory(kind: str, rank: Rank) -> dict[str, Any]:
     of_blocks = blocks_from_counts(of_rows, [config], num_blocks=4)
     found: dict[str, Any] = {"shard": max(weight.nbytes for weight in weights)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table_shards, "VALUES_PER_CHUNK", 1 << 13)
+        patch.setattr(table_shards, "VALUES_PER_OPERATION", 1 << 13)
         patch.setattr(scheme_module, "VALUES_PER_CHUNK", 1 << 13)
         patch.setattr(over_ranks, "_SMALLEST_FILE_BYTES", 1 << 16)
         for structure in ("block", "element"):

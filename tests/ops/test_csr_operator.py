@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec.ops.csr_operator import NAME, SCHEMA, torch_csr_embedding_bag
+from dnis_torchrec.ops.csr_operator import CSR_EMBEDDING_BAG, CSR_SCHEMA, torch_csr_embedding_bag
 from dnis_torchrec.ops.interleaved_rows import interleaved
 from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, LOOKUPS, NativeLibrary
 from dnis_torchrec.serving import CsrTable, load_operator
@@ -448,8 +448,8 @@ def test_torch_knows_what_it_needs_to_compile_and_export() -> None:
 
 def test_schema_is_the_same_in_both_languages() -> None:
     schema = str(torch.ops.dnis_torchrec.csr_embedding_bag.default._schema)
-    assert schema == f"dnis_torchrec::{SCHEMA}"
-    assert schema.startswith(f"dnis_torchrec::{NAME}(")
+    assert schema == f"dnis_torchrec::{CSR_SCHEMA}"
+    assert schema.startswith(f"dnis_torchrec::{CSR_EMBEDDING_BAG}(")
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("no compiler")])

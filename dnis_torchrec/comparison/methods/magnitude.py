@@ -11,7 +11,7 @@ from torch import nn
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.comparison.methods.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
-from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, keep_columns_, row_blocks
+from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, prune_to_columns_, row_blocks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import column_bytes, pointer_bytes
@@ -190,7 +190,7 @@ def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
     started = time.monotonic()
     dims = blocks.embedding_dims
     every_column = {table: torch.full((blocks.routings[table].num_blocks,), dim) for table, dim in dims.items()}
-    seen = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column))
+    seen = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column))
     torch.manual_seed(task.seed)
     pruning = MagnitudePruning(
         recipe,

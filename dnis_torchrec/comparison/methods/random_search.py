@@ -20,7 +20,7 @@ from dnis_torchrec.comparison.methods.trained_scheme import (
     Candidate,
     byte_budget,
     columns_of_dims,
-    keep_columns_,
+    prune_to_columns_,
     row_blocks,
 )
 from dnis_torchrec.search.budget import Budget
@@ -48,7 +48,7 @@ def random_search(task: MethodTask) -> MethodResult:
 
     def candidate(sequence: dict[str, Tensor]) -> Candidate:
         recipe = task.build(None)
-        scheme = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, sequence))
+        scheme = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, sequence))
         settings = {f"dims of {table}": " ".join(map(str, dims.tolist())) for table, dims in sequence.items()}
         return Candidate(recipe=recipe, scheme=scheme, settings=settings)
 

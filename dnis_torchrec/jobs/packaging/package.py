@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.jobs.packaging.aot_inductor import CONSTANTS_FILE, AotInductorModel, write_aot_inductor
-from dnis_torchrec.jobs.packaging.aot_inductor import MODEL_FILE as COMPILED_FILE
+from dnis_torchrec.jobs.packaging.aot_inductor import (
+    COMPILED_FILE,
+    CONSTANTS_FILE,
+    AotInductorModel,
+    write_aot_inductor,
+)
 from dnis_torchrec.jobs.packaging.flat_model import (
     OWN_OPERATORS,
     FlatModel,

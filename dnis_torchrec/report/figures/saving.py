@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.report.content import write_content, write_text
+from dnis_torchrec.storage.whole_files import write_bytes, write_text
 
 
 def save_png(figure: Figure, path: Path, *, dpi: int = 150) -> Path:
@@ -21,7 +21,7 @@ def save_png(figure: Figure, path: Path, *, dpi: int = 150) -> Path:
     """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
-    return write_content(path, buffer.getvalue())
+    return write_bytes(path, buffer.getvalue())
 
 
 def save_svg(figure: Figure, path: Path) -> Path:

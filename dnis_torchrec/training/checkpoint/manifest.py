@@ -31,11 +31,11 @@ from dnis_torchrec.storage.json_files import Positive, conform, parse_json
 from dnis_torchrec.storage.whole_files import write_text
 from dnis_torchrec.training.checkpoint.placement import ITERATIONS, TableDescription
 
-FORMAT = "dnis-torchrec-checkpoint"
-FORMAT_VERSION = 3
-MANIFEST = "manifest.json"
+_FORMAT = "dnis-torchrec-checkpoint"
+_FORMAT_VERSION = 3
+CHECKPOINT_MANIFEST = "manifest.json"
 _OTHER = "use another checkpoint"
-SHOWN = 8
+_SHOWN = 8
 """Differences that one error names."""
 
 
@@ -79,11 +79,11 @@ class Manifest:
 
     def text(self) -> str:
         """The content of manifest.json."""
-        return json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}) + "\n"
+        return json.dumps({"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)}) + "\n"
 
     def write(self, folder: Path) -> None:
         """Writes manifest.json, whole or not at all."""
-        write_text(folder / MANIFEST, self.text(), durable=True)
+        write_text(folder / CHECKPOINT_MANIFEST, self.text(), durable=True)
 
     @staticmethod
     def read(folder: Address) -> Manifest:
@@ -98,14 +98,14 @@ class Manifest:
             StorageError: if storage does not answer.
         """
         place = f"checkpoint {folder}"
-        file, here = inside(folder, MANIFEST), local_path(folder)
+        file, here = inside(folder, CHECKPOINT_MANIFEST), local_path(folder)
         if here is not None:
             check_plain(here, place)
-        check(file_size(file) is not None, place, "expected a checkpoint", f"no {MANIFEST} in it")
+        check(file_size(file) is not None, place, "expected a checkpoint", f"no {CHECKPOINT_MANIFEST} in it")
         head: dict[str, Any] = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
-        check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
+        check(head.get("format") == _FORMAT, place, f"expected format {_FORMAT!r}", repr(head.get("format")))
         version, remedy = head.get("format_version"), "use the version of dnis_torchrec that wrote it"
-        check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version, remedy)
+        check(version == _FORMAT_VERSION, place, f"expected format version {_FORMAT_VERSION}", version, remedy)
         conform(head, _Head, str(file), remedy=_OTHER)
         for name, size in head["files"].items():
             check(os.path.basename(name) == name, place, "expected names of files in it", repr(name))
@@ -193,7 +193,9 @@ def check_fits(
         NotImplementedError: for row-wise optimizer state of other column shards, which cannot be resharded.
     """
     differences = [*_table_differences(manifest.tables, tables), *_tensor_differences(manifest, sizes)]
-    shown = "; ".join(differences[:SHOWN]) + (f"; and {len(differences) - SHOWN} more" if differences[SHOWN:] else "")
+    shown = "; ".join(differences[:_SHOWN]) + (
+        f"; and {len(differences) - _SHOWN} more" if differences[_SHOWN:] else ""
+    )
     remedy = "resume with the recipe, data and settings that the run was started with"
     check(not differences, place, "expected a checkpoint of this run", f"one in which {shown}", remedy)
     for name, own in tables.items():
