@@ -1,13 +1,11 @@
 """Sharding for a search: every sharding type on every device, plans that all ranks agree on, weights that stay.
 
-    sharders = [CpuEmbeddingBagCollectionSharder()]
-    plan = make_sharding_plan(model, device, sharders)    # the same plan on every rank, or the same error
-    sharded = shard_model(model, device, plan, sharders)  # DistributedModelParallel, with the weights of `model`
+    sharded = shard_model(model, device)  # DistributedModelParallel, with the weights of `model`
 
-`CpuEmbeddingBagCollectionSharder` and `make_sharding_plan` also serve a DistributedModelParallel of your own, and any
-sharder and plan of TorchRec's does for a search. What these add: on a CPU TorchRec's sharder leaves the row-wise family
-out, a plan that cannot be made or does not fit leaves ranks hanging, and a model on a CPU loses its weights when it is
-sharded.
+Any sharder and plan of TorchRec's does for a search; `CpuEmbeddingBagCollectionSharder` and `make_sharding_plan`, which
+`shard_model` takes by itself, also serve a DistributedModelParallel of your own. What these add: on a CPU TorchRec's
+sharder leaves the row-wise family out, a plan that cannot be made or does not fit leaves ranks hanging, and a model on
+a CPU loses its weights when it is sharded.
 
 Shapes: N rows of a table, D its embedding_dim, W ranks.
 """
@@ -179,8 +177,8 @@ def check_sharding_plan(
 def shard_model(
     model: nn.Module,
     device: torch.device,
-    plan: ShardingPlan,
-    sharders: Sharders,
+    plan: ShardingPlan | None = None,
+    sharders: Sharders | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> DistributedModelParallel:
@@ -192,13 +190,14 @@ def shard_model(
     tables are not in DistributedDataParallel, which would copy their gradients for nothing.
 
     Distributed: two all_gather_object of a short string, so that a plan that does not fit raises everywhere, one
-    broadcast per data_parallel table, and what DistributedModelParallel itself needs.
+    broadcast per data_parallel table, what DistributedModelParallel itself needs, and without a plan the collectives of
+    `make_sharding_plan`.
 
     Args:
         model: unsharded, prepared or not. Used up.
         device: where to train.
-        plan: the same on every rank.
-        sharders: those that the plan was made with.
+        plan: the same on every rank; by default that of `make_sharding_plan`.
+        sharders: those that the plan was made with; by default a `CpuEmbeddingBagCollectionSharder`.
         process_group: the ranks; all of them if None.
 
     Returns:
@@ -210,6 +209,10 @@ def shard_model(
         RuntimeError: without a process group.
     """
     world_size = _world_size(process_group)
+    if sharders is None:
+        sharders = [cast(ModuleSharder[nn.Module], CpuEmbeddingBagCollectionSharder())]
+    if plan is None:
+        plan = make_sharding_plan(model, device, sharders, process_group=process_group)
     with together(process_group):
         check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
     _check_same(plan, process_group)

@@ -228,9 +228,7 @@ def texts(rank: Rank) -> dict[str, Any]:
 def unmerged(rank: Rank) -> dict[str, Any]:
     """A prepared model whose alpha has not been folded yet, and the same once it has."""
     net = prepare_(model("ties"), blocks())
-    sharders = [CpuEmbeddingBagCollectionSharder()]
-    plan = make_sharding_plan(net, rank.device, sharders, process_group=rank.process_group)
-    whole = shard_model(net, rank.device, plan, sharders, process_group=rank.process_group)
+    whole = shard_model(net, rank.device, process_group=rank.process_group)
     for wrapper in soft_selection_modules(whole).values():
         for dim in wrapper.alpha.dims:
             wrapper.alpha.of(dim).fill_(0.5)
