@@ -31,16 +31,15 @@ from dnis_torchrec.comparison.methods.method import (
     MethodTask,
     NotApplicableError,
     SizeNotMetError,
+    result_row,
 )
 from dnis_torchrec.comparison.methods.projected import is_projected
 from dnis_torchrec.comparison.registry import load_registry
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.over_ranks import NotedBatches
-from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
+from dnis_torchrec.data.recipe import Recipe, build_recipe
 from dnis_torchrec.data.users_code import RecipeError
-from dnis_torchrec.report import ReportRow
 from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters
-from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.process_group import process_group
 from dnis_torchrec.training.signals import Ending, Stopped
 
@@ -124,20 +123,11 @@ def _work_folder(folder: Path) -> Iterator[Path]:
 
 def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.device) -> TrainedCell:
     """Evaluates on the test split and gathers what the method cost."""
-    # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
-    uncompressed, test = dense_parameters(recipe.model), NotedBatches(recipe.data.test)
-    row = ReportRow(
-        method=task.cell.row_name,
-        compression_ratio=uncompressed / max(1, made.scheme.parameters),
-        parameters=made.scheme.parameters,
-        bytes=made.scheme.form_bytes(),
-        metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), test, recipe.loss, device),
-        seed=task.cell.seed,
-        seconds=made.seconds,
-    )
+    test = NotedBatches(recipe.data.test)
+    row = result_row(task.cell.row_name, made, recipe, test, seed=task.cell.seed, device=device)
     return TrainedCell(
         row=row,
-        dense_bytes=4 * uncompressed,
+        dense_bytes=4 * dense_parameters(recipe.model),
         form=made.form,
         embedding_bytes=made.embedding_bytes(),
         extra_bytes=made.extra_bytes,

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.comparison.methods import MagnitudePruning, MethodTask, nearest_uniform_row
+from dnis_torchrec.comparison.methods import METHODS, MethodTask, result_row
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.data.users_code import errors_of_its_code
@@ -207,26 +207,19 @@ def _baselines(
     def build(embedding_dim: int | None) -> Recipe:
         return build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=embedding_dim or job.embedding_dim)
 
-    ratio = scheme.compression_ratio
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if {"dense", "magnitude"} & set(names):
-            pruning = MagnitudePruning(build(None), seed=job.seed, device=device, folder=folder, patience=patience)
-            if "dense" in names:
-                yield pruning.dense_row()
-            if "magnitude" in names:
-                yield pruning.pruned_row(ratio)
-        if "uniform" in names:
-            yield nearest_uniform_row(
-                MethodTask(
-                    build=build,
-                    compression_ratio=ratio,
-                    seed=job.seed,
-                    device=device,
-                    folder=folder,
-                    patience=patience,
-                )
+    for name in names:
+        recipe = build(None)
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(job.seed)
+            task = MethodTask(
+                build=build,
+                compression_ratio=scheme.finite_compression_ratio,
+                seed=job.seed,
+                device=device,
+                folder=Path(folder),
+                patience=patience,
             )
+            yield result_row(name, METHODS[name](task), recipe, recipe.data.test, seed=job.seed, device=device)
 
 
 def _head(job: SearchJob, recipe: Recipe, config: SearchConfig) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def test_everything_that_writes_to_tables_says_so(
     mask, magnitude = RetainedMask(model), sys.modules[MagnitudePruning.__module__]
     monkeypatch.setattr(magnitude, "shard", lambda *_: (model, optimizer))
     monkeypatch.setattr(magnitude, "train_plainly", lambda *_, **__: None)
-    pruning = MagnitudePruning(recipe, seed=0, device=CPU, folder=tmp_path, patience=1)
+    pruning = MagnitudePruning(recipe, device=CPU, folder=tmp_path, patience=1)
     save_checkpoint(tmp_path / "saved", model)
     for cache in caches:
         cache.events.clear()

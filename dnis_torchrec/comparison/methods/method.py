@@ -7,17 +7,20 @@ and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
+from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import dense_parameters
+from dnis_torchrec.training.evaluation import evaluate
 
 MAX_EPOCHS = 60
 
@@ -109,6 +112,32 @@ class MethodResult:
     def embedding_bytes(self) -> int:
         """Bytes of the tables as they are served in `form`, everything beside them counted."""
         return self.scheme.form_bytes()[self.form] + self.extra_bytes
+
+
+def result_row(
+    name: str, made: MethodResult, recipe: Recipe, test: Iterable[Batch], *, seed: int, device: torch.device
+) -> ReportRow:
+    """The row of what a method came to: its size, and the metrics of one evaluation.
+
+    Args:
+        name: what the row is called.
+        made: what the method came to.
+        recipe: as the method builds it for no embedding_dim; its tables are those that the result is smaller than.
+        test: what to evaluate on.
+        seed: of splits and initial weights.
+        device: where to evaluate.
+    """
+    # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
+    uncompressed = dense_parameters(recipe.model)
+    return ReportRow(
+        method=name,
+        compression_ratio=uncompressed / max(1, made.scheme.parameters),
+        parameters=made.scheme.parameters,
+        bytes=made.scheme.form_bytes(),
+        metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), test, recipe.loss, device),
+        seed=seed,
+        seconds=made.seconds,
+    )
 
 
 class SizeNotMetError(ValueError):
