@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, checked_bags
+from dnis_torchrec.serving.logical_collection import LogicalCollection
+from dnis_torchrec.serving.logical_tables import checked_bags
 from dnis_torchrec.serving.quantized_rows import (
     Precision,
     precision_named,
@@ -74,7 +74,7 @@ def dense_rows(
     return torch.cat(parts)
 
 
-class DenseEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+class DenseEmbeddingBagCollection(LogicalCollection):
     """Looks bags up in tables of D columns that TorchRec's quantised collection holds.
 
     A row is off by at most `error_bound` of it, zeros of a row that is kept not excepted; a bag by at most the sum of
@@ -123,10 +123,8 @@ class DenseEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         device: torch.device | str = "cpu",
         unknown_ids: str = "error",
     ) -> None:
-        super().__init__()
-        check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"expected one of {UNKNOWN_IDS}", repr(unknown_ids))
+        super().__init__(scheme, unknown_ids=unknown_ids)
         stored = precision_named(precision)
-        self._logical, self._zero_unknown = LogicalTables.of(scheme), unknown_ids == "zero"
         remaps = {name: _index_remap(table) if drops_rows else None for name, table in scheme.tables.items()}
         configs = [self._physical_config(table, stored, remaps[name]) for name, table in scheme.tables.items()]
         self.tables = quantized_collection(configs, rows, is_weighted=self._logical.is_weighted, device=device)
@@ -204,18 +202,10 @@ class DenseEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             return self._logical.keyed(torch.zeros(0, sum(self._logical.dims), device=features.device()))
         return self._logical.keyed(self._logical.divide_means_(self.tables(bags).values(), features))
 
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
-        return self._logical.configs
-
     def table_bytes(self) -> int:
         """Bytes of all tables, and of the index remapping."""
         (kernel,) = self.tables._emb_modules
         return sum(rows.nbytes for rows in stored_rows(self.tables)) + kernel.index_remappings_array.nbytes
-
-    def is_weighted(self) -> bool:
-        """Whether bags carry per-sample weights."""
-        return self._logical.is_weighted
 
 
 def _check_dim(table: TableScheme, stored: Precision) -> None:
