@@ -128,13 +128,12 @@ def check(condition: bool, place: str, requirement: str, received: object, remed
         raise ValueError(describe(place, requirement, received, remedy))
 
 
-def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Names the known names that look most like `name`.
 
     Args:
         name: what was given.
         known: the names that exist.
-        limit: close names in the phrase, at most; 3 by default.
 
     Returns:
         A phrase for the remedy of an error: the closest names, or all of them when none is close.
@@ -144,7 +143,7 @@ def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
         "did you mean 'movie'?"
     """
     names = sorted(set(known))
-    close = difflib.get_close_matches(name, names, n=limit, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
     shown = ", ".join(map(repr, names[:SHOWN])) + (", ..." if len(names) > SHOWN else "")

@@ -5,7 +5,9 @@ Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,7 +66,7 @@ class LogicalTables:
         owners = sorted({(table.collection, table.is_weighted) for table in tables})
         remedy = "build one module for each collection"
         check(len(owners) == 1, "scheme", "expected the tables of one collection", [name for name, _ in owners], remedy)
-        configs = [logical_config(table) for table in tables]
+        configs = [torchrec_config(table, table.embedding_dim) for table in tables]
         return LogicalTables(
             configs=configs,
             tables=[table for table in tables for _ in table.feature_names],
@@ -193,16 +195,37 @@ def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
         check(False, named(names), requirement, max(offsets.numel() - 1, 0))
 
 
-def logical_config(table: TableScheme) -> EmbeddingBagConfig:
-    """The config of a table as it was before pruning.
+class DescribedTable(Protocol):
+    """A table as schemes and narrow tables describe it."""
+
+    @property
+    def name(self) -> str:
+        """Of the table."""
+
+    @property
+    def num_embeddings(self) -> int:
+        """N."""
+
+    @property
+    def feature_names(self) -> Sequence[str]:
+        """Features that read it."""
+
+    @property
+    def pooling(self) -> str:
+        """``"sum"`` or ``"mean"``."""
+
+
+def torchrec_config(table: DescribedTable, embedding_dim: int) -> EmbeddingBagConfig:
+    """A table as TorchRec describes it.
 
     Args:
-        table: scheme of the table.
+        table: as this package does.
+        embedding_dim: its columns: D for the logical table, which a model sees.
     """
     return EmbeddingBagConfig(
         name=table.name,
         num_embeddings=table.num_embeddings,
-        embedding_dim=table.embedding_dim,
+        embedding_dim=embedding_dim,
         feature_names=list(table.feature_names),
         pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
@@ -27,6 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, named, offsets_of_rows
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.logical_tables import torchrec_config
 from dnis_torchrec.storage.json_files import parse_json
 
 _FORMAT_VERSION = 1
@@ -81,20 +82,11 @@ class NarrowTable:
 
     def config(self) -> EmbeddingBagConfig:
         """The table as TorchRec describes it, R wide."""
-        return self._config(self.embedding_dim)
+        return torchrec_config(self, self.embedding_dim)
 
     def logical_config(self) -> EmbeddingBagConfig:
         """The table as a model sees it, D wide."""
-        return self._config(self.logical_dim)
-
-    def _config(self, embedding_dim: int) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(
-            name=self.name,
-            num_embeddings=self.num_embeddings,
-            embedding_dim=embedding_dim,
-            feature_names=list(self.feature_names),
-            pooling=PoolingType.MEAN if self.pooling == "mean" else PoolingType.SUM,
-        )
+        return torchrec_config(self, self.logical_dim)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,12 @@ class Alpha(nn.Module):
         return getattr(self, f"dim{embedding_dim}")
 
     @property
+    def begins(self) -> dict[int, int]:
+        """embedding_dim -> where its alpha begins once all are flattened, one after the other."""
+        sizes = [self.of(dim).numel() for dim in self._dims]
+        return {dim: sum(sizes[:index]) for index, dim in enumerate(self._dims)}
+
+    @property
     def is_upper(self) -> bool:
         """True inside `upper_level`."""
         return self._hits is not None

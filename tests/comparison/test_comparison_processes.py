@@ -47,7 +47,8 @@ def test_a_cell_knows_nothing_of_a_torchrun_around_it(out: Path, monkeypatch: py
     monkeypatch.setenv("OUTLIVES", "all of them")
     program = "import os, sys, json; json.dump(dict(os.environ), open(sys.argv[1] + '/seen.json', 'w'))"
     (folder,) = make_folders(out, 2)
-    run_cells([folder], jobs=1, on_done=lambda folder: None, command=(sys.executable, "-c", program))
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", program))
+    run_cells([folder], jobs=1, on_done=lambda folder: None)
     seen = json.loads((folder / "seen.json").read_text())
     assert seen["OUTLIVES"] == "all of them"
     assert not told.keys() & seen.keys()

@@ -13,7 +13,7 @@ from torchrec.quant.embedding_modules import quant_prep_customize_row_alignment
 
 from dnis_torchrec.artifact import load
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving.logical_tables import logical_config
+from dnis_torchrec.serving.logical_tables import torchrec_config
 
 UNCOMPRESSED_FORMS = ("uncompressed_fp32", "uncompressed_int8", "uncompressed_int4")
 """The uncompressed tables, as TorchRec serves them. Their values are drawn: neither size nor speed depends on them."""
@@ -52,7 +52,7 @@ def baseline(form: str, scheme: MixedDimensionScheme) -> nn.Module:
         form: one of `UNCOMPRESSED_FORMS`.
         scheme: the tables of the collection.
     """
-    configs = [logical_config(table) for table in scheme.tables.values()]
+    configs = [torchrec_config(table, table.embedding_dim) for table in scheme.tables.values()]
     is_weighted = next(iter(scheme.tables.values())).is_weighted
     if form == "uncompressed_fp32":
         return EmbeddingBagCollection(tables=configs, is_weighted=is_weighted, device=torch.device("cpu"))
