@@ -22,7 +22,7 @@ from dnis_torchrec.comparison.methods.shared_trials import unclaimed_trials
 from dnis_torchrec.storage.foreign_folders import open_log
 
 COMMAND = (sys.executable, "-m", "dnis_torchrec.comparison.worker")
-"""Leads a cell: it is given the folder, and `HELPS` if it is to help. Its input is open as long as this process lives."""
+"""Leads a cell: it is given the folder, and `HELPS` if it is to help; its input stays open while this process lives."""
 SECONDS_TO_END = 15
 """Longer than a worker gives itself."""
 SECONDS_BETWEEN_LOOKS = 1
