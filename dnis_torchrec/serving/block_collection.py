@@ -20,8 +20,7 @@ from dnis_torchrec.ops.csr_operator import load_operator
 from dnis_torchrec.ops.mixed_dimension_operator import LANES
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.bag_routing import BagRouter
-from dnis_torchrec.serving.logical_collection import OperatorCollection
-from dnis_torchrec.serving.logical_tables import LogicalTables
+from dnis_torchrec.serving.logical_tables import LogicalTables, OperatorCollection
 
 
 def stored_blocks(table: TableScheme) -> dict[int, tuple[int, int]]:

@@ -21,7 +21,7 @@ from dnis_torchrec.ops.interleaved_rows import RowLayout
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.held_buffers import HeldBuffers
-from dnis_torchrec.serving.logical_collection import OperatorCollection
+from dnis_torchrec.serving.logical_tables import OperatorCollection
 
 
 class _Placed(NamedTuple):

@@ -18,8 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.logical_collection import LogicalCollection
-from dnis_torchrec.serving.logical_tables import checked_bags
+from dnis_torchrec.serving.logical_tables import LogicalCollection, checked_bags
 from dnis_torchrec.serving.quantized_rows import (
     Precision,
     precision_named,
