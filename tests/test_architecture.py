@@ -131,6 +131,17 @@ def unpickled(path: str, source: str) -> list[str]:
     return offences
 
 
+def expects_twice(path: str, source: str) -> list[str]:
+    """Requirements of errors that begin with "expected": `checks.describe` puts that before them."""
+    offences = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"check", "describe"}:
+            texts = [part.value for given in node.args for part in ast.walk(given) if isinstance(part, ast.Constant)]
+            if any(isinstance(text, str) and text.startswith("expected ") for text in texts):
+                offences.append(f"{path}:{node.lineno} says expected twice")
+    return offences
+
+
 def unfinished(path: str, source: str) -> list[str]:
     """Notes to oneself."""
     note = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
@@ -180,6 +191,7 @@ WHERE: list[tuple[Rule, tuple[str, ...]]] = [
     (imports_of_training_in_serving, (PACKAGE,)),
     (too_long, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
     (undocumented, (PACKAGE, "benchmarks", "examples", "torchx_components")),
+    (expects_twice, (PACKAGE, "benchmarks", "examples", "tests")),
     (unpickled, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
     (unfinished, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
 ]
@@ -244,6 +256,8 @@ def test_a_name_that_two_modules_define_is_seen(source: str, is_twice: bool) -> 
         (undocumented, "a.py", "x = 1"),
         (undocumented, "a.py", '"""A."""\ndef f():\n    pass'),
         (undocumented, "a.py", '"""A."""\nclass A:\n    """B."""\n    def f(self):\n        pass'),
+        (expects_twice, "a.py", 'check(x, "seed", f"expected {a}", 1)'),
+        (expects_twice, "a.py", 'raise TypeError(describe("seed", "expected 1" if x else "2", 1))'),
         (unpickled, "a.py", "import pickle"),
         (unpickled, "a.py", "from joblib import load"),
         (unpickled, "a.py", "torch.load(path)"),
@@ -273,6 +287,7 @@ def test_a_breach_of_the_rule_is_seen(rule: Rule, path: str, source: str) -> Non
         (too_long, "a.py", 'def f():\n    """Does.\n' + "    x\n" * 60 + '    """\n' + "    x = 1\n" * 59),
         (undocumented, "a.py", '"""A."""\ndef _f():\n    pass\nclass _A:\n    def f(self):\n        pass'),
         (undocumented, "a.py", ""),
+        (expects_twice, "a.py", 'check(x, "seed", "a number that is expected ", 1)'),
         (unpickled, "a.py", "torch.load(path, weights_only=True)\nyaml.safe_load(text)\njson.load(file)"),
     ],
 )

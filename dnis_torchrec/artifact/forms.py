@@ -57,7 +57,7 @@ class Shard:
         Raises:
             ValueError: if one is missing or too many.
         """
-        requirement = f"expected tensors {sorted(expected)}"
+        requirement = f"tensors {sorted(expected)}"
         check(set(self.tensors) == expected, self.place, requirement, sorted(self.tensors), "export again")
 
 
@@ -113,7 +113,7 @@ def register(form: Form) -> Form:
     Raises:
         ValueError: if another form has its name.
     """
-    check(form.name not in FORMS, f"form {form.name!r}", "expected a new name", "one that is taken")
+    check(form.name not in FORMS, f"form {form.name!r}", "a new name", "one that is taken")
     FORMS[form.name] = form
     return form
 

@@ -181,7 +181,7 @@ def serve(
     for name, table in scheme.tables.items():
         check_known("table", name, tables)
         shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
-        check(tuple(weight.shape) == shape, f"table {name!r}", f"expected shape {shape}", tuple(weight.shape))
+        check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", tuple(weight.shape))
         encoded = known.encode(table, rows_of(weight), 0, table.num_embeddings)
         place = f"table {name!r}, form {form!r}"
         shards[name] = [Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=encoded)]

@@ -62,7 +62,7 @@ def regroup(
     for name, table in scheme.tables.items():
         check_known("table", name, tables)
         shape = (table.num_embeddings, table.embedding_dim)
-        check(tuple(tables[name].shape) == shape, f"table {name!r}", f"expected shape {shape}", tables[name].shape)
+        check(tuple(tables[name].shape) == shape, f"table {name!r}", f"shape {shape}", tables[name].shape)
         regrouped[name] = regroup_table(
             table,
             rows_of(tables[name].detach()),
@@ -92,8 +92,8 @@ def regroup_table(
     Raises:
         ValueError: if `num_groups` or `dim_multiple` is below 1.
     """
-    check(num_groups >= 1, "num_groups", "expected an integer >= 1", num_groups)
-    check(dim_multiple >= 1, "dim_multiple", "expected an integer >= 1", dim_multiple)
+    check(num_groups >= 1, "num_groups", "an integer >= 1", num_groups)
+    check(dim_multiple >= 1, "dim_multiple", "an integer >= 1", dim_multiple)
     if table.is_block_structured:
         return table
     sample, union = _sample(table, rows, seed)

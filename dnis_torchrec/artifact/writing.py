@@ -94,7 +94,7 @@ def write_artifact(
         ...     load_csr(path, "t").to_dense().equal(weight)
         True
     """
-    check(bool(scheme.tables), "scheme", "expected at least one table", "none", "search and prune a model first")
+    check(bool(scheme.tables), "scheme", "at least one table", "none", "search and prune a model first")
     check_forms(forms, scipy_formats)
     for name in scheme.tables:
         check_known("table", name, tables)
@@ -161,7 +161,7 @@ def write_shards(
         begin, end = spans.popleft()
         tensors = encode(table, rows, begin, end)
         if file_bytes(tensors) > max_file_bytes:
-            place, requirement = f"table {table.name!r}, form {form!r}", f"expected a row within {max_file_bytes} bytes"
+            place, requirement = f"table {table.name!r}, form {form!r}", f"a row within {max_file_bytes} bytes"
             check(end - begin > 1, place, requirement, file_bytes(tensors), "raise max_file_bytes")
             middle = (begin + end) // 2
             spans.extendleft([(middle, end), (begin, middle)])
@@ -193,9 +193,9 @@ def write_packed(folder: Path, stem: str, tensors: Mapping[str, Tensor], max_fil
     packs: list[dict[str, Tensor]] = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(describe(f"{stem} {name!r}", "expected a tensor", type(tensor).__name__))
+            raise TypeError(describe(f"{stem} {name!r}", "a tensor", type(tensor).__name__))
         size = file_bytes({name: tensor})
-        check(size <= max_file_bytes, f"tensor {name!r}", f"expected at most {max_file_bytes} bytes", size)
+        check(size <= max_file_bytes, f"tensor {name!r}", f"at most {max_file_bytes} bytes", size)
         if not packs or file_bytes(packs[-1] | {name: tensor}) > max_file_bytes:
             packs.append({})
         packs[-1][name] = tensor
@@ -268,8 +268,8 @@ def check_forms(forms: Sequence[str], scipy_formats: Sequence[str] = ()) -> None
     Raises:
         ValueError: for no form, one that is there twice, or one that is unknown.
     """
-    check(bool(forms), "forms", f"expected some, such as {ARTIFACT_FORMS}", "none")
-    check(len(set(forms)) == len(forms), "forms", "expected each once", tuple(forms))
+    check(bool(forms), "forms", f"some, such as {ARTIFACT_FORMS}", "none")
+    check(len(set(forms)) == len(forms), "forms", "each once", tuple(forms))
     for form in forms:
         form_named(form)
     for scipy_format in scipy_formats:
@@ -289,10 +289,10 @@ def check_table(table: TableScheme, weight: Tensor) -> None:
     """
     place, shape = f"table {table.name!r}", (table.num_embeddings, table.embedding_dim)
     if not weight.is_floating_point():
-        raise TypeError(describe(place, "expected floating point values", weight.dtype))
-    check(tuple(weight.shape) == shape, place, f"expected shape {shape}", tuple(weight.shape))
+        raise TypeError(describe(place, "floating point values", weight.dtype))
+    check(tuple(weight.shape) == shape, place, f"shape {shape}", tuple(weight.shape))
     num_values = count_values(table, weight, 0)
-    requirement = f"expected at most num_retained={table.num_retained} values"
+    requirement = f"at most num_retained={table.num_retained} values"
     check(num_values <= table.num_retained, place, requirement, num_values, "prune the table with this scheme first")
 
 
@@ -313,12 +313,11 @@ def count_values(table: TableScheme, weight: Tensor, first_row: int) -> int:
         finite = chunk.float().isfinite().all(dim=1)
         if not bool(finite.all()):
             row = first + int((~finite).nonzero()[0])
-            check(False, place, "expected finite values", f"NaN or infinity in row {row}", "export the last good state")
+            check(False, place, "finite values", f"NaN or infinity in row {row}", "export the last good state")
         blocks = table.routing.block_of(torch.arange(first, first + len(chunk))).to(weight.device)
         present = chunk != 0
         lost = int((present & ~kept[blocks]).sum())
-        requirement = "expected zeros outside the retained dims"
-        check(lost == 0, place, requirement, f"{lost} other values", "prune the table first")
+        check(lost == 0, place, "zeros outside the retained dims", f"{lost} other values", "prune the table first")
         num_values += int(present.sum())
         first += len(chunk)
     return num_values
@@ -337,7 +336,7 @@ def as_json(run: Mapping[str, Any]) -> Any:
         described = json.loads(json.dumps(run, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         remedy = "turn tensors, paths and non-finite numbers into JSON first"
-        raise ValueError(describe("run", "expected values that JSON can hold", str(error), remedy)) from error
+        raise ValueError(describe("run", "values that JSON can hold", str(error), remedy)) from error
     conform(described, RunOfArtifact, "run")
     return described
 

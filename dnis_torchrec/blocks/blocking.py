@@ -188,21 +188,21 @@ def blocks_from_counts(
         >>> blocks_from_counts(counts, [table], num_blocks=2).routings["t"].boundaries.tolist()
         [0, 2, 4]
     """
-    check(scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(scope))
-    check(strategy in STRATEGIES, "strategy", f"expected one of {STRATEGIES}", repr(strategy))
-    check(num_blocks >= 1, "num_blocks", "expected at least 1", num_blocks)
-    check(num_blocks <= MAX_NUM_BLOCKS, "num_blocks", f"expected at most {MAX_NUM_BLOCKS}", num_blocks)
+    check(scope in SCOPES, "scope", f"one of {SCOPES}", repr(scope))
+    check(strategy in STRATEGIES, "strategy", f"one of {STRATEGIES}", repr(strategy))
+    check(num_blocks >= 1, "num_blocks", "at least 1", num_blocks)
+    check(num_blocks <= MAX_NUM_BLOCKS, "num_blocks", f"at most {MAX_NUM_BLOCKS}", num_blocks)
     check(
         (boundaries is not None) == (strategy == "explicit"),
         "boundaries",
-        "expected exactly with strategy 'explicit'",
+        "exactly with strategy 'explicit'",
         f"{boundaries} with {strategy!r}",
     )
     for table in tables:
         check_known("table", table.name, counts.counts)
         counted = counts.counts[table.name].numel()
-        place, fits = f"table {table.name!r}", counted == table.num_embeddings
-        check(fits, place, f"expected counts of num_embeddings={table.num_embeddings} rows", counted)
+        fits = counted == table.num_embeddings
+        check(fits, f"table {table.name!r}", f"counts of num_embeddings={table.num_embeddings} rows", counted)
     sorted_together: dict[object, list[EmbeddingBagConfig]] = {}
     for table in tables:
         sorted_together.setdefault(table.embedding_dim if scope == "global" else table.name, []).append(table)
@@ -249,7 +249,7 @@ def check_num_blocks(num_blocks: int, tables: Sequence[EmbeddingBagConfig], *, s
         together = table.embedding_dim if scope == "global" else table.name
         rows[together] = rows.get(together, 0) + table.num_embeddings
     most = min(MAX_NUM_BLOCKS, max(rows.values(), default=MAX_NUM_BLOCKS))
-    requirement = f"expected at most {most} blocks for the rows of these tables"
+    requirement = f"at most {most} blocks for the rows of these tables"
     check(num_blocks <= most, "num_blocks", requirement, num_blocks, "take fewer blocks")
 
 
@@ -312,7 +312,7 @@ def _block_starts(order: _FrequencyOrder, strategy: str, num_blocks: int, bounda
     else:
         starts = torch.tensor([0, *boundaries])
         rising = bool((starts.diff() > 0).all()) and int(starts[-1]) < num_rows
-        check(rising, "boundaries", f"expected rising positions in 1..{num_rows - 1}", list(boundaries))
+        check(rising, "boundaries", f"rising positions in 1..{num_rows - 1}", list(boundaries))
     starts = torch.unique(starts[starts < num_rows])
     wanted = num_blocks if strategy in ("equal_rows", "equal_mass") else starts.numel()
     if starts.numel() < wanted:

@@ -45,7 +45,7 @@ def plan(
     All figures are estimates of TorchRec's planner. No GPU is needed, and no memory for the tables.
     """
     with arguments():
-        check((artifact is None) != (not table), "plan", "expected either ARTIFACT or --table", "both or neither")
+        check((artifact is None) != (not table), "plan", "either ARTIFACT or --table", "both or neither")
         cluster = Cluster(
             world_size=world_size,
             hbm_bytes=parse_bytes(hbm, "--hbm"),

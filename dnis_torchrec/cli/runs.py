@@ -131,7 +131,7 @@ def search(
         size = _size(compression, embedding_bytes, form)
         saving = Saving(every_steps=checkpoint_every, keep_last=keep_checkpoints, on_error=on_save_error, resume=resume)
         load_recipe(recipe)
-        check(strategy in CUTS, "--strategy", f"expected one of {', '.join(CUTS)}", repr(strategy))
+        check(strategy in CUTS, "--strategy", f"one of {', '.join(CUTS)}", repr(strategy))
         settings = {
             "num_blocks": num_blocks,
             "scope": scope,
@@ -188,14 +188,14 @@ def prune(
         check(
             (threshold is None) or (compression is None and embedding_bytes is None),
             "--threshold",
-            "expected no size",
+            "no size",
             "one",
         )
         check_pruning(structure=structure, scope=scope, threshold=threshold)
         _check_form(embedding_bytes, form)
         size = None if threshold is not None else _size(compression, embedding_bytes, form)
-        requirement, remedy = "expected an integer >= 0", "say 0 for no fine-tuning"
-        check(fine_tune_epochs >= 0, "--fine-tune-epochs", requirement, fine_tune_epochs, remedy)
+        remedy = "say 0 for no fine-tuning"
+        check(fine_tune_epochs >= 0, "--fine-tune-epochs", "an integer >= 0", fine_tune_epochs, remedy)
         head = RunFolder.open(run).read_head()
         check_source_kept(shown(run), shown(out))  # whose local copies are two folders in any case
         check_prune_out(run, out, overwrite=overwrite)
@@ -235,11 +235,11 @@ def export(
         check(
             overwrite or not out.exists(),
             f"artifact {out}",
-            "expected a folder that does not exist",
+            "a folder that does not exist",
             "an existing one",
             "choose another --out, or --overwrite",
         )
-        check(regroup is None or regroup >= 1, "--regroup", "expected a number of groups >= 1", regroup)
+        check(regroup is None or regroup >= 1, "--regroup", "a number of groups >= 1", regroup)
         forms, scipy_formats = form or ARTIFACT_FORMS, scipy or ()
         check_forms(forms, scipy_formats)
     run_export(run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup)
@@ -261,7 +261,7 @@ def evaluate(
 ) -> None:
     """Evaluates on the test split: a run's model, or an artifact's serving module dropped into the model."""
     with arguments():
-        check(path.is_dir(), str(path), "expected a run or an artifact", "no such folder")
+        check(path.is_dir(), str(path), "a run or an artifact", "no such folder")
         check_data(data)
         check_json(json_file)
         load_recorded(path, recorded_run(path), data, recipe)
@@ -296,16 +296,16 @@ def report(
 
 def _check_form(embedding_bytes: int | None, form: str | None) -> None:
     fits = form is None or embedding_bytes is not None
-    check(fits, "--form", "expected --embedding-bytes beside it", repr(form), "only a size in bytes is one of a form")
+    check(fits, "--form", "--embedding-bytes beside it", repr(form), "only a size in bytes is one of a form")
 
 
 def _size(compression: float | None, embedding_bytes: int | None, form: str | None) -> Size:
     _check_form(embedding_bytes, form)
     given = sum(value is not None for value in (compression, embedding_bytes))
     place, received = "--compression, --embedding-bytes", ("none", "one", "both")[given]
-    check(given == 1, place, "expected one of the two", received, "say --compression 5, for example")
+    check(given == 1, place, "one of the two", received, "say --compression 5, for example")
     is_fit = compression is None or (math.isfinite(compression) and compression > 1)
-    check(is_fit, "--compression", "expected a finite number above 1", compression)
+    check(is_fit, "--compression", "a finite number above 1", compression)
     return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form or Size.form)
 
 

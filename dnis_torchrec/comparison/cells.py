@@ -229,7 +229,7 @@ class CellResult:
         check(
             (described["format"], described["format_version"]) == (_FORMAT, _FORMAT_VERSION),
             "cell",
-            f"expected {_FORMAT} {_FORMAT_VERSION}",
+            f"{_FORMAT} {_FORMAT_VERSION}",
             described["format_version"],
         )
         shared = {"cell": Cell(**described["cell"]), "rules": described["rules"], "versions": described["versions"]}

@@ -122,6 +122,5 @@ def _told(folder: Path, metric: str) -> str:
 def _alone(out: Path) -> Iterator[None]:
     """Keeps a second comparison out of the folder, which would run the same cells; the lock goes with the process."""
     with file_lock(out / "lock") as owner:
-        remedy = "wait for it, or choose another --out"
-        check(owner is None, f"folder {out}", "expected no comparison at work", "one", remedy)
+        check(owner is None, f"folder {out}", "no comparison at work", "one", "wait for it, or choose another --out")
         yield

@@ -61,7 +61,7 @@ def slice_of(batch: Batch, first: int, last: int) -> Batch:
         ([3, 4], [0, 2], [1.0])
     """
     if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
-        raise TypeError(describe("batch", "expected a dataclass, as TorchRec's Batch is", type(batch).__name__))
+        raise TypeError(describe("batch", "a dataclass, as TorchRec's Batch is", type(batch).__name__))
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init}
     sliced = {name: _slice(value, first, last) for name, value in fields.items()}
     return dataclasses.replace(batch, **sliced)
@@ -120,7 +120,7 @@ class BatchParts(CutBatches):
     """
 
     def __init__(self, batches: Iterable[Batch], num_parts: int, at_least: int = 1) -> None:
-        check(num_parts >= 1, "num_parts", "expected at least 1", num_parts)
+        check(num_parts >= 1, "num_parts", "at least 1", num_parts)
         super().__init__(batches)
         self._num_parts, self._at_least = num_parts, at_least
 

@@ -68,13 +68,11 @@ class SearchJob:
     url: str | None = None
 
     def __post_init__(self) -> None:
-        check(self.seed >= 0, "seed", "expected an integer >= 0", self.seed)
+        check(self.seed >= 0, "seed", "an integer >= 0", self.seed)
         dim = self.embedding_dim
-        check(
-            dim is None or dim >= 1, "embedding_dim", "expected an integer >= 1", dim, "leave it out for the recipe's"
-        )
+        check(dim is None or dim >= 1, "embedding_dim", "an integer >= 1", dim, "leave it out for the recipe's")
         contradiction = self.overwrite and self.saving.resume
-        check(not contradiction, "--resume", "expected no --overwrite", "both", "give one of them")
+        check(not contradiction, "--resume", "no --overwrite", "both", "give one of them")
         SearchConfig(size=self.size, **self.settings)
         for name in self.baselines:
             check_known("baseline", name, BASELINES)
@@ -173,7 +171,7 @@ def _search(
                 run.write_head("finished", head | _results(head["notes"], outcome, metrics))
                 run.drop_replaced()
     except (OSError, SafetensorError, StorageError) as error:
-        requirement, remedy = "expected to write what the search found", "make room for it, then --resume"
+        requirement, remedy = "to write what the search found", "make room for it, then --resume"
         raise RunWriteError(describe(f"run folder {run.path}", requirement, str(error), remedy)) from error
 
 

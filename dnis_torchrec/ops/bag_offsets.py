@@ -81,8 +81,8 @@ def torch_bag_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
     """
     names = bytes(features.tolist()).decode().split("\n")
     fits = lengths.dim() == 2 and len(lengths) == len(names)
-    check(fits, named(names), "expected contiguous lengths of shape (F, B) on the CPU", "others")
-    check(lengths.dtype in INTEGERS, named(names), "expected int32 or int64 lengths", "others")
+    check(fits, named(names), "contiguous lengths of shape (F, B) on the CPU", "others")
+    check(lengths.dtype in INTEGERS, named(names), "int32 or int64 lengths", "others")
     if not are_sound(lengths, lengths.numel(), ids.numel()):
         refuse_bags(names, lengths, [lengths.shape[1]] * len(names), ids.flatten())
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0, dtype=torch.int64)])

@@ -117,14 +117,14 @@ def torch_csr_embedding_bag(
         >>> torch_csr_embedding_bag(ids, offsets, None, table, layout, None, 2, 2, False).tolist()
         [[3.0, 6.0], [0.0, 0.0]]
     """
-    check(ids.dtype in INTEGERS, f"{CSR_EMBEDDING_BAG}: ids", "expected int32 or int64", ids.dtype)
+    check(ids.dtype in INTEGERS, f"{CSR_EMBEDDING_BAG}: ids", "int32 or int64", ids.dtype)
     shards, bounds = split_shards(tables), offsets.long()
     ends = (int(bounds[0]), int(bounds[-1])) if bounds.numel() else None
     rises = ends == (0, ids.numel()) and bool((bounds.diff() >= 0).all())
-    check(rises, f"{CSR_EMBEDDING_BAG}: offsets", "expected them to rise from 0 to the number of ids", "others")
+    check(rises, f"{CSR_EMBEDDING_BAG}: offsets", "them to rise from 0 to the number of ids", "others")
     num_bags = bounds.numel() - 1
     fits = keys is not None or not batch_size or num_bags == len(layout) * batch_size
-    check(fits, f"{CSR_EMBEDDING_BAG}: offsets", "expected bags for each feature and for no other", num_bags)
+    check(fits, f"{CSR_EMBEDDING_BAG}: offsets", "bags for each feature and for no other", num_bags)
     out = torch.zeros(batch_size, width, device=ids.device)
     for feature, fields in enumerate(layout.tolist()):
         first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
@@ -136,11 +136,11 @@ def torch_csr_embedding_bag(
         row, num_rows = ids[first:last].long(), sum(num_rows_of(pointers) for _, pointers in table)
         is_row = (row >= 0) & (row < num_rows)
         if not zero_unknown:
-            _check_all(is_row, place, f"expected ids in 0..{num_rows - 1}", row)
+            _check_all(is_row, place, f"ids in 0..{num_rows - 1}", row)
         known = is_row.nonzero().squeeze(1)
         weights = None if per_sample_weights is None else per_sample_weights[first:last][known]
         entry, column, value = _values_of_table(table, RowLayout(*row_layout), row[known], weights, place)
-        _check_all(column < embedding_dim, place, "expected columns below embedding_dim", column)
+        _check_all(column < embedding_dim, place, "columns below embedding_dim", column)
         pooled = out.new_zeros(batch_size * embedding_dim)
         pooled.index_add_(0, bag[known][entry] * embedding_dim + column, value)
         pooled = pooled.view(batch_size, embedding_dim)
@@ -202,7 +202,7 @@ def _values_of_rows(
     # the first part keeps the second from overflowing
     rising = (begin >= 0) & (begin <= end) & (end <= interleaved_rows.numel())
     rising &= (rows + 1) * layout.scale_bytes + end * layout.entry_bytes <= interleaved_rows.numel()
-    _check_all(rising, place, "expected rising row pointers up to the number of values", rows)
+    _check_all(rising, place, "rising row pointers up to the number of values", rows)
     entry, column, value, scale = read_rows(interleaved_rows, layout, rows, begin, end - begin)
     factor = scale if weights is None else weights * scale
     return entry, column, value * factor[entry]

@@ -153,7 +153,7 @@ class NativeLibrary:
         if again or not library.exists() or _is_cut_off(library):
             compiler = find_compiler()
             if compiler is None:
-                requirement = f"expected a C++ compiler: CXX or one of {COMPILERS}"
+                requirement = f"a C++ compiler: CXX or one of {COMPILERS}"
                 raise RuntimeError(
                     describe(self.place, requirement, "none", "install one, for example the package g++")
                 )
@@ -174,13 +174,13 @@ class NativeLibrary:
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_COMPILE)
             except subprocess.TimeoutExpired as error:
-                requirement = f"expected {compiler} to compile it within {SECONDS_TO_COMPILE} s"
+                requirement = f"{compiler} to compile it within {SECONDS_TO_COMPILE} s"
                 remedy = f"set {NO_COMPILE}=1"
                 raise RuntimeError(describe(self.place, requirement, "nothing by then", remedy)) from error
             if done.returncode:
                 words = "\n".join(done.stderr.strip().splitlines()[-20:])
                 remedy = f"try another compiler with CXX=..., or set {NO_COMPILE}=1 and go without"
-                raise RuntimeError(describe(self.place, f"expected {compiler} to compile it", f"\n{words}\n", remedy))
+                raise RuntimeError(describe(self.place, f"{compiler} to compile it", f"\n{words}\n", remedy))
             os.chmod(place.new, 0o755)
             os.replace(place.new, library)
 
@@ -196,7 +196,7 @@ class NativeLibrary:
         """Code is loaded only from a file that nobody but its reader, or root, can have written."""
         status = library.stat()
         if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
-            requirement = "expected a library that only you or root can write"
+            requirement = "a library that only you or root can write"
             raise RuntimeError(describe(f"{self.place} {str(library)!r}", requirement, "another", "remove it"))
 
 

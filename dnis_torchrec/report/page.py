@@ -123,7 +123,7 @@ def _page(content: ReportContent, drawn: Mapping[str, Figure]) -> str:
 
 
 def _write_figures(folder: Path, drawn: Mapping[str, Figure]) -> None:
-    check(folder.parent.is_dir(), str(folder), "expected an existing folder", str(folder.parent), "create it first")
+    check(folder.parent.is_dir(), str(folder), "an existing folder", str(folder.parent), "create it first")
     make_folder(folder, within=folder.parent)
     for name in FIGURES:
         png, svg = folder / f"{name}.png", folder / f"{name}.svg"

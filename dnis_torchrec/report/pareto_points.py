@@ -75,10 +75,10 @@ class ParetoPoint:
 
     def __post_init__(self) -> None:
         place = f"ParetoPoint of {self.method!r}"
-        check(math.isfinite(self.bytes) and self.bytes > 0, place, "expected bytes > 0", self.bytes)
+        check(math.isfinite(self.bytes) and self.bytes > 0, place, "bytes > 0", self.bytes)
         for name in ("mean", "deviation"):
             value = getattr(self, name)
-            check(value is None or math.isfinite(value), place, f"expected a finite {name}", value)
+            check(value is None or math.isfinite(value), place, f"a finite {name}", value)
 
     @property
     def bar(self) -> float | None:

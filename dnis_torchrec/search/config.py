@@ -82,15 +82,15 @@ class SearchConfig:
     def __post_init__(self) -> None:
         epochs = ("warm_up_epochs", "ramp_epochs", "release_epochs", "patience")
         for name in ("num_blocks", *epochs, "upper_every", "upper_batch_parts"):
-            check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
+            check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for part in ("search_table", "search_dense", "search_row", "release_table", "release_dense"):
             name = f"{part}_learning_rate"
             rate = getattr(self, name)
-            check(rate is None or rate > 0, name, "expected a number above 0", rate)
+            check(rate is None or rate > 0, name, "a number above 0", rate)
         decay = self.release_decay
-        check(0 < decay <= 1, "release_decay", "expected a number above 0 and at most 1", decay)
-        check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
-        check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
+        check(0 < decay <= 1, "release_decay", "a number above 0 and at most 1", decay)
+        check(self.scope in SCOPES, "scope", f"one of {SCOPES}", repr(self.scope))
+        check(self.structure in STRUCTURES, "structure", f"one of {STRUCTURES}", repr(self.structure))
         CountLimits(exact_rows=self.exact_count_rows)
         self.pressure_over(1)
 

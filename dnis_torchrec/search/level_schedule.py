@@ -48,8 +48,8 @@ class LevelSchedule:
     upper_every: int = 1
 
     def __post_init__(self) -> None:
-        check(self.warm_up_steps >= 1, "warm_up_steps", "expected at least 1", self.warm_up_steps)
-        check(self.upper_every >= 1, "upper_every", "expected at least 1", self.upper_every)
+        check(self.warm_up_steps >= 1, "warm_up_steps", "at least 1", self.warm_up_steps)
+        check(self.upper_every >= 1, "upper_every", "at least 1", self.upper_every)
 
     def level(self, step: int) -> Level:
         """Level of the step with this number, both levels counted, from 0.
@@ -168,7 +168,7 @@ class BilevelStream(Generic[_T]):
             if passed == step:
                 places = {level.value: asdict(position) for level, position in positions.items()}
                 return {"seed": self._seed, "step": step, **places}
-        known = f"expected a step from {self._passed[0][0]} to {self._passed[-1][0]}"
+        known = f"a step from {self._passed[0][0]} to {self._passed[-1][0]}"
         raise RuntimeError(describe("BilevelStream.state_dict", known, step))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> _T | None:
@@ -189,7 +189,7 @@ class BilevelStream(Generic[_T]):
         conform(state, _State, "stream of the checkpoint")
         positions = {level: StreamPosition(**state[level.value]) for level in Level}
         for value in (state["seed"], *(position.epoch for position in positions.values())):
-            check(value >= 0, "stream of the checkpoint", "expected its seed and its epochs to be >= 0", value)
+            check(value >= 0, "stream of the checkpoint", "its seed and its epochs to be >= 0", value)
         self._seed, self._step = state["seed"], state["step"]
         last: dict[Level, _T | None] = {}
         for level, wanted in positions.items():
@@ -215,13 +215,13 @@ class BilevelStream(Generic[_T]):
         if wanted.data_epoch is not None:
             received, remedy = "one that does not", "resume with the data of the run"
             counts = self._data_epoch(level) is not None
-            check(counts, _name(level), "expected data that counts its epochs, as before", received, remedy)
+            check(counts, _name(level), "data that counts its epochs, as before", received, remedy)
             self._streams[level].epoch = wanted.data_epoch  # type: ignore[attr-defined]
         self._positions = {**self._positions, level: StreamPosition(wanted.epoch - 1)}
         while self._positions[level] != wanted:
             before = self._positions[level].batches
             batch = self._next_of(level)
-            requirement = f"expected at least {wanted.batches} batches, as before the interruption"
+            requirement = f"at least {wanted.batches} batches, as before the interruption"
             same_epoch = self._positions[level].epoch == wanted.epoch
             check(same_epoch, _name(level), requirement, before, "resume with the data of the run")
         return batch
@@ -238,7 +238,7 @@ class BilevelStream(Generic[_T]):
             first = next(self._iterators[level], None)
             self._random_numbers[level] = torch.get_rng_state()
         if first is None:
-            raise ValueError(describe(_name(level), "expected at least one batch", "none", "check the data splits"))
+            raise ValueError(describe(_name(level), "at least one batch", "none", "check the data splits"))
         self._positions = {**self._positions, level: StreamPosition(epoch, data_epoch)}
         return self._count(level, first)
 

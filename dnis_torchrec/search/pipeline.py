@@ -158,7 +158,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         wrappers = soft_selection_modules(model)
         if not wrappers:
             remedy = "call prepare_(model, blocks) before DistributedModelParallel"
-            raise RuntimeError(describe("BilevelTrainPipeline", "expected a prepared model", "no wrapper", remedy))
+            raise RuntimeError(describe("BilevelTrainPipeline", "a prepared model", "no wrapper", remedy))
         if isinstance(model, DMPCollection):
             supported = "supported is DistributedModelParallel"
             raise NotImplementedError(describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)"))
@@ -266,7 +266,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             NotImplementedError: for row-wise optimizer state of other column shards.
         """
         if self.contexts:
-            raise RuntimeError(describe("restore", "expected a pipeline before its first step", "one after it"))
+            raise RuntimeError(describe("restore", "a pipeline before its first step", "one after it"))
         taken = on_rank_zero(lambda: Manifest.read(path).values, self._process_group)
         passes = taken["lower_steps"] + (0 if self._unrolled is None else taken["upper_steps"])
         batch = stream.first_train_batch().to(self._device)
@@ -317,7 +317,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         """
         if self._unrolled is None:
             remedy = "pass unrolled_step to BilevelTrainPipeline"
-            raise RuntimeError(describe("set_unrolled_step", "expected an unrolled pipeline", "first order", remedy))
+            raise RuntimeError(describe("set_unrolled_step", "an unrolled pipeline", "first order", remedy))
         self._unrolled.set_step(step)
 
     @property
@@ -339,9 +339,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         """
         if not isinstance(dataloader_iter, BilevelStream):
             received = type(dataloader_iter).__name__
-            raise TypeError(
-                describe("progress", "expected a BilevelStream", received, "BilevelStream(train, validation, ...)")
-            )
+            raise TypeError(describe("progress", "a BilevelStream", received, "BilevelStream(train, validation, ...)"))
         enqueued = super().enqueue_batch(dataloader_iter)
         if enqueued:
             self.contexts[-1].level = dataloader_iter.last_level
@@ -373,7 +371,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         train_batch = self._train_batch
         if train_batch is None:
             remedy = "let a BilevelStream begin with its warm-up"
-            raise RuntimeError(describe(self._place(), "expected a lower step before it", "none", remedy))
+            raise RuntimeError(describe(self._place(), "a lower step before it", "none", remedy))
         losses: list[Tensor] = []
         results: list[tuple[Tensor, Any]] = []
 

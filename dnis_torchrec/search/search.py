@@ -260,7 +260,7 @@ def _check_upper_steps(config: SearchConfig, steps_per_epoch: int) -> None:
     """Without an upper step before columns die, or at all, alpha would decide nothing."""
     epochs = config.ramp_epochs + (0 if config.pressure else config.release_epochs)
     during = "the ramp" if config.pressure else "the epochs behind the warm-up"
-    requirement = f"expected at most {epochs * steps_per_epoch}, the lower steps of {during}"
+    requirement = f"at most {epochs * steps_per_epoch}, the lower steps of {during}"
     fits = config.upper_every <= epochs * steps_per_epoch
     check(fits, "upper_every", requirement, config.upper_every, "let alpha step more often")
 

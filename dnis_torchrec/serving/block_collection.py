@@ -187,7 +187,7 @@ class BlockCollection(OperatorCollection):
         """Place of a stored block in errors, and its shape ``(rows, R)``."""
         check_known("table", table, self._scheme.tables)
         place, shapes = f"table {table!r}, block {block}", stored_blocks(self._scheme.tables[table])
-        check(block in shapes, place, "expected a block with rows and retained dims", "one without")
+        check(block in shapes, place, "a block with rows and retained dims", "one without")
         return place, shapes[block]
 
     def physical_embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

@@ -88,9 +88,9 @@ class CsrEmbeddingBagCollection(OperatorCollection):
             dims = {shard.embedding_dim for shard in shards}
             received = (sum(shard.num_embeddings for shard in shards), *dims)
             shape = (table.num_embeddings, table.embedding_dim)
-            check(received == shape, f"table {name!r}", f"expected rows of shape {shape}", received)
+            check(received == shape, f"table {name!r}", f"rows of shape {shape}", received)
             layouts = {shard.row_layout for shard in shards}
-            requirement = "expected shards with values and columns of one dtype"
+            requirement = "shards with values and columns of one dtype"
             check(len(layouts) == 1, f"table {name!r}", requirement, f"{len(layouts)} kinds")
             placed[name] = _Placed(len(buffers) // 2, len(shards), *layouts)
             for index, shard in enumerate(shards):
@@ -180,7 +180,7 @@ class CsrEmbeddingBagCollection(OperatorCollection):
         self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
     ) -> Tensor:
         if self._needs_int64 and ids.dtype == torch.int32:
-            requirement = "expected int64 ids, because a table has more than 2^31 rows"
+            requirement = "int64 ids, because a table has more than 2^31 rows"
             raise TypeError(describe("KeyedJaggedTensor", requirement, ids.dtype, "hash to int64"))
         # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
         tables: Any = self._modules["tables"]

@@ -65,7 +65,7 @@ def dense_rows(
     parts = []
     for chunk in chunks:
         fits = chunk.dim() == 2 and chunk.shape[1] == table.embedding_dim and first_row + len(chunk) <= len(kept)
-        requirement = f"expected rows of shape ({table.num_embeddings}, {table.embedding_dim})"
+        requirement = f"rows of shape ({table.num_embeddings}, {table.embedding_dim})"
         check(fits, place, requirement, f"rows from {first_row} on of shape {tuple(chunk.shape)}")
         mask = kept[first_row : first_row + len(chunk)].to(chunk.device)
         parts.append(quantized_rows(chunk.detach()[mask].cpu(), stored, place=place))
@@ -209,7 +209,7 @@ class DenseEmbeddingBagCollection(LogicalCollection):
 
 def _check_dim(table: TableScheme, stored: Precision) -> None:
     multiple = stored.dim_multiple
-    requirement = f"expected an embedding_dim that is a multiple of {multiple} for {stored.name}"
+    requirement = f"an embedding_dim that is a multiple of {multiple} for {stored.name}"
     fits = table.embedding_dim % multiple == 0
     remedy = "take form 'mixed_dimension', which rounds up by itself, or another precision"
     check(fits, f"table {table.name!r}", requirement, table.embedding_dim, remedy)
@@ -226,7 +226,7 @@ def _index_remap(table: TableScheme) -> Tensor | None:
     kept = kept_rows(table)
     if bool(kept.all()):
         return None
-    check(len(kept) < 2**31, f"table {table.name!r}", "expected fewer than 2^31 rows", len(kept), "take another form")
+    check(len(kept) < 2**31, f"table {table.name!r}", "fewer than 2^31 rows", len(kept), "take another form")
     remap = torch.where(kept, kept.cumsum(0) - 1, -1)
     return torch.cat([remap, torch.tensor([-1])]).to(torch.int32)
 

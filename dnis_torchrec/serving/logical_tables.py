@@ -69,10 +69,10 @@ class LogicalTables:
             ValueError: if the scheme holds no table, or tables of several collections.
         """
         tables = list(scheme.tables.values())
-        check(bool(tables), "scheme", "expected at least one table", "none")
+        check(bool(tables), "scheme", "at least one table", "none")
         owners = sorted({(table.collection, table.is_weighted) for table in tables})
         remedy = "build one module for each collection"
-        check(len(owners) == 1, "scheme", "expected the tables of one collection", [name for name, _ in owners], remedy)
+        check(len(owners) == 1, "scheme", "the tables of one collection", [name for name, _ in owners], remedy)
         configs = [torchrec_config(table, table.embedding_dim) for table in tables]
         return LogicalTables(
             configs=configs,
@@ -134,8 +134,7 @@ class LogicalTables:
             ValueError: if it does and there are none.
         """
         weights = features.weights_or_none() if self.is_weighted else None
-        received = "KeyedJaggedTensor"
-        check(not self.is_weighted or weights is not None, received, "expected per-sample weights", "none")
+        check(not self.is_weighted or weights is not None, "KeyedJaggedTensor", "per-sample weights", "none")
         return weights
 
     def batch_size_of(self, offsets: Tensor, weights: Tensor | None) -> int:
@@ -159,11 +158,11 @@ class LogicalTables:
 
     def _refuse_plain(self, offsets: Tensor, weights: Tensor | None, *, is_whole: bool) -> None:
         """Says what is wrong with bags given as plain tensors: a lookup of one bag has no time for three checks."""
-        requirement = f"expected {len(self.features)} times the batch size and one more"
+        requirement = f"{len(self.features)} times the batch size and one more"
         check(is_whole, "offsets", requirement, offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape))
-        check(offsets.dtype in INTEGERS, "offsets", "expected int32 or int64", offsets.dtype)
+        check(offsets.dtype in INTEGERS, "offsets", "int32 or int64", offsets.dtype)
         given = "some" if weights is not None else "none"
-        requirement = "expected some" if self.is_weighted else "expected none: the collection is not weighted"
+        requirement = "some" if self.is_weighted else "none: the collection is not weighted"
         check(False, "per_sample_weights", requirement, given)
 
     def divide_means_(self, pooled: Tensor, features: KeyedJaggedTensor) -> Tensor:
@@ -198,8 +197,7 @@ def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
     """
     # a batch size that is a symbol would be fixed by looking at it
     if type(batch_size) is int and offsets.numel() != len(names) * batch_size + 1:
-        requirement = f"expected {len(names) * batch_size} lengths, one for each bag"
-        check(False, named(names), requirement, max(offsets.numel() - 1, 0))
+        check(False, named(names), f"{len(names) * batch_size} lengths, one for each bag", max(offsets.numel() - 1, 0))
 
 
 class DescribedTable(Protocol):
@@ -314,7 +312,7 @@ def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tenso
     """
     for table, feature, of_feature in zip(logical.tables, logical.features, ids, strict=True):
         unknown = of_feature[(of_feature < 0) | (of_feature >= table.num_embeddings)]
-        requirement = f"expected ids in 0..{table.num_embeddings - 1} (num_embeddings={table.num_embeddings})"
+        requirement = f"ids in 0..{table.num_embeddings - 1} (num_embeddings={table.num_embeddings})"
         place, remedy = f"table {table.name!r}, feature {feature!r}", "hash ids as before, or take unknown_ids='zero'"
         if unknown.numel():
             check(False, place, requirement, f"id {int(unknown[0])}", remedy)
@@ -333,7 +331,7 @@ class LogicalCollection(EmbeddingBagCollectionInterface):
 
     def __init__(self, scheme: MixedDimensionScheme, *, unknown_ids: str) -> None:
         super().__init__()
-        check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"expected one of {UNKNOWN_IDS}", repr(unknown_ids))
+        check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"one of {UNKNOWN_IDS}", repr(unknown_ids))
         self._logical, self._zero_unknown = LogicalTables.of(scheme), unknown_ids == "zero"
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

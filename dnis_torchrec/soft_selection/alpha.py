@@ -280,5 +280,5 @@ def step_and_clip_(alpha: Tensor, direction: Tensor, learning_rate: float, *, fl
         >>> step_and_clip_(torch.ones(1, 2), torch.tensor([[1.0, -1.0]]), 0.1).tolist()
         [[0.8999999761581421, 1.0]]
     """
-    check(learning_rate > 0, "learning_rate", "expected a number above 0", learning_rate)
+    check(learning_rate > 0, "learning_rate", "a number above 0", learning_rate)
     return alpha.sub_(direction, alpha=learning_rate).clamp_(min=floor, max=1.0)

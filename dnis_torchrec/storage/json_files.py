@@ -84,9 +84,9 @@ def parse_json(content: bytes | str, kind: type[_T], place: str, *, remedy: str 
         text = content if isinstance(content, str) else content.decode("utf-8")
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
     except RecursionError as error:
-        raise ValueError(describe(place, "expected JSON", "one that is nested too deeply", remedy)) from error
+        raise ValueError(describe(place, "JSON", "one that is nested too deeply", remedy)) from error
     except ValueError as error:
-        raise ValueError(describe(place, "expected JSON", str(error), remedy)) from error
+        raise ValueError(describe(place, "JSON", str(error), remedy)) from error
     conform(value, kind, place, remedy=remedy)
     return value
 
@@ -132,20 +132,20 @@ def _conform(value: object, kind: Any, field: str) -> None:
         _conform_to_any(value, arguments, field)
     elif origin is Annotated:
         if not (_is_plain(value, int) and value >= arguments[1]):
-            raise _FieldError(field, f"expected {_words(kind)}", _shown(value))
+            raise _FieldError(field, f"{_words(kind)}", _shown(value))
     elif is_typeddict(kind):
         _conform_members(value, *_of_typed_dict(kind), field)
     elif isinstance(kind, type) and is_dataclass(kind):
         _conform_members(value, *_of_dataclass(kind), field, is_complete=True)
     elif origin in (dict, Mapping):
         if not isinstance(value, dict):
-            raise _FieldError(field, "expected an object", _shown(value))
+            raise _FieldError(field, "an object", _shown(value))
         for name, item in value.items():
             _conform(item, arguments[1], _inside(field, name))
     elif origin in (list, tuple, Sequence):
         _conform_items(value, arguments, origin, field)
     elif not _is_plain(value, kind):
-        raise _FieldError(field, f"expected {_words(kind)}", _shown(value))
+        raise _FieldError(field, f"{_words(kind)}", _shown(value))
 
 
 def _conform_to_any(value: object, kinds: Sequence[Any], field: str) -> None:
@@ -160,15 +160,15 @@ def _conform_to_any(value: object, kinds: Sequence[Any], field: str) -> None:
     deepest = max(errors, key=lambda error: len(error.args[0]))
     if len(deepest.args[0]) > len(field):
         raise deepest
-    raise _FieldError(field, f"expected {' or '.join(map(_words, kinds))}", _shown(value))
+    raise _FieldError(field, f"{' or '.join(map(_words, kinds))}", _shown(value))
 
 
 def _conform_items(value: object, arguments: Sequence[Any], origin: Any, field: str) -> None:
     if not isinstance(value, list | tuple):
-        raise _FieldError(field, "expected a list", _shown(value))
+        raise _FieldError(field, "a list", _shown(value))
     is_fixed = origin is tuple and arguments[-1] is not Ellipsis
     if is_fixed and len(value) != len(arguments):
-        raise _FieldError(field, f"expected a list of {len(arguments)}", f"one of {len(value)}")
+        raise _FieldError(field, f"a list of {len(arguments)}", f"one of {len(value)}")
     for index, item in enumerate(value):
         _conform(item, arguments[index] if is_fixed else arguments[0], f"{field}[{index}]")
 
@@ -192,13 +192,13 @@ def _conform_members(
     value: object, members: Mapping[str, Any], needed: Sequence[str], field: str, *, is_complete: bool = False
 ) -> None:
     if not isinstance(value, dict):
-        raise _FieldError(field, "expected an object", _shown(value))
+        raise _FieldError(field, "an object", _shown(value))
     missing = sorted(name for name in needed if name not in value)
     if missing:
-        raise _FieldError(field, f"expected {missing[0]!r} in it", "none")
+        raise _FieldError(field, f"{missing[0]!r} in it", "none")
     unknown = sorted(set(value) - set(members)) if is_complete else []
     if unknown:
-        raise _FieldError(field, f"expected no more than {', '.join(members)}", _shown(unknown[0]))
+        raise _FieldError(field, f"no more than {', '.join(members)}", _shown(unknown[0]))
     for name, kind in members.items():
         if name in value:
             _conform(value[name], kind, _inside(field, name))
@@ -211,7 +211,7 @@ def _check_depth(value: object, field: str) -> None:
         holders = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         level = [item for holder in holders for item in holder]
     if any(isinstance(item, dict | list) for item in level):
-        raise _FieldError(field, f"expected at most {DEEPEST} levels", "more")
+        raise _FieldError(field, f"at most {DEEPEST} levels", "more")
 
 
 def _is_plain(value: object, kind: Any) -> bool:
@@ -225,7 +225,7 @@ def _is_plain(value: object, kind: Any) -> bool:
         return isinstance(value, int) and abs(value) <= LARGEST
     if kind is float:
         return isinstance(value, int | float) and abs(value) <= LARGEST**8 and math.isfinite(value)
-    raise TypeError(describe("conform", "expected a type that JSON has", kind))
+    raise TypeError(describe("conform", "a type that JSON has", kind))
 
 
 def _words(kind: Any) -> str:

@@ -82,8 +82,7 @@ class Mirror:
                         continue
                 except FileNotFoundError as error:
                     if (self.folder / name).exists():
-                        place = f"address {self.url}"
-                        raise StorageError(describe(place, "expected a place to write to", error)) from error
+                        raise StorageError(describe(f"address {self.url}", "a place to write to", error)) from error
                     continue  # removed since it was listed
                 self._published[name] = versions[name]
         for name in sorted(set(self._published) - set(versions)):
@@ -233,7 +232,7 @@ def _told_folder(told: Path, place: str) -> Path:
     while not is_plain_file(told):
         if time.monotonic() > until:
             remedy = "look at what the first process of this machine says"
-            requirement = f"expected the first process to prepare it within {SHARED_WAIT_SECONDS:g} s"
+            requirement = f"the first process to prepare it within {SHARED_WAIT_SECONDS:g} s"
             raise StorageError(describe(place, requirement, "nothing", remedy))
         time.sleep(SHARED_POLL_SECONDS)
     return Path(read_json(told, dict[str, str])["folder"])

@@ -77,7 +77,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> Path:
         ValueError: if the folder does not exist.
     """
     path = Path(path)
-    check(path.parent.is_dir(), str(path), "expected an existing folder", str(path.parent), "create it first")
+    check(path.parent.is_dir(), str(path), "an existing folder", str(path.parent), "create it first")
     with written_whole(path, durable=durable) as unfinished:
         unfinished.write_bytes(content)
     return path
@@ -147,11 +147,10 @@ def read_tensors(path: Path, kind: str, head: type[_T]) -> tuple[dict[str, Tenso
     try:
         with safe_open(path, framework="pt") as file:
             described = (file.metadata() or {}).get(kind, "")
-            check(bool(described), str(path), f"expected a file of {kind.replace('_', ' ')}", "another file")
+            check(bool(described), str(path), f"a file of {kind.replace('_', ' ')}", "another file")
             tensors = _TensorsOf(path, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
     except SafetensorError as error:
-        requirement = "expected a whole safetensors file"
-        raise ValueError(describe(str(path), requirement, str(error), "use another one")) from error
+        raise ValueError(describe(str(path), "a whole safetensors file", str(error), "use another one")) from error
     return tensors, parse_json(described, head, str(path), remedy="use another one")
 
 
@@ -163,4 +162,4 @@ class _TensorsOf(dict[str, Tensor]):
         self._path = path
 
     def __missing__(self, name: str) -> Tensor:
-        raise ValueError(describe(str(self._path), f"expected a tensor {name!r}", "none", "use another one"))
+        raise ValueError(describe(str(self._path), f"a tensor {name!r}", "none", "use another one"))

@@ -114,7 +114,7 @@ def index_files(
         ValueError: if a file is missing, empty or no Parquet file, or text is compressed and there is no cache.
         StorageError: if storage does not answer.
     """
-    check(chunk_rows >= 1, "chunk_rows", "expected an integer >= 1", chunk_rows)
+    check(chunk_rows >= 1, "chunk_rows", "an integer >= 1", chunk_rows)
     addresses = expand(files)
     versions = [_version(address) for address in addresses]
     described = json.dumps([CACHE_FORMAT_VERSION, chunk_rows, addresses, versions])
@@ -148,7 +148,7 @@ def _plain(address: str, version: str, cache: Path | None) -> str:
         return address
     place, remedy = f"address {address}", "unpack it, convert it to Parquet, or give a cache folder to unpack it to"
     if cache is None:
-        raise ValueError(describe(place, "expected plain text or Parquet", "compressed text", remedy))
+        raise ValueError(describe(place, "plain text or Parquet", "compressed text", remedy))
     unpacked = cache / f"unpacked_{hashlib.sha256(f'{address} {version}'.encode()).hexdigest()[:16]}.txt"
     if is_plain_file(unpacked):
         return str(unpacked)
@@ -159,8 +159,7 @@ def _plain(address: str, version: str, cache: Path | None) -> str:
             try:
                 shutil.copyfileobj(source, target, READ_BYTES)
             except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
-                whole = "expected a whole compressed file"
-                raise ValueError(describe(place, whole, error, "download it again")) from error
+                raise ValueError(describe(place, "a whole compressed file", error, "download it again")) from error
 
     with written_whole(unpacked) as unfinished:
         retrying(lambda: unpack(unfinished), place)
@@ -169,7 +168,7 @@ def _plain(address: str, version: str, cache: Path | None) -> str:
 
 def _chunks_of(address: str, number: int, chunk_rows: int) -> list[FileChunk]:
     chunks = _row_groups(address, number) if is_parquet(address) else _line_chunks(address, number, chunk_rows)
-    check(bool(chunks), f"address {address}", "expected at least one sample", "an empty file")
+    check(bool(chunks), f"address {address}", "at least one sample", "an empty file")
     return chunks
 
 
@@ -183,7 +182,7 @@ def _row_groups(address: str, number: int) -> list[FileChunk]:
     try:
         footer = retrying(read_footer, f"address {address}")
     except pa.ArrowInvalid as error:
-        raise ValueError(describe(f"address {address}", "expected a Parquet file", str(error))) from error
+        raise ValueError(describe(f"address {address}", "a Parquet file", str(error))) from error
     chunks, first_row = [], 0
     for group in range(footer.num_row_groups):
         num_rows = footer.row_group(group).num_rows

@@ -40,10 +40,10 @@ class CountLimits:
     delta: float = DELTA
 
     def __post_init__(self) -> None:
-        check(self.exact_rows >= 0, "exact_rows", "expected an integer >= 0", self.exact_rows)
+        check(self.exact_rows >= 0, "exact_rows", "an integer >= 0", self.exact_rows)
         BoundedCounter(exact_ids=self.exact_ids)
         for name in ("epsilon", "delta"):
-            check(0 < getattr(self, name) < 1, name, "expected a number between 0 and 1", getattr(self, name))
+            check(0 < getattr(self, name) < 1, name, "a number between 0 and 1", getattr(self, name))
 
 
 def count_stream(
@@ -85,7 +85,7 @@ def count_stream(
             counts = _count(batches, tables, limits or CountLimits())
         counts = _merged(counts, ranks)
     if counts.num_samples == 0:
-        raise ValueError(describe("training stream", "expected at least one sample", "none", "check the data folder"))
+        raise ValueError(describe("training stream", "at least one sample", "none", "check the data folder"))
     return counts
 
 

@@ -183,7 +183,7 @@ def solve(
         if plan.table_bytes(budget) + plan.projection_bytes() <= budget.amount:
             return plan
     smallest = dims_at(1.0).table_bytes(budget) + dims_at(1.0).projection_bytes()
-    requirement = f"expected at least {smallest:.0f} bytes for one dimension of every block"
+    requirement = f"at least {smallest:.0f} bytes for one dimension of every block"
     raise SizeNotMetError(describe("MDE", requirement, f"{budget.amount:.0f}", "take fewer blocks"))
 
 

@@ -60,9 +60,9 @@ class MethodTask:
     build_for_search: Callable[[int | None], Recipe] | None = None
 
     def __post_init__(self) -> None:
-        check(self.compression_ratio >= 1, "compression_ratio", "expected a number >= 1", self.compression_ratio)
-        check(self.num_trials is None or self.num_trials >= 1, "num_trials", "expected at least 1", self.num_trials)
-        check(self.processes >= 1, "processes", "expected at least 1", self.processes)
+        check(self.compression_ratio >= 1, "compression_ratio", "a number >= 1", self.compression_ratio)
+        check(self.num_trials is None or self.num_trials >= 1, "num_trials", "at least 1", self.num_trials)
+        check(self.processes >= 1, "processes", "at least 1", self.processes)
 
     def dense_bytes(self) -> int:
         """Bytes of the uncompressed float32 tables: the sum of 4 N D."""
@@ -107,7 +107,7 @@ class MethodResult:
     settings: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check(self.form in FORMS, "form", f"expected one of {FORMS}", repr(self.form))
+        check(self.form in FORMS, "form", f"one of {FORMS}", repr(self.form))
 
     def embedding_bytes(self) -> int:
         """Bytes of the tables as they are served in `form`, everything beside them counted."""

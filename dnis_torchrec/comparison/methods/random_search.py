@@ -97,7 +97,7 @@ def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -
     bought = torch.zeros(len(order), dtype=torch.bool)
     bought[order[: int((paid <= budget.amount).sum())]] = True
     if not bool(bought.any()):
-        requirement = f"expected at least {float(paid[0]):.0f} {budget.unit} for one dimension of the first block"
+        requirement = f"at least {float(paid[0]):.0f} {budget.unit} for one dimension of the first block"
         raise SizeNotMetError(describe("random search", requirement, f"{budget.amount:.0f}"))
     per_dim = bought.split([factor.numel() for factor in reached.values()])
     dims = {dim: part.view_as(reached[dim]).sum(dim=1) for dim, part in zip(reached, per_dim, strict=True)}

@@ -94,7 +94,7 @@ def _check_size(task: MethodTask, narrowest: int, method: str, remedy: str = "")
     """Tables as narrow as a method has them have to be within the budget."""
     smallest, budget = dense_table_bytes(task.build(narrowest).model), task.embedding_bytes()
     if smallest > budget:
-        requirement = f"expected at least {smallest}, the bytes of tables of embedding_dim {narrowest}"
+        requirement = f"at least {smallest}, the bytes of tables of embedding_dim {narrowest}"
         raise SizeNotMetError(describe(method, requirement, budget, remedy))
 
 

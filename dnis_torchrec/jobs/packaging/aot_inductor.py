@@ -57,7 +57,7 @@ def write_aot_inductor(program: ExportedProgram, folder: Path) -> None:
     """
     if find_compiler() is None:
         remedy = "install one, for example the package g++, or take format 'torchscript'"
-        raise RuntimeError(describe("AOTInductor", "expected a C++ compiler", "none", remedy))
+        raise RuntimeError(describe("AOTInductor", "a C++ compiler", "none", remedy))
     file = folder / COMPILED_FILE
     with warnings.catch_warnings():
         # what torch's compiler says about torch

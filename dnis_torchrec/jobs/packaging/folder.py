@@ -73,16 +73,14 @@ def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[st
     file = file_inside(folder, _MANIFEST, place, "give a folder that `dnis package` wrote")
     manifest: Any = parse_json(file.read_bytes(), Any, place, remedy=remedy)
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    check(
-        found == _FORMAT, place, f"expected format {_FORMAT!r}", repr(found), "give a folder that `dnis package` wrote"
-    )
+    check(found == _FORMAT, place, f"format {_FORMAT!r}", repr(found), "give a folder that `dnis package` wrote")
     version = str(manifest.get("format_version"))
-    check(version.split(".")[0] == "1", place, "expected a format_version 1.x", version, "update dnis_torchrec")
+    check(version.split(".")[0] == "1", place, "a format_version 1.x", version, "update dnis_torchrec")
     conform(manifest, _Package, place, remedy=remedy)
     for name, entry in manifest["files"].items():
         place = f"package {str(path)!r}, file {name!r}"
         file = file_inside(folder, name, place, remedy)
         found = describe_file(folder, name) if check_hashes else {"bytes": file.stat().st_size}
         for field, value in found.items():
-            check(value == entry[field], place, f"expected {field} {entry[field]}", value, remedy)
+            check(value == entry[field], place, f"{field} {entry[field]}", value, remedy)
     return manifest

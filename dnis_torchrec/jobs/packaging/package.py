@@ -118,7 +118,7 @@ def check_name(name: str) -> None:
     Raises:
         ValueError: if it cannot.
     """
-    check(re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None, "name", "expected letters, digits, _ and -", repr(name))
+    check(re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None, "name", "letters, digits, _ and -", repr(name))
 
 
 def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedModel:
@@ -164,7 +164,7 @@ def _check_listed(folder: Path, manifest: Mapping[str, Any]) -> None:
     named = [("model", name) for name in model] + [("library", name) for name in manifest["libraries"]]
     for part, name in named:
         place = f"package {str(folder)!r}, {part} {name!r}"
-        check(name in manifest["files"], place, "expected one of the package's files", "another", "package it again")
+        check(name in manifest["files"], place, "one of the package's files", "another", "package it again")
 
 
 def _copy_libraries(program: torch.export.ExportedProgram, owner: Path, folder: Path) -> list[str]:
@@ -198,7 +198,7 @@ def _check_equal(packaged: PackagedModel, model: nn.Module, inputs: Sequence[Ten
         difference = float((expected - found).abs().max())
         equal = found.shape == expected.shape and torch.allclose(found, expected, rtol=RTOL, atol=ATOL)
         if not equal:
-            requirement = f"expected the model's predictions (rtol {RTOL}, atol {ATOL})"
+            requirement = f"the model's predictions (rtol {RTOL}, atol {ATOL})"
             raise RuntimeError(describe("package", requirement, f"some that differ by {difference}"))
         largest = max(largest, difference)
     return largest

@@ -64,7 +64,7 @@ def measure_resident(artifact: Path, forms: Sequence[str]) -> list[Resident]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": path})
     if done.returncode:
         words = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise RuntimeError(describe("resident bytes", "expected the measuring process to finish", f"\n{words}\n"))
+        raise RuntimeError(describe("resident bytes", "the measuring process to finish", f"\n{words}\n"))
     return [Resident(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -137,7 +137,7 @@ def _in_child(artifact: Path, form: str) -> dict[str, object]:
         text = stream.read()
     _, status = os.waitpid(child, 0)
     if status or not text:
-        raise RuntimeError(describe(f"form {form!r}", "expected the measuring process to finish", f"status {status}"))
+        raise RuntimeError(describe(f"form {form!r}", "the measuring process to finish", f"status {status}"))
     return json.loads(text)
 
 

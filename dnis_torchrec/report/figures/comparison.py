@@ -54,7 +54,7 @@ def quality_at_the_same_bytes(
     Raises:
         ValueError: if there are no points.
     """
-    check(len(points) > 0, "points", "expected at least one point", "none", "leave the figure out")
+    check(len(points) > 0, "points", "at least one point", "none", "leave the figure out")
     levels = [point for point in points if base_method(point.method) in (DENSE, NO_EMBEDDINGS)]
     compressed = [point for point in points if point not in levels]
     figure = Figure(figsize=(FIGURE_WIDTH, 4.6), layout="constrained")

@@ -45,7 +45,7 @@ def retained_dims_against_frequency(blocks: Sequence[BlockSummary]) -> Figure:
     Raises:
         ValueError: if there are no blocks.
     """
-    check(len(blocks) > 0, "blocks", "expected at least one block", "none", "leave the figure out")
+    check(len(blocks) > 0, "blocks", "at least one block", "none", "leave the figure out")
     tables = list(dict.fromkeys(block.table for block in blocks))
     frequencies = [block.occurrences_per_row for block in blocks if block.occurrences > 0]
     low, high = (min(frequencies), max(frequencies)) if frequencies else (1.0, 10.0)

@@ -48,7 +48,7 @@ def quality_against_size(rows: Sequence[ReportRow], metric: str, *, higher_is_be
         ValueError: if no row has the metric.
     """
     rows = [row for row in rows if metric in row.metrics]
-    check(len(rows) > 0, f"metric {metric!r}", "expected at least one row that has it", "none", "leave the figure out")
+    check(len(rows) > 0, f"metric {metric!r}", "at least one row that has it", "none", "leave the figure out")
     groups = seed_groups([row for row in rows if row.parameters > 0])
     empty = seed_groups([row for row in rows if row.parameters == 0])
     figure = Figure(figsize=(FIGURE_WIDTH, 4.2), layout="constrained")
@@ -88,7 +88,7 @@ def quality_against_pruning_rate(rows: Sequence[ReportRow], metric: str, *, high
         ValueError: if no row of such a method has the metric.
     """
     rows = [row for row in rows if metric in row.metrics and row.method.startswith(PRUNING_METHODS)]
-    check(len(rows) > 0, f"metric {metric!r}", "expected a row of DNIS or of pruning", "none", "leave the figure out")
+    check(len(rows) > 0, f"metric {metric!r}", "a row of DNIS or of pruning", "none", "leave the figure out")
     groups = seed_groups(rows)
     figure = Figure(figsize=(FIGURE_WIDTH, 4.0), layout="constrained")
     axis = figure.subplots()
@@ -127,7 +127,7 @@ def quality_against_setting(
         for value in sorted({value for value, row in points if metric in row.metrics}):
             rows = tuple(row for at, row in points if at == value and metric in row.metrics)
             drawn.setdefault(name, {})[value] = RowGroup(method=rows[0].method, rows=rows)
-    check(len(drawn) > 0, f"metric {metric!r}", "expected at least one row that has it", "none", "leave the figure out")
+    check(len(drawn) > 0, f"metric {metric!r}", "at least one row that has it", "none", "leave the figure out")
     figure = Figure(figsize=(FIGURE_WIDTH, 3.8), layout="constrained")
     axis = figure.subplots()
     lines = []
@@ -205,7 +205,7 @@ def bytes_per_form(form_bytes: Mapping[str, int]) -> Figure:
         ValueError: if no form has a size above 0.
     """
     sizes = {form: size for form, size in form_bytes.items() if size > 0}
-    check(len(sizes) > 0, "form_bytes", "expected at least one form above 0 bytes", dict(form_bytes))
+    check(len(sizes) > 0, "form_bytes", "at least one form above 0 bytes", dict(form_bytes))
     forms = sorted(sizes, key=lambda form: (-sizes[form], form))
     dense = sizes.get("dense_fp32")
     figure = Figure(figsize=(FIGURE_WIDTH, 0.42 * len(forms) + 0.95), layout="constrained")

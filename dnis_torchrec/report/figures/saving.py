@@ -43,7 +43,7 @@ def inline_svg(figure: Figure, name: str) -> str:
     Raises:
         ValueError: if the name holds other characters.
     """
-    check(bool(re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name)), "name", "expected letters, digits and dashes", repr(name))
+    check(bool(re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name)), "name", "letters, digits and dashes", repr(name))
     text = _svg_text(figure)
     text = text[text.index("<svg") :]
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)

@@ -140,7 +140,7 @@ def _distribution_panel(axis: Axes, values: np.ndarray, most_ticks: int) -> None
 
 
 def _check_drawable(alpha: Mapping[str, Tensor]) -> None:
-    check(len(alpha) > 0, "alpha", "expected at least one table", "none", "leave the figure out")
+    check(len(alpha) > 0, "alpha", "at least one table", "none", "leave the figure out")
     check_alpha(alpha)
 
 
@@ -164,7 +164,7 @@ def search_history(history: Sequence[Mapping[str, float]]) -> Figure:
     Raises:
         ValueError: if the history is empty.
     """
-    check(len(history) > 0, "history", "expected at least one epoch", "none", "leave the figure out")
+    check(len(history) > 0, "history", "at least one epoch", "none", "leave the figure out")
     epochs = [entry.get("epoch", float(index)) for index, entry in enumerate(history)]
     figure = Figure(figsize=(FIGURE_WIDTH, 5.0), layout="constrained")
     losses, density = figure.subplots(2, 1, sharex=True)

@@ -133,9 +133,9 @@ def check_pruning(*, structure: str, scope: str, threshold: float | None) -> Non
     Raises:
         ValueError: for an unknown structure or scope, or a threshold that is negative or NaN.
     """
-    check(structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(structure))
-    check(scope in ("global", "table"), "scope", "expected 'global' or 'table'", repr(scope))
-    check(threshold is None or threshold >= 0, "threshold", "expected a number >= 0", threshold)
+    check(structure in STRUCTURES, "structure", f"one of {STRUCTURES}", repr(structure))
+    check(scope in ("global", "table"), "scope", "'global' or 'table'", repr(scope))
+    check(threshold is None or threshold >= 0, "threshold", "a number >= 0", threshold)
 
 
 def _size_or_threshold(size: Size | None, threshold: float | None) -> Size | float:
@@ -143,7 +143,7 @@ def _size_or_threshold(size: Size | None, threshold: float | None) -> Size | flo
         return size
     if size is None and threshold is not None:
         return threshold
-    raise ValueError(describe("prune", "expected exactly one of size and threshold", (size, threshold)))
+    raise ValueError(describe("prune", "exactly one of size and threshold", (size, threshold)))
 
 
 def _prune_elements_(

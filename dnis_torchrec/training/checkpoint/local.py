@@ -65,20 +65,18 @@ def load_checkpoint(path: Path, model: nn.Module) -> None:
         ValueError: if the file is absent, damaged, or holds other tables; the difference is named, nothing is copied.
     """
     source = _rank_file(path)
-    check(source.is_file(), str(source), "expected a checkpoint file", "none")
+    check(source.is_file(), str(source), "a checkpoint file", "none")
     try:
         saved = load_file(source)
     except SafetensorError as error:
-        raise ValueError(
-            describe(str(source), "expected a whole safetensors file", str(error), "use another one")
-        ) from error
+        raise ValueError(describe(str(source), "a whole safetensors file", str(error), "use another one")) from error
     views = state_tensors(model)
     for name, view in views.items():
-        check(name in saved, f"{source}: {name}", "expected in the checkpoint", "absent", nearest(name, saved))
+        check(name in saved, f"{source}: {name}", "in the checkpoint", "absent", nearest(name, saved))
         same = saved[name].shape == view.shape
-        check(same, f"{source}: {name}", f"expected shape {tuple(view.shape)}", tuple(saved[name].shape))
+        check(same, f"{source}: {name}", f"shape {tuple(view.shape)}", tuple(saved[name].shape))
     more = sorted(name for name in saved if name not in views)
-    check(not more, str(source), "expected nothing that the model lacks", more)
+    check(not more, str(source), "nothing that the model lacks", more)
     with writing_to_tables(model):
         for name, view in views.items():
             view.copy_(saved[name])
