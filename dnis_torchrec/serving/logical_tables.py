@@ -200,7 +200,7 @@ def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
         check(False, named(names), f"{len(names) * batch_size} lengths, one for each bag", max(offsets.numel() - 1, 0))
 
 
-class DescribedTable(Protocol):
+class _Table(Protocol):
     """A table as schemes and narrow tables describe it."""
 
     @property
@@ -220,7 +220,7 @@ class DescribedTable(Protocol):
         """``"sum"`` or ``"mean"``."""
 
 
-def torchrec_config(table: DescribedTable, embedding_dim: int) -> EmbeddingBagConfig:
+def torchrec_config(table: _Table, embedding_dim: int) -> EmbeddingBagConfig:
     """A table as TorchRec describes it.
 
     Args:
