@@ -22,8 +22,9 @@ from benchmarks.files import output_file
 from dnis_torchrec.checks import check
 from dnis_torchrec.comparison.cells import Cell, CellResult, read_result
 from dnis_torchrec.comparison.summary import with_ranking_mean
-from dnis_torchrec.report.content import DENSE, json_text, write_text
+from dnis_torchrec.report.content import DENSE, json_text
 from dnis_torchrec.report.tables import format_difference, is_higher_better
+from dnis_torchrec.storage.whole_files import write_text
 
 ALIKE = ("recipe", "data", "embedding_dims", "patience", "max_epochs")
 """Rules that results must share to stand beside each other, where both have them; folders may differ in the methods'
@@ -88,13 +89,13 @@ def read_cells(folders: Sequence[Path]) -> dict[Cell, CellResult]:
     for folder in folders:
         results = [read_result(cell) for cell in sorted((folder / "cells").glob("*"))]
         trained = [result for result in results if result is not None and result.trained is not None]
-        check(bool(trained), f"folder {folder}", "expected finished cells of `dnis compare`", "none")
+        check(bool(trained), f"folder {folder}", "finished cells of `dnis compare`", "none")
         for result in trained:
             first = next(iter(found.values()), result)
             for rule in ALIKE:
                 theirs = first.rules.get(rule)
                 own = result.rules.get(rule, theirs)
-                wanted = f"expected {theirs!r} as in {folders[0]}"
+                wanted = f"{theirs!r} as in {folders[0]}"
                 check(theirs is None or own == theirs, f"folder {folder}, {rule}", wanted, repr(own))
             found.setdefault(result.cell, result)
     return found
@@ -135,7 +136,7 @@ def margins(cells: Mapping[Cell, CellResult], method: str) -> list[Margin]:
         if result.trained is not None
     }
     names = sorted({cell.row_name for cell in metrics if cell.size is not None})
-    check(method in names, "--method", f"expected one of {names}", repr(method))
+    check(method in names, "--method", f"one of {names}", repr(method))
     ours = [cell for cell in metrics if cell.row_name == method]
     others = [cell for cell in metrics if cell.row_name != method]
     found = []

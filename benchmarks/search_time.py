@@ -30,12 +30,13 @@ from dnis_torchrec import Size
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.comparison.methods import METHODS, MethodTask
 from dnis_torchrec.data.recipe import TrainTask, build_recipe
-from dnis_torchrec.report.content import json_text, write_text
+from dnis_torchrec.report.content import json_text
 from dnis_torchrec.report.figures import save_png
-from dnis_torchrec.report.figures.style import METHOD_STYLES, WIDTH, metric_axis, styled
+from dnis_torchrec.report.figures.style import FIGURE_WIDTH, METHOD_STYLES, metric_axis, styled
 from dnis_torchrec.report.tables import PLUS_MINUS
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.search import search
+from dnis_torchrec.storage.whole_files import write_text
 from dnis_torchrec.training.evaluation import evaluate, primary_metric
 from dnis_torchrec.training.process_group import process_group
 
@@ -160,7 +161,7 @@ def quality_against_time(
         size: compression ratio of the searches.
         higher_is_better: its direction; the line joins the searches that no quicker one beats.
     """
-    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, 3.8), layout="constrained")
     axis = figure.subplots()
     axis.axvline(WANTED_RATIO, color="#999999", linewidth=1, linestyle=":")
     colour, marker = METHOD_STYLES["dense"]

@@ -39,7 +39,7 @@ from benchmarks.files import output_file
 from dnis_torchrec.artifact import Shard, load_csr, read_manifest, read_scheme
 from dnis_torchrec.artifact.forms import form_named
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.ops.csr_operator import instruction_set
+from dnis_torchrec.ops.native_build import LOOKUPS
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection, load_operator
 from dnis_torchrec.storage.whole_files import write_json
@@ -341,7 +341,7 @@ def main(argv: list[str] | None = None) -> None:
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
     poolings_of_many = POOLINGS[:1] if arguments.quick else POOLINGS
     threads = THREADS if device.type == "cpu" else THREADS[:1]
-    compiled = instruction_set() if load_operator() else "not compiled"
+    compiled = LOOKUPS.instruction_set() if load_operator() else "not compiled"
     if device.type == "cuda":
         compiled = f"Triton on {torch.cuda.get_device_name(device)}"
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores, CSR lookup: {compiled}")

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from dnis_torchrec.search.budget import Size
     from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-    from dnis_torchrec.search.prefetch_pipeline import PrefetchBilevelTrainPipeline
     from dnis_torchrec.search.pruning import prune
     from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
     from dnis_torchrec.serving.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
-    from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+    from dnis_torchrec.soft_selection.sharding import shard_model
     from dnis_torchrec.soft_selection.swap import merge_, prepare_
     from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
     from dnis_torchrec.training.retained_mask import RetainedMask
@@ -38,14 +37,12 @@ if TYPE_CHECKING:
 __all__ = [
     "BilevelStream",
     "BilevelTrainPipeline",
-    "CpuEmbeddingBagCollectionSharder",
     "DataSplits",
     "FrequencyCounts",
     "LevelSchedule",
     "MixedDimensionEmbeddingBagCollection",
     "MixedDimensionScheme",
     "NarrowEmbeddingBagCollection",
-    "PrefetchBilevelTrainPipeline",
     "Pressure",
     "Recipe",
     "RetainedMask",
@@ -59,7 +56,6 @@ __all__ = [
     "embedding_configs",
     "export",
     "load",
-    "make_sharding_plan",
     "merge_",
     "prepare_",
     "prune",
@@ -85,13 +81,10 @@ _HOME = {
     "BilevelStream": "search.level_schedule",
     "LevelSchedule": "search.level_schedule",
     "BilevelTrainPipeline": "search.pipeline",
-    "PrefetchBilevelTrainPipeline": "search.prefetch_pipeline",
     "prune": "search.pruning",
     "MixedDimensionEmbeddingBagCollection": "serving",
     "NarrowEmbeddingBagCollection": "serving.narrow_tables",
     "embedding_configs": "serving.narrow_tables",
-    "CpuEmbeddingBagCollectionSharder": "soft_selection.sharding",
-    "make_sharding_plan": "soft_selection.sharding",
     "shard_model": "soft_selection.sharding",
     "merge_": "soft_selection.swap",
     "prepare_": "soft_selection.swap",

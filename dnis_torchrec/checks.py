@@ -21,32 +21,34 @@ def describe(place: str, requirement: str, received: object, remedy: str = "") -
 
     Args:
         place: where it is wrong, as in ``"table 'movie'"`` or ``"compression_ratio"``.
-        requirement: what has to hold, as in ``"expected a number above 1"``.
+        requirement: what has to hold, as in ``"a number above 1"``; or what is supported, as in
+            ``"supported is one process"``.
         received: the value that was given.
         remedy: what to do about it; left out when there is only one thing that could be done.
 
     Returns:
-        ``"{place}: {requirement}, got {received}; {remedy}"``.
+        ``"{place}: expected {requirement}, got {received}; {remedy}"``, without "expected" before what is supported.
 
     Example:
-        >>> describe("seed", "expected an integer >= 0", -1)
+        >>> describe("seed", "an integer >= 0", -1)
         'seed: expected an integer >= 0, got -1'
     """
-    message = f"{place}: {requirement}, got {received}"
+    wanted = requirement if requirement.startswith("supported ") else f"expected {requirement}"
+    message = f"{place}: {wanted}, got {received}"
     return f"{message}; {remedy}" if remedy else message
 
 
 _SYSTEM = {
-    errno.ENOSPC: ("expected room on the disk", "make room, or choose another place"),
-    errno.EROFS: ("expected a place that can be written to", "choose another place"),
-    errno.EACCES: ("expected the right to read or write it", "change its rights, or choose another place"),
-    errno.ENAMETOOLONG: ("expected a name that the file system takes", "choose a shorter one"),
-    errno.ENOTDIR: ("expected folders on the way to it", "choose another place"),
-    errno.EISDIR: ("expected a file", "choose another name"),
-    errno.EEXIST: ("expected nothing there", "choose another name"),
-    errno.ENOENT: ("expected it to be there", "check the path"),
-    errno.EMFILE: ("expected to open one more file", "allow more of them, as ulimit -n does"),
-    errno.ESTALE: ("expected a file that its server still has", "try again"),
+    errno.ENOSPC: ("room on the disk", "make room, or choose another place"),
+    errno.EROFS: ("a place that can be written to", "choose another place"),
+    errno.EACCES: ("the right to read or write it", "change its rights, or choose another place"),
+    errno.ENAMETOOLONG: ("a name that the file system takes", "choose a shorter one"),
+    errno.ENOTDIR: ("folders on the way to it", "choose another place"),
+    errno.EISDIR: ("a file", "choose another name"),
+    errno.EEXIST: ("nothing there", "choose another name"),
+    errno.ENOENT: ("it to be there", "check the path"),
+    errno.EMFILE: ("to open one more file", "allow more of them, as ulimit -n does"),
+    errno.ESTALE: ("a file that its server still has", "try again"),
 }
 _SYSTEM[errno.EDQUOT] = _SYSTEM[errno.ENOSPC]
 _SYSTEM[errno.EPERM] = _SYSTEM[errno.EACCES]
@@ -65,7 +67,7 @@ def describe_error(error: BaseException) -> str:
         'run: expected a file, got Is a directory; choose another name'
     """
     if isinstance(error, OSError) and error.errno is not None and error.strerror is not None:
-        requirement, remedy = _SYSTEM.get(error.errno, ("expected the system to read and write", ""))
+        requirement, remedy = _SYSTEM.get(error.errno, ("the system to read and write", ""))
         names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
         return describe(", ".join(names) or "file system", requirement, error.strerror, remedy)
     text = str(error)
@@ -122,19 +124,18 @@ def check(condition: bool, place: str, requirement: str, received: object, remed
         ValueError: if `condition` is false.
 
     Example:
-        >>> check(4 >= 1, "seed", "expected an integer >= 0", 4)
+        >>> check(4 >= 1, "seed", "an integer >= 0", 4)
     """
     if not condition:
         raise ValueError(describe(place, requirement, received, remedy))
 
 
-def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Names the known names that look most like `name`.
 
     Args:
         name: what was given.
         known: the names that exist.
-        limit: close names in the phrase, at most; 3 by default.
 
     Returns:
         A phrase for the remedy of an error: the closest names, or all of them when none is close.
@@ -144,7 +145,7 @@ def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
         "did you mean 'movie'?"
     """
     names = sorted(set(known))
-    close = difflib.get_close_matches(name, names, n=limit, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
     shown = ", ".join(map(repr, names[:SHOWN])) + (", ..." if len(names) > SHOWN else "")
@@ -167,4 +168,4 @@ def check_known(kind: str, name: str, known: Iterable[str]) -> None:
     """
     known = list(known)
     if name not in known:  # looking for near names takes longer than a small lookup
-        raise ValueError(describe(f"{kind} {name!r}", f"expected a known {kind}", repr(name), nearest(name, known)))
+        raise ValueError(describe(f"{kind} {name!r}", f"a known {kind}", repr(name), nearest(name, known)))

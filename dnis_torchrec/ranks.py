@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, NotImplementedError, RuntimeError, OSError)
 
@@ -68,7 +68,7 @@ def together(process_group: dist.ProcessGroup | None = None) -> Iterator[None]:
             raise _ERRORS[other[0]](f"rank {rank}: {other[1]}")
 
 
-def on_rank_zero(action: Callable[[], T], process_group: dist.ProcessGroup | None = None) -> T:
+def on_rank_zero(action: Callable[[], _T], process_group: dist.ProcessGroup | None = None) -> _T:
     """Runs something on rank 0 alone, and gives its result, or its error, to all ranks.
 
     Distributed: one all_gather_object and one broadcast, where there are several ranks.
@@ -81,7 +81,7 @@ def on_rank_zero(action: Callable[[], T], process_group: dist.ProcessGroup | Non
         >>> on_rank_zero(lambda: 42)
         42
     """
-    box: list[T | None] = [None]
+    box: list[_T | None] = [None]
     with together(process_group):
         if rank_of(process_group) == 0:
             box[0] = action()
@@ -90,7 +90,7 @@ def on_rank_zero(action: Callable[[], T], process_group: dist.ProcessGroup | Non
     return box[0]  # type: ignore[return-value]
 
 
-def union_over_ranks(own: Mapping[str, T], process_group: dist.ProcessGroup | None = None) -> dict[str, T]:
+def union_over_ranks(own: Mapping[str, _T], process_group: dist.ProcessGroup | None = None) -> dict[str, _T]:
     """Entries of all ranks; of those that several have, the first one's. One all_gather_object.
 
     Args:
@@ -101,7 +101,7 @@ def union_over_ranks(own: Mapping[str, T], process_group: dist.ProcessGroup | No
         >>> union_over_ranks({"table": (40, 8)})
         {'table': (40, 8)}
     """
-    found: list[Mapping[str, T]] = [own]
+    found: list[Mapping[str, _T]] = [own]
     if world_size_of(process_group) > 1:
         found = [{}] * world_size_of(process_group)
         dist.all_gather_object(found, own, group=process_group)

@@ -65,29 +65,29 @@ class TableScheme:
 
     def __post_init__(self) -> None:
         place = f"table {self.name!r}"
-        check(self.pooling in ("sum", "mean"), place, "expected pooling 'sum' or 'mean'", repr(self.pooling))
+        check(self.pooling in ("sum", "mean"), place, "pooling 'sum' or 'mean'", repr(self.pooling))
         shape = (self.routing.num_blocks, self.embedding_dim)
-        check(tuple(self.retained.shape) == shape, place, f"expected retained of shape {shape}", self.retained.shape)
+        check(tuple(self.retained.shape) == shape, place, f"retained of shape {shape}", self.retained.shape)
         check(
             self.routing.num_embeddings == self.num_embeddings,
             place,
-            f"expected a routing of {self.num_embeddings} rows",
+            f"a routing of {self.num_embeddings} rows",
             self.routing.num_embeddings,
         )
         largest = self.routing.largest_block()
-        check(largest <= shape[0], place, f"expected blocks 0..{shape[0]}", largest)
+        check(largest <= shape[0], place, f"blocks 0..{shape[0]}", largest)
         check(
             0 <= self.num_retained <= self.block_area,
             place,
-            f"expected 0 <= num_retained <= {self.block_area}",
+            f"0 <= num_retained <= {self.block_area}",
             self.num_retained,
         )
         if self.bits is not None:
             check_widths(self.bits, place)
             agrees = tuple(self.bits.shape) == shape and bool(((self.bits > 0) == self.retained).all())
-            requirement = f"expected bits of shape {shape}, above 0 where a column is retained and nowhere else"
+            requirement = f"bits of shape {shape}, above 0 where a column is retained and nowhere else"
             check(agrees, place, requirement, "others")
-            check(self.is_block_structured, place, "expected whole columns of blocks beside bits", "single values")
+            check(self.is_block_structured, place, "whole columns of blocks beside bits", "single values")
 
     @property
     def dims(self) -> Tensor:
@@ -233,11 +233,11 @@ class MixedDimensionScheme:
         tables = {}
         for name, fields in described.items():
             missing = DescribedTable.__required_keys__ - set(fields)
-            check(not missing, f"table {name!r}", "expected a complete description", f"none of {sorted(missing)}")
+            check(not missing, f"table {name!r}", "a complete description", f"none of {sorted(missing)}")
             routing_tensors = {
                 key: tensors[f"{name}/{key}"] for key in ("boundaries", "block_of_row") if f"{name}/{key}" in tensors
             }
-            check(f"{name}/retained" in tensors, f"table {name!r}", "expected its retained columns", "none")
+            check(f"{name}/retained" in tensors, f"table {name!r}", "its retained columns", "none")
             tables[name] = TableScheme(
                 name=name,
                 collection=fields["collection"],

@@ -20,5 +20,5 @@ def user_cache_folder() -> Path:
     try:
         return Path.home() / ".cache"
     except RuntimeError as error:
-        requirement, remedy = "expected a home folder or XDG_CACHE_HOME", "set XDG_CACHE_HOME to a folder of yours"
-        raise OSError(describe("cache folder", requirement, "neither", remedy)) from error
+        remedy = "set XDG_CACHE_HOME to a folder of yours"
+        raise OSError(describe("cache folder", "a home folder or XDG_CACHE_HOME", "neither", remedy)) from error

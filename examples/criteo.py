@@ -226,7 +226,7 @@ def dlrm_from_checkpoint(data: Path | None, *, seed: int = 0, embedding_dim: int
     dense_layers, over_layers = _layer_sizes(weights, "dense_arch"), _layer_sizes(weights, "over_arch")
     place = f"checkpoint {path.name}"
     complete = bool(dense_layers and over_layers) and first_table in weights
-    check(complete, place, "expected a state dict of torchrec's DLRM", f"keys {sorted(weights)[:4]}")
+    check(complete, place, "a state dict of torchrec's DLRM", f"keys {sorted(weights)[:4]}")
     checkpoint_dim = weights[first_table].shape[-1]
     draw = _draws_of_dlrm(samples, embedding_dim or checkpoint_dim, dense_layers[:-1], over_layers, seed)
     recipe = _suited(_recipe(draw, samples, seed), samples, DLRM_ON_SAMPLE)
@@ -312,14 +312,14 @@ def _is_sample(samples: Samples) -> bool:
 def _read_checkpoint(path: Path) -> dict[str, Tensor]:
     """The state dict in a file, the prefix of a wrapper removed."""
     place = f"checkpoint {path}"
-    check(path.is_file(), place, "expected a file", "none", f"put it there or name it in {CHECKPOINT_VARIABLE}")
+    check(path.is_file(), place, "a file", "none", f"put it there or name it in {CHECKPOINT_VARIABLE}")
     try:
         weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     except Exception as error:
         reading = "a safetensors file" if path.suffix == ".safetensors" else "a file for torch.load(weights_only=True)"
-        raise ValueError(describe(place, f"expected {reading}", error, "save model.state_dict() again")) from error
+        raise ValueError(describe(place, f"{reading}", error, "save model.state_dict() again")) from error
     is_state_dict = isinstance(weights, Mapping) and all(isinstance(value, Tensor) for value in weights.values())
-    check(is_state_dict, place, "expected a flat state dict of tensors", type(weights).__name__)
+    check(is_state_dict, place, "a flat state dict of tensors", type(weights).__name__)
     prefixes = {key[: key.index("sparse_arch.")] for key in weights if "sparse_arch." in key}
     prefix = prefixes.pop() if len(prefixes) == 1 else ""
     return {key.removeprefix(prefix): value for key, value in weights.items()}
@@ -335,13 +335,13 @@ def _layer_sizes(weights: Mapping[str, Tensor], arch: str) -> list[int]:
 def _check_fits(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], place: str) -> None:
     missing = sorted(set(expected) - set(weights))
     remedy = "is it a DLRM on the 26 Criteo features?"
-    check(not missing, place, f"expected keys {_some(missing)}", "none of them", remedy)
+    check(not missing, place, f"keys {_some(missing)}", "none of them", remedy)
     unknown = sorted(set(weights) - set(expected))
-    check(not unknown, place, "expected only keys of torchrec's DLRM", _some(unknown), "leave them out of the file")
+    check(not unknown, place, "only keys of torchrec's DLRM", _some(unknown), "leave them out of the file")
     shapes = {key: (tuple(value.shape), tuple(weights[key].shape)) for key, value in expected.items()}
     wrong = [f"{key}: {want} (found {got})" for key, (want, got) in shapes.items() if want != got]
     remedy = "use the data, seed and dictionaries it was trained with"
-    check(not wrong, place, f"expected the shapes {_some(wrong)}", f"{len(wrong)} mismatched", remedy)
+    check(not wrong, place, f"the shapes {_some(wrong)}", f"{len(wrong)} mismatched", remedy)
 
 
 def _some(names: list[str]) -> str:

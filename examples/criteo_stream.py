@@ -134,7 +134,7 @@ def make_schema(categories: Sequence[int]) -> StreamSchema:
         ValueError: if the environment variable holds no integer above 1.
     """
     chosen = os.environ.get(HASH_ROWS_VARIABLE, str(HASH_ROWS))
-    check(chosen.isdecimal() and int(chosen) >= 2, HASH_ROWS_VARIABLE, "expected an integer >= 2", repr(chosen))
+    check(chosen.isdecimal() and int(chosen) >= 2, HASH_ROWS_VARIABLE, "an integer >= 2", repr(chosen))
     fields = zip(DEFAULT_CAT_NAMES, categories, strict=True)
     return StreamSchema(
         label=DEFAULT_LABEL_NAME,
@@ -157,19 +157,18 @@ def find_files(folder: Path) -> list[str]:
         ValueError: if there are none, or no such folder.
     """
     place, remedy = str(folder), f"get it from {PUBLISHER}"
-    check(folder.is_dir(), place, "expected a folder", "none", remedy)
+    check(folder.is_dir(), place, "a folder", "none", remedy)
     listed = folder / "urls.txt"
     if listed.is_file():
         addresses = [line.strip() for line in listed.read_text(encoding="utf-8").splitlines() if line.strip()]
-        check(bool(addresses), str(listed), "expected at least one address", "none", "write one per line")
+        check(bool(addresses), str(listed), "at least one address", "none", "write one per line")
         return addresses
     if found := sorted(folder.glob("*.parquet"), key=_in_order):
         return [str(path) for path in found]
     texts = [path for path in sorted(folder.iterdir(), key=_in_order) if _TEXT_FILE.fullmatch(path.name)]
     if texts:
         return [str(path) for path in texts if path.suffix != ".gz" or path.with_suffix("") not in texts]
-    wanted = "expected urls.txt, *.parquet, train.txt[.gz] or day_*[.gz]"
-    raise ValueError(describe(place, wanted, "none of them", remedy))
+    raise ValueError(describe(place, "urls.txt, *.parquet, train.txt[.gz] or day_*[.gz]", "none of them", remedy))
 
 
 def _in_order(path: Path) -> tuple[int, str]:

@@ -33,7 +33,7 @@ def demo(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
     Raises:
         ValueError: if a data folder is given.
     """
-    check(data is None, "recipe 'examples.synthetic:demo'", "expected no data folder", data, "leave out --data")
+    check(data is None, "recipe 'examples.synthetic:demo'", "no data folder", data, "leave out --data")
     samples = generate(NUM_SAMPLES, seed=DATA_SEED).samples
     samples = samples.sorted_by_frequency(split_rows(NUM_SAMPLES, seed=seed)[0])
 

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from dnis_torchrec.comparison import processes
 from dnis_torchrec.comparison.cells import Cell, CellTask
 from dnis_torchrec.comparison.processes import run_cells
 from tests.comparison.test_comparison import REGISTRY, make_result
@@ -81,7 +84,9 @@ def make_folders(out: Path, *sizes: float, seeds: int = 1) -> list[Path]:
 
 
 def stand_in(folders: list[Path], *, jobs: int, on_done: Callable[[Path], None] = lambda folder: None) -> None:
-    run_cells(folders, jobs=jobs, on_done=on_done, command=(sys.executable, "-c", STAND_IN))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "COMMAND", (sys.executable, "-c", STAND_IN))
+        run_cells(folders, jobs=jobs, on_done=on_done)
 
 
 def calls(out: Path) -> list[str]:

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.ops import block_operators, native_build
-from dnis_torchrec.ops import csr_operator as csr_build
-from dnis_torchrec.ops.mixed_dimension_operator import load_mixed_dimension_operator
+from dnis_torchrec.ops.csr_operator import load_operator
 from tests import fuzz_cases, fuzz_packed_cases
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined")
@@ -141,7 +140,7 @@ def operators() -> dict[str, Callable[[Random], fuzz_cases.Case]]:
 def fuzz(seed: int, num_cases: int, last: Path) -> None:
     """Calls every operator with valid and hostile arguments; `last` tells which call was the last one."""
     native_build.FLAGS = FLAGS
-    assert load_mixed_dimension_operator(), "expected the lookups to be compiled"
+    assert load_operator(), "expected the lookups to be compiled"
     assert block_operators.are_compiled(), "expected the operators on blocks to be compiled"
     for name, draw in operators().items():
         operator, refused = getattr(torch.ops.dnis_torchrec, name).default, 0
@@ -182,7 +181,7 @@ def build() -> None:
     """Compiles both libraries with the sanitizers, at the same time."""
     native_build.FLAGS = FLAGS
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda build: build(), [csr_build.build, block_operators.LIBRARY.build]))
+        list(pool.map(lambda build: build(), [native_build.LOOKUPS.build, native_build.SELECTION.build]))
 
 
 def main() -> int:

@@ -64,7 +64,6 @@ def blocks_reference(
     strategy: str,
     num_blocks: int,
     boundaries: Sequence[int] = (),
-    keep_ties_together: bool = False,
 ) -> list[int]:
     """Block of every row: sorts the rows by descending count (ties in row order), walks down and cuts."""
     order = sorted(range(len(counts)), key=lambda row: (-counts[row], row))
@@ -83,10 +82,6 @@ def blocks_reference(
             digits = [len(str(counts[r] or min(seen, default=1))) for r in (order[position - 1], row)]
             if digits[0] != digits[1]:
                 starts.add(position)
-    if keep_ties_together:
-        starts = {
-            min(p for p, row in enumerate(order) if counts[row] == counts[order[s]]) for s in starts if s < len(order)
-        }
     blocks, block = [0] * len(counts), -1
     for position, row in enumerate(order):
         block += position in starts

@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -131,12 +131,50 @@ def unpickled(path: str, source: str) -> list[str]:
     return offences
 
 
+def expects_twice(path: str, source: str) -> list[str]:
+    """Requirements of errors that begin with "expected": `checks.describe` puts that before them."""
+    offences = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"check", "describe"}:
+            texts = [part.value for given in node.args for part in ast.walk(given) if isinstance(part, ast.Constant)]
+            if any(isinstance(text, str) and text.startswith("expected ") for text in texts):
+                offences.append(f"{path}:{node.lineno} says expected twice")
+    return offences
+
+
 def unfinished(path: str, source: str) -> list[str]:
     """Notes to oneself."""
     note = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
     return [
         f"{path}:{number} {line.strip()}" for number, line in enumerate(source.splitlines(), 1) if note.search(line)
     ]
+
+
+def public_names(source: str) -> set[str]:
+    """Names that a module defines at its top; loggers, and functions that are named as their `dnis` commands, not."""
+    names: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            if not any(".command" in ast.unparse(decorator) for decorator in node.decorator_list):
+                names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {part.id for target in targets for part in parts_of(target) if isinstance(part, ast.Name)}
+    return {name for name in names if not name.startswith("_")} - {"logger"}
+
+
+def parts_of(target: ast.expr) -> list[ast.expr]:
+    """What an assignment gives values to: the parts of a tuple, or the target itself."""
+    return target.elts if isinstance(target, ast.Tuple) else [target]
+
+
+def defined_twice(files: Mapping[str, str]) -> list[str]:
+    """Public names that more than one module defines: a reader who searches one has to find one thing."""
+    found: dict[str, list[str]] = {}
+    for path, source in files.items():
+        for name in sorted(public_names(source)):
+            found.setdefault(name, []).append(path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in found.items() if len(paths) > 1]
 
 
 def sources(*tops: str) -> dict[str, str]:
@@ -153,6 +191,7 @@ WHERE: list[tuple[Rule, tuple[str, ...]]] = [
     (imports_of_training_in_serving, (PACKAGE,)),
     (too_long, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
     (undocumented, (PACKAGE, "benchmarks", "examples", "torchx_components")),
+    (expects_twice, (PACKAGE, "benchmarks", "examples", "tests")),
     (unpickled, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
     (unfinished, (PACKAGE, "benchmarks", "examples", "tests", "torchx_components")),
 ]
@@ -163,6 +202,30 @@ def test_the_project_keeps_the_rule(rule: Rule, tops: tuple[str, ...]) -> None:
     files = sources(*tops)
     assert f"{PACKAGE}/checks.py" in files
     assert [offence for path, source in files.items() for offence in rule(path, source)] == []
+
+
+def test_no_two_modules_define_the_same_public_name() -> None:
+    assert defined_twice(sources(PACKAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "is_twice"),
+    [
+        ("def read(): ...", True),
+        ("class read: ...", True),
+        ("read: int = 1", True),
+        ("first, read = 1, 2", True),
+        ("from a import read", False),
+        ("def _read(): ...", False),
+        ("class A:\n    def read(self): ...", False),
+        ("@app.command()\ndef read(): ...", False),
+        ("found[read] = 1", False),
+    ],
+)
+def test_a_name_that_two_modules_define_is_seen(source: str, is_twice: bool) -> None:
+    assert defined_twice({"a.py": "def read(): ...\nlogger = 1", "b.py": f"{source}\nlogger = 1"}) == (
+        ["read: a.py, b.py"] if is_twice else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,6 +256,8 @@ def test_the_project_keeps_the_rule(rule: Rule, tops: tuple[str, ...]) -> None:
         (undocumented, "a.py", "x = 1"),
         (undocumented, "a.py", '"""A."""\ndef f():\n    pass'),
         (undocumented, "a.py", '"""A."""\nclass A:\n    """B."""\n    def f(self):\n        pass'),
+        (expects_twice, "a.py", 'check(x, "seed", f"expected {a}", 1)'),
+        (expects_twice, "a.py", 'raise TypeError(describe("seed", "expected 1" if x else "2", 1))'),
         (unpickled, "a.py", "import pickle"),
         (unpickled, "a.py", "from joblib import load"),
         (unpickled, "a.py", "torch.load(path)"),
@@ -222,6 +287,7 @@ def test_a_breach_of_the_rule_is_seen(rule: Rule, path: str, source: str) -> Non
         (too_long, "a.py", 'def f():\n    """Does.\n' + "    x\n" * 60 + '    """\n' + "    x = 1\n" * 59),
         (undocumented, "a.py", '"""A."""\ndef _f():\n    pass\nclass _A:\n    def f(self):\n        pass'),
         (undocumented, "a.py", ""),
+        (expects_twice, "a.py", 'check(x, "seed", "a number that is expected ", 1)'),
         (unpickled, "a.py", "torch.load(path, weights_only=True)\nyaml.safe_load(text)\njson.load(file)"),
     ],
 )

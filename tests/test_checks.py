@@ -13,22 +13,23 @@ NAMES = st.lists(st.text(min_size=1, max_size=6), max_size=12)
 
 
 def test_order_of_the_words() -> None:
-    assert describe("seed", "expected an integer", -1) == "seed: expected an integer, got -1"
-    assert describe("seed", "expected an integer", "x", "give 0") == "seed: expected an integer, got x; give 0"
+    assert describe("seed", "an integer", -1) == "seed: expected an integer, got -1"
+    assert describe("seed", "an integer", "x", "give 0") == "seed: expected an integer, got x; give 0"
+    assert describe("ranks", "supported is one process", 2) == "ranks: supported is one process, got 2"
 
 
 def test_check_raises_only_if_the_condition_fails() -> None:
-    check(True, "seed", "expected an integer >= 0", -1)
+    check(True, "seed", "an integer >= 0", -1)
     with pytest.raises(ValueError, match=r"^seed: expected an integer >= 0, got -1$"):
-        check(False, "seed", "expected an integer >= 0", -1)
+        check(False, "seed", "an integer >= 0", -1)
     with pytest.raises(ValueError, match=r"^seed: expected an integer >= 0, got -1; give 0$"):
-        check(False, "seed", "expected an integer >= 0", -1, "give 0")
+        check(False, "seed", "an integer >= 0", -1, "give 0")
 
 
 def test_nearest_names_the_close_ones_else_all() -> None:
     assert nearest("moive", ["user", "movie"]) == "did you mean 'movie'?"
     assert nearest("abc1", ["abc3", "abc2", "zzz"]) == "did you mean 'abc3' or 'abc2'?"
-    assert nearest("abc", ["abc1", "abc2", "abc3", "abc4"], limit=2).count(" or ") == 1
+    assert nearest("abc", ["abc1", "abc2", "abc3", "abc4"]).count(" or ") == 2
     assert nearest("xyz", ["movie", "user", "movie"]) == "known names: 'movie', 'user'"
     assert nearest("xyz", []) == "known names: none"
     assert nearest("xyz", [f"table{i:02}" for i in range(21)]).endswith("'table19', ...")

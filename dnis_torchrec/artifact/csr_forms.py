@@ -41,15 +41,15 @@ def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> 
     brought = OF_LOOKUPS & set(shard.tensors)
     shard.check_names({"values", "columns", "row_pointers"} | scales | brought)
     received = shard.tensors["values"].dtype
-    check(received == value_dtype, shard.place, f"expected {value_dtype} values", received, "export again")
+    check(received == value_dtype, shard.place, f"{value_dtype} values", received, "export again")
     expected = column_dtype(table.embedding_dim)
     received = shard.tensors["columns"].dtype
-    check(received == expected, shard.place, f"expected {expected} columns", received, "export again")
+    check(received == expected, shard.place, f"{expected} columns", received, "export again")
     try:
         rows = CsrTable(embedding_dim=table.embedding_dim, **shard.tensors).prepared()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{shard.place}: {error}; export again") from error
-    requirement = f"expected {shard.num_rows} rows"
+    requirement = f"{shard.num_rows} rows"
     check(rows.num_embeddings == shard.num_rows, shard.place, requirement, rows.num_embeddings, "export again")
     return rows
 

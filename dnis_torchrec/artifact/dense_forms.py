@@ -50,8 +50,7 @@ def _form(name: str, precision: str, *, drops_rows: bool) -> Form:
             of_shard, found = kept[shard.first_row : shard.first_row + shard.num_rows], shard.tensors["rows"]
             shape = (int(of_shard.sum()) if drops_rows else shard.num_rows, width)
             fits = found.dtype == torch.uint8 and tuple(found.shape) == shape
-            received = f"{found.dtype} {tuple(found.shape)}"
-            check(fits, shard.place, f"expected uint8 of shape {shape}", received, "export again")
+            check(fits, shard.place, f"uint8 of shape {shape}", f"{found.dtype} {tuple(found.shape)}", "export again")
         return torch.cat([shard.tensors["rows"] for shard in shards])
 
     def predicted_bytes(table: TableScheme) -> int:

@@ -61,15 +61,13 @@ def export(
     for fqn, module in found.items():
         check_merged(fqn, module, ranks)
     if not scheme.tables:
-        raise RuntimeError(
-            describe("export", "expected a scheme of searched tables", "an empty one", "search and prune first")
-        )
+        raise RuntimeError(describe("export", "a scheme of searched tables", "an empty one", "search and prune first"))
     shards: dict[str, list[TableShard]] = {config.name: [] for m in found.values() for config in table_configs_of(m)}
     for shard in (shard for module in found.values() for shard in local_shards(module)):
         shards[shard.table].append(shard)
     for name in scheme.tables:
         check_known("table", name, shards)
-    check(scheme.parameters > 0, "export", "expected a scheme that retains a value", "none", "prune to a larger size")
+    check(scheme.parameters > 0, "export", "a scheme that retains a value", "none", "prune to a larger size")
     dense = dense_state(model)
     if ranks.world_size > 1:
         if scipy_formats:

@@ -23,6 +23,15 @@ Rows = Callable[[int, int], Tensor]
 """Dense rows of a table: ``rows(first, last)`` gives rows ``first <= i < last`` as ``(last - first, D)``."""
 
 
+def rows_of(weight: Tensor) -> Rows:
+    """The rows of a dense table, as forms read them.
+
+    Args:
+        weight: ``(N, D)``; a view is enough.
+    """
+    return lambda first, last: weight[first:last]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """Some consecutive rows of a table in one form, complete in themselves.
@@ -48,7 +57,7 @@ class Shard:
         Raises:
             ValueError: if one is missing or too many.
         """
-        requirement = f"expected tensors {sorted(expected)}"
+        requirement = f"tensors {sorted(expected)}"
         check(set(self.tensors) == expected, self.place, requirement, sorted(self.tensors), "export again")
 
 
@@ -104,7 +113,7 @@ def register(form: Form) -> Form:
     Raises:
         ValueError: if another form has its name.
     """
-    check(form.name not in FORMS, f"form {form.name!r}", "expected a new name", "one that is taken")
+    check(form.name not in FORMS, f"form {form.name!r}", "a new name", "one that is taken")
     FORMS[form.name] = form
     return form
 

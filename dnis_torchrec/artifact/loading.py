@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.csr_forms import CSR, VALUE_DTYPES, csr_of_shard
 from dnis_torchrec.artifact.forms import Form, Shard, form_named
-from dnis_torchrec.artifact.manifest import MANIFEST, read_manifest, read_tensors
+from dnis_torchrec.artifact.manifest import MANIFEST, read_artifact_file, read_manifest
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
@@ -145,7 +145,7 @@ def _read_all(path: Path | str, manifest: Mapping[str, Any], field: str) -> dict
     """The tensors of all files that a field of the manifest names. They are read as a whole, so hashes cost little."""
     tensors: dict[str, Tensor] = {}
     for name in manifest[field]:
-        tensors |= read_tensors(path, manifest, name, verify=True)
+        tensors |= read_artifact_file(path, manifest, name, verify=True)
     return tensors
 
 
@@ -161,10 +161,9 @@ def _scheme_of(path: Path | str, manifest: Mapping[str, Any]) -> MixedDimensionS
 
 def _check_described(path: Path | str, tables: Mapping[str, Any]) -> None:
     place = f"artifact {str(path)!r}, file {MANIFEST!r}"
-    check(bool(tables), place, "expected at least one table", "none", "export again")
+    check(bool(tables), place, "at least one table", "none", "export again")
     for name, fields in tables.items():
-        requirement = f"expected names of features of table {name!r}"
-        check(bool(fields["feature_names"]), place, requirement, "none", "export again")
+        check(bool(fields["feature_names"]), place, f"names of features of table {name!r}", "none", "export again")
         for form, shards in fields["shards"].items():
             _check_shards(place, f"table {name!r}, form {form!r}", shards, fields["num_embeddings"])
 
@@ -174,16 +173,16 @@ def _check_shards(place: str, where: str, shards: Sequence[Mapping[str, Any]], n
     rows = 0
     for shard in shards:
         follows = shard["first_row"] == rows and shard["num_rows"] > 0
-        check(follows, place, f"expected a shard of {where} from row {rows} on", shard, "export again")
+        check(follows, place, f"a shard of {where} from row {rows} on", shard, "export again")
         rows += shard["num_rows"]
-    check(rows == num_embeddings, place, f"expected shards of {where} of {num_embeddings} rows", rows, "export again")
+    check(rows == num_embeddings, place, f"shards of {where} of {num_embeddings} rows", rows, "export again")
 
 
 def _of_collection(path: Path | str, scheme: MixedDimensionScheme, collection: str | None) -> MixedDimensionScheme:
     held = sorted({table.collection for table in scheme.tables.values()})
     if collection is None:
         place, remedy = f"artifact {str(path)!r}", f"pass collection={held[0]!r} or another of them"
-        check(len(held) == 1, place, "expected collection=, because it holds several collections", held, remedy)
+        check(len(held) == 1, place, "collection=, because it holds several collections", held, remedy)
         collection = held[0]
     check_known("collection", collection, held)
     return MixedDimensionScheme({name: t for name, t in scheme.tables.items() if t.collection == collection})
@@ -206,14 +205,14 @@ def _read_shards(
     path: Path | str, manifest: Mapping[str, Any], table: TableScheme, form: str, verify: bool
 ) -> list[Shard]:
     held = manifest["tables"][table.name]["shards"]
-    place, remedy = f"artifact {str(path)!r}, table {table.name!r}", f"export with forms=[{form!r}]"
-    check(form in held, place, f"expected form {form!r}", sorted(held), remedy)
+    remedy = f"export with forms=[{form!r}]"
+    check(form in held, f"artifact {str(path)!r}, table {table.name!r}", f"form {form!r}", sorted(held), remedy)
     return [
         Shard(
             place=f"artifact {str(path)!r}, file {shard['file']!r}",
             first_row=shard["first_row"],
             num_rows=shard["num_rows"],
-            tensors=read_tensors(path, manifest, shard["file"], verify=verify),
+            tensors=read_artifact_file(path, manifest, shard["file"], verify=verify),
         )
         for shard in held[form]
     ]

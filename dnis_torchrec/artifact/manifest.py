@@ -24,8 +24,8 @@ from dnis_torchrec.scheme import DescribedTable
 from dnis_torchrec.storage.json_files import NotNegative, Positive, conform, parse_json
 from dnis_torchrec.storage.whole_folders import FolderKind
 
-FORMAT = "dnis-torchrec-artifact"
-FORMAT_VERSION = "1.0"
+_FORMAT = "dnis-torchrec-artifact"
+_FORMAT_VERSION = "1.0"
 """Readers accept every minor version of their major one."""
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 2_000_000_000
@@ -93,12 +93,12 @@ class _Manifest(TypedDict):
     files: dict[str, _File]
 
 
-ARTIFACT = FolderKind("artifact", MANIFEST, FORMAT)
+ARTIFACT = FolderKind("artifact", MANIFEST, _FORMAT)
 
 _UNHASHED = 64 * "0"
 
 
-def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_artifact_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Writes one safetensors file.
 
     Args:
@@ -115,13 +115,13 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> dic
     for key, tensor in tensors.items():
         dtypes = [str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES.values()]
         fits = tensor.dtype in SAFETENSORS_DTYPES.values()
-        check(fits, f"tensor {key!r}", f"expected one of {dtypes}", tensor.dtype, "convert it first")
+        check(fits, f"tensor {key!r}", f"one of {dtypes}", tensor.dtype, "convert it first")
     file = folder / name
     file.parent.mkdir(exist_ok=True)
     try:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
     except SafetensorError as error:
-        raise OSError(describe(f"artifact, file {name!r}", "expected it to be written", str(error))) from error
+        raise OSError(describe(f"artifact, file {name!r}", "it to be written", str(error))) from error
     return describe_file(folder, name) | {"tensors": _header(file, name)}
 
 
@@ -137,20 +137,20 @@ def describe_file(folder: Path, name: str) -> dict[str, Any]:
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes manifest.json, adding format, version and its own hash."""
-    fields = {"format": FORMAT, "format_version": FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
+    fields = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **manifest, "sha256": _UNHASHED}
     content = (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode()
     hashed = _with_digits(content, _UNHASHED, hashlib.sha256(content).hexdigest())
     try:
         (folder / MANIFEST).write_bytes(hashed)
     except OSError as error:
-        raise OSError(describe(f"artifact, file {MANIFEST!r}", "expected it to be written", str(error))) from error
+        raise OSError(describe(f"artifact, file {MANIFEST!r}", "it to be written", str(error))) from error
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
     """Reads and checks an artifact's manifest.
 
-    Every file that it lists has to be there, inside the folder and of the stated size; what is in them, `read_tensors`
-    and `verify_files` check.
+    Every file that it lists has to be there, inside the folder and of the stated size; what is in them,
+    `read_artifact_file` and `verify_files` check.
 
     Args:
         path: the artifact's folder.
@@ -162,26 +162,26 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
         ValueError: if the folder is no artifact, was written by a newer major version, or is damaged; names the file.
     """
     folder = Path(path)
-    check(folder.is_dir(), f"artifact {str(path)!r}", "expected a folder", "none", "check the path")
+    check(folder.is_dir(), f"artifact {str(path)!r}", "a folder", "none", "check the path")
     place = f"artifact {str(path)!r}, file {MANIFEST!r}"
     file = file_inside(folder, MANIFEST, place)
     content = file.read_bytes()
     manifest: Any = parse_json(content, Any, place, remedy="it was damaged; export again")
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that export wrote")
+    check(found == _FORMAT, place, f"format {_FORMAT!r}", repr(found), "give a folder that export wrote")
     _check_version(manifest.get("format_version"), place)
     missing = [field for field in REQUIRED_FIELDS if field not in manifest]
     remedy = "it is of a version before 1.0 was final, or not whole; export again"
-    check(not missing, place, "expected all fields", f"none of {missing}", remedy)
+    check(not missing, place, "all fields", f"none of {missing}", remedy)
     stated = str(manifest["sha256"])
     intact = re.fullmatch("[0-9a-f]{64}", stated) is not None
     intact = intact and stated == hashlib.sha256(_with_digits(content, stated, _UNHASHED)).hexdigest()
-    check(intact, place, "expected the sha256 that it states of itself", "another", "it was damaged; export again")
+    check(intact, place, "the sha256 that it states of itself", "another", "it was damaged; export again")
     conform(manifest, _Manifest, place, remedy="export again")
     for name, entry in manifest["files"].items():
         place = f"artifact {str(path)!r}, file {name!r}"
         size = file_inside(folder, name, place).stat().st_size
-        check(size == entry["bytes"], place, f"expected {entry['bytes']} bytes", size, "it was damaged; export again")
+        check(size == entry["bytes"], place, f"{entry['bytes']} bytes", size, "it was damaged; export again")
     return manifest
 
 
@@ -199,11 +199,11 @@ def file_inside(folder: Path, name: str, place: str, remedy: str = "export again
     """
     parts = PurePosixPath(name).parts
     plain = bool(parts) and "/".join(parts) == name and ".." not in parts and not set(name) & set("\\:\0")
-    check(plain and parts[0] != "/", place, "expected a relative path within the folder", repr(name), "do not use it")
+    check(plain and parts[0] != "/", place, "a relative path within the folder", repr(name), "do not use it")
     file = folder.joinpath(*parts)
-    check(os.path.lexists(file), place, "expected a file", "none", f"it is missing; {remedy}")
+    check(os.path.lexists(file), place, "a file", "none", f"it is missing; {remedy}")
     direct = file.resolve() == folder.resolve().joinpath(*parts)
-    check(direct and file.is_file(), place, "expected a plain file", "a link or a folder", remedy)
+    check(direct and file.is_file(), place, "a plain file", "a link or a folder", remedy)
     return file
 
 
@@ -221,7 +221,7 @@ def verify_files(path: Path | str) -> None:
         _check_sha256(Path(path) / name, entry, f"artifact {str(path)!r}, file {name!r}")
 
 
-def read_tensors(
+def read_artifact_file(
     path: Path | str, manifest: Mapping[str, Any], name: str, *, verify: bool = False
 ) -> dict[str, Tensor]:
     """Maps one safetensors file into memory after checking that its header says what the manifest says of it.
@@ -245,18 +245,18 @@ def read_tensors(
     if verify:
         _check_sha256(file, entry, place)
     found, stated = _header(file, place), entry.get("tensors")
-    check(found == stated, place, f"expected tensors {stated}", found, "it was damaged; export again")
+    check(found == stated, place, f"tensors {stated}", found, "it was damaged; export again")
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise ValueError(describe(place, "expected a safetensors file", str(error), "export again")) from error
+        raise ValueError(describe(place, "a safetensors file", str(error), "export again")) from error
 
 
 def _header(file: Path, place: str) -> dict[str, Any]:
     """Dtype, shape and offset of every tensor of a safetensors file, from its header alone."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        check(length <= file.stat().st_size - 8, place, "expected a safetensors file", "another", "export again")
+        check(length <= file.stat().st_size - 8, place, "a safetensors file", "another", "export again")
         content = stream.read(length)
     try:
         return {
@@ -268,12 +268,12 @@ def _header(file: Path, place: str) -> dict[str, Any]:
             for name, fields in json.loads(content).items()
         }
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(describe(place, "expected a safetensors file", f"header: {error}", "export again")) from error
+        raise ValueError(describe(place, "a safetensors file", f"header: {error}", "export again")) from error
 
 
 def _check_sha256(file: Path, entry: Mapping[str, Any], place: str) -> None:
     found = _sha256(file)
-    check(found == entry["sha256"], place, f"expected sha256 {entry['sha256']}", found, "it was damaged; export again")
+    check(found == entry["sha256"], place, f"sha256 {entry['sha256']}", found, "it was damaged; export again")
 
 
 def _sha256(file: Path) -> str:
@@ -292,10 +292,9 @@ def _check_version(version: object, place: str) -> None:
     check(
         re.fullmatch("[0-9]{1,9}", major) is not None,
         place,
-        "expected a format_version like '1.0'",
+        "a format_version like '1.0'",
         repr(version),
         "export again",
     )
-    newest = int(FORMAT_VERSION.split(".")[0])
-    remedy = "update dnis_torchrec"
-    check(int(major) <= newest, place, f"expected a format_version up to {newest}.x", repr(version), remedy)
+    newest = int(_FORMAT_VERSION.split(".")[0])
+    check(int(major) <= newest, place, f"a format_version up to {newest}.x", repr(version), "update dnis_torchrec")

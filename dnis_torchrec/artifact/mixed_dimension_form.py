@@ -60,7 +60,7 @@ def _blocks_of_shards(
         for s, (num_rows, _) in shapes.items():
             part, shape = shard.tensors[f"b{s}"], (num_rows, widths[s])
             fits = part.dtype == dtype and tuple(part.shape) == shape
-            requirement = f"expected block {s}: {str(dtype).removeprefix('torch.')} of shape {shape}"
+            requirement = f"block {s}: {str(dtype).removeprefix('torch.')} of shape {shape}"
             check(fits, shard.place, requirement, f"{part.dtype} {tuple(part.shape)}", "export again")
             parts[s].append(part)
     return {s: found[0] if len(found) == 1 else torch.cat(found) for s, found in parts.items()}

@@ -35,7 +35,7 @@ _SHARE_OF_SHARD, _SMALLEST_FILE_BYTES = 8, 1 << 24
 """A file is encoded in memory before it is written, so it may take this part of the rank's largest shard, or 16 MiB."""
 
 Span = tuple[int, int]
-Part = tuple[Span, Rows]
+_Part = tuple[Span, Rows]
 """Rows of a table that a rank writes, and where it takes them from."""
 
 
@@ -80,7 +80,7 @@ def write_over_ranks(
         OSError: on all ranks, if one of them cannot write.
     """
     with together(ranks.group):
-        check(bool(forms), "forms", "expected at least one", "none")
+        check(bool(forms), "forms", "at least one", "none")
         for form in forms:
             form_named(form)
         for name in scheme.tables:
@@ -127,7 +127,7 @@ def _shared_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
         folder = Path(ranks.gather_texts(made)[0])
         with together(ranks.group):
             remedy = "export to storage that all ranks see"
-            check(folder.is_dir(), f"artifact {str(path)!r}", "expected to see the folder of rank 0", "none", remedy)
+            check(folder.is_dir(), f"artifact {str(path)!r}", "to see the folder of rank 0", "none", remedy)
         yield folder
         with together(ranks.group):
             stack.close()
@@ -140,7 +140,7 @@ def _cut_by_columns(own: Mapping[str, tuple[TableShard, ...]], scheme: MixedDime
     return [name for name, is_cut in zip(own, ranks.max_(cut).tolist(), strict=True) if is_cut]
 
 
-def _part_of(shard: TableShard) -> Part:
+def _part_of(shard: TableShard) -> _Part:
     first = shard.first_row
     return (first, first + shard.weight.shape[0]), lambda begin, end: shard.weight[begin - first : end - first]
 
@@ -155,7 +155,7 @@ def _pass_columns(folder: Path, shards: Sequence[TableShard]) -> None:
                 part.float().cpu().contiguous().numpy().tofile(file)
 
 
-def _parts_of_columns(folder: Path, table: TableScheme, ranks: Ranks) -> list[Part]:
+def _parts_of_columns(folder: Path, table: TableScheme, ranks: Ranks) -> list[_Part]:
     """The W-th part of a table's rows that this rank writes, read from the columns that all ranks have passed."""
     first, last = (table.num_embeddings * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
     files = sorted((folder / _COLUMNS).glob(f"{_stem(table.name)}.*"))
@@ -183,7 +183,7 @@ def _write_parts(
     folder: Path,
     index: int,
     table: TableScheme,
-    parts: Sequence[Part],
+    parts: Sequence[_Part],
     forms: Sequence[str],
     max_file_bytes: int,
     listed: dict[str, Shards],
@@ -205,7 +205,7 @@ def _write_parts(
 
 def _check_counts(scheme: MixedDimensionScheme, num_values: Tensor) -> None:
     for table, found in zip(scheme.tables.values(), num_values.tolist(), strict=True):
-        requirement = f"expected at most num_retained={table.num_retained} values"
+        requirement = f"at most num_retained={table.num_retained} values"
         remedy = "prune the table with this scheme first"
         check(found <= table.num_retained, f"table {table.name!r}", requirement, found, remedy)
 
@@ -232,8 +232,7 @@ def _write_rest(
         for form, parts in shards[name].items():
             covered = sum(part["num_rows"] for part in parts)
             if covered != table.num_embeddings:
-                place, requirement = f"table {name!r}, form {form!r}", f"expected {table.num_embeddings} rows"
-                raise ValueError(describe(place, requirement, covered))
+                raise ValueError(describe(f"table {name!r}, form {form!r}", f"{table.num_embeddings} rows", covered))
     scheme_files = write_packed(folder, "scheme", scheme.to_tensors(), max_file_bytes)
     dense = {name: value.detach().cpu().clone() for name, value in dense_state.items()}  # tied weights share memory
     dense_files = write_packed(folder, "dense_state", dense, max_file_bytes)

@@ -18,9 +18,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.csr_forms import VALUE_DTYPES, lookup_bytes
 from dnis_torchrec.artifact.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
-from dnis_torchrec.artifact.forms import Shard, form_named
+from dnis_torchrec.artifact.forms import Shard, form_named, rows_of
 from dnis_torchrec.artifact.mixed_dimension_form import MIXED_DIMENSION
-from dnis_torchrec.artifact.regrouping import rows_of
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.block_collection import stored_blocks, stored_width
@@ -182,7 +181,7 @@ def serve(
     for name, table in scheme.tables.items():
         check_known("table", name, tables)
         shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
-        check(tuple(weight.shape) == shape, f"table {name!r}", f"expected shape {shape}", tuple(weight.shape))
+        check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", tuple(weight.shape))
         encoded = known.encode(table, rows_of(weight), 0, table.num_embeddings)
         place = f"table {name!r}, form {form!r}"
         shards[name] = [Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=encoded)]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact.forms import Rows
+from dnis_torchrec.artifact.forms import Rows, rows_of
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
@@ -62,7 +62,7 @@ def regroup(
     for name, table in scheme.tables.items():
         check_known("table", name, tables)
         shape = (table.num_embeddings, table.embedding_dim)
-        check(tuple(tables[name].shape) == shape, f"table {name!r}", f"expected shape {shape}", tables[name].shape)
+        check(tuple(tables[name].shape) == shape, f"table {name!r}", f"shape {shape}", tables[name].shape)
         regrouped[name] = regroup_table(
             table,
             rows_of(tables[name].detach()),
@@ -71,15 +71,6 @@ def regroup(
             seed=seed,
         )
     return MixedDimensionScheme(regrouped)
-
-
-def rows_of(weight: Tensor) -> Rows:
-    """The rows of a dense table, as forms read them.
-
-    Args:
-        weight: ``(N, D)``; a view is enough.
-    """
-    return lambda first, last: weight[first:last]
 
 
 def regroup_table(
@@ -101,8 +92,8 @@ def regroup_table(
     Raises:
         ValueError: if `num_groups` or `dim_multiple` is below 1.
     """
-    check(num_groups >= 1, "num_groups", "expected an integer >= 1", num_groups)
-    check(dim_multiple >= 1, "dim_multiple", "expected an integer >= 1", dim_multiple)
+    check(num_groups >= 1, "num_groups", "an integer >= 1", num_groups)
+    check(dim_multiple >= 1, "dim_multiple", "an integer >= 1", dim_multiple)
     if table.is_block_structured:
         return table
     sample, union = _sample(table, rows, seed)

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact.forms import Rows, form_named
+from dnis_torchrec._dependencies import versions
+from dnis_torchrec.artifact.forms import Rows, form_named, rows_of
 from dnis_torchrec.artifact.manifest import (
     ARTIFACT,
     MAX_FILE_BYTES,
     RunOfArtifact,
     describe_file,
     file_bytes,
+    write_artifact_file,
     write_manifest,
-    write_tensors,
 )
 from dnis_torchrec.artifact.predictions import describe_forms
 from dnis_torchrec.checks import check, check_known, describe
@@ -95,7 +94,7 @@ def write_artifact(
         ...     load_csr(path, "t").to_dense().equal(weight)
         True
     """
-    check(bool(scheme.tables), "scheme", "expected at least one table", "none", "search and prune a model first")
+    check(bool(scheme.tables), "scheme", "at least one table", "none", "search and prune a model first")
     check_forms(forms, scipy_formats)
     for name in scheme.tables:
         check_known("table", name, tables)
@@ -112,7 +111,7 @@ def write_artifact(
             shards[name] = {}
             for form in forms:
                 span = (0, table.num_embeddings)
-                of_form, written = write_shards(folder, form, index, table, _rows_of(weight), span, max_file_bytes)
+                of_form, written = write_shards(folder, form, index, table, rows_of(weight), span, max_file_bytes)
                 shards[name][form] = of_form
                 files |= written
             files |= _write_scipy_files(folder, index, table, weight, scipy_formats)
@@ -162,14 +161,14 @@ def write_shards(
         begin, end = spans.popleft()
         tensors = encode(table, rows, begin, end)
         if file_bytes(tensors) > max_file_bytes:
-            place, requirement = f"table {table.name!r}, form {form!r}", f"expected a row within {max_file_bytes} bytes"
+            place, requirement = f"table {table.name!r}, form {form!r}", f"a row within {max_file_bytes} bytes"
             check(end - begin > 1, place, requirement, file_bytes(tensors), "raise max_file_bytes")
             middle = (begin + end) // 2
             spans.extendleft([(middle, end), (begin, middle)])
             continue
         part = "" if (begin, end) == (0, table.num_embeddings) else f"_from_{begin}"
         name = f"{form}/{_stem(index, table.name)}{part}.safetensors"
-        files[name] = write_tensors(folder, name, tensors)
+        files[name] = write_artifact_file(folder, name, tensors)
         shards.append({"file": name, "first_row": begin, "num_rows": end - begin})
     return shards, files
 
@@ -194,14 +193,14 @@ def write_packed(folder: Path, stem: str, tensors: Mapping[str, Tensor], max_fil
     packs: list[dict[str, Tensor]] = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(describe(f"{stem} {name!r}", "expected a tensor", type(tensor).__name__))
+            raise TypeError(describe(f"{stem} {name!r}", "a tensor", type(tensor).__name__))
         size = file_bytes({name: tensor})
-        check(size <= max_file_bytes, f"tensor {name!r}", f"expected at most {max_file_bytes} bytes", size)
+        check(size <= max_file_bytes, f"tensor {name!r}", f"at most {max_file_bytes} bytes", size)
         if not packs or file_bytes(packs[-1] | {name: tensor}) > max_file_bytes:
             packs.append({})
         packs[-1][name] = tensor
     names = [f"{stem}{f'_{index}' if index else ''}.safetensors" for index in range(len(packs))]
-    return {name: write_tensors(folder, name, _own(pack)) for name, pack in zip(names, packs, strict=True)}
+    return {name: write_artifact_file(folder, name, _own(pack)) for name, pack in zip(names, packs, strict=True)}
 
 
 def manifest_of(
@@ -230,7 +229,7 @@ def manifest_of(
         described[name] |= {"blocks": _describe_blocks(table), "shards": shards[name]}
     on_disk = {form: sum(files[s["file"]]["bytes"] for t in shards.values() for s in t[form]) for form in forms}
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "forms": list(forms),
         "tables": described,
         "scheme": list(scheme_files),
@@ -269,8 +268,8 @@ def check_forms(forms: Sequence[str], scipy_formats: Sequence[str] = ()) -> None
     Raises:
         ValueError: for no form, one that is there twice, or one that is unknown.
     """
-    check(bool(forms), "forms", f"expected some, such as {ARTIFACT_FORMS}", "none")
-    check(len(set(forms)) == len(forms), "forms", "expected each once", tuple(forms))
+    check(bool(forms), "forms", f"some, such as {ARTIFACT_FORMS}", "none")
+    check(len(set(forms)) == len(forms), "forms", "each once", tuple(forms))
     for form in forms:
         form_named(form)
     for scipy_format in scipy_formats:
@@ -290,10 +289,10 @@ def check_table(table: TableScheme, weight: Tensor) -> None:
     """
     place, shape = f"table {table.name!r}", (table.num_embeddings, table.embedding_dim)
     if not weight.is_floating_point():
-        raise TypeError(describe(place, "expected floating point values", weight.dtype))
-    check(tuple(weight.shape) == shape, place, f"expected shape {shape}", tuple(weight.shape))
+        raise TypeError(describe(place, "floating point values", weight.dtype))
+    check(tuple(weight.shape) == shape, place, f"shape {shape}", tuple(weight.shape))
     num_values = count_values(table, weight, 0)
-    requirement = f"expected at most num_retained={table.num_retained} values"
+    requirement = f"at most num_retained={table.num_retained} values"
     check(num_values <= table.num_retained, place, requirement, num_values, "prune the table with this scheme first")
 
 
@@ -314,12 +313,11 @@ def count_values(table: TableScheme, weight: Tensor, first_row: int) -> int:
         finite = chunk.float().isfinite().all(dim=1)
         if not bool(finite.all()):
             row = first + int((~finite).nonzero()[0])
-            check(False, place, "expected finite values", f"NaN or infinity in row {row}", "export the last good state")
+            check(False, place, "finite values", f"NaN or infinity in row {row}", "export the last good state")
         blocks = table.routing.block_of(torch.arange(first, first + len(chunk))).to(weight.device)
         present = chunk != 0
         lost = int((present & ~kept[blocks]).sum())
-        requirement = "expected zeros outside the retained dims"
-        check(lost == 0, place, requirement, f"{lost} other values", "prune the table first")
+        check(lost == 0, place, "zeros outside the retained dims", f"{lost} other values", "prune the table first")
         num_values += int(present.sum())
         first += len(chunk)
     return num_values
@@ -338,7 +336,7 @@ def as_json(run: Mapping[str, Any]) -> Any:
         described = json.loads(json.dumps(run, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         remedy = "turn tensors, paths and non-finite numbers into JSON first"
-        raise ValueError(describe("run", "expected values that JSON can hold", str(error), remedy)) from error
+        raise ValueError(describe("run", "values that JSON can hold", str(error), remedy)) from error
     conform(described, RunOfArtifact, "run")
     return described
 
@@ -346,10 +344,6 @@ def as_json(run: Mapping[str, Any]) -> Any:
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU: safetensors refuses tensors that share memory, as tied weights do."""
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-
-
-def _rows_of(weight: Tensor) -> Rows:
-    return lambda first, last: weight[first:last]
 
 
 def _stem(index: int, table: str) -> str:
@@ -377,25 +371,6 @@ def _describe_blocks(table: TableScheme) -> list[dict[str, Any]]:
         {"rows": rows[s], "embedding_dim": int(table.dims[s]), "columns": table.columns(s).tolist()}
         for s in range(table.routing.num_blocks)
     ]
-
-
-def _versions() -> dict[str, str | None]:
-    distributions = {
-        "dnis_torchrec": ("dnis-torchrec",),
-        "torchrec": ("torchrec",),
-        "fbgemm_gpu": ("fbgemm-gpu-cpu", "fbgemm-gpu"),
-    }
-    found = {name: _version_of(names) for name, names in distributions.items()}
-    return found | {"torch": str(torch.__version__), "python": platform.python_version()}
-
-
-def _version_of(names: Sequence[str]) -> str | None:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 SCIPY_FORMATS = ("coo", "csr")

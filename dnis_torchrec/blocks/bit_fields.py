@@ -30,7 +30,7 @@ def check_widths(bits: Tensor, place: str) -> None:
         ValueError: if one is not.
     """
     others = sorted(set(bits.unique().tolist()) - set(WIDTHS))
-    check(not others, place, f"expected bits among {WIDTHS}", others)
+    check(not others, place, f"bits among {WIDTHS}", others)
 
 
 def field_offsets(bits: Tensor) -> Tensor:

@@ -156,7 +156,6 @@ def blocks_from_counts(
     scope: str = "global",
     strategy: str = "equal_rows",
     boundaries: Sequence[int] | None = None,
-    keep_ties_together: bool = False,
 ) -> RowBlocks:
     """Cuts the rows, sorted by descending frequency, into blocks.
 
@@ -172,7 +171,6 @@ def blocks_from_counts(
         strategy: ``"equal_rows"`` (the paper's reading), ``"equal_mass"`` (equal occurrences), ``"decades"`` (one block
             per power of ten of the frequency; never-seen rows join the last) or ``"explicit"``.
         boundaries: for ``"explicit"``: rising positions in the sorted order at which a new block begins.
-        keep_ties_together: never cut between rows of equal frequency. Fewer blocks may come out; a warning says so.
 
     Returns:
         The blocks of every table. A table whose rows stand in frequency order is routed by boundaries, any other by a
@@ -188,21 +186,21 @@ def blocks_from_counts(
         >>> blocks_from_counts(counts, [table], num_blocks=2).routings["t"].boundaries.tolist()
         [0, 2, 4]
     """
-    check(scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(scope))
-    check(strategy in STRATEGIES, "strategy", f"expected one of {STRATEGIES}", repr(strategy))
-    check(num_blocks >= 1, "num_blocks", "expected at least 1", num_blocks)
-    check(num_blocks <= MAX_NUM_BLOCKS, "num_blocks", f"expected at most {MAX_NUM_BLOCKS}", num_blocks)
+    check(scope in SCOPES, "scope", f"one of {SCOPES}", repr(scope))
+    check(strategy in STRATEGIES, "strategy", f"one of {STRATEGIES}", repr(strategy))
+    check(num_blocks >= 1, "num_blocks", "at least 1", num_blocks)
+    check(num_blocks <= MAX_NUM_BLOCKS, "num_blocks", f"at most {MAX_NUM_BLOCKS}", num_blocks)
     check(
         (boundaries is not None) == (strategy == "explicit"),
         "boundaries",
-        "expected exactly with strategy 'explicit'",
+        "exactly with strategy 'explicit'",
         f"{boundaries} with {strategy!r}",
     )
     for table in tables:
         check_known("table", table.name, counts.counts)
         counted = counts.counts[table.name].numel()
-        place, fits = f"table {table.name!r}", counted == table.num_embeddings
-        check(fits, place, f"expected counts of num_embeddings={table.num_embeddings} rows", counted)
+        fits = counted == table.num_embeddings
+        check(fits, f"table {table.name!r}", f"counts of num_embeddings={table.num_embeddings} rows", counted)
     sorted_together: dict[object, list[EmbeddingBagConfig]] = {}
     for table in tables:
         sorted_together.setdefault(table.embedding_dim if scope == "global" else table.name, []).append(table)
@@ -212,7 +210,7 @@ def blocks_from_counts(
     for members in sorted_together.values():
         order = _FrequencyOrder([counts.counts[table.name] for table in members])
         wanted = min(num_blocks, order.num_rows) if scope == "table" else num_blocks  # a small table is no news
-        starts = _block_starts(order, strategy, wanted, boundaries or (), keep_ties_together)
+        starts = _block_starts(order, strategy, wanted, boundaries or ())
         for name in (table.name for table in members):
             routings[name], occurrences[name], seen_rows[name] = _block_rows(counts.counts[name], order, starts)
     return RowBlocks(
@@ -249,7 +247,7 @@ def check_num_blocks(num_blocks: int, tables: Sequence[EmbeddingBagConfig], *, s
         together = table.embedding_dim if scope == "global" else table.name
         rows[together] = rows.get(together, 0) + table.num_embeddings
     most = min(MAX_NUM_BLOCKS, max(rows.values(), default=MAX_NUM_BLOCKS))
-    requirement = f"expected at most {most} blocks for the rows of these tables"
+    requirement = f"at most {most} blocks for the rows of these tables"
     check(num_blocks <= most, "num_blocks", requirement, num_blocks, "take fewer blocks")
 
 
@@ -282,10 +280,6 @@ class _FrequencyOrder:
         """Rows of all tables."""
         return int(self.starts[-1])
 
-    def run_of(self, places: Tensor) -> Tensor:
-        """The run that each place lies in."""
-        return torch.searchsorted(self.starts, places, right=True) - 1
-
     def take_places(self, counts: Tensor) -> Tensor:
         """The places of the next rows, which are asked for once, in their order; ``(n,)`` int64."""
         runs = self.frequencies.numel() - 1 - torch.searchsorted(self._rising, counts)
@@ -297,9 +291,7 @@ class _FrequencyOrder:
         return places
 
 
-def _block_starts(
-    order: _FrequencyOrder, strategy: str, num_blocks: int, boundaries: Sequence[int], keep_ties_together: bool
-) -> Tensor:
+def _block_starts(order: _FrequencyOrder, strategy: str, num_blocks: int, boundaries: Sequence[int]) -> Tensor:
     """The places at which blocks begin, rising from 0."""
     num_rows, frequencies, none = order.num_rows, order.frequencies, torch.zeros(1, dtype=torch.int64)
     if strategy == "equal_rows":
@@ -318,14 +310,11 @@ def _block_starts(
     else:
         starts = torch.tensor([0, *boundaries])
         rising = bool((starts.diff() > 0).all()) and int(starts[-1]) < num_rows
-        check(rising, "boundaries", f"expected rising positions in 1..{num_rows - 1}", list(boundaries))
-    if keep_ties_together:
-        # A cut inside a run of equal counts moves up to the start of the run.
-        starts = order.starts[order.run_of(starts.clamp(max=num_rows - 1))]
+        check(rising, "boundaries", f"rising positions in 1..{num_rows - 1}", list(boundaries))
     starts = torch.unique(starts[starts < num_rows])
     wanted = num_blocks if strategy in ("equal_rows", "equal_mass") else starts.numel()
     if starts.numel() < wanted:
-        logger.warning("blocking: %d blocks came out of %d wanted (too few rows or ties)", starts.numel(), wanted)
+        logger.warning("blocking: %d blocks came out of %d wanted (too few rows)", starts.numel(), wanted)
     return starts
 
 

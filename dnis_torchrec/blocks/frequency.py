@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from dnis_torchrec.blocks.row_routing import ROWS_AT_A_TIME
 from dnis_torchrec.blocks.sketch import EstimatedCounts
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.storage.json_files import NotNegative
@@ -28,9 +29,6 @@ from dnis_torchrec.storage.whole_files import read_tensors, write_tensors
 
 RowCounts = Tensor | EstimatedCounts
 """Occurrences of a table's rows: ``(N,)`` int64, or in bounded memory, to be read a slice at a time."""
-
-ROWS_AT_A_TIME = 1 << 20
-"""Rows whose counts are looked at together: bounds what that takes beside the counts themselves."""
 
 
 class _Head(TypedDict):
@@ -147,7 +145,7 @@ class FrequencyCounts:
         counts: dict[str, RowCounts] = {name: tensors[name] for name in head["tables"] if name in tensors}
         for name in head["estimated"]:
             own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
-            check("size" in own, str(path), f"expected a tensor '{name}/size'", "none", "use another one")
+            check("size" in own, str(path), f"a tensor '{name}/size'", "none", "use another one")
             counts[name] = EstimatedCounts.from_tensors(own)
         ordered = {name: counts[name] if name in counts else tensors[name] for name in head["tables"]}
         return FrequencyCounts(ordered, head["max_bag_lengths"], head["num_samples"])
@@ -187,7 +185,7 @@ def count_frequencies(batches: Iterable[KeyedJaggedTensor], tables: Sequence[Emb
                 max_bag_lengths[feature] = max(max_bag_lengths[feature], longest)
         num_samples += features.stride()
     if num_samples == 0:
-        raise ValueError(describe("training stream", "expected at least one sample", "none", "check the data folder"))
+        raise ValueError(describe("training stream", "at least one sample", "none", "check the data folder"))
     return FrequencyCounts(counts, max_bag_lengths, num_samples)
 
 
@@ -251,7 +249,7 @@ def count_frequencies_in_frame(frame: pd.DataFrame, tables: Sequence[EmbeddingBa
         >>> count_frequencies_in_frame(pd.DataFrame({"f": [0, 2, 2]}), [table]).counts["t"].tolist()
         [1, 0, 2]
     """
-    check(len(frame) > 0, "training frame", "expected at least one row", 0)
+    check(len(frame) > 0, "training frame", "at least one row", 0)
     counts, max_bag_lengths = {}, {}
     for table in tables:
         total = torch.zeros(table.num_embeddings, dtype=torch.int64)
@@ -266,7 +264,7 @@ def count_frequencies_in_frame(frame: pd.DataFrame, tables: Sequence[EmbeddingBa
 
 def _ids_of_column(column: pd.Series) -> tuple[Tensor, int]:
     """(ids of all bags, longest bag)."""
-    place, requirement = f"column {column.name!r}", "expected integer ids or lists of them"
+    place, requirement = f"column {column.name!r}", "integer ids or lists of them"
     remedy = "fill what is missing and hash what is no integer"
     if isinstance(column.dtype, pd.ArrowDtype) and pa.types.is_nested(column.dtype.pyarrow_dtype):
         return _ids_of_arrow_lists(column, place, requirement, remedy)
@@ -310,11 +308,11 @@ def merge_counts(parts: Sequence[FrequencyCounts]) -> FrequencyCounts:
         ValueError: if there are no parts or they count different tables or features.
         NotImplementedError: if a table of a part was counted in bounded memory.
     """
-    check(len(parts) > 0, "merge_counts", "expected at least one part", 0)
+    check(len(parts) > 0, "merge_counts", "at least one part", 0)
     first = parts[0]
     for part in parts[1:]:
         same = _tables_and_features(part) == _tables_and_features(first)
-        check(same, "merge_counts", "expected the same tables and features in every part", _tables_and_features(part))
+        check(same, "merge_counts", "the same tables and features in every part", _tables_and_features(part))
     counts = [part.exact() for part in parts]
     return FrequencyCounts(
         {name: torch.stack([part[name] for part in counts]).sum(0) for name in first.counts},
@@ -336,7 +334,7 @@ def _check_ids(ids: Tensor, table: EmbeddingBagConfig, feature: str, place: str)
         raise ValueError(
             describe(
                 f"table {table.name!r}, feature {feature!r}, {place}",
-                f"expected ids in 0..{table.num_embeddings - 1}",
+                f"ids in 0..{table.num_embeddings - 1}",
                 lowest if lowest < 0 else highest,
                 "hash the ids into the table, or raise its num_embeddings",
             )
@@ -357,4 +355,4 @@ def check_ids_are_integers(ids: Tensor, place: str) -> None:
         >>> check_ids_are_integers(torch.tensor([3], dtype=torch.uint8), "feature 'f'")
     """
     is_integer = not ids.numel() or not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    check(is_integer, place, "expected integer ids", ids.dtype, "hash or number what is no integer")
+    check(is_integer, place, "integer ids", ids.dtype, "hash or number what is no integer")

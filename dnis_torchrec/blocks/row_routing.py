@@ -19,7 +19,7 @@ from dnis_torchrec.checks import check
 
 MAX_NUM_BLOCKS = 65_535
 ROWS_AT_A_TIME = 1 << 20
-"""Rows that are looked at together: bounds what that takes beside a byte or two per row."""
+"""Rows that are looked at together: bounds what that takes beside a byte or two per row, and its count."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +53,13 @@ class RowRouting:
         check(
             0 < self.num_blocks <= MAX_NUM_BLOCKS,
             "RowRouting.num_blocks",
-            f"expected 1..{MAX_NUM_BLOCKS}",
+            f"1..{MAX_NUM_BLOCKS}",
             self.num_blocks,
         )
         check(
             (self.boundaries is None) != (self.block_of_row is None),
             "RowRouting",
-            "expected exactly one of boundaries and block_of_row",
+            "exactly one of boundaries and block_of_row",
             "both" if self.boundaries is not None else "neither",
         )
         if self.boundaries is not None:
@@ -68,7 +68,7 @@ class RowRouting:
             check(
                 rising and int(cuts[0]) == 0 and int(cuts[-1]) <= self.num_embeddings,
                 "RowRouting.boundaries",
-                f"expected {self.num_blocks + 1} rising row numbers from 0 to at most {self.num_embeddings}",
+                f"{self.num_blocks + 1} rising row numbers from 0 to at most {self.num_embeddings}",
                 cuts.tolist(),
             )
         elif self.block_of_row is not None:
@@ -76,7 +76,7 @@ class RowRouting:
             check(
                 rows.dim() == 1 and rows.numel() == self.num_embeddings,
                 "RowRouting.block_of_row",
-                f"expected one block for each of {self.num_embeddings} rows",
+                f"one block for each of {self.num_embeddings} rows",
                 tuple(rows.shape),
             )
 
@@ -97,7 +97,7 @@ class RowRouting:
         """
         wide = block_of_row.long()
         within = wide.numel() == 0 or (int(wide.min()) >= 0 and int(wide.max()) <= num_blocks)
-        check(within, "block_of_row", f"expected values in 0..{num_blocks}", "a value outside")
+        check(within, "block_of_row", f"values in 0..{num_blocks}", "a value outside")
         return RowRouting(block_of_row.numel(), num_blocks, block_of_row=wide.to(_map_dtype(num_blocks)))
 
     def block_of(self, ids: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class RowRouting:
         if self.block_of_row is None:
             return None
         remedy = "sort the rows by frequency: then no remap is needed"
-        check(self.num_embeddings < 2**31, "id remap", "expected fewer than 2^31 rows", self.num_embeddings, remedy)
+        check(self.num_embeddings < 2**31, "id remap", "fewer than 2^31 rows", self.num_embeddings, remedy)
         order = torch.argsort(self.block_of_row.long(), stable=True)
         positions = torch.empty(self.num_embeddings, dtype=torch.int32)
         positions[order] = torch.arange(self.num_embeddings, dtype=torch.int32)

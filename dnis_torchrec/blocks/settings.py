@@ -28,7 +28,7 @@ class CountLimits:
     delta: float = 1e-2
 
     def __post_init__(self) -> None:
-        check(self.exact_rows >= 0, "exact_rows", "expected an integer >= 0", self.exact_rows)
-        check(self.exact_ids >= 2, "exact_ids", "expected an integer >= 2", self.exact_ids)
+        check(self.exact_rows >= 0, "exact_rows", "an integer >= 0", self.exact_rows)
+        check(self.exact_ids >= 2, "exact_ids", "an integer >= 2", self.exact_ids)
         for name in ("epsilon", "delta"):
-            check(0 < getattr(self, name) < 1, name, "expected a number between 0 and 1", getattr(self, name))
+            check(0 < getattr(self, name) < 1, name, "a number between 0 and 1", getattr(self, name))

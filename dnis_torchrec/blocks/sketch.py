@@ -45,8 +45,8 @@ class CountMinSketch:
     """
 
     def __init__(self, epsilon: float = CountLimits.epsilon, delta: float = CountLimits.delta) -> None:
-        check(0 < epsilon < 1, "epsilon", "expected a number between 0 and 1", epsilon)
-        check(0 < delta < 1, "delta", "expected a number between 0 and 1", delta)
+        check(0 < epsilon < 1, "epsilon", "a number between 0 and 1", epsilon)
+        check(0 < delta < 1, "delta", "a number between 0 and 1", delta)
         self.epsilon, self.delta = epsilon, delta
         self.table = np.zeros((math.ceil(math.log(1 / delta)), math.ceil(math.e / epsilon)), dtype=np.int64)
 
@@ -117,7 +117,7 @@ class BoundedCounter:
         epsilon: float = CountLimits.epsilon,
         delta: float = CountLimits.delta,
     ) -> None:
-        check(exact_ids >= 2, "exact_ids", "expected an integer >= 2", exact_ids)
+        check(exact_ids >= 2, "exact_ids", "an integer >= 2", exact_ids)
         self.exact_ids, self.epsilon, self.delta = exact_ids, epsilon, delta
         self.ids, self.counts, self.before = (np.empty(0, np.int64) for _ in range(3))
         self.sketch: CountMinSketch | None = None

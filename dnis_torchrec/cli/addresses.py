@@ -75,7 +75,7 @@ def _published(context: typer.Context, value: str | None) -> Path | None:
         variables = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         missing = [name for name in variables if name not in os.environ]
         remedy = "start it with torchrun, which sets them"
-        requirement = f"expected {', '.join(variables)} of every rank"
+        requirement = f"{', '.join(variables)} of every rank"
         check(not missing, f"address {value}", requirement, f"no {', '.join(missing)}", remedy)
         if _number("RANK", 0) != _number("LOCAL_RANK", 0):  # of another host than the first
             return local_copy_of(value)

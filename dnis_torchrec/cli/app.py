@@ -110,7 +110,7 @@ def _before_any_command(
     command, world_size = context.invoked_subcommand, int(os.environ.get("WORLD_SIZE", "1"))
     with arguments():
         remedy = "start it without torchrun, or with --nproc_per_node 1"
-        requirement = f"expected one process: of all commands only {', '.join(ON_RANKS)} runs on several ranks"
+        requirement = f"one process: of all commands only {', '.join(ON_RANKS)} runs on several ranks"
         check(world_size == 1 or command in ON_RANKS, f"dnis {command}", requirement, f"{world_size} ranks", remedy)
 
 
@@ -122,18 +122,16 @@ def is_first_rank() -> bool:
 def check_data(data: Path | None) -> None:
     """Refuses a --data that is no folder."""
     if data is not None:
-        check(
-            data.is_dir(), f"--data {data}", "expected a folder", "none", "without --data the recipe says what it needs"
-        )
+        check(data.is_dir(), f"--data {data}", "a folder", "none", "without --data the recipe says what it needs")
 
 
 def check_json(file: Path | None) -> None:
     """Refuses a --json that is no file, or in no folder, before the work whose result it is to hold."""
     if file is not None:
-        check(file.parent.is_dir(), f"--json {file}", "expected an existing folder", file.parent)
-        check(not file.is_dir(), f"--json {file}", "expected a file", "a folder", "name a file in it")
+        check(file.parent.is_dir(), f"--json {file}", "an existing folder", file.parent)
+        check(not file.is_dir(), f"--json {file}", "a file", "a folder", "name a file in it")
         is_special = file.exists() and not file.is_file()  # which would be replaced
-        check(not is_special, f"--json {file}", "expected a file", "a pipe or a device", "name a file")
+        check(not is_special, f"--json {file}", "a file", "a pipe or a device", "name a file")
 
 
 def print_table(table: Table, at_least: int) -> None:

@@ -51,7 +51,7 @@ def compare(
 
     Writes OUT/comparison.json, .csv and .html. Run again, it goes on where it stopped and tries again what crashed.
     """
-    from dnis_torchrec.comparison.outputs import write_json
+    from dnis_torchrec.comparison.outputs import write_comparison_json
     from dnis_torchrec.comparison.plan import Comparison, parse_names, parse_seeds, parse_sizes
     from dnis_torchrec.comparison.run import run_comparison
     from dnis_torchrec.data.recipe import load_recipe
@@ -76,7 +76,7 @@ def compare(
         say(f"error: {error}; what has finished is kept, the same command goes on from there", err=True)
         raise typer.Exit(error.exit_code) from error
     if json_file is not None:
-        write_json(json_file, compared.content)
+        write_comparison_json(json_file, compared.content)
     _print_compared(compared, out)
     if compared.crashes:
         raise typer.Exit(1)

@@ -53,7 +53,7 @@ def package(
             raise ValueError(f"--format: expected one of {KINDS}, got {package_format!r}")
         place, remedy = f"package {out}", "choose another --out, or --overwrite"
         free = overwrite or not out.exists()
-        check(free, place, "expected a folder that does not exist", "an existing one", remedy)
+        check(free, place, "a folder that does not exist", "an existing one", remedy)
         load_recorded(artifact, read_manifest(artifact)["run"], data, recipe)  # whose module may register the form
         form_named(form)
         check_packaged_form(form)

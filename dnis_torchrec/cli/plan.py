@@ -44,7 +44,7 @@ def plan(
     from dnis_torchrec.storage.whole_files import write_json
 
     with arguments():
-        check((artifact is None) != (not table), "plan", "expected either ARTIFACT or --table", "both or neither")
+        check((artifact is None) != (not table), "plan", "either ARTIFACT or --table", "both or neither")
         machines = Cluster(hbm_bytes=parse_bytes(hbm, "--hbm"), ddr_bytes=parse_bytes(ddr, "--ddr"), **cluster)
         check_json(json_file)
         if artifact is not None:

@@ -127,7 +127,7 @@ def prune(
     """Prunes a finished RUN further, fine-tunes what is left with the mask held, and writes a new run."""
     with arguments():
         is_clear = settings.threshold is None or (compression is None and embedding_bytes is None)
-        check(is_clear, "--threshold", "expected no size", "one")
+        check(is_clear, "--threshold", "no size", "one")
         _check_form(embedding_bytes, form)
         size = None if settings.threshold is not None else _size(compression, embedding_bytes, form)
 
@@ -168,11 +168,11 @@ def export(
         check(
             overwrite or not out.exists(),
             f"artifact {out}",
-            "expected a folder that does not exist",
+            "a folder that does not exist",
             "an existing one",
             "choose another --out, or --overwrite",
         )
-        check(regroup is None or regroup >= 1, "--regroup", "expected a number of groups >= 1", regroup)
+        check(regroup is None or regroup >= 1, "--regroup", "a number of groups >= 1", regroup)
         forms, scipy_formats = form or ARTIFACT_FORMS, scipy or ()
         check_forms(forms, scipy_formats)
     run_export(run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup)
@@ -198,7 +198,7 @@ def evaluate(
     from dnis_torchrec.storage.whole_files import write_json
 
     with arguments():
-        check(path.is_dir(), str(path), "expected a run or an artifact", "no such folder")
+        check(path.is_dir(), str(path), "a run or an artifact", "no such folder")
         check_data(data)
         check_json(json_file)
         load_recorded(path, recorded_run(path), data, recipe)
@@ -235,16 +235,16 @@ def report(
 
 def _check_form(embedding_bytes: int | None, form: str | None) -> None:
     fits = form is None or embedding_bytes is not None
-    check(fits, "--form", "expected --embedding-bytes beside it", repr(form), "only a size in bytes is one of a form")
+    check(fits, "--form", "--embedding-bytes beside it", repr(form), "only a size in bytes is one of a form")
 
 
 def _size(compression: float | None, embedding_bytes: int | None, form: str | None) -> Size:
     _check_form(embedding_bytes, form)
     given = sum(value is not None for value in (compression, embedding_bytes))
     place, received = "--compression, --embedding-bytes", ("none", "one", "both")[given]
-    check(given == 1, place, "expected one of the two", received, "say --compression 5, for example")
+    check(given == 1, place, "one of the two", received, "say --compression 5, for example")
     is_fit = compression is None or (math.isfinite(compression) and compression > 1)
-    check(is_fit, "--compression", "expected a finite number above 1", compression)
+    check(is_fit, "--compression", "a finite number above 1", compression)
     from dnis_torchrec.search.budget import Size
 
     return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form or Size.form)

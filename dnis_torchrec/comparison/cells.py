@@ -17,12 +17,13 @@ from typing import Any, NotRequired, TypedDict
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.report.content import WITH_VALIDATION, json_text, write_text
+from dnis_torchrec.report.content import WITH_VALIDATION, json_text
 from dnis_torchrec.storage.foreign_folders import make_folder
 from dnis_torchrec.storage.json_files import conform, read_json
+from dnis_torchrec.storage.whole_files import write_text
 
-FORMAT = "dnis-torchrec-cell"
-FORMAT_VERSION = 1
+_FORMAT = "dnis-torchrec-cell"
+_FORMAT_VERSION = 1
 
 WORK = "work"
 """Folder of a cell while it runs."""
@@ -207,7 +208,7 @@ class CellResult:
 
     def to_json(self) -> dict[str, Any]:
         """The content of result.json: one flat object, a row of report.json with more keys."""
-        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "cell": asdict(self.cell)}
+        head = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "cell": asdict(self.cell)}
         if self.trained is None:
             return head | {"reason": self.reason, "rules": dict(self.rules), "versions": dict(self.versions)}
         measured = {name: value for name, value in vars(self.trained).items() if name != "row"}
@@ -226,9 +227,9 @@ class CellResult:
         """
         conform(described, _Reason if "reason" in described else _Measured, "cell")
         check(
-            (described["format"], described["format_version"]) == (FORMAT, FORMAT_VERSION),
+            (described["format"], described["format_version"]) == (_FORMAT, _FORMAT_VERSION),
             "cell",
-            f"expected {FORMAT} {FORMAT_VERSION}",
+            f"{_FORMAT} {_FORMAT_VERSION}",
             described["format_version"],
         )
         shared = {"cell": Cell(**described["cell"]), "rules": described["rules"], "versions": described["versions"]}

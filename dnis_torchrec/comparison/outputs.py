@@ -12,8 +12,9 @@ from rich.table import Table
 from dnis_torchrec.comparison.cells import CellResult
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_lines import compared_lines
-from dnis_torchrec.report.content import json_text, write_text
+from dnis_torchrec.report.content import json_text
 from dnis_torchrec.report.tables import cell
+from dnis_torchrec.storage.whole_files import write_text
 
 
 def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None = None) -> Table:
@@ -66,7 +67,7 @@ def missing_lines(rows: Iterable[ComparisonRow]) -> list[str]:
     ]
 
 
-def rows_frame(rows: Iterable[ComparisonRow]) -> pd.DataFrame:
+def comparison_frame(rows: Iterable[ComparisonRow]) -> pd.DataFrame:
     """One line per row with the keys of its JSON; nested ones joined by a dot (``metrics.mse``), lists by a space.
 
     Args:
@@ -83,10 +84,10 @@ def rows_frame(rows: Iterable[ComparisonRow]) -> pd.DataFrame:
 
 def write_frame(path: Path, rows: Iterable[ComparisonRow]) -> Path:
     """Writes a CSV file atomically."""
-    return write_text(path, rows_frame(rows).to_csv(index=False, lineterminator="\n"))
+    return write_text(path, comparison_frame(rows).to_csv(index=False, lineterminator="\n"))
 
 
-def write_json(path: Path, content: ComparisonContent) -> Path:
+def write_comparison_json(path: Path, content: ComparisonContent) -> Path:
     """Writes ``{"recipe", "primary_metric", "higher_is_better", "rules", "notes", "versions", "rows"}`` atomically."""
     described: dict[str, Any] = {
         "recipe": content.recipe,

@@ -67,17 +67,17 @@ class Comparison(CompareSettings):
         for name in self.methods:
             check_known("method", name, load_registry(self.registry))
         for place, values in (("methods", self.methods), ("sizes", self.sizes), ("seeds", self.seeds)):
-            check(bool(values), place, "expected at least one", "none")
-            check(len(set(values)) == len(values), place, "expected each once", list(values))
+            check(bool(values), place, "at least one", "none")
+            check(len(set(values)) == len(values), place, "each once", list(values))
         for size in self.sizes:
-            check(math.isfinite(size) and size > 1, "sizes", "expected compression ratios above 1", size)
+            check(math.isfinite(size) and size > 1, "sizes", "compression ratios above 1", size)
         for seed in self.seeds:
-            check(seed >= 0, "seeds", "expected integers >= 0", seed)
+            check(seed >= 0, "seeds", "integers >= 0", seed)
         is_file = self.out.exists() and not self.out.is_dir()
-        check(not is_file, f"folder {self.out}", "expected a folder", "a file", "choose another name")
+        check(not is_file, f"folder {self.out}", "a folder", "a file", "choose another name")
         is_ours = not self.out.exists() or (self.out / "cells").is_dir() or not any(self.out.iterdir())
         remedy = "choose another folder"
-        check(is_ours, f"folder {self.out}", "expected a new folder or one of a comparison", "another one", remedy)
+        check(is_ours, f"folder {self.out}", "a new folder or one of a comparison", "another one", remedy)
         check_plain(self.out, f"folder {self.out}")
         self.check_rules(self.rules())
 
@@ -156,8 +156,7 @@ class Comparison(CompareSettings):
                 there = value if result is None else result.rules.get(name, value)  # an older version knew fewer
                 remedy = "give the arguments of the older comparison, or another --out"
                 for part, before, now in _parts(name, there, value):
-                    place = f"{folder}, {part}"
-                    check(before == now, place, f"expected {before!r} as when it was run", repr(now), remedy)
+                    check(before == now, f"{folder}, {part}", f"{before!r} as when it was run", repr(now), remedy)
 
     def check_first_seed(self, facts: RecipeFacts) -> None:
         """Checks that no finished cell of the first seed had other tables or other test samples.
@@ -178,10 +177,10 @@ class Comparison(CompareSettings):
             there, here = trained.dense_bytes, facts.dense_bytes
             remedy = "set the environment of the older comparison, or give another --out"
             place = f"{self.folder(cell)}, uncompressed tables"
-            check(there == here, place, f"expected {there} bytes as when it was run", here, remedy)
+            check(there == here, place, f"{there} bytes as when it was run", here, remedy)
             is_same = trained.test_fingerprint in (None, facts.test_fingerprint)
-            requirement, remedy = "expected the samples that it was evaluated on", "give another --out for other data"
-            check(is_same, f"{self.folder(cell)}, test split", requirement, "others", remedy)
+            remedy = "give another --out for other data"
+            check(is_same, f"{self.folder(cell)}, test split", "the samples that it was evaluated on", "others", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +235,7 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
             if isinstance(batch, RankingBatch):
                 queries.append(batch.queries)
         remedy = f"give its DataSplits a {name} part of its own"
-        check(num_batches > 0, place, f"expected at least one {name} batch", "none", remedy)
+        check(num_batches > 0, place, f"at least one {name} batch", "none", remedy)
         if queries:
             check_candidates(torch.cat(queries), place=f"{place}, {name} split")
     warn_of_overlaps(noted, Ranks())
@@ -277,7 +276,7 @@ def _settings_of(recipe: Recipe) -> dict[str, Any]:
     return own | more
 
 
-def parse_names(text: str, place: str, requirement: str = "expected names with commas between them") -> tuple[str, ...]:
+def parse_names(text: str, place: str, requirement: str = "names with commas between them") -> tuple[str, ...]:
     """Words between commas.
 
     Args:
@@ -311,7 +310,7 @@ def parse_sizes(text: str, place: str) -> tuple[float, ...]:
         >>> parse_sizes("2,4.5", "--sizes")
         (2.0, 4.5)
     """
-    requirement = "expected numbers with commas between them"
+    requirement = "numbers with commas between them"
     return tuple(_numbers(parse_names(text, place, requirement), float, place, requirement))
 
 
@@ -329,11 +328,11 @@ def parse_seeds(text: str, place: str) -> tuple[int, ...]:
         >>> parse_seeds("3", "--seeds"), parse_seeds("0,5,7", "--seeds"), parse_seeds("5,", "--seeds")
         ((0, 1, 2), (0, 5, 7), (5,))
     """
-    requirement = "expected a number of seeds, or seeds with commas between them"
+    requirement = "a number of seeds, or seeds with commas between them"
     seeds = _numbers(parse_names(text.strip().removesuffix(","), place, requirement), int, place, requirement)
     if "," in text:
         return tuple(seeds)
-    check(seeds[0] >= 1, place, "expected at least one seed", seeds[0])
+    check(seeds[0] >= 1, place, "at least one seed", seeds[0])
     return tuple(range(seeds[0]))
 
 

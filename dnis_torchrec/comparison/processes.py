@@ -22,6 +22,7 @@ from dnis_torchrec.comparison.methods.shared_trials import unclaimed_trials
 from dnis_torchrec.storage.foreign_folders import open_log
 
 COMMAND = (sys.executable, "-m", "dnis_torchrec.comparison.worker")
+"""Leads a cell: it is given the folder, and `HELPS` if it is to help; its input stays open while this process lives."""
 SECONDS_TO_END = 15
 """Longer than a worker gives itself."""
 SECONDS_BETWEEN_LOOKS = 1
@@ -41,7 +42,6 @@ def run_cells(
     *,
     jobs: int,
     on_done: Callable[[Path], None],
-    command: Sequence[str] = COMMAND,
 ) -> None:
     """Runs cells, each led by a process of its own, and waits for all of them.
 
@@ -52,8 +52,6 @@ def run_cells(
         folders: of the cells, each with its task.json.
         jobs: processes at a time.
         on_done: called with each folder when its cell has ended.
-        command: the program that is given the folder, and `HELPS` if it is to help; its standard input is open as long
-            as this process lives.
 
     Raises:
         BaseException: whatever `on_done` raises, an interrupt, or a process or its log that cannot be begun; all
@@ -61,7 +59,7 @@ def run_cells(
     """
     cells_at_once = min(jobs, len(folders))
     free = deque(_environment(slot, cells_at_once) for slot in range(jobs))
-    schedule, processes = _Schedule(folders), _Processes(command)
+    schedule, processes = _Schedule(folders), _Processes()
     at_work: dict[Future[None], tuple[_Job, Mapping[str, str]]] = {}
     with ThreadPoolExecutor(jobs) as pool:
         try:
@@ -120,8 +118,7 @@ class _Schedule:
 class _Processes:
     """The processes at work. `run` is called from threads, all else from one."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = command
+    def __init__(self) -> None:
         self._running: dict[_Job, subprocess.Popen[bytes]] = {}
         self._lock, self._stopping = threading.Lock(), threading.Event()
 
@@ -135,7 +132,7 @@ class _Processes:
                 if not job.helps:
                     forget_crash(folder)
                 process = subprocess.Popen(
-                    [*self._command, str(folder), *([HELPS] if job.helps else [])],
+                    [*COMMAND, str(folder), *([HELPS] if job.helps else [])],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,

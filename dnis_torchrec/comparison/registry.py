@@ -23,14 +23,13 @@ def load_registry(spec: str) -> Mapping[str, Method]:
     """
     module, _, name = spec.partition(":")
     place, remedy = f"registry {spec!r}", f"name one such as {REGISTRY!r}"
-    check(bool(module and name), place, "expected 'module:name'", repr(spec), remedy)
+    check(bool(module and name), place, "'module:name'", repr(spec), remedy)
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # a module that the registry's own imports
-        raise ValueError(describe(place, f"expected a module {module!r}", "none", remedy)) from error
+        raise ValueError(describe(place, f"a module {module!r}", "none", remedy)) from error
     if not isinstance(found, Mapping):
-        requirement = "expected a mapping from name to method"
-        raise ValueError(describe(place, requirement, type(found).__name__, remedy))
+        raise ValueError(describe(place, "a mapping from name to method", type(found).__name__, remedy))
     return found

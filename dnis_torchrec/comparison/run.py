@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from dnis_torchrec.checks import check, visible
 from dnis_torchrec.comparison.cells import Cell, read_crash, read_result
-from dnis_torchrec.comparison.outputs import joined_versions, write_frame, write_json
+from dnis_torchrec.comparison.outputs import joined_versions, write_comparison_json, write_frame
 from dnis_torchrec.comparison.plan import Comparison, RecipeFacts, recipe_facts
 from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.comparison.summary import comparison_rows
@@ -97,7 +97,7 @@ def _written(comparison: Comparison, facts: RecipeFacts) -> Compared:
         notes=facts.notes,
         versions=joined_versions(list(finished.values())),
     )
-    write_json(comparison.out / "comparison.json", content)
+    write_comparison_json(comparison.out / "comparison.json", content)
     write_frame(comparison.out / "comparison.csv", rows)
     write_comparison(comparison.out / "comparison.html", content)
     for name, figure in comparison_figures(content).items():
@@ -122,6 +122,5 @@ def _told(folder: Path, metric: str) -> str:
 def _alone(out: Path) -> Iterator[None]:
     """Keeps a second comparison out of the folder, which would run the same cells; the lock goes with the process."""
     with file_lock(out / "lock") as owner:
-        remedy = "wait for it, or choose another --out"
-        check(owner is None, f"folder {out}", "expected no comparison at work", "one", remedy)
+        check(owner is None, f"folder {out}", "no comparison at work", "one", "wait for it, or choose another --out")
         yield

@@ -19,7 +19,7 @@ class TrainingRules:
 
     def __post_init__(self) -> None:
         for place, value in training_rules(vars(self)).items():
-            check(value is None or value >= 1, place, "expected at least 1", value)
+            check(value is None or value >= 1, place, "at least 1", value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class CompareSettings(TrainingRules):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.jobs is None or self.jobs >= 1, "jobs", "expected at least 1", self.jobs)
+        check(self.jobs is None or self.jobs >= 1, "jobs", "at least 1", self.jobs)
 
 
 def training_rules(rules: Mapping[str, Any]) -> dict[str, Any]:

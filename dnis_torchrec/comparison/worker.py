@@ -31,21 +31,20 @@ from dnis_torchrec.comparison.methods.method import (
     MethodTask,
     NotApplicableError,
     SizeNotMetError,
+    result_row,
 )
 from dnis_torchrec.comparison.methods.projected import is_projected
 from dnis_torchrec.comparison.registry import load_registry
 from dnis_torchrec.comparison.settings import training_rules
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.over_ranks import NotedBatches
-from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
+from dnis_torchrec.data.recipe import Recipe, build_recipe
 from dnis_torchrec.data.users_code import RecipeError
-from dnis_torchrec.report import ReportRow
 from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters
-from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.process_group import process_group
 from dnis_torchrec.training.signals import Ending, Stopped
 
-SECONDS_TO_END = 10
+_SECONDS_TO_END = 10
 
 
 def run_cell(folder: Path) -> CellResult:
@@ -123,20 +122,11 @@ def _work_folder(folder: Path) -> Iterator[Path]:
 
 def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.device) -> TrainedCell:
     """Evaluates on the test split and gathers what the method cost."""
-    # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
-    uncompressed, test = dense_parameters(recipe.model), NotedBatches(recipe.data.test)
-    row = ReportRow(
-        method=task.cell.row_name,
-        compression_ratio=uncompressed / max(1, made.scheme.parameters),
-        parameters=made.scheme.parameters,
-        bytes=made.scheme.form_bytes(),
-        metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), test, recipe.loss, device),
-        seed=task.cell.seed,
-        seconds=made.seconds,
-    )
+    test = NotedBatches(recipe.data.test)
+    row = result_row(task.cell.row_name, made, recipe, test, seed=task.cell.seed, device=device)
     return TrainedCell(
         row=row,
-        dense_bytes=4 * uncompressed,
+        dense_bytes=4 * dense_parameters(recipe.model),
         form=made.form,
         embedding_bytes=made.embedding_bytes(),
         extra_bytes=made.extra_bytes,
@@ -173,7 +163,7 @@ def _export(out: Path, result: CellResult, trained: TrainedCell, made: MethodRes
     export(made.model, made.scheme, out, run=run, overwrite=True)
 
 
-def main() -> None:
+def run_process() -> None:
     """Entry point of the process: exit code 0 with a result.json, 1 with a crash.txt; one that helps leaves neither."""
     folder = Path(sys.argv[1])
     helps = sys.argv[2:] == [HELPS]
@@ -196,9 +186,9 @@ def _end_with_parent() -> None:
     """Ends this process when the comparison that started it is gone, however it went: its end of the pipe closes."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(SECONDS_TO_END)
+    time.sleep(_SECONDS_TO_END)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    run_process()

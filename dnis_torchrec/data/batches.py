@@ -61,7 +61,7 @@ def slice_of(batch: Batch, first: int, last: int) -> Batch:
         ([3, 4], [0, 2], [1.0])
     """
     if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
-        raise TypeError(describe("batch", "expected a dataclass, as TorchRec's Batch is", type(batch).__name__))
+        raise TypeError(describe("batch", "a dataclass, as TorchRec's Batch is", type(batch).__name__))
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init}
     sliced = {name: _slice(value, first, last) for name, value in fields.items()}
     return dataclasses.replace(batch, **sliced)
@@ -120,13 +120,13 @@ class BatchParts(CutBatches):
     """
 
     def __init__(self, batches: Iterable[Batch], num_parts: int, at_least: int = 1) -> None:
-        check(num_parts >= 1, "num_parts", "expected at least 1", num_parts)
+        check(num_parts >= 1, "num_parts", "at least 1", num_parts)
         super().__init__(batches)
         self._num_parts, self._at_least = num_parts, at_least
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._batches:
-            yield from cut(batch, self._num_parts, self._at_least)
+            yield from cut_batch(batch, self._num_parts, self._at_least)
 
     @property
     def is_split_over_ranks(self) -> bool:
@@ -134,7 +134,7 @@ class BatchParts(CutBatches):
         return getattr(self._batches, "is_split_over_ranks", False)
 
 
-def cut(batch: Batch, num_parts: int, at_least: int = 1) -> Iterator[Batch]:
+def cut_batch(batch: Batch, num_parts: int, at_least: int = 1) -> Iterator[Batch]:
     """The parts of a batch, in the order of its samples.
 
     Args:

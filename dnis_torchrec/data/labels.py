@@ -57,18 +57,18 @@ def check_labels(labels: Tensor, loss: nn.Module, place: str) -> None:
         >>> check_labels(torch.tensor([0.0, 1.0]), nn.BCEWithLogitsLoss(), "train batch 0")
     """
     remedy = "flatten them: a loss of (B,) and (B, 1) is one of B times B differences"
-    check(labels.dim() == 1, place, "expected labels of shape (B,)", tuple(labels.shape), remedy)
+    check(labels.dim() == 1, place, "labels of shape (B,)", tuple(labels.shape), remedy)
     values = labels.float()
     finite = torch.isfinite(values)
     if not bool(finite.all()):
-        raise ValueError(describe(place, "expected finite labels", float(values[~finite][0]), "clean the data"))
+        raise ValueError(describe(place, "finite labels", float(values[~finite][0]), "clean the data"))
     if isinstance(loss, nn.BCEWithLogitsLoss):
         outside = (values < 0) | (values > 1)
         if bool(outside.any()):
             raise ValueError(
                 describe(
                     place,
-                    "expected labels in [0, 1] for BCEWithLogitsLoss",
+                    "labels in [0, 1] for BCEWithLogitsLoss",
                     float(values[outside][0]),
                     "map the labels to 0 and 1, or use MSELoss",
                 )
@@ -91,7 +91,7 @@ def check_classes(labels: Tensor, place: str, remedy: str = "smooth labels in th
     """
     other = (labels != 0) & (labels != 1)
     if bool(other.any()):
-        raise ValueError(describe(place, "expected labels 0 or 1", float(labels[other][0]), remedy))
+        raise ValueError(describe(place, "labels 0 or 1", float(labels[other][0]), remedy))
 
 
 RANKING_KS = (1, 5, 10)
@@ -112,9 +112,9 @@ def check_candidates(queries: Tensor, k: int = max(RANKING_KS), place: str = "ra
     Example:
         >>> check_candidates(torch.tensor([3, 3, 8, 8]), k=2)
     """
-    check(queries.numel() > 0, place, "expected at least one query", 0)
+    check(queries.numel() > 0, place, "at least one query", 0)
     names, sizes = queries.unique(return_counts=True)
     fewest = int(sizes.argmin())
-    requirement = f"expected at least k={k} candidates"
+    requirement = f"at least k={k} candidates"
     remedy = "add negatives, or leave the query out"
     check(int(sizes[fewest]) >= k, f"{place}, query {int(names[fewest])}", requirement, int(sizes[fewest]), remedy)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "selection", "test")
 FINGERPRINTS = 1 << 40
 """How many fingerprints there are: few enough that those of many ranks can be added up."""
-SAME_BATCHES = "expected as many batches on every rank"
+SAME_BATCHES = "as many batches on every rank"
 OVERLAP = 0.5
 """Share of a split's samples, beyond what repeats anyway, that another split may have too before a warning says so.
 
@@ -86,7 +86,7 @@ class SlicedBatches(CutBatches):
                 share = size // world_size
                 yield slice_of(batch, rank * share, (rank + 1) * share)
             elif not self._equal:
-                requirement = f"expected at least one sample for each of {world_size} ranks"
+                requirement = f"at least one sample for each of {world_size} ranks"
                 remedy = "choose a batch size that leaves more for the last batch"
                 check(size >= world_size, f"{self._name} batch {index}", requirement, size, remedy)
                 yield slice_of(batch, size * rank // world_size, size * (rank + 1) // world_size)
@@ -159,7 +159,7 @@ def check_same(data: DataSplits, ranks: Ranks) -> None:
         if isinstance(batches, SlicedBatches):
             own = batches.fingerprint or 0
             largest, smallest = ranks.max_(torch.tensor([own, -own])).tolist()
-            requirement = "expected the same batches in the same order on every rank"
+            requirement = "the same batches in the same order on every rank"
             remedy = "let their order depend on the recipe's seed alone"
             check(largest == -smallest, f"{name} stream", requirement, "others", remedy)
 
@@ -261,7 +261,7 @@ def check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
         for index, of_batch in enumerate(zip(*of_ranks, strict=True) if name in ("train", "validation") else ()):
             other = next((rank for rank, size in enumerate(of_batch) if size != of_batch[0]), 0)
             received = f"{of_batch[other]} on rank {other}, {of_batch[0]} on rank 0"
-            check(not other, f"{name} batch {index}", "expected as many samples on every rank", received, remedy)
+            check(not other, f"{name} batch {index}", "as many samples on every rank", received, remedy)
 
 
 def warn_of_overlaps(noted: DataSplits, ranks: Ranks) -> None:

@@ -53,9 +53,9 @@ class DataSplits:
         for part in fields(self):
             batches, remedy = getattr(self, part.name), f"give the recipe a {part.name} part of its own"
             place = f"DataSplits.{part.name}"
-            check(batches is not None, place, "expected batches", "none", remedy)
+            check(batches is not None, place, "batches", "none", remedy)
             remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
-            again = "expected batches that can be iterated again and again"
+            again = "batches that can be iterated again and again"
             check(not isinstance(batches, Iterator), place, again, type(batches).__name__, remedy)
 
 
@@ -137,24 +137,24 @@ class Recipe:
         check(
             isinstance(self.loss, nn.MSELoss | nn.BCEWithLogitsLoss),
             "Recipe.loss",
-            "expected nn.MSELoss or nn.BCEWithLogitsLoss",
+            "nn.MSELoss or nn.BCEWithLogitsLoss",
             type(self.loss).__name__,
         )
         reduction = self.loss.reduction
-        check(reduction == "mean", "Recipe.loss", "expected reduction 'mean', which ranks average", repr(reduction))
+        check(reduction == "mean", "Recipe.loss", "reduction 'mean', which ranks average", repr(reduction))
         check(
             self.table_optimizer in ("adam", "rowwise_adagrad"),
             "Recipe.table_optimizer",
-            "expected 'adam' or 'rowwise_adagrad'",
+            "'adam' or 'rowwise_adagrad'",
             repr(self.table_optimizer),
         )
         least = self.least_compression
-        check(least >= 1, "Recipe.least_compression", "expected a number >= 1", least)
+        check(least >= 1, "Recipe.least_compression", "a number >= 1", least)
         for name in (part.name for part in fields(self) if part.name.endswith("_learning_rate")):
             rate = getattr(self, name)
             is_fit = rate is None or (math.isfinite(rate) and rate > 0)
-            check(is_fit, f"Recipe.{name}", "expected a finite number above 0", rate)
-        check(self.scope in SCOPES, "Recipe.scope", f"expected one of {SCOPES}", repr(self.scope))
+            check(is_fit, f"Recipe.{name}", "a finite number above 0", rate)
+        check(self.scope in SCOPES, "Recipe.scope", f"one of {SCOPES}", repr(self.scope))
 
 
 class TrainTask(nn.Module):
@@ -230,7 +230,7 @@ def load_recipe(spec: str, *, before_import: Callable[[str], None] | None = None
     """
     module_name, colon, function_name = spec.partition(":")
     place = f"recipe {spec!r}"
-    check(bool(colon and module_name and function_name), place, "expected 'module:function'", repr(spec), EXAMPLE)
+    check(bool(colon and module_name and function_name), place, "'module:function'", repr(spec), EXAMPLE)
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -240,13 +240,13 @@ def load_recipe(spec: str, *, before_import: Callable[[str], None] | None = None
         except ModuleNotFoundError as error:
             if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
                 raise
-            requirement, remedy = f"expected a module {module_name!r} in {here}", "run it from your project's root"
+            requirement, remedy = f"a module {module_name!r} in {here}", "run it from your project's root"
             raise RecipeError(describe(place, requirement, "none", remedy)) from error
         function = getattr(module, function_name, None)
         if not callable(function):
             of_module = inspect.getmembers(module, lambda value: getattr(value, "__module__", None) == module.__name__)
             public = [name for name, value in of_module if inspect.isfunction(value) and not name.startswith("_")]
-            requirement, remedy = f"expected a function in {module_name}", nearest(function_name, public)
+            requirement, remedy = f"a function in {module_name}", nearest(function_name, public)
             raise RecipeError(describe(place, requirement, repr(function_name), remedy))
     return function
 
@@ -294,5 +294,5 @@ def _check_takes(function: Callable[..., Any], place: str, data: Path | None, gi
     try:
         signature.bind(data, **given)
     except TypeError as error:
-        requirement = "expected a function of (data, *, seed, embedding_dim)"
+        requirement = "a function of (data, *, seed, embedding_dim)"
         raise RecipeError(describe(place, requirement, f"one of {signature}", str(error))) from error

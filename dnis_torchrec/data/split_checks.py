@@ -18,7 +18,7 @@ from dnis_torchrec.blocks.frequency import check_ids_are_integers
 from dnis_torchrec.checks import check, describe
 
 CLEAN = "clean the data"
-SOME_SAMPLES, NO_EMPTY_BATCHES = "expected at least one sample", "leave empty batches out"
+SOME_SAMPLES, NO_EMPTY_BATCHES = "at least one sample", "leave empty batches out"
 
 
 def check_batch(batch: Batch, place: str) -> None:
@@ -44,21 +44,21 @@ def check_batch(batch: Batch, place: str) -> None:
         elif isinstance(value, Tensor) and name != "labels" and not _is_finite(value):
             sample, *column = (~value.isfinite()).nonzero()[0].tolist()
             at = f"{place}, {name}, sample {sample}" + "".join(f", column {index}" for index in column)
-            raise ValueError(describe(at, "expected finite numbers", float(value[sample, *column]), CLEAN))
+            raise ValueError(describe(at, "finite numbers", float(value[sample, *column]), CLEAN))
 
 
 def _check_num_samples(batch: Any, place: str) -> None:
     """Checks that there is one label for each sample, and that lengths are of a type that lookups take."""
     features, dense, num_labels = batch.sparse_features, batch.dense_features, batch.labels.numel()
     is_given = dense is not None or not isinstance(batch, Batch)
-    check(is_given, f"{place}, dense_features", "expected a tensor", "none", f"give torch.zeros({num_labels}, 1)")
-    requirement, remedy = f"expected {num_labels} samples, one for each label", "leave incomplete samples out"
+    check(is_given, f"{place}, dense_features", "a tensor", "none", f"give torch.zeros({num_labels}, 1)")
+    requirement, remedy = f"{num_labels} samples, one for each label", "leave incomplete samples out"
     if isinstance(features, KeyedJaggedTensor) and features.keys() and not features.variable_stride_per_key():
         check(features.stride() == num_labels, f"{place}, sparse_features", requirement, features.stride(), remedy)
         lengths = features.lengths_or_none()
         kind = torch.int64 if lengths is None else lengths.dtype
         place_of_first = f"{place}, feature {features.keys()[0]!r}"
-        check(kind in (torch.int32, torch.int64), place_of_first, "expected int32 or int64 lengths", kind)
+        check(kind in (torch.int32, torch.int64), place_of_first, "int32 or int64 lengths", kind)
     if isinstance(dense, Tensor) and dense.dim():
         check(dense.numel() % num_labels == 0, f"{place}, dense_features", requirement, len(dense), remedy)
 
@@ -81,7 +81,7 @@ def _check_weights(features: KeyedJaggedTensor, place: str) -> None:
     first = int((~weights.isfinite()).nonzero()[0])
     feature = features.keys()[bisect.bisect_right(features.offset_per_key(), first) - 1]
     place = f"{place}, feature {feature!r}"
-    raise ValueError(describe(place, "expected finite weights", float(weights[first]), CLEAN))
+    raise ValueError(describe(place, "finite weights", float(weights[first]), CLEAN))
 
 
 def _is_finite(values: Tensor) -> bool:

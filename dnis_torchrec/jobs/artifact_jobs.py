@@ -141,7 +141,7 @@ def _check_features(collection: nn.Module, scheme: MixedDimensionScheme, fqn: st
     own = {config.name: tuple(config.feature_names) for config in table_configs_of(collection)}
     held = {table.name: tuple(table.feature_names) for table in scheme.tables.values() if table.collection == fqn}
     for name in sorted({*own, *held}):
-        requirement = f"expected the features of the model's table, {list(own.get(name, ()))}"
+        requirement = f"the features of the model's table, {list(own.get(name, ()))}"
         fits = own.get(name) == held.get(name)
         check(fits, f"{artifact}, table {name!r}", requirement, list(held.get(name, ())), "use the model of the run")
 
@@ -178,7 +178,7 @@ def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension")
     missing = sorted(set(kept) ^ set(dense))
     remedy = "use the model of the run" if dense else "export again with dense_state"
     received = missing[:3] if dense else "none"
-    check(not missing, str(artifact), "expected the model's own dense weights", received, remedy)
+    check(not missing, str(artifact), "the model's own dense weights", received, remedy)
     check_shapes(kept, dense, str(artifact))
     model.load_state_dict(dense, strict=False)
     return model

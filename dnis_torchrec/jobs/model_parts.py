@@ -73,7 +73,7 @@ def save_parts(folder: Address, model: nn.Module, ranks: Ranks) -> None:
         try:
             put_file(target, lambda path: save_file(tensors, path, metadata=header))
         except SafetensorError as error:
-            raise OSError(describe(str(target), "expected it to be written", str(error))) from error
+            raise OSError(describe(str(target), "it to be written", str(error))) from error
 
 
 def has_parts(folder: Path) -> bool:
@@ -123,7 +123,7 @@ def load_parts(folder: Path) -> dict[str, Tensor]:
     for key, found in parts.items():
         shape = max(row + part.shape[0] for row, _, part in found), max(col + part.shape[1] for _, col, part in found)
         held = sum(part.numel() for _, _, part in found)
-        check(held == shape[0] * shape[1], f"{folder}: {key}", f"expected parts of a table of shape {shape}", held)
+        check(held == shape[0] * shape[1], f"{folder}: {key}", f"parts of a table of shape {shape}", held)
         state[key] = torch.empty(shape, dtype=found[0][2].dtype)
         for row, column, part in found:
             state[key][row : row + part.shape[0], column : column + part.shape[1]] = part
@@ -143,13 +143,13 @@ def part_name(rank: int | str) -> str:
 def _world_size(file: Path) -> int:
     """How many ranks have written, as one of their files says."""
     remedy = "copy the files of all ranks into the folder, or search again"
-    check(file.is_file(), str(file), "expected the part of a rank", "none", remedy)
+    check(file.is_file(), str(file), "the part of a rank", "none", remedy)
     try:
         with safe_open(file, framework="pt") as tensors:
             described = (tensors.metadata() or {}).get(_HEADER, "")
     except SafetensorError as error:
-        raise ValueError(describe(str(file), "expected a whole safetensors file", str(error))) from error
-    check(bool(described), str(file), "expected a part of a model", "another file", remedy)
+        raise ValueError(describe(str(file), "a whole safetensors file", str(error))) from error
+    check(bool(described), str(file), "a part of a model", "another file", remedy)
     return parse_json(described, _Part, str(file), remedy=remedy)["world_size"]
 
 
@@ -169,7 +169,7 @@ def check_shapes(own: Mapping[str, Tensor], state: Mapping[str, Tensor], place: 
     """
     for name, value in own.items():
         shape = tuple(state[name].shape)
-        check(shape == tuple(value.shape), f"{place}, {name}", f"expected shape {tuple(value.shape)}", shape, _OF_RUN)
+        check(shape == tuple(value.shape), f"{place}, {name}", f"shape {tuple(value.shape)}", shape, _OF_RUN)
 
 
 def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:
@@ -185,7 +185,7 @@ def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> No
     """
     own = model.state_dict()
     different = sorted(set(own) ^ set(state))
-    check(not different, place, "expected the model's own parameters", different[:3], _OF_RUN)
+    check(not different, place, "the model's own parameters", different[:3], _OF_RUN)
     check_shapes(own, state, place)
     with torch.no_grad():
         for name, value in own.items():

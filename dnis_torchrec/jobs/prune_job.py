@@ -40,7 +40,7 @@ def check_source_kept(run: Address, out: Address) -> None:
     Raises:
         ValueError: if `out` is the run to prune, or a folder that holds it.
     """
-    expected = "expected another folder than that of the run to prune"
+    expected = "another folder than that of the run to prune"
     check(not holds(out, run), f"run folder {out}", expected, f"the one that holds {run}", "choose another --out")
 
 
@@ -121,8 +121,8 @@ def run_prune(
             run.write_rows([row, *source.rows()])
             run.write_head("finished", fields | {"recipe": spec, "scheme": scheme.to_json(), "metrics": metrics})
     except (OSError, SafetensorError) as error:
-        requirement, remedy = "expected to write the pruned run", "make room for it"
-        raise RunWriteError(describe(f"run folder {out}", requirement, str(error), remedy)) from error
+        remedy = "make room for it"
+        raise RunWriteError(describe(f"run folder {out}", "to write the pruned run", str(error), remedy)) from error
     return row
 
 

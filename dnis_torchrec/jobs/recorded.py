@@ -21,7 +21,7 @@ from dnis_torchrec.data.recipe import Recipe, build_recipe, load_recipe
 from dnis_torchrec.data.users_code import RecipeError, editable_folders, is_of_package, is_of_python, lies_in
 from dnis_torchrec.storage.fetching import cache_folder
 
-REMEDY = "name your own by --recipe MODULE:FUNCTION"
+_REMEDY = "name your own by --recipe MODULE:FUNCTION"
 WRITTEN = ("manifest.json", "package.json", "run.json")
 """Files that make a folder one of this package's; each names its format, all of which begin alike."""
 _FORMATS = re.compile(rb'"format"\s*:\s*"dnis-torchrec-')
@@ -43,9 +43,9 @@ def build_recorded(folder: Path, run: Mapping[str, Any], data: Path | None, reci
     spec = load_recorded(folder, run, data, recipe)
     seed, embedding_dim = run.get("seed", 0), run.get("embedding_dim")
     is_seed = type(seed) is int and 0 <= seed < 2**63
-    check(is_seed, _place(folder), "expected a seed, an integer from 0 on", repr(seed), "it was damaged")
+    check(is_seed, _place(folder), "a seed, an integer from 0 on", repr(seed), "it was damaged")
     is_dim = embedding_dim is None or (type(embedding_dim) is int and embedding_dim >= 1)
-    check(is_dim, _place(folder), "expected embedding_dim to be none or an integer >= 1", repr(embedding_dim))
+    check(is_dim, _place(folder), "embedding_dim to be none or an integer >= 1", repr(embedding_dim))
     return build_recipe(spec, data, seed=seed, embedding_dim=embedding_dim)
 
 
@@ -66,9 +66,9 @@ def load_recorded(folder: Path, run: Mapping[str, Any], data: Path | None = None
             that others made, or to anything but the working folder and installed packages, and as `load_recipe`.
     """
     place, here = _place(folder), Path(os.path.realpath(Path.cwd()))
-    requirement, remedy = "expected a working folder outside of it", "go to the folder of your project"
+    requirement, remedy = "a working folder outside of it", "go to the folder of your project"
     check(not lies_in(here, _spellings(folder)), place, f"{requirement}: its files would be modules", here, remedy)
-    requirement, remedy = "expected a folder that takes no installed module's place", "rename the folder"
+    requirement, remedy = "a folder that takes no installed module's place", "rename the folder"
     for name in _names_in(here, folder):
         check(not _takes_a_place(name, here), place, requirement, f"the package {str(here / name)!r}", remedy)
     if recipe is not None:
@@ -76,7 +76,7 @@ def load_recorded(folder: Path, run: Mapping[str, Any], data: Path | None = None
         return recipe
     spec = run.get("recipe") if isinstance(run, Mapping) else None
     named = isinstance(spec, str) and bool(spec)
-    check(named, place, "expected the name of a recipe", "none" if spec is None else repr(spec), "give --recipe")
+    check(named, place, "the name of a recipe", "none" if spec is None else repr(spec), "give --recipe")
     load_recipe(str(spec), before_import=partial(_check_users, str(spec), place, _foreign(folder, data, here), here))
     return str(spec)
 
@@ -129,15 +129,15 @@ def _check_users(spec: str, place: str, foreign: tuple[Path, ...], here: Path, m
     for end in range(1, len(parts) + 1):
         found = _found(".".join(parts[:end]), search) if end == 1 or search is not None else None
         if found is None or "__main__" in parts or not all(parts):
-            requirement = f"expected a module {module_name!r} in {here}, as {place} names it"
-            remedy = f"run it from your project's root, or {REMEDY}"
+            requirement = f"a module {module_name!r} in {here}, as {place} names it"
+            remedy = f"run it from your project's root, or {_REMEDY}"
             raise RecipeError(describe(f"recipe {spec!r}", requirement, "none", remedy))
         files, search = found
         for file in files:
-            requirement = f"expected code of yours, in {here}, or of an installed package, as {place} names it"
+            requirement = f"code of yours, in {here}, or of an installed package, as {place} names it"
             why = _not_users(file, foreign, here)
             if why:
-                raise RecipeError(describe(f"recipe {spec!r}", requirement, f"{file}, {why}", REMEDY))
+                raise RecipeError(describe(f"recipe {spec!r}", requirement, f"{file}, {why}", _REMEDY))
 
 
 def _not_users(file: str, foreign: tuple[Path, ...], here: Path) -> str:

@@ -36,7 +36,7 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.model_parts import delete_parts, has_parts, load_parts, part_name, save_parts
 from dnis_torchrec.ranks import rank_of, together
-from dnis_torchrec.report import ReportRow, read_rows, write_rows
+from dnis_torchrec.report import ReportRow, read_report_rows, write_rows
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import collections, ranks_of
 from dnis_torchrec.storage.fetching import FETCHED
@@ -48,9 +48,9 @@ from dnis_torchrec.storage.whole_folders import FolderKind, new_folder
 from dnis_torchrec.storage.workplaces import PARTIAL, workplace
 from dnis_torchrec.training.checkpoint import checkpoint_folder
 
-FORMAT = "dnis-torchrec-run"
-FORMAT_VERSION = 1
-_KIND = FolderKind("run", "run.json", FORMAT)
+_FORMAT = "dnis-torchrec-run"
+_FORMAT_VERSION = 1
+_KIND = FolderKind("run", "run.json", _FORMAT)
 WRITTEN_BY_RANKS = ("checkpoints/*", part_name("*"))
 """Patterns of the files that every rank writes; rank 0 writes the others."""
 REPLACED = f"replaced{PARTIAL}"
@@ -119,8 +119,7 @@ class RunFolder:
         remedy = "choose another --out"
         if is_run:
             remedy += ", --resume the run or --overwrite it" if can_resume else " or --overwrite the run"
-        expected = "expected a folder that does not exist"
-        check(overwrite and is_run, f"run folder {path}", expected, "an existing one", remedy)
+        check(overwrite and is_run, f"run folder {path}", "a folder that does not exist", "an existing one", remedy)
         check_outside(path, f"run folder {path}")
         check_plain(path, f"run folder {path}")
 
@@ -183,12 +182,12 @@ class RunFolder:
         """
         place = f"run folder {path}"
         file = path / "run.json"
-        check(file.is_file(), place, "expected a folder written by `dnis search`", "no run.json in it")
+        check(file.is_file(), place, "a folder written by `dnis search`", "no run.json in it")
         check_plain(path, place)
         run = RunFolder(path)
         status = run.read_head()["status"]
         remedy = "run `dnis search` to its end first"
-        check(status == "finished", place, "expected a search that has finished", repr(status), remedy)
+        check(status == "finished", place, "a search that has finished", repr(status), remedy)
         return run
 
     @property
@@ -221,8 +220,7 @@ class RunFolder:
         place = f"run folder {self.path}"
         check_plain(self.path, place)
         with file_lock(self.path / "lock") as owner:
-            remedy = "wait for it, or choose another --out"
-            check(owner is None, place, "expected no other job at work in it", owner, remedy)
+            check(owner is None, place, "no other job at work in it", owner, "wait for it, or choose another --out")
             yield
 
     def status(self) -> str | None:
@@ -245,8 +243,7 @@ class RunFolder:
             if head.get(name) != wanted.get(name)
         ]
         remedy = "repeat the run's own arguments to --resume it"
-        place = f"run folder {self.path}"
-        check(not differences, place, "expected a run with these settings", ", ".join(differences), remedy)
+        check(not differences, f"run folder {self.path}", "a run with these settings", ", ".join(differences), remedy)
 
     def delete(self) -> None:
         """Deletes the folder and everything in it; the run that it has replaced is put back, if it is still there."""
@@ -293,9 +290,9 @@ class RunFolder:
         """
         file, place = self.path / "run.json", f"run folder {self.path}"
         head: dict[str, Any] = read_json(file, dict[str, Any], remedy=_DAMAGED)
-        check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
+        check(head.get("format") == _FORMAT, place, f"format {_FORMAT!r}", repr(head.get("format")))
         version = head.get("format_version")
-        check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version)
+        check(version == _FORMAT_VERSION, place, f"format version {_FORMAT_VERSION}", version)
         conform(head, _FinishedHead if head.get("status") == "finished" else _Head, str(file), remedy=_DAMAGED)
         return head
 
@@ -306,7 +303,7 @@ class RunFolder:
             status: ``"searching"``, ``"interrupted"`` or ``"finished"``.
             fields: everything else; JSON-able.
         """
-        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": status, **fields}
+        head = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "status": status, **fields}
         text = json.dumps(head, indent=1, allow_nan=False) + "\n"
         put_file(self.path / "run.json", lambda file: file.write_text(text, encoding="utf-8"))
 
@@ -367,13 +364,13 @@ class RunFolder:
         """alpha before merging, embedding_dim -> ``(A, D)``."""
         tensors, place = self._tensors("alpha"), str(self.path / "alpha.safetensors")
         for name in tensors:
-            check(re.fullmatch("dim[1-9][0-9]{0,8}", name) is not None, place, "expected names like 'dim8'", repr(name))
+            check(re.fullmatch("dim[1-9][0-9]{0,8}", name) is not None, place, "names like 'dim8'", repr(name))
         return {int(name.removeprefix("dim")): value for name, value in tensors.items()}
 
     def scheme(self) -> MixedDimensionScheme:
         """Retained dims."""
         described, tensors = self.read_head()["scheme"], self._tensors("scheme")
-        check(bool(described), str(self.path / "run.json"), "expected at least one table", "none", _DAMAGED)
+        check(bool(described), str(self.path / "run.json"), "at least one table", "none", _DAMAGED)
         try:
             return MixedDimensionScheme.from_parts(described, tensors)
         except ValueError as error:
@@ -389,7 +386,7 @@ class RunFolder:
         keys = {name: _key(table.collection, f"embedding_bags.{name}.weight") for name, table in tables.items()}
         missing = [key for key in keys.values() if key not in state]
         place = f"run folder {self.path}"
-        check(not missing, place, "expected the model to hold the tables of run.json", f"no {missing[:3]}", _DAMAGED)
+        check(not missing, place, "the model to hold the tables of run.json", f"no {missing[:3]}", _DAMAGED)
         return {name: state[key] for name, key in keys.items()}
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -398,7 +395,7 @@ class RunFolder:
 
     def rows(self) -> tuple[ReportRow, ...]:
         """Rows of report.json."""
-        return read_rows(self.path / "report.json")
+        return read_report_rows(self.path / "report.json")
 
     def write_rows(self, rows: list[ReportRow]) -> None:
         """Writes report.json.
@@ -410,11 +407,11 @@ class RunFolder:
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         file = self.path / f"{name}.safetensors"
-        check(file.is_file(), str(file), "expected a file of the run", "none", "run `dnis search` again")
+        check(file.is_file(), str(file), "a file of the run", "none", "run `dnis search` again")
         try:
             return load_file(file)
         except SafetensorError as error:
-            raise ValueError(describe(str(file), "expected a whole safetensors file", str(error))) from error
+            raise ValueError(describe(str(file), "a whole safetensors file", str(error))) from error
 
 
 def _is_unused(path: Path) -> bool:

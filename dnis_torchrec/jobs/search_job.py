@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.comparison.methods import MagnitudePruning, MethodTask, nearest_uniform_row
+from dnis_torchrec.comparison.methods import METHODS, MethodTask, result_row
 from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
@@ -69,13 +69,11 @@ class SearchJob:
     url: str | None = None
 
     def __post_init__(self) -> None:
-        check(self.seed >= 0, "seed", "expected an integer >= 0", self.seed)
+        check(self.seed >= 0, "seed", "an integer >= 0", self.seed)
         dim = self.embedding_dim
-        check(
-            dim is None or dim >= 1, "embedding_dim", "expected an integer >= 1", dim, "leave it out for the recipe's"
-        )
+        check(dim is None or dim >= 1, "embedding_dim", "an integer >= 1", dim, "leave it out for the recipe's")
         contradiction = self.overwrite and self.saving.resume
-        check(not contradiction, "--resume", "expected no --overwrite", "both", "give one of them")
+        check(not contradiction, "--resume", "no --overwrite", "both", "give one of them")
         SearchConfig(size=self.size, **self.settings)
         for name in self.baselines:
             check_known("baseline", name, BASELINES)
@@ -174,7 +172,7 @@ def _search(
                 run.write_head("finished", head | _results(head["notes"], outcome, metrics))
                 run.drop_replaced()
     except (OSError, SafetensorError, StorageError) as error:
-        requirement, remedy = "expected to write what the search found", "make room for it, then --resume"
+        requirement, remedy = "to write what the search found", "make room for it, then --resume"
         raise RunWriteError(describe(f"run folder {run.path}", requirement, str(error), remedy)) from error
 
 
@@ -208,26 +206,19 @@ def _baselines(
     def build(embedding_dim: int | None) -> Recipe:
         return build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=embedding_dim or job.embedding_dim)
 
-    ratio = scheme.compression_ratio
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if {"dense", "magnitude"} & set(names):
-            pruning = MagnitudePruning(build(None), seed=job.seed, device=device, folder=folder, rules=rules)
-            if "dense" in names:
-                yield pruning.dense_row()
-            if "magnitude" in names:
-                yield pruning.pruned_row(ratio)
-        if "uniform" in names:
-            yield nearest_uniform_row(
-                MethodTask(
-                    build=build,
-                    compression_ratio=ratio,
-                    seed=job.seed,
-                    device=device,
-                    folder=folder,
-                    **vars(rules),
-                )
+    for name in names:
+        recipe = build(None)
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(job.seed)
+            task = MethodTask(
+                build=build,
+                compression_ratio=scheme.finite_compression_ratio,
+                seed=job.seed,
+                device=device,
+                folder=Path(folder),
+                **vars(rules),
             )
+            yield result_row(name, METHODS[name](task), recipe, recipe.data.test, seed=job.seed, device=device)
 
 
 def _head(job: SearchJob, recipe: Recipe, config: SearchConfig) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops.batch_checks import INTEGERS, are_sound, named, refuse_bags
+from dnis_torchrec.ops.native_build import NAMESPACE
 
-NAMESPACE, NAME = "dnis_torchrec", "bag_offsets"
-SCHEMA = f"{NAME}(Tensor lengths, Tensor ids, Tensor features) -> Tensor"
+_NAME = "bag_offsets"
+_SCHEMA = f"{_NAME}(Tensor lengths, Tensor ids, Tensor features) -> Tensor"
 
 
 def register_bag_offsets(*, compiled: bool) -> None:
@@ -27,10 +28,10 @@ def register_bag_offsets(*, compiled: bool) -> None:
         compiled: whether the library is loaded, which defines it.
     """
     if not compiled:
-        torch.library.define(f"{NAMESPACE}::{NAME}", SCHEMA.removeprefix(NAME))
+        torch.library.define(f"{NAMESPACE}::{_NAME}", _SCHEMA.removeprefix(_NAME))
     # on the CPU the compiled implementation goes before this one
-    torch.library.impl(f"{NAMESPACE}::{NAME}", "CompositeExplicitAutograd", torch_bag_offsets)
-    torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake)
+    torch.library.impl(f"{NAMESPACE}::{_NAME}", "CompositeExplicitAutograd", torch_bag_offsets)
+    torch.library.register_fake(f"{NAMESPACE}::{_NAME}", _fake)
 
 
 def names_tensor(features: Sequence[str]) -> Tensor:
@@ -80,8 +81,8 @@ def torch_bag_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
     """
     names = bytes(features.tolist()).decode().split("\n")
     fits = lengths.dim() == 2 and len(lengths) == len(names)
-    check(fits, named(names), "expected contiguous lengths of shape (F, B) on the CPU", "others")
-    check(lengths.dtype in INTEGERS, named(names), "expected int32 or int64 lengths", "others")
+    check(fits, named(names), "contiguous lengths of shape (F, B) on the CPU", "others")
+    check(lengths.dtype in INTEGERS, named(names), "int32 or int64 lengths", "others")
     if not are_sound(lengths, lengths.numel(), ids.numel()):
         refuse_bags(names, lengths, [lengths.shape[1]] * len(names), ids.flatten())
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0, dtype=torch.int64)])

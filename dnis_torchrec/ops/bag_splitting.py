@@ -46,7 +46,7 @@ class FeatureSplit:
 
     def __post_init__(self) -> None:
         num_blocks = 1 if self.routing is None else self.routing.num_blocks
-        check(len(self.keys) == num_blocks, f"feature {self.feature!r}", f"expected {num_blocks} keys", len(self.keys))
+        check(len(self.keys) == num_blocks, f"feature {self.feature!r}", f"{num_blocks} keys", len(self.keys))
 
 
 class BagSplitter(nn.Module):
@@ -81,7 +81,7 @@ class BagSplitter(nn.Module):
         super().__init__()
         self._splits = tuple(splits)
         self._keys: list[str] = [key for split in splits for key in split.keys if key is not None]
-        check(len(set(self._keys)) == len(self._keys), "BagSplitter", "expected distinct output keys", self._keys)
+        check(len(set(self._keys)) == len(self._keys), "BagSplitter", "distinct output keys", self._keys)
         # Features that share a routing (several on one table) share its tensors.
         self._routers = nn.ModuleList()
         self._router_of_split: list[int | None] = []
@@ -236,6 +236,6 @@ def check_one_batch_size(features: KeyedJaggedTensor) -> None:
         >>> check_one_batch_size(KeyedJaggedTensor(keys=["a"], values=torch.tensor([1]), lengths=torch.tensor([1])))
     """
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-        requirement = "expected one batch size for all features (stride), the only kind supported"
+        requirement = "one batch size for all features (stride), the only kind supported"
         remedy = "expand the bags to one per sample first"
         raise NotImplementedError(describe("KeyedJaggedTensor", requirement, "a batch size per feature", remedy))

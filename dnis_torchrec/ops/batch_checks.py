@@ -18,7 +18,7 @@ from dnis_torchrec.checks import SHOWN, check, describe
 
 INTEGERS = (torch.int32, torch.int64)
 """What operators take ids, lengths and offsets as."""
-FEW = 128
+_FEW_BAGS = 128
 """Numbers that Python adds up before torch has begun."""
 
 
@@ -69,7 +69,7 @@ def check_bags(features: KeyedJaggedTensor) -> None:
     offsets = features.offsets_or_none()
     if offsets is not None and num_bags:
         agree = int(offsets[0]) == 0 and bool((offsets.diff() == lengths).all())
-        check(agree, named(names), "expected offsets that rise from 0 by the lengths", "others")
+        check(agree, named(names), "offsets that rise from 0 by the lengths", "others")
 
 
 def offsets_of_rows(features: KeyedJaggedTensor, limits: Tensor) -> Tensor | None:
@@ -123,7 +123,7 @@ def are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
     """
     if lengths.dtype not in INTEGERS or lengths.numel() != num_bags:
         return False
-    if num_bags <= FEW:
+    if num_bags <= _FEW_BAGS:
         listed = lengths.flatten().tolist()
         return sum(listed) == num_ids and min(listed, default=0) >= 0
     lowest, highest = torch.aminmax(lengths)  # no length above the number of ids: their sum does not overflow
@@ -151,22 +151,21 @@ def refuse_bags(
         ValueError: feature 'g': expected no more ids than there are, got a bag of 3 in sample 0, with 1 left
     """
     everywhere, num_ids, num_bags = named(names), ids.numel(), sum(strides)
-    check(lengths.dtype in INTEGERS, everywhere, "expected int32 or int64 lengths", lengths.dtype)
-    check(lengths.numel() == num_bags, everywhere, f"expected {num_bags} lengths, one for each bag", lengths.numel())
-    check(ids.dim() == 1, everywhere, "expected ids of one dimension", tuple(ids.shape))
+    check(lengths.dtype in INTEGERS, everywhere, "int32 or int64 lengths", lengths.dtype)
+    check(lengths.numel() == num_bags, everywhere, f"{num_bags} lengths, one for each bag", lengths.numel())
+    check(ids.dim() == 1, everywhere, "ids of one dimension", tuple(ids.shape))
     bags = [(name, number) for name, stride in zip(names, strides, strict=True) for number in range(stride)]
     left = num_ids
     for (name, number), length in zip(bags, lengths.flatten().tolist(), strict=True):
         place, sample = named([name]), f"in sample {number}"
-        check(length >= 0, place, "expected lengths of at least 0", f"{length} {sample}")
+        check(length >= 0, place, "lengths of at least 0", f"{length} {sample}")
         received = f"a bag of {length} {sample}, with {left} left"
-        check(length <= left, place, "expected no more ids than there are", received)
+        check(length <= left, place, "no more ids than there are", received)
         left -= length
-    requirement = f"expected as many ids as their lengths add up to, {num_ids - left}"
-    check(left == 0, everywhere, requirement, num_ids)
+    check(left == 0, everywhere, f"as many ids as their lengths add up to, {num_ids - left}", num_ids)
     if weights is not None:
         received = f"{weights.numel()} weights"
-        check(weights.numel() == num_ids, everywhere, f"expected a weight for each of {num_ids} ids", received)
+        check(weights.numel() == num_ids, everywhere, f"a weight for each of {num_ids} ids", received)
 
 
 def readable_bags(
@@ -193,9 +192,9 @@ def readable_bags(
         torch.int64
     """
     everywhere = named(names)
-    check(offsets.dtype in INTEGERS, everywhere, "expected int32 or int64 offsets", offsets.dtype)
+    check(offsets.dtype in INTEGERS, everywhere, "int32 or int64 offsets", offsets.dtype)
     first = int(offsets[0]) if offsets.numel() else None
-    check(first == 0, everywhere, "expected offsets that rise from 0", first)
+    check(first == 0, everywhere, "offsets that rise from 0", first)
     num_bags = offsets.numel() - 1
     refuse_bags(names, offsets.long().diff(), [num_bags // max(len(names), 1)] * len(names), ids, weights)
     return integer_ids(ids, names), weights if weights is None else weights.float()
@@ -221,5 +220,5 @@ def integer_ids(ids: Tensor, names: Sequence[str]) -> Tensor:
     if ids.dtype in INTEGERS:
         return ids
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(describe(named(names), "expected integer ids", ids.dtype, "convert them"))
+        raise TypeError(describe(named(names), "integer ids", ids.dtype, "convert them"))
     return ids.long()

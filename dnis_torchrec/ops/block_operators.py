@@ -14,26 +14,16 @@ Shapes: B batch, K pieces, S blocks, I ids of a batch.
 
 from __future__ import annotations
 
-import functools
-import threading
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dnis_torchrec.ops.native_build import NO_COMPILE, NativeLibrary, chosen_instruction_set, may_compile
-
-LIBRARY = NativeLibrary(
-    name="block_operators", place="block operators", sources=Path(__file__).parent / "csrc" / "selection"
-)
-NAMESPACE = "dnis_torchrec"
-
-_lock = threading.Lock()
+from dnis_torchrec.ops.native_build import NAMESPACE, SELECTION, once
 
 
+@once
 def are_compiled() -> bool:
     """Whether the compiled operators are there; the first call of a process loads them, building them if need be.
 
@@ -44,19 +34,7 @@ def are_compiled() -> bool:
         >>> are_compiled() in (True, False)
         True
     """
-    with _lock:
-        return _load()
-
-
-@functools.cache
-def _load() -> bool:
-    if not may_compile():
-        return False
-    try:
-        LIBRARY.load()
-    except (OSError, RuntimeError) as error:
-        slow = "training steps run on torch's operators, somewhat slower"
-        warnings.warn(f"{error}\n{slow}; {NO_COMPILE}=1 silences this", RuntimeWarning, stacklevel=4)
+    if not SELECTION.is_there():
         return False
     of_blocks = ("select_pooled", "sum_alpha_gradient", "split_bags", "fill_rows")
     of_packed = ("find_pieces", "pack_ids", "select_packed", "spread_packed_gradient", "sum_packed_alpha_gradient")
@@ -65,19 +43,6 @@ def _load() -> bool:
     for name in ("spread_gradient", "are_good_bags"):
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *arguments: True)
     return True
-
-
-def instruction_set(*, limit: str | None = None) -> str:
-    """The instruction set that the compiled loops run on: the widest that the machine has. All give the same bits.
-
-    Args:
-        limit: from now on use at most this one of `native_build.INSTRUCTION_SETS`; None leaves it as it is.
-
-    Raises:
-        ValueError: for an unknown limit.
-        RuntimeError, OSError: see `NativeLibrary.build`.
-    """
-    return chosen_instruction_set(LIBRARY.build(), "dnis_block_instruction_set", limit)
 
 
 Watch = Callable[[bool, Tensor], None]

@@ -38,7 +38,7 @@ def num_rows_of(pointers: Tensor) -> int:
     if pointers.dtype != torch.uint8:
         return pointers.numel() - 1
     num_records, rest = divmod(pointers.numel(), RECORD_BYTES)
-    check(rest == 0 or rest > START_BYTES, "compact row pointers", "expected whole records", f"{rest} bytes of one")
+    check(rest == 0 or rest > START_BYTES, "compact row pointers", "whole records", f"{rest} bytes of one")
     return num_records * ROWS_PER_RECORD + max(0, rest - START_BYTES)
 
 
@@ -66,8 +66,7 @@ def compacted(row_pointers: Tensor) -> Tensor:
         wrong = (lengths < 0) | (lengths > LARGEST_LENGTH)
         if bool(wrong.any()):
             row = first + int(wrong.nonzero()[0])
-            requirement = f"expected rising ones, at most {LARGEST_LENGTH} apart"
-            check(False, "row pointers", requirement, f"others in row {row}")
+            check(False, "row pointers", f"rising ones, at most {LARGEST_LENGTH} apart", f"others in row {row}")
         starts = pointers[torch.arange(0, len(lengths), ROWS_PER_RECORD)].view(torch.uint8).view(-1, START_BYTES)
         filled = pad(lengths, (0, len(starts) * ROWS_PER_RECORD - len(lengths))).view(-1, ROWS_PER_RECORD)
         records = torch.cat([starts, filled.to(torch.uint8)], dim=1).flatten()

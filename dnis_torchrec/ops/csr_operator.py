@@ -9,13 +9,8 @@ Shapes: B batch, F features, I ids of a batch, D embedding_dim, n rows and V val
 
 from __future__ import annotations
 
-import functools
-import os
-import threading
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,32 +21,24 @@ from dnis_torchrec.ops.bag_offsets import register_bag_offsets
 from dnis_torchrec.ops.batch_checks import INTEGERS
 from dnis_torchrec.ops.compact_pointers import num_rows_of, row_bounds
 from dnis_torchrec.ops.interleaved_rows import RowLayout, read_rows
-from dnis_torchrec.ops.native_build import (
-    INSTRUCTION_SETS,
-    NO_COMPILE,
-    SECONDS_TO_COMPILE,
-    NativeLibrary,
-    cache_folder,
-    chosen_instruction_set,
-    find_compiler,
-)
+from dnis_torchrec.ops.mixed_dimension_operator import register_mixed_dimension_bag
+from dnis_torchrec.ops.native_build import LOOKUPS, NAMESPACE, once
 
-NAMESPACE, NAME = "dnis_torchrec", "csr_embedding_bag"
-SCHEMA = (
-    f"{NAME}(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, Tensor layout, "
+CSR_EMBEDDING_BAG = "csr_embedding_bag"
+CSR_SCHEMA = (
+    f"{CSR_EMBEDDING_BAG}(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, Tensor layout, "
     "int[]? keys, SymInt batch_size, int width, bool zero_unknown) -> Tensor"
 )
 """The same as in the C++ source, which defines it where the library is loaded without Python."""
 
-_lock = threading.Lock()
 
-
+@once
 def load_operator() -> bool:
-    """Makes ``torch.ops.dnis_torchrec.csr_embedding_bag`` there, compiling it if need be; modules do so by themselves.
+    """Makes the operators of lookups there, compiling them if need be; modules do so by themselves.
 
-    Call it before running an exported program in a process that builds no CSR module. Further calls do nothing.
-    Without a compiler, or with ``DNIS_NO_COMPILE=1``, torch's own operators do the work: same results, many times
-    slower.
+    They are ``csr_embedding_bag``, ``mixed_dimension_bag`` and ``bag_offsets`` of ``torch.ops.dnis_torchrec``. Call it
+    before running an exported program in a process that builds no serving module. Further calls do nothing. Without a
+    compiler, or with ``DNIS_NO_COMPILE=1``, torch's own operators do the work: same results, many times slower.
 
     Returns:
         Whether the compiled implementation is used on the CPU.
@@ -63,38 +50,22 @@ def load_operator() -> bool:
         >>> load_operator() in (True, False)
         True
     """
-    with _lock:
-        return _load_operator()
-
-
-@functools.cache
-def _load_operator() -> bool:
-    compiled = _load_library()
+    compiled = LOOKUPS.is_there()
     if not compiled:
-        torch.library.define(f"{NAMESPACE}::{NAME}", SCHEMA.removeprefix(NAME))
+        torch.library.define(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", CSR_SCHEMA.removeprefix(CSR_EMBEDDING_BAG))
     # on the CPU the compiled implementation goes before this one
-    torch.library.impl(f"{NAMESPACE}::{NAME}", "CompositeExplicitAutograd", torch_csr_embedding_bag)
+    torch.library.impl(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", "CompositeExplicitAutograd", torch_csr_embedding_bag)
     if torch.cuda.is_available():
         from dnis_torchrec.ops import csr_triton  # Triton takes seconds to load
 
         if csr_triton.triton is not None:
             implementation = partial(_cuda_csr_embedding_bag, csr_triton.triton_csr_embedding_bag)
-            torch.library.impl(f"{NAMESPACE}::{NAME}", "CUDA", implementation)
-    torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake_csr_embedding_bag)
+            torch.library.impl(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", "CUDA", implementation)
+    torch.library.register_fake(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", _fake_csr_embedding_bag)
     register_bag_offsets(compiled=compiled)
+    if compiled:
+        register_mixed_dimension_bag()
     return compiled
-
-
-def _load_library() -> bool:
-    if os.environ.get(NO_COMPILE, "0") not in ("", "0"):
-        return False
-    try:
-        load()
-    except (OSError, RuntimeError) as error:
-        slow = "lookups run on torch's operators, many times slower"
-        warnings.warn(f"{error}\n{slow}; {NO_COMPILE}=1 silences this", RuntimeWarning, stacklevel=5)
-        return False
-    return True
 
 
 def torch_csr_embedding_bag(
@@ -146,18 +117,18 @@ def torch_csr_embedding_bag(
         >>> torch_csr_embedding_bag(ids, offsets, None, table, layout, None, 2, 2, False).tolist()
         [[3.0, 6.0], [0.0, 0.0]]
     """
-    check(ids.dtype in INTEGERS, f"{NAME}: ids", "expected int32 or int64", ids.dtype)
+    check(ids.dtype in INTEGERS, f"{CSR_EMBEDDING_BAG}: ids", "int32 or int64", ids.dtype)
     shards, bounds = split_shards(tables), offsets.long()
     ends = (int(bounds[0]), int(bounds[-1])) if bounds.numel() else None
     rises = ends == (0, ids.numel()) and bool((bounds.diff() >= 0).all())
-    check(rises, f"{NAME}: offsets", "expected them to rise from 0 to the number of ids", "others")
+    check(rises, f"{CSR_EMBEDDING_BAG}: offsets", "them to rise from 0 to the number of ids", "others")
     num_bags = bounds.numel() - 1
     fits = keys is not None or not batch_size or num_bags == len(layout) * batch_size
-    check(fits, f"{NAME}: offsets", "expected bags for each feature and for no other", num_bags)
+    check(fits, f"{CSR_EMBEDDING_BAG}: offsets", "bags for each feature and for no other", num_bags)
     out = torch.zeros(batch_size, width, device=ids.device)
     for feature, fields in enumerate(layout.tolist()):
         first_shard, num_shards, first_column, embedding_dim, is_mean, *row_layout = fields
-        key, place = feature if keys is None else keys[feature], f"{NAME}: feature {feature}"
+        key, place = feature if keys is None else keys[feature], f"{CSR_EMBEDDING_BAG}: feature {feature}"
         table = shards[first_shard : first_shard + num_shards]
         bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
         first, last, lengths = int(bags[0]), int(bags[-1]), bags.diff()
@@ -165,11 +136,11 @@ def torch_csr_embedding_bag(
         row, num_rows = ids[first:last].long(), sum(num_rows_of(pointers) for _, pointers in table)
         is_row = (row >= 0) & (row < num_rows)
         if not zero_unknown:
-            _check_all(is_row, place, f"expected ids in 0..{num_rows - 1}", row)
+            _check_all(is_row, place, f"ids in 0..{num_rows - 1}", row)
         known = is_row.nonzero().squeeze(1)
         weights = None if per_sample_weights is None else per_sample_weights[first:last][known]
         entry, column, value = _values_of_table(table, RowLayout(*row_layout), row[known], weights, place)
-        _check_all(column < embedding_dim, place, "expected columns below embedding_dim", column)
+        _check_all(column < embedding_dim, place, "columns below embedding_dim", column)
         pooled = out.new_zeros(batch_size * embedding_dim)
         pooled.index_add_(0, bag[known][entry] * embedding_dim + column, value)
         pooled = pooled.view(batch_size, embedding_dim)
@@ -231,7 +202,7 @@ def _values_of_rows(
     # the first part keeps the second from overflowing
     rising = (begin >= 0) & (begin <= end) & (end <= interleaved_rows.numel())
     rising &= (rows + 1) * layout.scale_bytes + end * layout.entry_bytes <= interleaved_rows.numel()
-    _check_all(rising, place, "expected rising row pointers up to the number of values", rows)
+    _check_all(rising, place, "rising row pointers up to the number of values", rows)
     entry, column, value, scale = read_rows(interleaved_rows, layout, rows, begin, end - begin)
     factor = scale if weights is None else weights * scale
     return entry, column, value * factor[entry]
@@ -249,61 +220,3 @@ def _fake_csr_embedding_bag(
     zero_unknown: bool,
 ) -> Tensor:
     return ids.new_empty((batch_size, width), dtype=torch.float32)
-
-
-__all__ = [
-    "INSTRUCTION_SETS",
-    "NO_COMPILE",
-    "SOURCES",
-    "build",
-    "cache_folder",
-    "find_compiler",
-    "instruction_set",
-    "load",
-]
-
-SOURCES = Path(__file__).parent / "csrc" / "lookups"
-
-
-def build(*, compiler: str | None = None) -> Path:
-    """Gives the compiled library, building it if there is none for this source and this torch yet.
-
-    Args:
-        compiler: command of the C++ compiler; by default the variable CXX, else the first there is.
-
-    Returns:
-        Path of the library, see `NativeLibrary.build`.
-
-    Raises:
-        RuntimeError, OSError: see `NativeLibrary.build`.
-    """
-    return _library().build(compiler=compiler, seconds=SECONDS_TO_COMPILE)
-
-
-def load() -> None:
-    """Makes the operators there in this process, from what `build` gives.
-
-    Raises:
-        RuntimeError, OSError: see `NativeLibrary.load`.
-    """
-    _library().load()
-
-
-def _library() -> NativeLibrary:
-    return NativeLibrary(name="csr_embedding_bag", place="CSR lookup", sources=SOURCES)
-
-
-def instruction_set(*, limit: str | None = None) -> str:
-    """The instruction set that compiled lookups run on: the widest that the machine has. All give the same bits.
-
-    Args:
-        limit: from now on use at most ``"baseline"``, ``"avx2"`` or ``"avx512"``; None leaves it as it is.
-
-    Returns:
-        ``"avx512"``, ``"avx2"`` or ``"baseline"``.
-
-    Raises:
-        ValueError: for an unknown limit.
-        RuntimeError, OSError: see `build`.
-    """
-    return chosen_instruction_set(build(), "dnis_instruction_set", limit)

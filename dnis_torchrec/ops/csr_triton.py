@@ -97,7 +97,7 @@ def triton_csr_embedding_bag(
         num_keys = (offsets.numel() - 1) // batch_size
         has_bags = all(0 <= feature.key < num_keys for feature in features)
         has_bags &= keys is not None or num_keys == len(layout)
-        check(has_bags, "offsets", "expected bags for each feature", f"those of {num_keys} keys")
+        check(has_bags, "offsets", "bags for each feature", f"those of {num_keys} keys")
         widest = max(feature.embedding_dim for feature in features)
         columns_per_program = min(MOST_COLUMNS_PER_PROGRAM, triton.next_power_of_2(max(widest, 1)))
         programs_per_bag = triton.cdiv(max(widest, 1), columns_per_program)  # one at D = 0, too: its ids are checked

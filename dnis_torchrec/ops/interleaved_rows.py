@@ -99,7 +99,7 @@ def interleaved(
         start = first * layout.scale_bytes + begin * layout.entry_bytes
         chunk = rows[start : start + layout.num_bytes(last - first, end - begin)]
         count = pointers.diff()
-        check(bool((count >= 0).all()), "row pointers", "expected rising ones", f"others from row {first} on")
+        check(bool((count >= 0).all()), "row pointers", "rising ones", f"others from row {first} on")
         row_start = (pointers[:-1] - begin) * layout.entry_bytes + torch.arange(last - first) * layout.scale_bytes
         if scales is not None:
             _scatter(chunk, row_start, scales[first:last])

@@ -9,42 +9,21 @@ Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_di
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from dnis_torchrec.ops.csr_operator import NAMESPACE, load_operator
+from dnis_torchrec.ops.native_build import NAMESPACE
 
-NAME = "mixed_dimension_bag"
+_NAME = "mixed_dimension_bag"
 LANES = 16
 """Columns of one mask."""
 
-_lock = threading.Lock()
 
-
-def load_mixed_dimension_operator() -> bool:
-    """Makes ``torch.ops.dnis_torchrec.mixed_dimension_bag`` there, compiling it if need be; modules do so themselves.
-
-    Returns:
-        Whether there is one; see `load_operator` for when there is not.
-
-    Example:
-        >>> load_mixed_dimension_operator() == load_operator()
-        True
-    """
-    with _lock:
-        return _load_operator()
-
-
-@functools.cache
-def _load_operator() -> bool:
-    compiled = load_operator()
-    if compiled:
-        torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake)
-    return compiled
+def register_mixed_dimension_bag() -> None:
+    """Lets torch.export through the operator; `load_operator` does so, once in a process."""
+    torch.library.register_fake(f"{NAMESPACE}::{_NAME}", _fake)
 
 
 def _fake(

@@ -7,6 +7,7 @@ ABI, so a build takes seconds and needs neither ninja nor the whole of torch's h
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -14,7 +15,9 @@ import platform
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,6 +28,8 @@ import torch
 from dnis_torchrec.checks import check_known, describe
 from dnis_torchrec.user_folders import user_cache_folder
 
+NAMESPACE = "dnis_torchrec"
+"""Of all operators, as in ``torch.ops.dnis_torchrec``."""
 COMPILERS = ("c++", "g++", "clang++")
 """Names tried where the variable CXX gives none."""
 FLAGS = (
@@ -57,11 +62,30 @@ class NativeLibrary:
         name: of the library.
         place: what it is, for errors.
         sources: folder of the ``.cpp`` files that are compiled, and of all that they include.
+        without: what happens where it cannot be built, for a warning.
+        instruction_set_function: the function of the library that tells or sets the instruction set.
     """
 
     name: str
     place: str
     sources: Path
+    without: str
+    instruction_set_function: str
+
+    def is_there(self) -> bool:
+        """Loads the operators, building them if need be; False where they cannot be, or `NO_COMPILE` forbids it.
+
+        Warns:
+            RuntimeWarning: if they could not be compiled, with the reason.
+        """
+        if os.environ.get(NO_COMPILE, "0") not in ("", "0"):
+            return False
+        try:
+            self.load()
+        except (OSError, RuntimeError) as error:
+            warnings.warn(f"{error}\n{self.without}; {NO_COMPILE}=1 silences this", RuntimeWarning, stacklevel=5)
+            return False
+        return True
 
     def load(self) -> None:
         """Makes the operators there in this process. A library that cannot be loaded is built again, once.
@@ -77,7 +101,26 @@ class NativeLibrary:
             logger.info("building %s again, for it cannot be loaded: %s", library, error)
             torch.ops.load_library(self.build(again=True))
 
-    def build(self, *, compiler: str | None = None, seconds: float = SECONDS_TO_COMPILE, again: bool = False) -> Path:
+    def instruction_set(self, *, limit: str | None = None) -> str:
+        """The instruction set that its loops run on: the widest that the machine has. All give the same bits.
+
+        Args:
+            limit: from now on use at most this one of `INSTRUCTION_SETS`; None leaves it as it is.
+
+        Returns:
+            One of `INSTRUCTION_SETS`.
+
+        Raises:
+            ValueError: for an unknown limit.
+            RuntimeError, OSError: as `build`.
+        """
+        if limit is not None:
+            check_known("instruction set", limit, INSTRUCTION_SETS)
+        function = getattr(ctypes.CDLL(str(self.build())), self.instruction_set_function)
+        function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
+        return function(None if limit is None else limit.encode()).decode()
+
+    def build(self, *, again: bool = False) -> Path:
         """Gives the library, building it if there is none for these sources and this torch yet, or no whole one.
 
         Where that fails, one that was built elsewhere does, see `built_elsewhere`.
@@ -86,8 +129,6 @@ class NativeLibrary:
         whole or not at all.
 
         Args:
-            compiler: command of the C++ compiler; by default the variable CXX, else the first of `COMPILERS` there is.
-            seconds: how long it may take.
             again: replace the library that is there.
 
         Returns:
@@ -99,7 +140,7 @@ class NativeLibrary:
             OSError: if the cache folder cannot be written.
         """
         try:
-            return self._build(compiler, seconds, again)
+            return self._build(again)
         except (OSError, RuntimeError) as error:
             for library in _built_elsewhere.get():
                 if library.name.rpartition("_")[0] == self.name:
@@ -107,21 +148,21 @@ class NativeLibrary:
                     return library
             raise
 
-    def _build(self, compiler: str | None, seconds: float, again: bool) -> Path:
-        library = cache_folder() / f"{self.name}_{self._key()}.so"
+    def _build(self, again: bool) -> Path:
+        library = library_folder() / f"{self.name}_{self._key()}.so"
         if again or not library.exists() or _is_cut_off(library):
-            command = compiler or find_compiler()
-            if command is None:
-                requirement = f"expected a C++ compiler: CXX or one of {COMPILERS}"
+            compiler = find_compiler()
+            if compiler is None:
+                requirement = f"a C++ compiler: CXX or one of {COMPILERS}"
                 raise RuntimeError(
                     describe(self.place, requirement, "none", "install one, for example the package g++")
                 )
             library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._compile(command, library, seconds)
+            self._compile(compiler, library)
         self._check_owner(library)
         return library
 
-    def _compile(self, compiler: str, library: Path, seconds: float) -> None:
+    def _compile(self, compiler: str, library: Path) -> None:
         root = Path(torch.__file__).parent
         sources = [str(source) for source in sorted(self.sources.glob("*.cpp"))]
         where = ["-isystem", str(root / "include"), f"-L{root / 'lib'}"]
@@ -131,15 +172,15 @@ class NativeLibrary:
         with workplace(library) as place:
             command = [compiler, *FLAGS, *where, *sources, "-o", str(place.new), "-ltorch_cpu", "-lc10"]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_COMPILE)
             except subprocess.TimeoutExpired as error:
-                requirement = f"expected {compiler} to compile it within {seconds} s"
+                requirement = f"{compiler} to compile it within {SECONDS_TO_COMPILE} s"
                 remedy = f"set {NO_COMPILE}=1"
                 raise RuntimeError(describe(self.place, requirement, "nothing by then", remedy)) from error
             if done.returncode:
                 words = "\n".join(done.stderr.strip().splitlines()[-20:])
                 remedy = f"try another compiler with CXX=..., or set {NO_COMPILE}=1 and go without"
-                raise RuntimeError(describe(self.place, f"expected {compiler} to compile it", f"\n{words}\n", remedy))
+                raise RuntimeError(describe(self.place, f"{compiler} to compile it", f"\n{words}\n", remedy))
             os.chmod(place.new, 0o755)
             os.replace(place.new, library)
 
@@ -155,7 +196,7 @@ class NativeLibrary:
         """Code is loaded only from a file that nobody but its reader, or root, can have written."""
         status = library.stat()
         if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
-            requirement = "expected a library that only you or root can write"
+            requirement = "a library that only you or root can write"
             raise RuntimeError(describe(f"{self.place} {str(library)!r}", requirement, "another", "remove it"))
 
 
@@ -185,35 +226,44 @@ def built_elsewhere(libraries: Sequence[Path]) -> Iterator[None]:
         _built_elsewhere.reset(token)
 
 
-def chosen_instruction_set(library: Path, function: str, limit: str | None) -> str:
-    """Asks a library which instruction set its loops run on, or sets it: the widest that the machine has, by default.
-
-    Args:
-        library: path of the library.
-        function: what it is asked by.
-        limit: from now on use at most this one of `INSTRUCTION_SETS`; None leaves it as it is.
-
-    Raises:
-        ValueError: for an unknown limit.
-    """
-    if limit is not None:
-        check_known("instruction set", limit, INSTRUCTION_SETS)
-    name = getattr(ctypes.CDLL(str(library)), function)
-    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
-    return name(None if limit is None else limit.encode()).decode()
-
-
 def find_compiler() -> str | None:
     """Command of the C++ compiler that builds, or None."""
     named = os.environ.get("CXX")
     return next((path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))), None)
 
 
-def cache_folder() -> Path:
+def library_folder() -> Path:
     """Where libraries are kept: ``$XDG_CACHE_HOME/dnis_torchrec``, by default ``~/.cache/dnis_torchrec``."""
     return user_cache_folder() / "dnis_torchrec"
 
 
-def may_compile() -> bool:
-    """False if `NO_COMPILE` forbids it."""
-    return os.environ.get(NO_COMPILE, "0") in ("", "0")
+def once(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Runs a function in the first call of a process, whatever thread that is in; later calls give what it gave.
+
+    Args:
+        function: makes operators there, and tells whether they are compiled.
+    """
+    lock, remembered = threading.Lock(), functools.cache(function)
+
+    @functools.wraps(function)
+    def in_turn() -> bool:
+        with lock:
+            return remembered()
+
+    return in_turn
+
+
+LOOKUPS = NativeLibrary(
+    name="csr_embedding_bag",
+    place="CSR lookup",
+    sources=Path(__file__).parent / "csrc" / "lookups",
+    without="lookups run on torch's operators, many times slower",
+    instruction_set_function="dnis_instruction_set",
+)
+SELECTION = NativeLibrary(
+    name="block_operators",
+    place="block operators",
+    sources=Path(__file__).parent / "csrc" / "selection",
+    without="training steps run on torch's operators, somewhat slower",
+    instruction_set_function="dnis_block_instruction_set",
+)

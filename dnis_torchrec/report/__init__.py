@@ -4,7 +4,7 @@ Inside this package, row_distribution and content come first, then tables, rende
 then figures, then pareto, of_run and several_runs, then page and search_images; each file imports only earlier ones.
 """
 
-from dnis_torchrec.report.content import BlockSummary, ReportContent, ReportRow, read_rows, write_rows
+from dnis_torchrec.report.content import BlockSummary, ReportContent, ReportRow, read_report_rows, write_rows
 from dnis_torchrec.report.figures import (
     alpha_distribution,
     alpha_per_block,
@@ -57,7 +57,7 @@ __all__ = [
     "quality_against_pruning_rate",
     "quality_against_setting",
     "quality_against_size",
-    "read_rows",
+    "read_report_rows",
     "retained_dims_against_frequency",
     "rows_frame",
     "rows_table",

@@ -161,7 +161,7 @@ class ComparisonContent:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check(len(self.rows) > 0, "ComparisonContent.rows", "expected at least one row", "none")
+        check(len(self.rows) > 0, "ComparisonContent.rows", "at least one row", "none")
 
     @property
     def filled(self) -> tuple[ComparisonRow, ...]:

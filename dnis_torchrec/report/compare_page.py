@@ -19,7 +19,7 @@ from dnis_torchrec.report.compare_lines import (
     ranked_rows,
     sizes_of,
 )
-from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, WITH_VALIDATION, base_method, json_text, write_text
+from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, WITH_VALIDATION, base_method, json_text
 from dnis_torchrec.report.pareto import pareto_chart
 from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range
 from dnis_torchrec.report.rendering import render
@@ -31,6 +31,7 @@ from dnis_torchrec.report.tables import (
     format_metric,
     group_metric,
 )
+from dnis_torchrec.storage.whole_files import write_text
 
 MANY_METRICS = 3
 """From more on, deviations stand below their means, so that the table stays readable."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.report.row_distribution import RowDistribution
 from dnis_torchrec.storage.json_files import read_json
-from dnis_torchrec.storage.whole_files import written_whole
+from dnis_torchrec.storage.whole_files import write_text
 
 DENSE, NO_EMBEDDINGS = "dense", "no-embeddings"
 """The methods that have no size: the uncompressed model, and the model with every embedding zero."""
@@ -43,20 +43,20 @@ def _check_number(place: str, value: object, *, integer: bool = False, above_zer
     kinds = (int,) if integer else (int, float)
     kind = "an integer" if integer else "a number"
     if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(describe(place, f"expected {kind}", f"{value!r} of type {type(value).__name__}"))
-    requirement = f"expected {'a finite number' if not integer else kind} {'>' if above_zero else '>='} 0"
+        raise TypeError(describe(place, f"{kind}", f"{value!r} of type {type(value).__name__}"))
+    requirement = f"{'a finite number' if not integer else kind} {'>' if above_zero else '>='} 0"
     check(math.isfinite(value) and (value > 0 if above_zero else value >= 0), place, requirement, value)
 
 
 def _check_name(place: str, value: object) -> None:
     if not isinstance(value, str):
-        raise TypeError(describe(place, "expected a string", f"{value!r} of type {type(value).__name__}"))
-    check(bool(value.strip()), place, "expected a non-empty string", repr(value))
+        raise TypeError(describe(place, "a string", f"{value!r} of type {type(value).__name__}"))
+    check(bool(value.strip()), place, "a non-empty string", repr(value))
 
 
 def _check_named_numbers(place: str, values: object) -> None:
     if not isinstance(values, Mapping):
-        raise TypeError(describe(place, "expected a mapping from name to number", type(values).__name__))
+        raise TypeError(describe(place, "a mapping from name to number", type(values).__name__))
     for name in values:
         _check_name(f"{place} name", name)
 
@@ -105,8 +105,8 @@ class ReportRow:
         for name, value in self.metrics.items():
             place = f"ReportRow.metrics[{name!r}]"
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(describe(place, "expected a number", f"{value!r} of type {type(value).__name__}"))
-            check(math.isfinite(value), place, "expected a finite number", value, "leave out what was not computed")
+                raise TypeError(describe(place, "a number", f"{value!r} of type {type(value).__name__}"))
+            check(math.isfinite(value), place, "a finite number", value, "leave out what was not computed")
         _check_number("ReportRow.seed", self.seed, integer=True)
         _check_number("ReportRow.seconds", self.seconds)
 
@@ -134,50 +134,14 @@ class ReportRow:
             ValueError: if a key is missing or a value is not what a row demands.
         """
         if not isinstance(described, Mapping):
-            raise ValueError(describe(place, "expected an object", type(described).__name__))
+            raise ValueError(describe(place, "an object", type(described).__name__))
         names = tuple(ReportRow.__dataclass_fields__)
         missing = [name for name in names if name not in described]
-        check(not missing, place, f"expected the keys {', '.join(names)}", f"none of {', '.join(missing)}")
+        check(not missing, place, f"the keys {', '.join(names)}", f"none of {', '.join(missing)}")
         try:
             return ReportRow(**{name: described[name] for name in names})
         except (TypeError, ValueError) as error:
             raise ValueError(f"{place}: {error}") from error
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Writes a UTF-8 text file atomically: readers see the old file or the new one, never a part.
-
-    Args:
-        path: of the file; an older one is replaced.
-        text: what it is to hold.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: if the folder does not exist.
-    """
-    return write_content(path, text.encode("utf-8"))
-
-
-def write_content(path: Path, content: bytes) -> Path:
-    """Writes a file atomically, as `write_text`.
-
-    Args:
-        path: of the file; an older one is replaced.
-        content: what it is to hold.
-
-    Returns:
-        `path`.
-
-    Raises:
-        ValueError: if the folder does not exist.
-    """
-    path = Path(path)
-    check(path.parent.is_dir(), str(path), "expected an existing folder", str(path.parent), "create it first")
-    with written_whole(path) as unfinished:
-        unfinished.write_bytes(content)
-    return path
 
 
 def write_rows(path: Path, rows: Iterable[ReportRow], **extra: Any) -> Path:
@@ -202,7 +166,7 @@ class _Rows(TypedDict):
     rows: list[dict[str, Any]]
 
 
-def read_rows(path: Path) -> tuple[ReportRow, ...]:
+def read_report_rows(path: Path) -> tuple[ReportRow, ...]:
     """Reads the rows of a report.json, or of a comparison.json, whose empty rows are left out.
 
     Args:
@@ -215,7 +179,7 @@ def read_rows(path: Path) -> tuple[ReportRow, ...]:
         ValueError: if the file is missing, is not JSON, or holds something else than rows; names the file and the row.
     """
     path = Path(path)
-    check(path.is_file(), str(path), "expected a report.json", "no such file")
+    check(path.is_file(), str(path), "a report.json", "no such file")
     rows = read_json(path, _Rows)["rows"]
     places = {f"{path} rows[{index}]": row for index, row in enumerate(rows)}
     return tuple(ReportRow.from_json(row, place=place) for place, row in places.items() if not _is_empty(row))
@@ -240,7 +204,7 @@ def json_text(value: object, place: str) -> str:
     try:
         return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise type(error)(describe(place, "expected JSON-able values", str(error))) from error
+        raise type(error)(describe(place, "JSON-able values", str(error))) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +324,7 @@ class BlockSummary:
             _check_number(f"{place} {name}", getattr(self, name), integer=True)
         _check_number(f"{place} retained_dims", self.retained_dims)
         _check_number(f"{place} embedding_dim", self.embedding_dim, integer=True, above_zero=True)
-        requirement = f"expected retained_dims <= embedding_dim = {self.embedding_dim}"
+        requirement = f"retained_dims <= embedding_dim = {self.embedding_dim}"
         check(self.retained_dims <= self.embedding_dim, place, requirement, self.retained_dims)
 
     @property
@@ -413,7 +377,7 @@ class ReportContent:
     def __post_init__(self) -> None:
         for name in ("title", "recipe", "primary_metric"):
             _check_name(f"ReportContent.{name}", getattr(self, name))
-        check(len(self.rows) > 0, "ReportContent.rows", "expected at least one row", "none", "evaluate the model first")
+        check(len(self.rows) > 0, "ReportContent.rows", "at least one row", "none", "evaluate the model first")
         json_text(self.configuration, "ReportContent.configuration")
         check_alpha(self.alpha)
 
@@ -443,6 +407,6 @@ def check_alpha(alpha: Mapping[str, Tensor]) -> None:
     """
     for key, values in alpha.items():
         place = f"alpha {key!r}"
-        check(values.dim() == 2 and values.numel() > 0, place, "expected a non-empty (S, D)", tuple(values.shape))
+        check(values.dim() == 2 and values.numel() > 0, place, "a non-empty (S, D)", tuple(values.shape))
         low, high = (float(bound) for bound in torch.aminmax(values.detach()))
-        check(low >= 0 and high <= 1, place, "expected values in [0, 1]", f"values from {low:g} to {high:g}")
+        check(low >= 0 and high <= 1, place, "values in [0, 1]", f"values from {low:g} to {high:g}")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import ROWS_AT_A_TIME, FrequencyCounts, pieces
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.frequency import FrequencyCounts, pieces
+from dnis_torchrec.blocks.row_routing import ROWS_AT_A_TIME, RowRouting
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import BlockSummary
 from dnis_torchrec.report.row_distribution import RowDistribution

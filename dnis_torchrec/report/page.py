@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report import figures
-from dnis_torchrec.report.content import ReportContent, RowGroup, json_text, write_text
+from dnis_torchrec.report.content import ReportContent, RowGroup, json_text
 from dnis_torchrec.report.pareto import pareto_chart
 from dnis_torchrec.report.pareto_points import pareto_points
 from dnis_torchrec.report.rendering import render
@@ -33,6 +33,7 @@ from dnis_torchrec.report.tables import (
     metric_names,
 )
 from dnis_torchrec.storage.foreign_folders import make_folder
+from dnis_torchrec.storage.whole_files import write_text
 
 SAME_SIZE_LIMIT = 1.25
 """A uniform table counts as a rival of the same size up to this factor between the compression ratios."""
@@ -122,7 +123,7 @@ def _page(content: ReportContent, drawn: Mapping[str, Figure]) -> str:
 
 
 def _write_figures(folder: Path, drawn: Mapping[str, Figure]) -> None:
-    check(folder.parent.is_dir(), str(folder), "expected an existing folder", str(folder.parent), "create it first")
+    check(folder.parent.is_dir(), str(folder), "an existing folder", str(folder.parent), "create it first")
     make_folder(folder, within=folder.parent)
     for name in FIGURES:
         png, svg = folder / f"{name}.png", folder / f"{name}.svg"

@@ -92,7 +92,7 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
         >>> "dnis" in chart, "<script" in chart
         (True, False)
     """
-    check(len(points) > 0, "points", "expected at least one point", "none", "leave the chart out")
+    check(len(points) > 0, "points", "at least one point", "none", "leave the chart out")
     scale = _Scale.around(points, higher_is_better=higher_is_better)
     styles = method_styles(point.method for point in points)
     solid = {base_method(method): style for method, style in styles.items()}

@@ -11,7 +11,7 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import RowGroup
 from dnis_torchrec.report.tables import PLUS_MINUS, format_difference, format_metric, of_fewer_seeds
 
-FAR, FEW = 5, 6
+_FAR, _FEW = 5, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,10 @@ class ParetoPoint:
 
     def __post_init__(self) -> None:
         place = f"ParetoPoint of {self.method!r}"
-        check(math.isfinite(self.bytes) and self.bytes > 0, place, "expected bytes > 0", self.bytes)
+        check(math.isfinite(self.bytes) and self.bytes > 0, place, "bytes > 0", self.bytes)
         for name in ("mean", "deviation"):
             value = getattr(self, name)
-            check(value is None or math.isfinite(value), place, f"expected a finite {name}", value)
+            check(value is None or math.isfinite(value), place, f"a finite {name}", value)
 
     @property
     def bar(self) -> float | None:
@@ -152,8 +152,8 @@ def pareto_front(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tu
 def metric_range(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tuple[float, float]:
     """Ends of an axis that shows points and their bars.
 
-    Where a few of more than `FEW` points are so much worse than the others that they would press them together, the
-    axis ends before them: those more than `FAR` times as far from the best mean as the median mean is, if that saves a
+    Where a few of more than `_FEW` points are so much worse than the others that they would press them together, the
+    axis ends before them: those more than `_FAR` times as far from the best mean as the median mean is, if that saves a
     third.
 
     Args:
@@ -171,8 +171,8 @@ def metric_range(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tu
     """
     means = sorted((point.mean for point in points), reverse=higher_is_better)
     distances = [abs(mean - means[0]) for mean in means]
-    near = [distance for distance in distances if distance <= FAR * statistics.median(distances)]
-    has_outliers = len(points) > FEW and distances[-1] > 1.5 * near[-1] > 0
+    near = [distance for distance in distances if distance <= _FAR * statistics.median(distances)]
+    has_outliers = len(points) > _FEW and distances[-1] > 1.5 * near[-1] > 0
     farthest = near[-1] if has_outliers else distances[-1]
     shown = [point for point in points if abs(point.mean - means[0]) <= farthest]
     ends = [point.mean + sign * (point.bar or 0.0) for point in shown for sign in (-1, 1)]

@@ -38,8 +38,8 @@ class RowDistribution:
 
     def __post_init__(self) -> None:
         is_matrix = self.num_rows.dim() == 2 and self.num_rows.shape[1] > 1
-        check(is_matrix, "RowDistribution", "expected (F, D + 1)", tuple(self.num_rows.shape))
-        check(int(self.num_rows.sum()) > 0, "RowDistribution", "expected at least one row", "none")
+        check(is_matrix, "RowDistribution", "(F, D + 1)", tuple(self.num_rows.shape))
+        check(int(self.num_rows.sum()) > 0, "RowDistribution", "at least one row", "none")
 
     @property
     def embedding_dim(self) -> int:
@@ -61,9 +61,9 @@ class RowDistribution:
         total = torch.zeros(1, embedding_dim + 1, dtype=torch.int64)
         for counts, dims in tables:
             same = counts.shape == dims.shape and counts.dim() == 1
-            check(same, "RowDistribution", "expected a frequency and retained dims per row", tuple(counts.shape))
+            check(same, "RowDistribution", "a frequency and retained dims per row", tuple(counts.shape))
             within = bool((counts >= 0).all()) and bool(((dims >= 0) & (dims <= embedding_dim)).all())
-            requirement = f"expected frequencies >= 0 and retained dims in 0..{embedding_dim}"
+            requirement = f"frequencies >= 0 and retained dims in 0..{embedding_dim}"
             check(within, "RowDistribution", requirement, "a value outside")
             total = _add(total, _count(counts, dims, embedding_dim))
         return RowDistribution(total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -26,21 +26,17 @@ class SearchImages:
         writer: a `torch.utils.tensorboard.SummaryWriter`.
         blocks: the row blocks of the search.
         counts: training frequencies.
-        clock: seconds, rising.
     """
 
-    def __init__(
-        self, writer: Any, blocks: RowBlocks, counts: FrequencyCounts, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, writer: Any, blocks: RowBlocks, counts: FrequencyCounts) -> None:
         self._writer = writer
         self._blocks, self._counts = blocks, counts
-        self._clock = clock
-        self._started = clock()
+        self._started = time.monotonic()
         self._spent = 0.0
 
     def is_due(self) -> bool:
         """Whether the images drawn so far took less than their share of the time."""
-        return self._spent <= SHARE_OF_TIME * (self._clock() - self._started)
+        return self._spent <= SHARE_OF_TIME * (time.monotonic() - self._started)
 
     def draw(self, alpha: Mapping[int, Tensor], step: int) -> None:
         """Writes the images.
@@ -49,7 +45,7 @@ class SearchImages:
             alpha: embedding_dim -> ``(A, D)``.
             step: lower steps that led to it.
         """
-        before = self._clock()
+        before = time.monotonic()
         named, summaries = named_alpha(alpha, self._blocks), searched_summaries(alpha, self._blocks)
         rows = count_searched_rows(alpha, self._blocks, self._counts)
         drawn = {
@@ -60,4 +56,4 @@ class SearchImages:
         }
         for tag, figure in drawn.items():
             self._writer.add_figure(tag, figure, step)
-        self._spent += self._clock() - before
+        self._spent += time.monotonic() - before

@@ -83,11 +83,11 @@ def combine(runs: Sequence[RunResults]) -> SeveralRuns:
 
 def _check_comparable(first: RunResults, run: RunResults) -> None:
     place = f"run {run.name}"
-    check(run.recipe == first.recipe, place, f"expected recipe {first.recipe!r}, as {first.name}", repr(run.recipe))
+    check(run.recipe == first.recipe, place, f"recipe {first.recipe!r}, as {first.name}", repr(run.recipe))
     names = (first.configuration.keys() | run.configuration.keys()) - set(FREE)
     for name in sorted(names):
         own, expected = run.configuration.get(name), first.configuration.get(name)
-        requirement = f"expected {name} = {expected}, as {first.name}; runs may differ in size, seed, D and S"
+        requirement = f"{name} = {expected}, as {first.name}; runs may differ in size, seed, D and S"
         check(own == expected, place, requirement, own, "leave it out, or report it alone")
 
 

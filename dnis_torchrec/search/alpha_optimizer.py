@@ -88,8 +88,8 @@ class Pressure:
     order: str = "alpha"
 
     def __post_init__(self) -> None:
-        check(self.ramp_steps >= 1, "ramp_steps", "expected at least 1", self.ramp_steps)
-        check(self.column_sharing >= 0, "column_sharing", "expected a number >= 0", self.column_sharing)
+        check(self.ramp_steps >= 1, "ramp_steps", "at least 1", self.ramp_steps)
+        check(self.column_sharing >= 0, "column_sharing", "a number >= 0", self.column_sharing)
         check_known("order", self.order, ORDERS)
 
 
@@ -115,8 +115,8 @@ class AlphaOptimizer:
         learning_rate: float | None = None,
         averaging: float = 0.98,
     ) -> None:
-        check(0 <= averaging < 1, "averaging", "expected a number in [0, 1)", averaging)
-        check(learning_rate is None or learning_rate > 0, "learning_rate", "expected a number above 0", learning_rate)
+        check(0 <= averaging < 1, "averaging", "a number in [0, 1)", averaging)
+        check(learning_rate is None or learning_rate > 0, "learning_rate", "a number above 0", learning_rate)
         self._alpha, self._blocks, self._pressure, self._averaging = alpha, blocks, pressure, averaging
         budget = None if pressure is None else Budget.of(pressure.size, blocks, by_alpha_row=True)
         seen = {dim: blocks.per_alpha_row(dim, blocks.seen_rows) for dim in alpha.dims}

@@ -52,14 +52,12 @@ class Size:
 
     def __post_init__(self) -> None:
         given = self._all_given()
-        check(
-            len(given) == 1, "size", "expected one of compression_ratio, parameters, embedding_bytes", given or "none"
-        )
+        check(len(given) == 1, "size", "one of compression_ratio, parameters, embedding_bytes", given or "none")
         name, value = self.given
         above = 1 if name == "compression_ratio" else 0
         is_fit = math.isfinite(value) and value > above
-        check(is_fit, name, f"expected a finite number above {above}", value)
-        check(self.form in BYTE_FORMS, "form", f"expected one of {BYTE_FORMS}", repr(self.form))
+        check(is_fit, name, f"a finite number above {above}", value)
+        check(self.form in BYTE_FORMS, "form", f"one of {BYTE_FORMS}", repr(self.form))
 
     @property
     def given(self) -> tuple[str, float]:
@@ -126,7 +124,7 @@ class Budget:
         """
         budget = Budget.unchecked(size, blocks)
         prices = [cost[blocks.seen_rows[table] > 0] for table, cost in budget.column_costs.items()]
-        check(any(cost.numel() for cost in prices), "blocks", "expected rows that training looked up", "none")
+        check(any(cost.numel() for cost in prices), "blocks", "rows that training looked up", "none")
         if by_alpha_row:
             seen = blocks.seen_rows
             prices = [cost[blocks.per_alpha_row(d, seen) > 0] for d, cost in budget.cost_per_alpha_row(blocks).items()]
@@ -245,12 +243,10 @@ def out_of_reach(size: Size, blocks: RowBlocks, amount: float) -> SizeOutOfReach
     name, received = size.given
     if name == "compression_ratio":
         limit = math.floor(100 * _dense_parameters(blocks) / amount) / 100  # rounded up, it could not be met
-        return SizeOutOfReachError(
-            describe(name, f"expected at most {limit:.2f} for these tables and blocks", received)
-        )
+        return SizeOutOfReachError(describe(name, f"at most {limit:.2f} for these tables and blocks", received))
     _, fixed, _ = _costs(size, blocks)
     smallest = math.ceil((fixed + amount) * (1 - 1e-12))
-    return SizeOutOfReachError(describe(name, f"expected at least {smallest} for these tables and blocks", received))
+    return SizeOutOfReachError(describe(name, f"at least {smallest} for these tables and blocks", received))
 
 
 def check_compresses(size: Size, dense_parameters: int) -> None:
@@ -269,5 +265,5 @@ def check_compresses(size: Size, dense_parameters: int) -> None:
     limits = {"parameters": dense_parameters, "embedding_bytes": 4 * dense_parameters}
     name, value = size.given
     if name in limits:
-        requirement = f"expected at most {limits[name]}, what the uncompressed tables take"
+        requirement = f"at most {limits[name]}, what the uncompressed tables take"
         check(value <= limits[name], name, requirement, value, "ask for less")

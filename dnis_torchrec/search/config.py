@@ -64,14 +64,14 @@ class SearchConfig(SearchSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("patience", "upper_every", "upper_batch_parts"):
-            check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
+            check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for part in ("search_table", "search_dense", "search_row", "release_table", "release_dense"):
             name = f"{part}_learning_rate"
             rate = getattr(self, name)
-            check(rate is None or rate > 0, name, "expected a number above 0", rate)
+            check(rate is None or rate > 0, name, "a number above 0", rate)
         decay = self.release_decay
-        check(0 < decay <= 1, "release_decay", "expected a number above 0 and at most 1", decay)
-        check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
+        check(0 < decay <= 1, "release_decay", "a number above 0 and at most 1", decay)
+        check(self.structure in STRUCTURES, "structure", f"one of {STRUCTURES}", repr(self.structure))
         self.pressure_over(1)
 
     @property

@@ -184,7 +184,7 @@ class UnrolledHypergradient:
             ValueError: if it is not above 0.
         """
         remedy = "pass the lower level's learning rate, or None for the first order"
-        check(step > 0, "unrolled_step", "expected a number above 0", step, remedy)
+        check(step > 0, "unrolled_step", "a number above 0", step, remedy)
         self._step = step
 
     def __call__(self, train: Callable[[], Tensor], validation: Callable[[], Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.storage.json_files import conform
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 MAX_AHEAD = 32
 """Batches that a pipeline may have taken from a BilevelStream and not stepped on yet."""
@@ -48,8 +48,8 @@ class LevelSchedule:
     upper_every: int = 1
 
     def __post_init__(self) -> None:
-        check(self.warm_up_steps >= 1, "warm_up_steps", "expected at least 1", self.warm_up_steps)
-        check(self.upper_every >= 1, "upper_every", "expected at least 1", self.upper_every)
+        check(self.warm_up_steps >= 1, "warm_up_steps", "at least 1", self.warm_up_steps)
+        check(self.upper_every >= 1, "upper_every", "at least 1", self.upper_every)
 
     def level(self, step: int) -> Level:
         """Level of the step with this number, both levels counted, from 0.
@@ -109,7 +109,7 @@ class _State(TypedDict):
     upper: StreamPosition
 
 
-class BilevelStream(Generic[T]):
+class BilevelStream(Generic[_T]):
     """Batches of both levels in the order of a schedule: the one iterator that the pipeline reads.
 
     Either stream starts again when it ends: the shorter one is cycled, neither is cut short. An iterable that
@@ -130,9 +130,9 @@ class BilevelStream(Generic[T]):
         ['t0', 't1', 't2', 'v0', 't0', 'v0']
     """
 
-    def __init__(self, train: Iterable[T], validation: Iterable[T], schedule: LevelSchedule) -> None:
+    def __init__(self, train: Iterable[_T], validation: Iterable[_T], schedule: LevelSchedule) -> None:
         self._streams = {Level.LOWER: train, Level.UPPER: validation}
-        self._iterators: dict[Level, Iterator[T]] = {}
+        self._iterators: dict[Level, Iterator[_T]] = {}
         self._random_numbers: dict[Level, Tensor] = {}
         self._positions = dict.fromkeys(Level, StreamPosition())
         self.schedule = schedule
@@ -141,10 +141,10 @@ class BilevelStream(Generic[T]):
         self._passed = deque([(0, self._positions)], maxlen=MAX_AHEAD + 1)
         self.last_level = Level.LOWER
 
-    def __iter__(self) -> BilevelStream[T]:
+    def __iter__(self) -> BilevelStream[_T]:
         return self
 
-    def __next__(self) -> T:
+    def __next__(self) -> _T:
         level = self.schedule.level(self._step)
         batch = self._next_of(level)
         self._step += 1
@@ -168,10 +168,10 @@ class BilevelStream(Generic[T]):
             if passed == step:
                 places = {level.value: asdict(position) for level, position in positions.items()}
                 return {"seed": self._seed, "step": step, **places}
-        known = f"expected a step from {self._passed[0][0]} to {self._passed[-1][0]}"
+        known = f"a step from {self._passed[0][0]} to {self._passed[-1][0]}"
         raise RuntimeError(describe("BilevelStream.state_dict", known, step))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> T | None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> _T | None:
         """Goes to where `state_dict` was taken: begins the interrupted epochs again and skips what had been read.
 
         The batches are not compared with those of the run. That takes a pass over all of them, which a search makes
@@ -189,16 +189,16 @@ class BilevelStream(Generic[T]):
         conform(state, _State, "stream of the checkpoint")
         positions = {level: StreamPosition(**state[level.value]) for level in Level}
         for value in (state["seed"], *(position.epoch for position in positions.values())):
-            check(value >= 0, "stream of the checkpoint", "expected its seed and its epochs to be >= 0", value)
+            check(value >= 0, "stream of the checkpoint", "its seed and its epochs to be >= 0", value)
         self._seed, self._step = state["seed"], state["step"]
-        last: dict[Level, T | None] = {}
+        last: dict[Level, _T | None] = {}
         for level, wanted in positions.items():
             self._iterators.pop(level, None)
             last[level] = self._skip(level, wanted) if wanted.epoch else None
         self._passed = deque([(self._step, self._positions)], maxlen=MAX_AHEAD + 1)
         return last[Level.LOWER]
 
-    def first_train_batch(self) -> T:
+    def first_train_batch(self) -> _T:
         """A training batch to try things on before the stream is read; leaves the stream as it is."""
         stream, counted = self._streams[Level.LOWER], self._data_epoch(Level.LOWER)
         with _seeded((self._seed,)):
@@ -211,22 +211,22 @@ class BilevelStream(Generic[T]):
         counted = getattr(self._streams[level], "epoch", None)
         return counted if isinstance(counted, int) else None
 
-    def _skip(self, level: Level, wanted: StreamPosition) -> T:
+    def _skip(self, level: Level, wanted: StreamPosition) -> _T:
         if wanted.data_epoch is not None:
             received, remedy = "one that does not", "resume with the data of the run"
             counts = self._data_epoch(level) is not None
-            check(counts, _name(level), "expected data that counts its epochs, as before", received, remedy)
+            check(counts, _name(level), "data that counts its epochs, as before", received, remedy)
             self._streams[level].epoch = wanted.data_epoch  # type: ignore[attr-defined]
         self._positions = {**self._positions, level: StreamPosition(wanted.epoch - 1)}
         while self._positions[level] != wanted:
             before = self._positions[level].batches
             batch = self._next_of(level)
-            requirement = f"expected at least {wanted.batches} batches, as before the interruption"
+            requirement = f"at least {wanted.batches} batches, as before the interruption"
             same_epoch = self._positions[level].epoch == wanted.epoch
             check(same_epoch, _name(level), requirement, before, "resume with the data of the run")
         return batch
 
-    def _next_of(self, level: Level) -> T:
+    def _next_of(self, level: Level) -> _T:
         if level in self._iterators:
             with self._own_random_numbers(level):
                 for batch in self._iterators[level]:
@@ -238,7 +238,7 @@ class BilevelStream(Generic[T]):
             first = next(self._iterators[level], None)
             self._random_numbers[level] = torch.get_rng_state()
         if first is None:
-            raise ValueError(describe(_name(level), "expected at least one batch", "none", "check the data splits"))
+            raise ValueError(describe(_name(level), "at least one batch", "none", "check the data splits"))
         self._positions = {**self._positions, level: StreamPosition(epoch, data_epoch)}
         return self._count(level, first)
 
@@ -253,7 +253,7 @@ class BilevelStream(Generic[T]):
             self._random_numbers[level] = torch.get_rng_state()
             torch.set_rng_state(before)
 
-    def _count(self, level: Level, batch: T) -> T:
+    def _count(self, level: Level, batch: _T) -> _T:
         position = self._positions[level]
         self._positions = {**self._positions, level: replace(position, batches=position.batches + 1)}
         return batch

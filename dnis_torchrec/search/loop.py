@@ -355,14 +355,14 @@ class SearchLoop:
         conform(manifest.values, _Values, f"checkpoint {path}, values", remedy="resume from another checkpoint")
         saved, world_size = manifest.values["search"], manifest.world_size
         steps = saved["steps_per_epoch"]
-        requirement = f"expected one with {self._steps_per_epoch} lower steps per epoch, as many as now"
+        requirement = f"one with {self._steps_per_epoch} lower steps per epoch, as many as now"
         remedy = f"resume with the data of the run, and data that splits itself over ranks on {world_size} of them"
         check(steps == self._steps_per_epoch, f"checkpoint {path}", requirement, steps, remedy)
         other = [name for name, own in self._data.items() if saved["data"].get(name) != own]
         received, remedy = f"one of other samples in: {', '.join(other)}", "resume with the data of the run"
-        check(not other, f"checkpoint {path}", "expected one of this data", received, remedy)
+        check(not other, f"checkpoint {path}", "one of this data", received, remedy)
         configuration, remedy = saved.get("configuration", {}), "resume with the configuration of the run"
         for name, wanted in self._configuration.items():
             was = configuration.get(name, wanted)
-            check(was == wanted, f"checkpoint {path}", f"expected one of a search with {name} {wanted}", was, remedy)
+            check(was == wanted, f"checkpoint {path}", f"one of a search with {name} {wanted}", was, remedy)
         return world_size

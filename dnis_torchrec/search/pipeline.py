@@ -10,7 +10,6 @@ the current one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
-from torchrec.distributed.train_pipeline.utils import TrainPipelineContext
+from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
 from torchrec.streamable import Pipelineable
 
 from dnis_torchrec.checks import describe
@@ -35,7 +34,6 @@ from dnis_torchrec.search.hypergradient import (
 )
 from dnis_torchrec.search.level_schedule import BilevelStream, Level
 from dnis_torchrec.soft_selection.alpha import Alpha
-from dnis_torchrec.soft_selection.cached_tables import PrefetchedTables
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.frozen_tables import check_frozen_are_held
 from dnis_torchrec.soft_selection.on_shards import select_on_shards_
@@ -53,8 +51,8 @@ from dnis_torchrec.training.checkpoint import (
     rng_tensors,
     set_rng_,
 )
-from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
 from dnis_torchrec.training.finite import FiniteGuard
+from dnis_torchrec.training.prefetching_pipeline import PrefetchingTrainPipeline
 
 STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
 """Of DistributedDataParallel with a static graph, as TorchRec asks for it."""
@@ -79,7 +77,7 @@ class DenseOptimizer(Protocol):
 
 
 @dataclass
-class BilevelTrainPipelineContext(TrainPipelineContext):
+class BilevelTrainPipelineContext(PrefetchTrainPipelineContext):
     """A batch's context in the queue, and the level that the batch belongs to."""
 
     level: Level = Level.LOWER
@@ -100,7 +98,7 @@ class _SharedGradient:
     work: dist.Work | None
 
 
-class BilevelTrainPipeline(DetachableTrainPipeline):
+class BilevelTrainPipeline(PrefetchingTrainPipeline):
     """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6).
 
         min over alpha of L_validation(Theta*(alpha), alpha),   Theta* = argmin over Theta of L_train(Theta, alpha)
@@ -114,6 +112,11 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
     one flat tensor (alpha's gradients, hits, and whether the loss is finite) over the model's process group, while the
     next batch's input_dist begins, so every rank takes the same step, or stops. A lower step adds one all_reduce of W
     numbers for the loss and one per wrapper for its gradient, for the same reason.
+
+    Tables in host memory behind a cache on the GPU (the ``fused_uvm_caching`` kernel with
+    ``CacheParams(prefetch_pipeline=True)``) have the next batch's rows fetched during the current forward pass. Bags of
+    multi-hot features are split before such tables, not on their ranks (see `on_shards`), since FBGEMM looks up exactly
+    the ids that it was told to prefetch: their output all-to-all is up to S times as large.
 
     Args:
         model: DistributedModelParallel around a prepared model whose forward takes a batch and returns
@@ -135,15 +138,11 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
 
     Raises:
         RuntimeError: if the model is not prepared.
-        TypeError: for tables whose lookups are to be prefetched; `PrefetchBilevelTrainPipeline` is for those.
         NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not synchronised yet; for
             an `unrolled_step` with tables that have no ordinary gradient (see `UnrolledHypergradient`); for frozen
             tables that `shard_model` has not sharded.
         ValueError: for a size that cannot be met, or an `unrolled_step` that is not above 0.
     """
-
-    _batch_context_type = BilevelTrainPipelineContext
-    _may_prefetch = False
 
     def __init__(
         self,
@@ -159,13 +158,11 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
         wrappers = soft_selection_modules(model)
         if not wrappers:
             remedy = "call prepare_(model, blocks) before DistributedModelParallel"
-            raise RuntimeError(describe("BilevelTrainPipeline", "expected a prepared model", "no wrapper", remedy))
+            raise RuntimeError(describe("BilevelTrainPipeline", "a prepared model", "no wrapper", remedy))
         if isinstance(model, DMPCollection):
             supported = "supported is DistributedModelParallel"
             raise NotImplementedError(describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)"))
         self._process_group = model._env.process_group if isinstance(model, DistributedModelParallel) else None
-        self._prefetched = PrefetchedTables(model)
-        self._check_prefetching()
         for fqn, wrapper in wrappers.items():
             check_frozen_are_held(fqn, wrapper.embedding_bag_collection)
         select_on_shards_(model)
@@ -194,16 +191,10 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
             model,
             _LowerLevelOptimizer(self, optimizer),
             device,
-            context_type=self._batch_context_type,
+            context_type=BilevelTrainPipelineContext,
             pipeline_postproc=True,  # else features split by block would not be pipelined
             custom_model_fwd=self._forward,
         )
-
-    def _check_prefetching(self) -> None:
-        """Tables that lock what was prefetched need a pipeline that unlocks it: their lookups would slow down."""
-        if self._prefetched and not self._may_prefetch:
-            place, remedy = f"tables {self._prefetched.names}", "take PrefetchBilevelTrainPipeline"
-            raise TypeError(describe(place, "expected a pipeline that prefetches", type(self).__name__, remedy))
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
@@ -275,7 +266,7 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
             NotImplementedError: for row-wise optimizer state of other column shards.
         """
         if self.contexts:
-            raise RuntimeError(describe("restore", "expected a pipeline before its first step", "one after it"))
+            raise RuntimeError(describe("restore", "a pipeline before its first step", "one after it"))
         taken = on_rank_zero(lambda: Manifest.read(path).values, self._process_group)
         passes = taken["lower_steps"] + (0 if self._unrolled is None else taken["upper_steps"])
         batch = stream.first_train_batch().to(self._device)
@@ -326,7 +317,7 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
         """
         if self._unrolled is None:
             remedy = "pass unrolled_step to BilevelTrainPipeline"
-            raise RuntimeError(describe("set_unrolled_step", "expected an unrolled pipeline", "first order", remedy))
+            raise RuntimeError(describe("set_unrolled_step", "an unrolled pipeline", "first order", remedy))
         self._unrolled.set_step(step)
 
     @property
@@ -348,29 +339,11 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
         """
         if not isinstance(dataloader_iter, BilevelStream):
             received = type(dataloader_iter).__name__
-            raise TypeError(
-                describe("progress", "expected a BilevelStream", received, "BilevelStream(train, validation, ...)")
-            )
+            raise TypeError(describe("progress", "a BilevelStream", received, "BilevelStream(train, validation, ...)"))
         enqueued = super().enqueue_batch(dataloader_iter)
         if enqueued:
             self.contexts[-1].level = dataloader_iter.last_level
         return enqueued
-
-    @contextmanager
-    def detached(self) -> Iterator[nn.Module]:
-        """Lends the model in eval mode, outside the pipeline; batches in flight wait.
-
-        Yields:
-            The model, callable on batches.
-        """
-        model = self.detach()
-        was_training = model.training
-        model.eval()
-        try:
-            yield model
-        finally:
-            model.train(was_training)
-            self.attach(model)
 
     def _forward(self, batch: Pipelineable) -> tuple[Tensor, Any]:
         if not self._model.training:
@@ -398,7 +371,7 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
         train_batch = self._train_batch
         if train_batch is None:
             remedy = "let a BilevelStream begin with its warm-up"
-            raise RuntimeError(describe(self._place(), "expected a lower step before it", "none", remedy))
+            raise RuntimeError(describe(self._place(), "a lower step before it", "none", remedy))
         losses: list[Tensor] = []
         results: list[tuple[Tensor, Any]] = []
 
@@ -465,6 +438,9 @@ class BilevelTrainPipeline(DetachableTrainPipeline):
         for dim, gradient in gradients.items():
             self._guard.check_alpha_gradient(gradient, dim, self._place())
         self.alpha_optimizer.step(gradients, hits)
+
+    def _goes_backward(self) -> bool:
+        return super()._goes_backward() and self.level is Level.LOWER
 
     def _place(self) -> str:
         name = self.level.value

@@ -130,7 +130,7 @@ def rotation_groups(model: nn.Module) -> list[RotationGroup]:
     groups = [group for module in modules if isinstance(module, Rotatable) for group in module.rotation_groups()]
     named = [table for group in groups for table in group.tables]
     twice = sorted({table for table in named if named.count(table) > 1})
-    check(not twice, "rotation groups", "expected every table in one group at most", twice)
+    check(not twice, "rotation groups", "every table in one group at most", twice)
     for group in groups:
         _check_group(group, _embedding_dims(model))
     frozen = {table for module in collections(model).values() for table in frozen_tables_of(module)}
@@ -152,19 +152,19 @@ def _check_group(group: RotationGroup, embedding_dims: Mapping[str, int]) -> Non
     for table in group.tables:
         check_known("table", table, embedding_dims)
     dims = {embedding_dims[table] for table in group.tables}
-    check(len(dims) == 1, place, "expected tables of one embedding_dim", sorted(dims), "make a group for each")
+    check(len(dims) == 1, place, "tables of one embedding_dim", sorted(dims), "make a group for each")
     for table, readers in group.readers.items():
-        check(table in group.tables, place, "expected readers of its own tables", repr(table))
+        check(table in group.tables, place, "readers of its own tables", repr(table))
         for reader in readers:
             wanted, inputs = reader.first_column + max(dims), reader.weight.shape[1]
-            check(inputs >= wanted, f"{place}, reader of {table!r}", f"expected at least {wanted} inputs", inputs)
+            check(inputs >= wanted, f"{place}, reader of {table!r}", f"at least {wanted} inputs", inputs)
     if group.product is not None:
         is_pair = len(group.tables) == 2 and not group.readers
-        check(is_pair, place, "expected two tables without readers beside a product", list(group.tables))
+        check(is_pair, place, "two tables without readers beside a product", list(group.tables))
         outputs, inputs = group.product.weight.shape
         wanted = group.product.first_column + max(dims)
-        check(outputs == 1, f"{place}, product", "expected a layer with one output", outputs)
-        check(inputs >= wanted, f"{place}, product", f"expected at least {wanted} inputs", inputs)
+        check(outputs == 1, f"{place}, product", "a layer with one output", outputs)
+        check(inputs >= wanted, f"{place}, product", f"at least {wanted} inputs", inputs)
 
 
 @torch.no_grad()

@@ -35,10 +35,8 @@ from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted, SearchLoop
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.search.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.search.pruning import num_elements, prune
 from dnis_torchrec.search.rotation import column_scales, rotate_, rotation_groups
-from dnis_torchrec.soft_selection.cached_tables import PrefetchedTables
 from dnis_torchrec.soft_selection.swap import merge_, prepare_
 from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_configs
 from dnis_torchrec.storage.files import Address
@@ -263,7 +261,7 @@ def _check_upper_steps(config: SearchConfig, steps_per_epoch: int) -> None:
     """Without an upper step before columns die, or at all, alpha would decide nothing."""
     epochs = config.ramp_epochs + (0 if config.pressure else config.release_epochs)
     during = "the ramp" if config.pressure else "the epochs behind the warm-up"
-    requirement = f"expected at most {epochs * steps_per_epoch}, the lower steps of {during}"
+    requirement = f"at most {epochs * steps_per_epoch}, the lower steps of {during}"
     fits = config.upper_every <= epochs * steps_per_epoch
     check(fits, "upper_every", requirement, config.upper_every, "let alpha step more often")
 
@@ -279,8 +277,7 @@ def _pipeline(
     """Both levels of a search as it is configured, and what they read."""
     schedule = LevelSchedule(warm_up_steps=config.warm_up_epochs * steps_per_epoch, upper_every=config.upper_every)
     pressure = config.pressure_over(max(1, config.ramp_epochs * steps_per_epoch // config.upper_every))
-    pipeline_type = PrefetchBilevelTrainPipeline if PrefetchedTables(model) else BilevelTrainPipeline
-    pipeline = pipeline_type(
+    pipeline = BilevelTrainPipeline(
         model,
         optimizer,
         device,

@@ -35,9 +35,9 @@ class SearchSettings:
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "warm_up_epochs", "ramp_epochs", "release_epochs"):
-            check(getattr(self, name) >= 1, name, "expected at least 1", getattr(self, name))
-        check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
-        check(self.strategy in CUTS, "strategy", f"expected one of {CUTS}", repr(self.strategy))
+            check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        check(self.scope in SCOPES, "scope", f"one of {SCOPES}", repr(self.scope))
+        check(self.strategy in CUTS, "strategy", f"one of {CUTS}", repr(self.strategy))
         CountLimits(exact_rows=self.exact_count_rows)
 
 
@@ -52,8 +52,8 @@ class PruneSettings:
 
     def __post_init__(self) -> None:
         check_pruning(structure=self.structure, scope=self.scope, threshold=self.threshold)
-        requirement, remedy = "expected an integer >= 0", "say 0 for no fine-tuning"
-        check(self.fine_tune_epochs >= 0, "fine_tune_epochs", requirement, self.fine_tune_epochs, remedy)
+        remedy = "say 0 for no fine-tuning"
+        check(self.fine_tune_epochs >= 0, "fine_tune_epochs", "an integer >= 0", self.fine_tune_epochs, remedy)
 
 
 def check_pruning(*, structure: str, scope: str, threshold: float | None) -> None:
@@ -67,6 +67,6 @@ def check_pruning(*, structure: str, scope: str, threshold: float | None) -> Non
     Raises:
         ValueError: for an unknown structure or scope, or a threshold that is negative or NaN.
     """
-    check(structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(structure))
-    check(scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(scope))
-    check(threshold is None or threshold >= 0, "threshold", "expected a number >= 0", threshold)
+    check(structure in STRUCTURES, "structure", f"one of {STRUCTURES}", repr(structure))
+    check(scope in SCOPES, "scope", f"one of {SCOPES}", repr(scope))
+    check(threshold is None or threshold >= 0, "threshold", "a number >= 0", threshold)

@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.ops.bag_splitting import check_one_batch_size
-from dnis_torchrec.ops.batch_checks import readable_bags
-from dnis_torchrec.ops.mixed_dimension_operator import LANES, load_mixed_dimension_operator
+from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.ops.mixed_dimension_operator import LANES
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.bag_routing import BagRouter
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_num_bags, name_unknown_id
+from dnis_torchrec.serving.logical_tables import LogicalTables, OperatorCollection
 
 
 def stored_blocks(table: TableScheme) -> dict[int, tuple[int, int]]:
@@ -51,7 +50,7 @@ def stored_width(dim: int, multiple: int) -> int:
     return -(-dim // multiple) * multiple
 
 
-class BlockCollection(EmbeddingBagCollectionInterface):
+class BlockCollection(OperatorCollection):
     """Bags of logical tables, looked up in a stock table per block; see the two modules that derive from it.
 
     With the compiled operator, on a CPU, and where no gradient is wanted, one pass reads the stock tables. Otherwise
@@ -72,10 +71,8 @@ class BlockCollection(EmbeddingBagCollectionInterface):
     def __init__(
         self, scheme: MixedDimensionScheme, *, dim_multiple: int, data_type: DataType, bits: int, unknown_ids: str
     ) -> None:
-        super().__init__()
-        check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"expected one of {UNKNOWN_IDS}", repr(unknown_ids))
-        self._scheme, self._logical = scheme, LogicalTables.of(scheme)
-        self._bits, self._zero_unknown = bits, unknown_ids == "zero"
+        super().__init__(scheme, unknown_ids=unknown_ids)
+        self._scheme, self._bits = scheme, bits
         shapes = {name: stored_blocks(table) for name, table in scheme.tables.items()}
         most = max(table.routing.num_blocks for table in scheme.tables.values())
         self._stored = [(name, s) for s in range(most) for name in scheme.tables if s in shapes[name]]
@@ -103,7 +100,7 @@ class BlockCollection(EmbeddingBagCollectionInterface):
         self.merge = BlockMerge(self._logical, readers, dim_multiple=dim_multiple)
         self.blocks: nn.Module | None = None
         self._layout = BlockLayout.of(self._logical, self._stored, self.router.positions)
-        self._compiled = load_mixed_dimension_operator()
+        self._compiled = load_operator()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks bags up.
@@ -121,7 +118,7 @@ class BlockCollection(EmbeddingBagCollectionInterface):
             NotImplementedError: if the features of the batch differ in stride.
         """
         if self._is_compiled_on(features.values()):
-            return self._logical.keyed(self._lookup(features))
+            return self._logical.keyed(self._of_batch(features))
         split = self.router(features)
         pooled = None
         if self.blocks is not None and not self._is_stock_without_samples(features):
@@ -167,63 +164,31 @@ class BlockCollection(EmbeddingBagCollectionInterface):
         bags = KeyedJaggedTensor(keys, ids, per_sample_weights, offsets=offsets, stride=batch_size)
         return self(bags).values()
 
-    def _lookup(self, features: KeyedJaggedTensor) -> Tensor:
-        logical = self._logical
-        names = features.keys()
-        keys = None if names == logical.features else logical.positions(features)
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            check_one_batch_size(features)  # says why this is refused
-        weights, offsets, batch_size = logical.weights_of(features), features.offsets(), features.stride()
-        if keys is not None:  # else the operator sees that there are as many as features
-            check_num_bags(names, offsets, batch_size)
-        return self._pooled(features.values(), offsets, weights, keys, batch_size, names)
-
-    def _pooled(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        keys: list[int] | None,
-        batch_size: int,
-        names: list[str],
+    def _by_operator(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
     ) -> Tensor:
-        try:
-            return self._layout.lookup(
-                ids,
-                offsets,
-                weights,
-                self._stock_tables() or [],
-                keys,
-                batch_size=batch_size,
-                bits=self._bits,
-                zero_unknown=self._zero_unknown,
-            )
-        except ValueError:
-            check_num_bags(names, offsets, batch_size)
-            taken = readable_bags(names, ids, offsets, weights)
-            if taken[0] is not ids or taken[1] is not weights:
-                return self._pooled(taken[0], offsets, taken[1], keys, batch_size, names)
-            if not self._zero_unknown:
-                first = offsets[::batch_size].tolist()
-                positions = keys or range(len(self._logical.features))
-                name_unknown_id(self._logical, [ids[first[key] : first[key + 1]] for key in positions])
-            raise
+        return self._layout.lookup(
+            ids,
+            offsets,
+            weights,
+            self._stock_tables() or [],
+            keys,
+            batch_size=batch_size,
+            bits=self._bits,
+            zero_unknown=self._zero_unknown,
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes the operator there in a process that received the module from another."""
         super().__setstate__(state)
-        self._compiled = load_mixed_dimension_operator()
+        self._compiled = load_operator()
 
     def _check_block(self, table: str, block: int) -> tuple[str, tuple[int, int]]:
         """Place of a stored block in errors, and its shape ``(rows, R)``."""
         check_known("table", table, self._scheme.tables)
         place, shapes = f"table {table!r}, block {block}", stored_blocks(self._scheme.tables[table])
-        check(block in shapes, place, "expected a block with rows and retained dims", "one without")
+        check(block in shapes, place, "a block with rows and retained dims", "one without")
         return place, shapes[block]
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
-        return self._logical.configs
 
     def physical_embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables that exist: ``"<table>/b<s>"`` with a block's rows and its columns."""
@@ -239,10 +204,6 @@ class BlockCollection(EmbeddingBagCollectionInterface):
     def _tables_elsewhere(self) -> list[Tensor]:
         """The stored tables where `_stock_tables` gives none."""
         return [] if self.blocks is None else list(self.blocks.parameters())
-
-    def is_weighted(self) -> bool:
-        """Whether bags carry per-sample weights."""
-        return self._logical.is_weighted
 
 
 class BlockMerge(nn.Module):

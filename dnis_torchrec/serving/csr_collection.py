@@ -13,19 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.bag_splitting import check_one_batch_size
-from dnis_torchrec.ops.batch_checks import readable_bags
 from dnis_torchrec.ops.csr_operator import load_operator
 from dnis_torchrec.ops.interleaved_rows import RowLayout
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.held_buffers import HeldBuffers
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, check_num_bags, name_unknown_id
+from dnis_torchrec.serving.logical_tables import OperatorCollection
 
 
 class _Placed(NamedTuple):
@@ -36,7 +32,7 @@ class _Placed(NamedTuple):
     row_layout: RowLayout
 
 
-class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+class CsrEmbeddingBagCollection(OperatorCollection):
     """Looks bags up in tables of compressed sparse rows; same keys, dims and values as the pruned collection.
 
     For a bag with ids i_1 .. i_L and weights w (1 if unweighted),
@@ -82,9 +78,7 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         *,
         unknown_ids: str = "error",
     ) -> None:
-        super().__init__()
-        self._logical = LogicalTables.of(scheme)
-        check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"expected one of {UNKNOWN_IDS}", repr(unknown_ids))
+        super().__init__(scheme, unknown_ids=unknown_ids)
         buffers: dict[str, Tensor] = {}
         placed: dict[str, _Placed] = {}
         for name, table in scheme.tables.items():
@@ -94,16 +88,15 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             dims = {shard.embedding_dim for shard in shards}
             received = (sum(shard.num_embeddings for shard in shards), *dims)
             shape = (table.num_embeddings, table.embedding_dim)
-            check(received == shape, f"table {name!r}", f"expected rows of shape {shape}", received)
+            check(received == shape, f"table {name!r}", f"rows of shape {shape}", received)
             layouts = {shard.row_layout for shard in shards}
-            requirement = "expected shards with values and columns of one dtype"
+            requirement = "shards with values and columns of one dtype"
             check(len(layouts) == 1, f"table {name!r}", requirement, f"{len(layouts)} kinds")
             placed[name] = _Placed(len(buffers) // 2, len(shards), *layouts)
             for index, shard in enumerate(shards):
                 suffix = f"_{index}" if index else ""
                 buffers |= {f"{name}/{field}{suffix}": buffer for field, buffer in shard.lookup_tensors().items()}
         load_operator()
-        self._zero_unknown = unknown_ids == "zero"
         self._dims = self._logical.dims
         self._width = sum(self._dims)
         self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
@@ -161,16 +154,8 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
             NotImplementedError: if the features of the batch differ in stride.
         """
-        logical = self._logical
-        names = features.keys()
-        keys = None if names == logical.features else logical.positions(features)
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            check_one_batch_size(features)  # says why this is refused
-        weights, offsets, batch_size = logical.weights_of(features), features.offsets(), features.stride()
-        if keys is not None:  # else the operator sees that there are as many as features
-            check_num_bags(names, offsets, batch_size)
-        pooled = self._lookup(features.values(), offsets, weights, keys, batch_size, names)
-        return KeyedTensor(keys=logical.names, length_per_key=self._dims, values=pooled)
+        pooled = self._of_batch(features)
+        return KeyedTensor(keys=self._logical.names, length_per_key=self._dims, values=pooled)
 
     def lookup(self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no KeyedJaggedTensor.
@@ -189,63 +174,34 @@ class CsrEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
         """
         batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
-        return self._lookup(ids, offsets, per_sample_weights, None, batch_size, self._logical.features)
+        return self._pooled(ids, offsets, per_sample_weights, None, batch_size, self._logical.features)
 
-    def _lookup(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        keys: list[int] | None,
-        batch_size: int,
-        names: list[str],
+    def _by_operator(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
     ) -> Tensor:
         if self._needs_int64 and ids.dtype == torch.int32:
-            requirement = "expected int64 ids, because a table has more than 2^31 rows"
+            requirement = "int64 ids, because a table has more than 2^31 rows"
             raise TypeError(describe("KeyedJaggedTensor", requirement, ids.dtype, "hash to int64"))
         # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
         tables: Any = self._modules["tables"]
         outputs: Any = self._modules["outputs"]
-        try:
-            return torch.ops.dnis_torchrec.csr_embedding_bag.default(
-                ids.contiguous(),
-                offsets.contiguous(),
-                None if weights is None else weights.contiguous(),
-                list(tables._buffers.values()),
-                outputs._buffers["layout"],
-                keys,
-                batch_size,
-                self._width,
-                self._zero_unknown,
-            )
-        except ValueError:
-            check_num_bags(names, offsets, batch_size)
-            taken = readable_bags(names, ids, offsets, weights)
-            if taken[0] is not ids or taken[1] is not weights:
-                return self._lookup(taken[0], offsets, taken[1], keys, batch_size, names)
-            if not self._zero_unknown:
-                self._name_unknown_id(ids, offsets, keys, batch_size)
-            raise
-
-    def _name_unknown_id(self, ids: Tensor, offsets: Tensor, keys: list[int] | None, batch_size: int) -> None:
-        """Raises with the names that the operator does not know, if an unknown id is what it stumbled over."""
-        positions = range(len(self._logical.features)) if keys is None else keys
-        bounds = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in positions]
-        name_unknown_id(self._logical, [ids[first:last] for first, last in bounds])
+        return torch.ops.dnis_torchrec.csr_embedding_bag.default(
+            ids.contiguous(),
+            offsets.contiguous(),
+            None if weights is None else weights.contiguous(),
+            list(tables._buffers.values()),
+            outputs._buffers["layout"],
+            keys,
+            batch_size,
+            self._width,
+            self._zero_unknown,
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes the operator there in a process that received the module from another."""
         super().__setstate__(state)
         load_operator()
 
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
-        return self._logical.configs
-
     def table_bytes(self) -> int:
         """Bytes of all tables, index bytes counted."""
         return sum(buffer.nbytes for buffer in self.tables.buffers())
-
-    def is_weighted(self) -> bool:
-        """Whether bags carry per-sample weights."""
-        return self._logical.is_weighted

@@ -16,7 +16,7 @@ from dnis_torchrec.ops.compact_pointers import compacted
 from dnis_torchrec.ops.interleaved_rows import RowLayout, interleaved
 from dnis_torchrec.scheme import compact_bytes, has_compact_pointers, rows_per_chunk
 
-VALUE_DTYPES = (torch.float32, torch.float16, torch.int8)
+CSR_VALUE_DTYPES = (torch.float32, torch.float16, torch.int8)
 """What values may be stored as."""
 
 
@@ -58,32 +58,32 @@ class CsrTable:
     interleaved_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_dtype("values", self.values, VALUE_DTYPES)
+        _check_dtype("values", self.values, CSR_VALUE_DTYPES)
         _check_dtype("columns", self.columns, (torch.uint8, torch.uint16))
         _check_dtype("row_pointers", self.row_pointers, (torch.int32, torch.int64))
         num_values = self.values.numel()
         outer = (int(self.row_pointers[0]), int(self.row_pointers[-1])) if self.row_pointers.numel() else None
-        requirement = f"expected rising row pointers from 0 to {num_values}"
+        requirement = f"rising row pointers from 0 to {num_values}"
         check(outer == (0, num_values), "CsrTable.row_pointers", requirement, outer)
         received = self.columns.numel()
-        check(received == num_values, "CsrTable.columns", f"expected {num_values} of them", received)
+        check(received == num_values, "CsrTable.columns", f"{num_values} of them", received)
         scaled = self.values.dtype == torch.int8
-        check((self.scales is not None) == scaled, "CsrTable.scales", "expected scales with int8 values only", "others")
+        check((self.scales is not None) == scaled, "CsrTable.scales", "scales with int8 values only", "others")
         if self.scales is not None:
             _check_dtype("scales", self.scales, (torch.bfloat16,))
             received = self.scales.numel()
-            requirement = f"expected {self.num_embeddings} of them"
+            requirement = f"{self.num_embeddings} of them"
             check(received == self.num_embeddings, "CsrTable.scales", requirement, received)
         if self.compact_row_pointers is not None:
             _check_dtype("compact_row_pointers", self.compact_row_pointers, (torch.uint8,))
             size = compact_bytes(self.num_embeddings) if has_compact_pointers(self.embedding_dim) else 0
-            received, place = self.compact_row_pointers.numel(), "CsrTable.compact_row_pointers"
-            check(received == size, place, f"expected {size} bytes", received)
+            received = self.compact_row_pointers.numel()
+            check(received == size, "CsrTable.compact_row_pointers", f"{size} bytes", received)
         if self.interleaved_rows is not None:
             _check_dtype("interleaved_rows", self.interleaved_rows, (torch.uint8,))
             size = self.row_layout.num_bytes(self.num_embeddings, num_values)
             received = self.interleaved_rows.numel()
-            check(received == size, "CsrTable.interleaved_rows", f"expected {size} bytes", received)
+            check(received == size, "CsrTable.interleaved_rows", f"{size} bytes", received)
 
     @classmethod
     def from_dense(cls, weight: Tensor) -> CsrTable:
@@ -234,21 +234,21 @@ class CsrTable:
                 outside 0..D-1 or do not rise within a row, or a value or scale is NaN or infinite; names the first row.
         """
         falling = self.row_pointers.diff() < 0
-        self._check_none(falling, "row_pointers", "expected rising ones")
+        self._check_none(falling, "row_pointers", "rising ones")
         if self.compact_row_pointers is not None:
             same = self.compact_row_pointers.equal(compacted(self.row_pointers))
-            check(same, "CsrTable.compact_row_pointers", "expected what the row pointers say", "something else")
+            check(same, "CsrTable.compact_row_pointers", "what the row pointers say", "something else")
         if self.interleaved_rows is not None:
             same = self.interleaved_rows.equal(self._interleaved())
-            check(same, "CsrTable.interleaved_rows", "expected what the other arrays say", "something else")
+            check(same, "CsrTable.interleaved_rows", "what the other arrays say", "something else")
         row, columns = self._row_of_value(), self.columns.int()
-        self._check_none(columns >= self.embedding_dim, "columns", f"expected 0..{self.embedding_dim - 1}", row)
+        self._check_none(columns >= self.embedding_dim, "columns", f"0..{self.embedding_dim - 1}", row)
         unsorted = (columns.diff() <= 0) & (row.diff() == 0)
-        self._check_none(unsorted, "columns", "expected them to rise within a row", row)
+        self._check_none(unsorted, "columns", "them to rise within a row", row)
         if self.scales is None:
-            self._check_none(~self.values.isfinite(), "values", "expected finite ones", row)
+            self._check_none(~self.values.isfinite(), "values", "finite ones", row)
         else:
-            self._check_none(~self.scales.isfinite(), "scales", "expected finite ones")
+            self._check_none(~self.scales.isfinite(), "scales", "finite ones")
 
     def _check_none(self, wrong: Tensor, field: str, requirement: str, row: Tensor | None = None) -> None:
         if bool(wrong.any()):
@@ -275,19 +275,19 @@ class CsrTable:
             >>> table.values.tolist(), table.scales.tolist()
             ([126, -126, 63], [0.015869140625, 0.0079345703125])
         """
-        if dtype not in VALUE_DTYPES:
-            raise TypeError(describe("values", f"expected one of {VALUE_DTYPES}", dtype))
+        if dtype not in CSR_VALUE_DTYPES:
+            raise TypeError(describe("values", f"one of {CSR_VALUE_DTYPES}", dtype))
         if dtype == self.values.dtype:
             return self
-        check(self.values.dtype == torch.float32, "values", "expected float32 to start from", self.values.dtype)
-        check(bool(self.values.isfinite().all()), "values", "expected finite values", "NaN or infinity")
+        check(self.values.dtype == torch.float32, "values", "float32 to start from", self.values.dtype)
+        check(bool(self.values.isfinite().all()), "values", "finite values", "NaN or infinity")
         scales = None
         if dtype == torch.int8:
             values, scales = self._to_int8()
         else:
             values = self.values.half()
             within = bool(values.isfinite().all())
-            check(within, "values", "expected at most 65504 for float16", "a larger one", "take int8")
+            check(within, "values", "at most 65504 for float16", "a larger one", "take int8")
         return CsrTable(
             embedding_dim=self.embedding_dim,
             values=values,
@@ -351,8 +351,8 @@ def pointer_dtype(num_values: int) -> torch.dtype:
 def _check_dtype(field: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in allowed:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise TypeError(describe(f"CsrTable.{field}", f"expected {names}", tensor.dtype))
-    check(tensor.dim() == 1, f"CsrTable.{field}", "expected one dimension", tuple(tensor.shape))
+        raise TypeError(describe(f"CsrTable.{field}", f"{names}", tensor.dtype))
+    check(tensor.dim() == 1, f"CsrTable.{field}", "one dimension", tuple(tensor.shape))
 
 
 def _bfloat16_rounded_up(positive: Tensor) -> Tensor:

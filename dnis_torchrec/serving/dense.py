@@ -13,13 +13,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalTables, checked_bags
+from dnis_torchrec.serving.logical_tables import LogicalCollection, checked_bags
 from dnis_torchrec.serving.quantized_rows import (
     Precision,
     precision_named,
@@ -66,7 +65,7 @@ def dense_rows(
     parts = []
     for chunk in chunks:
         fits = chunk.dim() == 2 and chunk.shape[1] == table.embedding_dim and first_row + len(chunk) <= len(kept)
-        requirement = f"expected rows of shape ({table.num_embeddings}, {table.embedding_dim})"
+        requirement = f"rows of shape ({table.num_embeddings}, {table.embedding_dim})"
         check(fits, place, requirement, f"rows from {first_row} on of shape {tuple(chunk.shape)}")
         mask = kept[first_row : first_row + len(chunk)].to(chunk.device)
         parts.append(quantized_rows(chunk.detach()[mask].cpu(), stored, place=place))
@@ -74,7 +73,7 @@ def dense_rows(
     return torch.cat(parts)
 
 
-class DenseEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+class DenseEmbeddingBagCollection(LogicalCollection):
     """Looks bags up in tables of D columns that TorchRec's quantised collection holds.
 
     A row is off by at most `error_bound` of it, zeros of a row that is kept not excepted; a bag by at most the sum of
@@ -123,10 +122,8 @@ class DenseEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         device: torch.device | str = "cpu",
         unknown_ids: str = "error",
     ) -> None:
-        super().__init__()
-        check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"expected one of {UNKNOWN_IDS}", repr(unknown_ids))
+        super().__init__(scheme, unknown_ids=unknown_ids)
         stored = precision_named(precision)
-        self._logical, self._zero_unknown = LogicalTables.of(scheme), unknown_ids == "zero"
         remaps = {name: _index_remap(table) if drops_rows else None for name, table in scheme.tables.items()}
         configs = [self._physical_config(table, stored, remaps[name]) for name, table in scheme.tables.items()]
         self.tables = quantized_collection(configs, rows, is_weighted=self._logical.is_weighted, device=device)
@@ -204,23 +201,15 @@ class DenseEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             return self._logical.keyed(torch.zeros(0, sum(self._logical.dims), device=features.device()))
         return self._logical.keyed(self._logical.divide_means_(self.tables(bags).values(), features))
 
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
-        return self._logical.configs
-
     def table_bytes(self) -> int:
         """Bytes of all tables, and of the index remapping."""
         (kernel,) = self.tables._emb_modules
         return sum(rows.nbytes for rows in stored_rows(self.tables)) + kernel.index_remappings_array.nbytes
 
-    def is_weighted(self) -> bool:
-        """Whether bags carry per-sample weights."""
-        return self._logical.is_weighted
-
 
 def _check_dim(table: TableScheme, stored: Precision) -> None:
     multiple = stored.dim_multiple
-    requirement = f"expected an embedding_dim that is a multiple of {multiple} for {stored.name}"
+    requirement = f"an embedding_dim that is a multiple of {multiple} for {stored.name}"
     fits = table.embedding_dim % multiple == 0
     remedy = "take form 'mixed_dimension', which rounds up by itself, or another precision"
     check(fits, f"table {table.name!r}", requirement, table.embedding_dim, remedy)
@@ -237,7 +226,7 @@ def _index_remap(table: TableScheme) -> Tensor | None:
     kept = kept_rows(table)
     if bool(kept.all()):
         return None
-    check(len(kept) < 2**31, f"table {table.name!r}", "expected fewer than 2^31 rows", len(kept), "take another form")
+    check(len(kept) < 2**31, f"table {table.name!r}", "fewer than 2^31 rows", len(kept), "take another form")
     remap = torch.where(kept, kept.cumsum(0) - 1, -1)
     return torch.cat([remap, torch.tensor([-1])]).to(torch.int32)
 

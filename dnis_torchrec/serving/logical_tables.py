@@ -1,21 +1,30 @@
-"""LogicalTables: the tables of a collection as a model sees them, whatever form they are served in.
+"""LogicalTables, LogicalCollection: tables as a model sees them, and who serves them, whatever form they have.
 
 Shapes: B batch, F features, I ids of a batch, N rows of a table, D embedding_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.bag_splitting import check_one_batch_size
-from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, integer_ids, named, offsets_of_rows
+from dnis_torchrec.ops.batch_checks import (
+    INTEGERS,
+    check_bags,
+    integer_ids,
+    named,
+    offsets_of_rows,
+    readable_bags,
+)
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 UNKNOWN_IDS = ("error", "zero")
@@ -60,11 +69,11 @@ class LogicalTables:
             ValueError: if the scheme holds no table, or tables of several collections.
         """
         tables = list(scheme.tables.values())
-        check(bool(tables), "scheme", "expected at least one table", "none")
+        check(bool(tables), "scheme", "at least one table", "none")
         owners = sorted({(table.collection, table.is_weighted) for table in tables})
         remedy = "build one module for each collection"
-        check(len(owners) == 1, "scheme", "expected the tables of one collection", [name for name, _ in owners], remedy)
-        configs = [logical_config(table) for table in tables]
+        check(len(owners) == 1, "scheme", "the tables of one collection", [name for name, _ in owners], remedy)
+        configs = [torchrec_config(table, table.embedding_dim) for table in tables]
         return LogicalTables(
             configs=configs,
             tables=[table for table in tables for _ in table.feature_names],
@@ -125,8 +134,7 @@ class LogicalTables:
             ValueError: if it does and there are none.
         """
         weights = features.weights_or_none() if self.is_weighted else None
-        received = "KeyedJaggedTensor"
-        check(not self.is_weighted or weights is not None, received, "expected per-sample weights", "none")
+        check(not self.is_weighted or weights is not None, "KeyedJaggedTensor", "per-sample weights", "none")
         return weights
 
     def batch_size_of(self, offsets: Tensor, weights: Tensor | None) -> int:
@@ -150,11 +158,11 @@ class LogicalTables:
 
     def _refuse_plain(self, offsets: Tensor, weights: Tensor | None, *, is_whole: bool) -> None:
         """Says what is wrong with bags given as plain tensors: a lookup of one bag has no time for three checks."""
-        requirement = f"expected {len(self.features)} times the batch size and one more"
+        requirement = f"{len(self.features)} times the batch size and one more"
         check(is_whole, "offsets", requirement, offsets.numel() if offsets.dim() == 1 else tuple(offsets.shape))
-        check(offsets.dtype in INTEGERS, "offsets", "expected int32 or int64", offsets.dtype)
+        check(offsets.dtype in INTEGERS, "offsets", "int32 or int64", offsets.dtype)
         given = "some" if weights is not None else "none"
-        requirement = "expected some" if self.is_weighted else "expected none: the collection is not weighted"
+        requirement = "some" if self.is_weighted else "none: the collection is not weighted"
         check(False, "per_sample_weights", requirement, given)
 
     def divide_means_(self, pooled: Tensor, features: KeyedJaggedTensor) -> Tensor:
@@ -189,20 +197,40 @@ def check_num_bags(names: list[str], offsets: Tensor, batch_size: int) -> None:
     """
     # a batch size that is a symbol would be fixed by looking at it
     if type(batch_size) is int and offsets.numel() != len(names) * batch_size + 1:
-        requirement = f"expected {len(names) * batch_size} lengths, one for each bag"
-        check(False, named(names), requirement, max(offsets.numel() - 1, 0))
+        check(False, named(names), f"{len(names) * batch_size} lengths, one for each bag", max(offsets.numel() - 1, 0))
 
 
-def logical_config(table: TableScheme) -> EmbeddingBagConfig:
-    """The config of a table as it was before pruning.
+class _Table(Protocol):
+    """A table as schemes and narrow tables describe it."""
+
+    @property
+    def name(self) -> str:
+        """Of the table."""
+
+    @property
+    def num_embeddings(self) -> int:
+        """N."""
+
+    @property
+    def feature_names(self) -> Sequence[str]:
+        """Features that read it."""
+
+    @property
+    def pooling(self) -> str:
+        """``"sum"`` or ``"mean"``."""
+
+
+def torchrec_config(table: _Table, embedding_dim: int) -> EmbeddingBagConfig:
+    """A table as TorchRec describes it.
 
     Args:
-        table: scheme of the table.
+        table: as this package does.
+        embedding_dim: its columns: D for the logical table, which a model sees.
     """
     return EmbeddingBagConfig(
         name=table.name,
         num_embeddings=table.num_embeddings,
-        embedding_dim=table.embedding_dim,
+        embedding_dim=embedding_dim,
         feature_names=list(table.feature_names),
         pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
     )
@@ -284,7 +312,80 @@ def name_unknown_id(logical: LogicalTables, ids: tuple[Tensor, ...] | list[Tenso
     """
     for table, feature, of_feature in zip(logical.tables, logical.features, ids, strict=True):
         unknown = of_feature[(of_feature < 0) | (of_feature >= table.num_embeddings)]
-        requirement = f"expected ids in 0..{table.num_embeddings - 1} (num_embeddings={table.num_embeddings})"
+        requirement = f"ids in 0..{table.num_embeddings - 1} (num_embeddings={table.num_embeddings})"
         place, remedy = f"table {table.name!r}, feature {feature!r}", "hash ids as before, or take unknown_ids='zero'"
         if unknown.numel():
             check(False, place, requirement, f"id {int(unknown[0])}", remedy)
+
+
+class LogicalCollection(EmbeddingBagCollectionInterface):
+    """A collection that a model sees as it was before pruning.
+
+    Args:
+        scheme: the tables of ONE collection of a model.
+        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
+
+    Raises:
+        ValueError: if the scheme holds no table, or tables of several collections; for other `unknown_ids`.
+    """
+
+    def __init__(self, scheme: MixedDimensionScheme, *, unknown_ids: str) -> None:
+        super().__init__()
+        check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"one of {UNKNOWN_IDS}", repr(unknown_ids))
+        self._logical, self._zero_unknown = LogicalTables.of(scheme), unknown_ids == "zero"
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""
+        return self._logical.configs
+
+    def is_weighted(self) -> bool:
+        """Whether bags carry per-sample weights."""
+        return self._logical.is_weighted
+
+
+class OperatorCollection(LogicalCollection):
+    """A collection whose lookups one compiled operator does, which checks ids and offsets on its way.
+
+    What is wrong is put into words only once the operator has stumbled over it: a lookup of one bag has no time to look
+    before.
+    """
+
+    def _of_batch(self, features: KeyedJaggedTensor) -> Tensor:
+        """Pooled embeddings of a batch whose keys may stand in any order, ``(B, sum of D over features)``."""
+        logical = self._logical
+        names = features.keys()
+        keys = None if names == logical.features else logical.positions(features)
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+            check_one_batch_size(features)  # says why this is refused
+        weights, offsets, batch_size = logical.weights_of(features), features.offsets(), features.stride()
+        if keys is not None:  # else the operator sees that there are as many as features
+            check_num_bags(names, offsets, batch_size)
+        return self._pooled(features.values(), offsets, weights, keys, batch_size, names)
+
+    def _pooled(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        keys: list[int] | None,
+        batch_size: int,
+        names: list[str],
+    ) -> Tensor:
+        """Pooled embeddings; bags that the operator does not read as they came are made readable, or refused."""
+        try:
+            return self._by_operator(ids, offsets, weights, keys, batch_size)
+        except ValueError:
+            check_num_bags(names, offsets, batch_size)
+            taken = readable_bags(names, ids, offsets, weights)
+            if taken[0] is not ids or taken[1] is not weights:
+                return self._pooled(taken[0], offsets, taken[1], keys, batch_size, names)
+            if not self._zero_unknown:
+                positions = range(len(self._logical.features)) if keys is None else keys
+                bounds = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in positions]
+                name_unknown_id(self._logical, [ids[first:last] for first, last in bounds])
+            raise
+
+    def _by_operator(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+    ) -> Tensor:
+        raise NotImplementedError

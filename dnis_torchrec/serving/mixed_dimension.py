@@ -60,7 +60,7 @@ def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tens
     for chunk in chunks:
         last = first + len(chunk)
         fits = chunk.dim() == 2 and chunk.shape[1] == table.embedding_dim and last <= table.num_embeddings
-        requirement = f"expected rows of shape ({table.num_embeddings}, {table.embedding_dim})"
+        requirement = f"rows of shape ({table.num_embeddings}, {table.embedding_dim})"
         check(fits, f"table {table.name!r}", requirement, f"rows {first}..{last - 1} of shape {tuple(chunk.shape)}")
         blocks = table.routing.block_of(torch.arange(first, last))
         for s in blocks.unique().tolist():
@@ -70,7 +70,7 @@ def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tens
                 tables[s][filled[s] : filled[s] + len(rows)] = part
                 filled[s] += len(rows)
         first = last
-    check(first == table.num_embeddings, f"table {table.name!r}", f"expected {table.num_embeddings} rows", first)
+    check(first == table.num_embeddings, f"table {table.name!r}", f"{table.num_embeddings} rows", first)
     return tables
 
 
@@ -143,7 +143,7 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
         dim_multiple: int = 1,
         unknown_ids: str = "error",
     ) -> None:
-        check(dim_multiple >= 1, "dim_multiple", "expected an integer >= 1", dim_multiple)
+        check(dim_multiple >= 1, "dim_multiple", "an integer >= 1", dim_multiple)
         super().__init__(scheme, dim_multiple=dim_multiple, data_type=DataType.FP32, bits=32, unknown_ids=unknown_ids)
         place = torch.device("cpu" if device is None else device)
         if self._physical:
@@ -226,8 +226,7 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
         """
         place, shape = self._check_block(table, block)
         fits = tuple(weight.shape) == shape and weight.dtype == torch.float32
-        received = f"{weight.dtype} {tuple(weight.shape)}"
-        check(fits, place, f"expected float32 of shape {shape}", received)
+        check(fits, place, f"float32 of shape {shape}", f"{weight.dtype} {tuple(weight.shape)}")
         assert self.blocks is not None  # a block that stores something was found
         bag = self.blocks.embedding_bags[f"{table}/b{block}"]
         if bag.weight.is_meta:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
@@ -27,9 +27,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.batch_checks import INTEGERS, check_bags, named, offsets_of_rows
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.logical_tables import torchrec_config
 from dnis_torchrec.storage.json_files import parse_json
 
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 PER = ("feature", "block")
 COLUMNS = ("same_size", "union")
 PROJECTIONS = ("selection", "learned")
@@ -72,29 +73,20 @@ class NarrowTable:
 
     def __post_init__(self) -> None:
         place, columns = f"table {self.name!r}", list(self.columns)
-        check(self.num_embeddings >= 1, place, "expected num_embeddings >= 1", self.num_embeddings)
-        check(bool(self.feature_names), place, "expected at least one feature", "none")
-        check(self.pooling in ("sum", "mean"), place, "expected pooling 'sum' or 'mean'", repr(self.pooling))
+        check(self.num_embeddings >= 1, place, "num_embeddings >= 1", self.num_embeddings)
+        check(bool(self.feature_names), place, "at least one feature", "none")
+        check(self.pooling in ("sum", "mean"), place, "pooling 'sum' or 'mean'", repr(self.pooling))
         rising = len(columns) == self.embedding_dim >= 1 and columns == sorted(set(columns))
         within = rising and columns[0] >= 0 and columns[-1] < self.logical_dim
-        check(within, place, f"expected {self.embedding_dim} rising columns below {self.logical_dim}", columns)
+        check(within, place, f"{self.embedding_dim} rising columns below {self.logical_dim}", columns)
 
     def config(self) -> EmbeddingBagConfig:
         """The table as TorchRec describes it, R wide."""
-        return self._config(self.embedding_dim)
+        return torchrec_config(self, self.embedding_dim)
 
     def logical_config(self) -> EmbeddingBagConfig:
         """The table as a model sees it, D wide."""
-        return self._config(self.logical_dim)
-
-    def _config(self, embedding_dim: int) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(
-            name=self.name,
-            num_embeddings=self.num_embeddings,
-            embedding_dim=embedding_dim,
-            feature_names=list(self.feature_names),
-            pooling=PoolingType.MEAN if self.pooling == "mean" else PoolingType.SUM,
-        )
+        return torchrec_config(self, self.logical_dim)
 
 
 @dataclass(frozen=True)
@@ -182,7 +174,7 @@ class NarrowTables:
         try:
             fields = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: dates that there are not
-            raise ValueError(describe("narrow tables", "expected YAML", error)) from error
+            raise ValueError(describe("narrow tables", "YAML", error)) from error
         return NarrowTables._of_fields(fields)
 
     def _fields(self) -> dict[str, Any]:
@@ -190,15 +182,15 @@ class NarrowTables:
             {**asdict(table), "feature_names": list(table.feature_names), "columns": list(table.columns)}
             for table in self.tables
         ]
-        return {"format_version": FORMAT_VERSION, "is_weighted": self.is_weighted, "tables": tables}
+        return {"format_version": _FORMAT_VERSION, "is_weighted": self.is_weighted, "tables": tables}
 
     @staticmethod
     def _of_fields(fields: Any) -> NarrowTables:
         place = "narrow tables"
         known = isinstance(fields, dict) and isinstance(fields.get("tables"), list)
-        check(known, place, "expected a mapping with format_version and tables", type(fields).__name__)
+        check(known, place, "a mapping with format_version and tables", type(fields).__name__)
         version = fields.get("format_version")
-        check(version == FORMAT_VERSION, place, f"expected format_version {FORMAT_VERSION}", version)
+        check(version == _FORMAT_VERSION, place, f"format_version {_FORMAT_VERSION}", version)
         tables = []
         for index, entry in enumerate(fields["tables"]):
             _check_entry(entry, f"{place}, entry {index}")
@@ -210,12 +202,12 @@ class NarrowTables:
 def _check_entry(entry: Any, place: str) -> None:
     """Fields of the right kind; what they say, `NarrowTable` checks."""
     named = sorted(entry) if isinstance(entry, dict) else []
-    check(set(named) == set(FIELDS), place, f"expected fields {sorted(FIELDS)}", named)
+    check(set(named) == set(FIELDS), place, f"fields {sorted(FIELDS)}", named)
     for field, kind in FIELDS.items():
-        check(type(entry[field]) is kind, place, f"expected {field} to be of type {kind.__name__}", repr(entry[field]))
+        check(type(entry[field]) is kind, place, f"{field} to be of type {kind.__name__}", repr(entry[field]))
     for field, kind in (("feature_names", str), ("columns", int)):
         fits = all(type(value) is kind for value in entry[field])
-        check(fits, place, f"expected {field} to hold values of type {kind.__name__}", entry[field])
+        check(fits, place, f"{field} to hold values of type {kind.__name__}", entry[field])
 
 
 def embedding_configs(
@@ -255,11 +247,11 @@ def embedding_configs(
         >>> [(t.name, t.embedding_dim, t.columns) for t in embedding_configs(scheme, per="block")]
         [('t/b0', 4, (0, 1, 2, 3)), ('t/b1', 1, (1,))]
     """
-    check(per in PER, "per", f"expected one of {PER}", repr(per))
-    check(columns in COLUMNS, "columns", f"expected one of {COLUMNS}", repr(columns))
+    check(per in PER, "per", f"one of {PER}", repr(per))
+    check(columns in COLUMNS, "columns", f"one of {COLUMNS}", repr(columns))
     tables = list(scheme.tables.values())
     owners = sorted({(table.collection, table.is_weighted) for table in tables})
-    check(len(owners) == 1, "scheme", "expected the tables of one collection", [name for name, _ in owners])
+    check(len(owners) == 1, "scheme", "the tables of one collection", [name for name, _ in owners])
     narrow = [
         _narrow(table, table.name, table.num_embeddings, _columns(table, columns), table.feature_names)
         for table in tables
@@ -303,8 +295,8 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self, tables: NarrowTables, *, projection: str = "selection", device: torch.device | str = "cpu"
     ) -> None:
         super().__init__()
-        check(len(tables) > 0, "tables", "expected at least one", "none")
-        check(projection in PROJECTIONS, "projection", f"expected one of {PROJECTIONS}", repr(projection))
+        check(len(tables) > 0, "tables", "at least one", "none")
+        check(projection in PROJECTIONS, "projection", f"one of {PROJECTIONS}", repr(projection))
         self._tables, place = tables, torch.device(device)
         self._configs = [table.logical_config() for table in tables]
         names = get_embedding_names_by_table(tables.configs())
@@ -351,7 +343,7 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         for table in tables:
             check_known("table", table.name, weights)
             weight, shape = weights[table.name], (table.num_embeddings, table.logical_dim)
-            check(tuple(weight.shape) == shape, f"table {table.name!r}", f"expected shape {shape}", tuple(weight.shape))
+            check(tuple(weight.shape) == shape, f"table {table.name!r}", f"shape {shape}", tuple(weight.shape))
             own = module.narrow.embedding_bags[table.name].weight
             with torch.no_grad():
                 own.copy_(weight.index_select(1, torch.tensor(table.columns, device=weight.device)))
@@ -398,9 +390,9 @@ def _check_batch(features: KeyedJaggedTensor, rows: dict[str, int], is_weighted:
     for feature in rows:
         check_known("feature", feature, keys)
     has_weights = not is_weighted or features.weights_or_none() is not None
-    check(has_weights, named(keys), "expected per-sample weights", "none")
+    check(has_weights, named(keys), "per-sample weights", "none")
     if ids.dtype not in INTEGERS:
-        raise TypeError(describe(named(keys), "expected int32 or int64 ids", ids.dtype, "convert them"))
+        raise TypeError(describe(named(keys), "int32 or int64 ids", ids.dtype, "convert them"))
     if features.variable_stride_per_key() or ids.device.type != "cpu":
         check_bags(features)
         return
@@ -412,8 +404,7 @@ def _check_batch(features: KeyedJaggedTensor, rows: dict[str, int], is_weighted:
     for key, of_key in zip(keys, ids.split(counts), strict=False):
         unknown = of_key[(of_key < 0) | (of_key >= rows[key])] if key in rows else of_key[:0]
         if unknown.numel():
-            requirement, remedy = f"expected ids in 0..{rows[key] - 1}", "hash ids as before"
-            check(False, named([key]), requirement, f"id {int(unknown[0])}", remedy)
+            check(False, named([key]), f"ids in 0..{rows[key] - 1}", f"id {int(unknown[0])}", "hash ids as before")
 
 
 def _columns(table: TableScheme, wanted: str) -> Tensor:

@@ -98,12 +98,10 @@ def quantized_rows(weight: Tensor, precision: Precision, *, place: str) -> Tenso
         (torch.Size([1, 6]), [64, 248])
     """
     weight = weight.detach().float().contiguous()
-    check(
-        bool(weight.isfinite().all()), place, "expected finite values", "NaN or infinity", "export the last good state"
-    )
+    check(bool(weight.isfinite().all()), place, "finite values", "NaN or infinity", "export the last good state")
     if precision.bits < 32 and weight.numel():
         largest = float(weight.abs().max())
-        check(largest <= 65504, place, f"expected at most 65504 for {precision.name}", largest, "take fp32")
+        check(largest <= 65504, place, f"at most 65504 for {precision.name}", largest, "take fp32")
     missing = -weight.shape[1] % precision.dim_multiple
     if missing:
         weight = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
@@ -218,8 +216,8 @@ def quantized_collection(
         count = getattr(config, "num_embeddings_post_pruning", None) or config.num_embeddings
         shape, received = (count, precision.row_bytes(config.embedding_dim)), rows[config.name]
         fits = tuple(received.shape) == shape and received.dtype == torch.uint8
-        place, found = f"table {config.name!r}", f"{received.dtype} {tuple(received.shape)}"
-        check(fits, place, f"expected {precision.name} rows: uint8 of shape {shape}", found)
+        found = f"{received.dtype} {tuple(received.shape)}"
+        check(fits, f"table {config.name!r}", f"{precision.name} rows: uint8 of shape {shape}", found)
         has_scales = precision.bits < 16
         values = received[:, :-SCALE_BYTES] if has_scales else received
         weights[config.name] = (values, received[:, -SCALE_BYTES:] if has_scales else None)

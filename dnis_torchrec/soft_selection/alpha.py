@@ -63,6 +63,12 @@ class Alpha(nn.Module):
         return getattr(self, f"dim{embedding_dim}")
 
     @property
+    def begins(self) -> dict[int, int]:
+        """embedding_dim -> where its alpha begins once all are flattened, one after the other."""
+        sizes = [self.of(dim).numel() for dim in self._dims]
+        return {dim: sum(sizes[:index]) for index, dim in enumerate(self._dims)}
+
+    @property
     def is_upper(self) -> bool:
         """True inside `upper_level`."""
         return self._hits is not None
@@ -274,5 +280,5 @@ def step_and_clip_(alpha: Tensor, direction: Tensor, learning_rate: float, *, fl
         >>> step_and_clip_(torch.ones(1, 2), torch.tensor([[1.0, -1.0]]), 0.1).tolist()
         [[0.8999999761581421, 1.0]]
     """
-    check(learning_rate > 0, "learning_rate", "expected a number above 0", learning_rate)
+    check(learning_rate > 0, "learning_rate", "a number above 0", learning_rate)
     return alpha.sub_(direction, alpha=learning_rate).clamp_(min=floor, max=1.0)

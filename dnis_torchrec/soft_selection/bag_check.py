@@ -43,7 +43,7 @@ class BagCheck(nn.Module):
         ids = features.values()
         if ids.dtype not in INTEGERS:
             remedy = "convert them with .long()"
-            raise TypeError(describe(named(features.keys()), "expected int32 or int64 ids", ids.dtype, remedy))
+            raise TypeError(describe(named(features.keys()), "int32 or int64 ids", ids.dtype, remedy))
         if ids.device.type == "cpu":
             check_bags(features)
         jagged = jagged_by_key(features)
@@ -101,9 +101,9 @@ def _check_on_cpu(output: PooledFeature, ids: Tensor, lengths: Tensor, place: st
     if not output.is_multi_hot:
         longest = int(lengths.max())
         remedy = f"name it in multi_hot_features=[{output.feature!r}]"
-        check(longest <= 1, place, "expected bags of at most one id", f"a bag of {longest}", remedy)
+        check(longest <= 1, place, "bags of at most one id", f"a bag of {longest}", remedy)
     lowest, highest = (int(bound) for bound in torch.aminmax(ids))
     within = lowest >= 0 and highest < output.num_embeddings
     received = lowest if lowest < 0 else highest
     remedy = "hash the ids into the table, or raise its num_embeddings"
-    check(within, place, f"expected ids in 0..{output.num_embeddings - 1}", received, remedy)
+    check(within, place, f"ids in 0..{output.num_embeddings - 1}", received, remedy)

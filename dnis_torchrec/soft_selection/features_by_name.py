@@ -146,13 +146,13 @@ class FeaturesByName:
         place = f"collection of tables {self._collection._table_names}"
         if weights is None:
             remedy = "give the KeyedJaggedTensor weights, or build the collection with is_weighted=False"
-            raise ValueError(describe(place, "expected per-sample weights", "none", remedy))
+            raise ValueError(describe(place, "per-sample weights", "none", remedy))
         if self._weighting:
             if weights.requires_grad and torch.is_grad_enabled():
                 self._check_gradient_of_weights(place, features.keys())
             return features
         remedy = "leave them out, or build the collection with is_weighted=True: TorchRec's kernels would multiply"
-        check(not self.refuse_weights, place, "expected bags without per-sample weights", "weights", remedy)
+        check(not self.refuse_weights, place, "bags without per-sample weights", "weights", remedy)
         unweighted = copy.copy(features)
         unweighted._weights = unweighted._jt_dict = None
         return unweighted

@@ -254,11 +254,7 @@ class ShardSelection:
 
     def _make_layout(self) -> Tensor:
         """See `select_packed`."""
-        begins, begin = {}, 0
-        for dim in self._alpha.dims:
-            begins[dim] = begin
-            begin += self._alpha.of(dim).numel()
-        fields, in_column, out_column = [], 0, 0
+        begins, fields, in_column, out_column = self._alpha.begins, [], 0, 0
         for feature in self._features:
             dim, columns = feature.output.embedding_dim, feature.num_columns
             first = begins[dim] + feature.first_column

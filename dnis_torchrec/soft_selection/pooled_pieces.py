@@ -59,7 +59,7 @@ class PooledPieces:
 
     Args:
         outputs: what stands behind each output key.
-        alpha_sizes: embedding_dim -> A * D, in the order in which the alphas are flattened.
+        alpha_begins: see `Alpha.begins`.
 
     Attributes:
         keys: of the child collection's output, one per piece, in the order of the outputs.
@@ -67,20 +67,17 @@ class PooledPieces:
         of_dim: embedding_dim -> positions of its pieces.
     """
 
-    def __init__(self, outputs: Sequence[PooledFeature], alpha_sizes: Mapping[int, int]) -> None:
+    def __init__(self, outputs: Sequence[PooledFeature], alpha_begins: Mapping[int, int]) -> None:
         self._outputs = tuple(outputs)
         owners = [(index, output) for index, output in enumerate(outputs) for _ in output.block_keys]
         self._owners = owners
         self.keys = [key if output.is_multi_hot else output.name for output in outputs for key in output.block_keys]
         self.single_id = [(k, output) for k, (_, output) in enumerate(owners) if not output.is_multi_hot]
-        self.of_dim = {dim: [k for k, (_, o) in enumerate(owners) if o.embedding_dim == dim] for dim in alpha_sizes}
+        self.of_dim = {dim: [k for k, (_, o) in enumerate(owners) if o.embedding_dim == dim] for dim in alpha_begins}
         self.of_dim = {dim: positions for dim, positions in self.of_dim.items() if positions}
         first_rows = [output.first_alpha_row + s for output in outputs for s in range(len(output.block_keys))]
         self._row_of_piece = torch.tensor(first_rows, dtype=torch.int32).unsqueeze(1)
-        self._alpha_begins, begin = {}, 0
-        for dim, size in alpha_sizes.items():
-            self._alpha_begins[dim] = begin
-            begin += size
+        self._alpha_begins = alpha_begins
         self._layouts: dict[tuple[str, ...], Tensor] = {}
         self._places: dict[tuple[str, ...], Tensor] = {}
 

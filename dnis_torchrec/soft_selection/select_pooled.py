@@ -65,7 +65,7 @@ class SelectPooled(WatchedOutputs):
         super().__init__(outputs)
         self._runs = _runs(outputs)
         self._alpha = [alpha]  # in a list: the wrapper registers it, once
-        self._pieces = PooledPieces(outputs, {dim: alpha.of(dim).numel() for dim in alpha.dims})
+        self._pieces = PooledPieces(outputs, alpha.begins)
         tables = sorted({output.table for output in outputs if not output.is_multi_hot})
         self._router_of = {table: index for index, table in enumerate(tables)}
         self._routers = nn.ModuleList(RowRouter(blocks.routings[table]) for table in tables)

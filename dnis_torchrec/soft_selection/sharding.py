@@ -1,13 +1,11 @@
 """Sharding for a search: every sharding type on every device, plans that all ranks agree on, weights that stay.
 
-    sharders = [CpuEmbeddingBagCollectionSharder()]
-    plan = make_sharding_plan(model, device, sharders)    # the same plan on every rank, or the same error
-    sharded = shard_model(model, device, plan, sharders)  # DistributedModelParallel, with the weights of `model`
+    sharded = shard_model(model, device)  # DistributedModelParallel, with the weights of `model`
 
-`CpuEmbeddingBagCollectionSharder` and `make_sharding_plan` also serve a DistributedModelParallel of your own, and any
-sharder and plan of TorchRec's does for a search. What these add: on a CPU TorchRec's sharder leaves the row-wise family
-out, a plan that cannot be made or does not fit leaves ranks hanging, and a model on a CPU loses its weights when it is
-sharded.
+Any sharder and plan of TorchRec's does for a search; `CpuEmbeddingBagCollectionSharder` and `make_sharding_plan`, which
+`shard_model` takes by itself, also serve a DistributedModelParallel of your own. What these add: on a CPU TorchRec's
+sharder leaves the row-wise family out, a plan that cannot be made or does not fit leaves ranks hanging, and a model on
+a CPU loses its weights when it is sharded.
 
 Shapes: N rows of a table, D its embedding_dim, W ranks.
 """
@@ -122,7 +120,7 @@ def make_sharding_plan(
         try:
             made = EmbeddingShardingPlanner(topology=topology, constraints=possible).plan(model, list(sharders))
         except (PlannerError, RuntimeError) as error:
-            requirement = f"expected constraints that can be met on {world_size} ranks"
+            requirement = f"constraints that can be met on {world_size} ranks"
             remedy = "loosen the constraints, or take more ranks"
             received = " ".join(str(error).split())
             raise ValueError(describe("sharding plan", requirement, received, remedy)) from error
@@ -153,9 +151,7 @@ def check_sharding_plan(
     tables, lookups = _tables_by_fqn(model), _plain_collections(model)
     fqns = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     for fqn in plan.plan:
-        check(
-            fqn in fqns, f"sharding plan, FQN {fqn!r}", "expected a module of the model", "none", nearest(fqn, tables)
-        )
+        check(fqn in fqns, f"sharding plan, FQN {fqn!r}", "a module of the model", "none", nearest(fqn, tables))
     for fqn in plan.plan:
         module = model.get_submodule(fqn)
         if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
@@ -170,7 +166,7 @@ def check_sharding_plan(
             remedy = "make the plan for the prepared model"
             if kind is not EmbeddingBagCollection:
                 remedy = f"build it as an EmbeddingBagCollection: sharders take no subclass, such as {kind.__name__}"
-            check(table in planned, place, f"expected an entry under FQN {fqn!r}", "none", remedy)
+            check(table in planned, place, f"an entry under FQN {fqn!r}", "none", remedy)
             _check_ranks(planned[table], place, world_size, local_world_size)
             _check_shards(planned[table], place, shape, device)
     _check_pooling(plan, model)
@@ -179,8 +175,8 @@ def check_sharding_plan(
 def shard_model(
     model: nn.Module,
     device: torch.device,
-    plan: ShardingPlan,
-    sharders: Sharders,
+    plan: ShardingPlan | None = None,
+    sharders: Sharders | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> DistributedModelParallel:
@@ -192,13 +188,14 @@ def shard_model(
     tables are not in DistributedDataParallel, which would copy their gradients for nothing.
 
     Distributed: two all_gather_object of a short string, so that a plan that does not fit raises everywhere, one
-    broadcast per data_parallel table, and what DistributedModelParallel itself needs.
+    broadcast per data_parallel table, what DistributedModelParallel itself needs, and without a plan the collectives of
+    `make_sharding_plan`.
 
     Args:
         model: unsharded, prepared or not. Used up.
         device: where to train.
-        plan: the same on every rank.
-        sharders: those that the plan was made with.
+        plan: the same on every rank; by default that of `make_sharding_plan`.
+        sharders: those that the plan was made with; by default a `CpuEmbeddingBagCollectionSharder`.
         process_group: the ranks; all of them if None.
 
     Returns:
@@ -210,6 +207,10 @@ def shard_model(
         RuntimeError: without a process group.
     """
     world_size = _world_size(process_group)
+    if sharders is None:
+        sharders = [cast(ModuleSharder[nn.Module], CpuEmbeddingBagCollectionSharder())]
+    if plan is None:
+        plan = make_sharding_plan(model, device, sharders, process_group=process_group)
     with together(process_group):
         check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
     _check_same(plan, process_group)
@@ -324,7 +325,7 @@ def _copy_weight_(part: TableShard, weight: torch.Tensor) -> None:
 def _world_size(process_group: dist.ProcessGroup | None) -> int:
     if not dist.is_initialized():
         remedy = "call torch.distributed.init_process_group, or use dnis_torchrec.training.process_group.process_group"
-        raise RuntimeError(describe("sharding", "expected a process group", "none", remedy))
+        raise RuntimeError(describe("sharding", "a process group", "none", remedy))
     return dist.get_world_size(process_group)
 
 
@@ -379,16 +380,16 @@ def _possible_constraints(
         place, constraint = f"table {table!r}", constraints.get(table, ParameterConstraints())
         wanted = constraint.sharding_types or offered
         types = [kind for kind in wanted if kind in offered]
-        requirement = f"expected a sharding type that the sharder offers on {device.type}: {', '.join(offered)}"
+        requirement = f"a sharding type that the sharder offers on {device.type}: {', '.join(offered)}"
         check(bool(types), place, requirement, wanted)
         if table in means:  # see _check_pooling
             types = [kind for kind in types if kind not in ROW_WISE_FAMILY] or types
         types = [kind for kind in types if not _has_empty_shard(kind, rows, device, topology)]
         remedy = "shard it table_wise or column_wise"
-        check(bool(types), place, f"expected a row on every rank of {', '.join(wanted)}", f"{rows} rows", remedy)
+        check(bool(types), place, f"a row on every rank of {', '.join(wanted)}", f"{rows} rows", remedy)
         kernels = {kernel for kind in types for kernel in sharder.compute_kernels(kind, device.type)}
         allowed = constraint.compute_kernels
-        requirement = f"expected a compute kernel for {', '.join(types)}: {', '.join(sorted(kernels))}"
+        requirement = f"a compute kernel for {', '.join(types)}: {', '.join(sorted(kernels))}"
         check(not allowed or bool(kernels & set(allowed)), place, requirement, allowed)
         possible[table] = replace(constraint, sharding_types=types)
     return possible
@@ -419,9 +420,9 @@ def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
         means = [table.name for table in module.embedding_bag_configs() if table.pooling == PoolingType.MEAN]
         for table in means:
             place, remedy = f"sharding plan, table {table!r}", "shard it table_wise or column_wise"
-            check(kinds[table] not in ROW_WISE_FAMILY - divided, place, "expected SUM under grid_shard", "MEAN", remedy)
+            check(kinds[table] not in ROW_WISE_FAMILY - divided, place, "SUM under grid_shard", "MEAN", remedy)
             others = sorted(name for name, kind in kinds.items() if kind not in divided)
-            requirement = f"expected all tables of {fqn!r} row-wise beside a row-wise MEAN table"
+            requirement = f"all tables of {fqn!r} row-wise beside a row-wise MEAN table"
             check(kinds[table] not in divided or not others, place, requirement, f"others: {others}", remedy)
 
 
@@ -429,18 +430,17 @@ def _check_ranks(planned: ParameterSharding, place: str, world_size: int, local_
     ranks, kind = list(planned.ranks or []), planned.sharding_type
     remedy = f"make a plan for {world_size} ranks"
     within = all(0 <= rank < world_size for rank in ranks)
-    check(within, place, f"expected ranks below the world size {world_size}", ranks, remedy)
+    check(within, place, f"ranks below the world size {world_size}", ranks, remedy)
     if kind == ShardingType.ROW_WISE.value:
         everywhere = sorted(ranks) == list(range(world_size))
-        check(everywhere, place, f"expected a shard on each of {world_size} ranks", ranks, remedy)
+        check(everywhere, place, f"a shard on each of {world_size} ranks", ranks, remedy)
     if kind in ON_ONE_HOST:
         hosts = [ranks[start : start + local_world_size] for start in range(0, len(ranks), local_world_size)]
         whole = all(
             host == list(range(host[0], host[0] + local_world_size)) and host[0] % local_world_size == 0
             for host in hosts
         )
-        requirement = f"expected shards on all {local_world_size} ranks of a host (LOCAL_WORLD_SIZE)"
-        check(whole, place, requirement, ranks, remedy)
+        check(whole, place, f"shards on all {local_world_size} ranks of a host (LOCAL_WORLD_SIZE)", ranks, remedy)
 
 
 def _check_shards(planned: ParameterSharding, place: str, shape: tuple[int, int], device: torch.device) -> None:
@@ -453,9 +453,9 @@ def _check_shards(planned: ParameterSharding, place: str, shape: tuple[int, int]
     if device.type == "cpu":  # FBGEMM's CPU kernels take no table without rows
         kind = planned.sharding_type
         remedy = "shard it table_wise or column_wise"
-        check(smallest > 0, place, f"expected a row on every rank of {kind}", f"{shape[0]} rows", remedy)
+        check(smallest > 0, place, f"a row on every rank of {kind}", f"{shape[0]} rows", remedy)
     remedy = "make the plan for this model"
-    check(covered == shape, place, f"expected shards of a table of shape {shape}", f"one of {covered}", remedy)
+    check(covered == shape, place, f"shards of a table of shape {shape}", f"one of {covered}", remedy)
 
 
 def _check_same(plan: ShardingPlan, process_group: dist.ProcessGroup | None) -> None:
@@ -467,4 +467,4 @@ def _check_same(plan: ShardingPlan, process_group: dist.ProcessGroup | None) -> 
     dist.all_gather_object(digests, hashlib.sha256(str(plan).encode()).hexdigest(), group=process_group)
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     remedy = "make it with make_sharding_plan"
-    check(not others, "sharding plan", "expected the same on every rank", f"another on ranks {others}", remedy)
+    check(not others, "sharding plan", "the same on every rank", f"another on ranks {others}", remedy)

@@ -71,17 +71,15 @@ def prepare_(
         'EmbeddingBagCollection'
     """
     if soft_selection_modules(model):
-        raise RuntimeError(
-            describe("prepare_", "expected a model not yet prepared", "wrapped collections", "merge_ it")
-        )
+        raise RuntimeError(describe("prepare_", "a model not yet prepared", "wrapped collections", "merge_ it"))
     sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, ShardedEmbeddingBagCollection)]
     if sharded:
         remedy = "call prepare_ before DistributedModelParallel"
-        raise RuntimeError(describe(f"FQN {sharded[0]!r}", "expected an unsharded collection", "a sharded one", remedy))
+        raise RuntimeError(describe(f"FQN {sharded[0]!r}", "an unsharded collection", "a sharded one", remedy))
     found = {fqn: module for fqn, module in collections(model).items() if isinstance(module, EmbeddingBagCollection)}
-    check(bool(found), "prepare_", "expected a model with an EmbeddingBagCollection", type(model).__name__)
+    check(bool(found), "prepare_", "a model with an EmbeddingBagCollection", type(model).__name__)
     remedy = f"leave it out to wrap all collections: {', '.join(map(repr, found))}"
-    check(fqns is None or len(fqns) > 0, "fqns", "expected at least one FQN", "none", remedy)
+    check(fqns is None or len(fqns) > 0, "fqns", "at least one FQN", "none", remedy)
     for fqn in fqns or ():
         check_known("FQN", fqn, found)
     chosen = {fqn: module for fqn, module in found.items() if fqns is None or fqn in fqns}
@@ -119,9 +117,7 @@ def merge_(model: nn.Module) -> nn.Module:
     """
     wrappers = soft_selection_modules(model)
     if not wrappers:
-        raise RuntimeError(
-            describe("merge_", "expected a prepared model", "no wrapped collection", "call prepare_ first")
-        )
+        raise RuntimeError(describe("merge_", "a prepared model", "no wrapped collection", "call prepare_ first"))
     fold_(model)
     if _spans_ranks(wrappers):
         return model
@@ -150,8 +146,7 @@ def unshard_(model: nn.Module) -> nn.Module:
         if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             continue
         if module._env.world_size > 1:
-            supported = "supported is world size 1"
-            raise NotImplementedError(describe(f"FQN {fqn!r}", supported, module._env.world_size))
+            raise NotImplementedError(describe(f"FQN {fqn!r}", "supported is world size 1", module._env.world_size))
         if isinstance(module, ShardedEmbeddingBagCollection):
             tables = list(module._embedding_bag_configs)
             plain = _replace(plain, module, _collection_around(module, tables, module._is_weighted))
@@ -160,7 +155,7 @@ def unshard_(model: nn.Module) -> nn.Module:
     left = {fqn: type(module).__name__ for fqn, module in plain.named_modules() if isinstance(module, ShardedModule)}
     if left:
         remedy = "copy their weights yourself: only embedding collections become plain again"
-        warnings.warn(describe("the plain model", "some modules stay sharded", left, remedy), stacklevel=3)
+        warnings.warn(f"the plain model: some modules stay sharded, got {left}; {remedy}", stacklevel=3)
     return plain
 
 
@@ -176,9 +171,7 @@ def fold_(model: nn.Module) -> None:
     """
     wrappers = soft_selection_modules(model)
     if not wrappers:
-        raise RuntimeError(
-            describe("fold_", "expected a prepared model", "no wrapped collection", "call prepare_ first")
-        )
+        raise RuntimeError(describe("fold_", "a prepared model", "no wrapped collection", "call prepare_ first"))
     with writing_to_tables(model):
         for wrapper in wrappers.values():
             multiply_by_alpha_(wrapper)
@@ -191,7 +184,7 @@ def _check_features(collections: dict[str, EmbeddingBagCollection], multi_hot_fe
     tables = [table for collection in collections.values() for table in collection.embedding_bag_configs()]
     names = [table.name for table in tables]
     repeated = sorted({name for name in names if names.count(name) > 1})
-    check(not repeated, "table names", "expected distinct names over all wrapped collections", repeated)
+    check(not repeated, "table names", "distinct names over all wrapped collections", repeated)
     features = {feature for table in tables for feature in table.feature_names}
     for feature in multi_hot_features or ():
         check_known("feature", feature, features)
@@ -214,7 +207,7 @@ def _check_weights(
             own = f"{fqn}.embedding_bags.{table}.weight".removeprefix(".")
             others = [name for name in holders[_memory(bag.weight)] if name != own]
             received = f"those of {others[0]!r} too" if others else ""
-            check(not others, f"table {table!r}", "expected weights of its own", received, remedy)
+            check(not others, f"table {table!r}", "weights of its own", received, remedy)
 
 
 def _memory(weight: torch.Tensor) -> int:

@@ -32,7 +32,7 @@ from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollec
 
 ROWS_PER_CHUNK = 1 << 16
 """Rows that one in-place operation touches, at most."""
-VALUES_PER_CHUNK = 1 << 18
+VALUES_PER_OPERATION = 1 << 18
 """Values that one in-place operation touches: bounds temporary memory to a few MB, however large the table."""
 
 HOLDERS_OF_COLLECTIONS = ("torchrec.modules.", "torchrec.distributed.")
@@ -72,7 +72,7 @@ class TableShard:
             ``(view of the weights, rows of the table, columns of the table)``.
         """
         columns = slice(self.first_column, self.first_column + self.weight.shape[1])
-        num_rows = max(1, min(ROWS_PER_CHUNK, VALUES_PER_CHUNK // max(1, self.weight.shape[1])))
+        num_rows = max(1, min(ROWS_PER_CHUNK, VALUES_PER_OPERATION // max(1, self.weight.shape[1])))
         for start in range(0, self.weight.shape[0], num_rows):
             part = self.weight[start : start + num_rows]
             yield part, slice(self.first_row + start, self.first_row + start + len(part)), columns
@@ -200,7 +200,7 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
         return [TableShard(name, cast(Tensor, holder.weight).detach()) for name, holder in holders]
     if not isinstance(collection, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
         received = type(collection).__name__
-        raise TypeError(describe("local_shards", "expected an EmbeddingBagCollection, plain or sharded", received))
+        raise TypeError(describe("local_shards", "an EmbeddingBagCollection, plain or sharded", received))
     shards = []
     for key, value in collection.state_dict().items():
         parts = key.split(".")
@@ -255,11 +255,11 @@ def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
     """
     place, received = f"FQN {fqn!r}", type(collection).__name__
     if ranks.world_size == 1 and not isinstance(collection, EmbeddingBagCollection):
-        raise RuntimeError(describe(place, "expected a merged, unsharded collection", received, "call merge_ first"))
+        raise RuntimeError(describe(place, "a merged, unsharded collection", received, "call merge_ first"))
     if isinstance(collection, SoftSelectionEmbeddingBagCollection):
         alpha = collection.alpha
         if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
-            raise RuntimeError(describe(place, "expected a merged collection", "alpha below 1", "call merge_ first"))
+            raise RuntimeError(describe(place, "a merged collection", "alpha below 1", "call merge_ first"))
 
 
 def dense_state(model: nn.Module) -> dict[str, Tensor]:
@@ -339,10 +339,10 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
     for fqn, module in collections(model).items():
         if not isinstance(module, EmbeddingBagCollectionInterface):
             received = type(module).__name__
-            raise TypeError(describe(f"FQN {fqn!r}", "expected an unsharded collection", received))
+            raise TypeError(describe(f"FQN {fqn!r}", "an unsharded collection", received))
         configs += module.embedding_bag_configs()
     repeated = sorted(name for name, times in Counter(config.name for config in configs).items() if times > 1)
-    check(not repeated, "table names", "expected distinct names over all collections", repeated, "rename tables")
+    check(not repeated, "table names", "distinct names over all collections", repeated, "rename tables")
     return configs
 
 

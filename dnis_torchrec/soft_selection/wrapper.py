@@ -89,7 +89,7 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         super().__init__()
         if not isinstance(embedding_bag_collection, EmbeddingBagCollection):
             received = type(embedding_bag_collection).__name__
-            raise TypeError(describe("SoftSelection", "expected an EmbeddingBagCollection", received))
+            raise TypeError(describe("SoftSelection", "an EmbeddingBagCollection", received))
         self.blocks = blocks
         self._tables = list(embedding_bag_collection.embedding_bag_configs())
         self._is_weighted = embedding_bag_collection.is_weighted()
@@ -161,9 +161,9 @@ def _check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
         place, remedy = f"table {table.name!r}", "make the blocks from counts of this table"
         blocked = blocks.routings[table.name].num_embeddings
         fits = blocked == table.num_embeddings
-        check(fits, place, f"expected blocks of num_embeddings={table.num_embeddings} rows", blocked, remedy)
+        check(fits, place, f"blocks of num_embeddings={table.num_embeddings} rows", blocked, remedy)
         dim = blocks.embedding_dims[table.name]
-        check(dim == table.embedding_dim, place, f"expected blocks of embedding_dim={table.embedding_dim}", dim, remedy)
+        check(dim == table.embedding_dim, place, f"blocks of embedding_dim={table.embedding_dim}", dim, remedy)
         if table.pooling not in (PoolingType.SUM, PoolingType.MEAN):
             raise NotImplementedError(describe(place, "supported pooling is SUM or MEAN", table.pooling))
 

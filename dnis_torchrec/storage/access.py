@@ -86,11 +86,11 @@ def filesystem(address: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSyst
     except ImportError as error:
         package = PACKAGES.get(protocol, str(error))
         remedy = f"pip install {package}" if protocol in PACKAGES else "install it"
-        requirement = f"expected the package for {protocol}:// to be installed"
+        requirement = f"the package for {protocol}:// to be installed"
         raise ValueError(describe(f"address {text}", requirement, f"no {package}", remedy)) from error
     except ValueError as error:
         known = "file, memory, s3 (package s3fs), gs (package gcsfs), abfs (package adlfs)"
-        requirement = "expected a protocol that fsspec knows"
+        requirement = "a protocol that fsspec knows"
         raise ValueError(describe(f"address {text}", requirement, repr(protocol), f"use {known}")) from error
 
 
@@ -117,7 +117,7 @@ def retrying(action: Callable[[], Result], place: str) -> Result:
             received = f"{type(error).__name__}: {error}"
             if is_last:
                 remedy = "check address, credentials and network"
-                requirement = f"expected storage that answers ({attempt} of {ATTEMPTS} attempts made)"
+                requirement = f"storage that answers ({attempt} of {ATTEMPTS} attempts made)"
                 raise StorageError(describe(place, requirement, received, remedy)) from error
             wait = FIRST_WAIT_SECONDS * 2 ** (attempt - 1)
             logger.warning("%s: %s; attempt %d in %g s", place, received, attempt + 1, wait)
@@ -190,7 +190,7 @@ def expand(addresses: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
         if is_glob:
             found = sorted(retrying(partial(files.glob, path), place))
         here = [name for name in found if retrying(partial(files.isfile, name), place)]
-        check(bool(here), place, "expected at least one file", "none")
+        check(bool(here), place, "at least one file", "none")
         is_local = local_path(address) is not None
         expanded |= dict.fromkeys(name if is_local else files.unstrip_protocol(name) for name in here)
     return tuple(expanded)

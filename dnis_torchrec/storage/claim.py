@@ -121,7 +121,7 @@ class Claim:
             StorageError: naming who has.
         """
         if self._lost_to is not None:
-            requirement = "expected to keep the claim to it, which was not renewed in time"
+            requirement = "to keep the claim to it, which was not renewed in time"
             remedy = "end one of the two jobs"
             raise StorageError(describe(self._place, requirement, f"taken over by {self._lost_to}", remedy))
 
@@ -134,8 +134,7 @@ class Claim:
 
     def _refuse(self, found: bytes | None, *, unless: bool) -> None:
         writer = self._parsed(found)["writer"] if found else "nobody"
-        remedy = "wait for it, or choose another --out"
-        check(unless, self._place, "expected no other job at work there", writer, remedy)
+        check(unless, self._place, "no other job at work there", writer, "wait for it, or choose another --out")
 
     def _is_own(self, told: bytes) -> bool:
         return self._parsed(told)["job"] == self._job

@@ -74,7 +74,7 @@ def fetch(address: str | os.PathLike[str], into: Path | None = None, *, skip: Co
     files, path = filesystem(text)
     place = f"address {text}"
     found = retrying(lambda: files.find(path, detail=True), place)
-    check(bool(found), place, "expected a file or a folder with files", "nothing there")
+    check(bool(found), place, "a file or a folder with files", "nothing there")
     target = into or local_copy_of(text)
     if list(found) == [path]:
         _fetch_files(files, {path: target.name}, found, target.parent, place)
@@ -96,9 +96,8 @@ def _fetch_files(
 ) -> None:
     """Copies files (remote name -> name in the folder) that are not there in their present version."""
     for name in names.values():
-        check(_is_inside(name), place, "expected names inside the folder", repr(name))
-        requirement = f"expected no {FETCHED}, which a copy keeps for itself"
-        check(posixpath.normpath(name) != FETCHED, place, requirement, repr(name))
+        check(_is_inside(name), place, "names inside the folder", repr(name))
+        check(posixpath.normpath(name) != FETCHED, place, f"no {FETCHED}, which a copy keeps for itself", repr(name))
     if not names:
         return  # all was to be left where it is: no folder stands for none
     record = folder / FETCHED
@@ -106,7 +105,7 @@ def _fetch_files(
     check_plain(folder, f"copy {folder}")
     known = read_json(record, dict[str, str], remedy="remove the folder") if record.is_file() else {}
     for name in known:
-        check(_is_inside(name), f"file {record}", "expected names inside the folder", repr(name), "remove the folder")
+        check(_is_inside(name), f"file {record}", "names inside the folder", repr(name), "remove the folder")
     for gone in sorted(set(known) - set(names.values())):
         (folder / gone).unlink(missing_ok=True)
     present = {}

@@ -53,7 +53,7 @@ def check_plain(folder: Path, place: str) -> None:
     for path in _special_files(folder):
         kind = "the link" if path.is_symlink() else "the special file"
         received = f"{kind} {path.relative_to(folder).as_posix()!r}"
-        check(False, place, "expected plain files and folders in it", received, "remove it")
+        check(False, place, "plain files and folders in it", received, "remove it")
 
 
 def check_outside(folder: Path, place: str) -> None:
@@ -73,7 +73,7 @@ def check_outside(folder: Path, place: str) -> None:
     """
     here = Path.cwd()
     is_inside = here.resolve().is_relative_to(folder.resolve())
-    check(not is_inside, place, "expected a working folder outside of what is replaced", here, "go to another folder")
+    check(not is_inside, place, "a working folder outside of what is replaced", here, "go to another folder")
 
 
 def _special_files(folder: Path) -> Iterator[Path]:
@@ -112,7 +112,7 @@ def make_folder(folder: Path, *, within: Path) -> Path:
             reached.mkdir()
         is_folder = stat.S_ISDIR(reached.lstat().st_mode)
         received = "a link" if reached.is_symlink() else "something else"
-        check(is_folder, f"folder {reached}", "expected a plain folder", received, "remove it")
+        check(is_folder, f"folder {reached}", "a plain folder", received, "remove it")
     return folder
 
 
@@ -132,7 +132,7 @@ def file_lock(path: Path) -> Iterator[str | None]:
         ValueError: if something else than a plain file is there.
         OSError: if it cannot be made.
     """
-    place, requirement = f"lock {path}", "expected a plain file"
+    place, requirement = f"lock {path}", "a plain file"
     check(not path.is_symlink(), place, requirement, "a link", "remove it")
     check(is_plain_file(path) or not path.exists(), place, requirement, "something else", "remove it")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

@@ -28,7 +28,7 @@ from typing import (
 
 from dnis_torchrec.checks import describe
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 NotNegative = Annotated[int, 0]
 Positive = Annotated[int, 1]
@@ -38,12 +38,12 @@ LARGEST = 2**63 - 1
 """Integers of a file count rows, bytes and steps: what int64 cannot hold is damage."""
 DEEPEST = 50
 """Levels of lists and objects in each other."""
-SHOWN = 60
+_SHOWN = 60
 """Characters of a wrong value that an error shows."""
 _WORDS = {str: "text", bool: "true or false", int: "an integer of 64 bits", float: "a finite number", None: "null"}
 
 
-def read_json(file: Path, kind: type[T], *, remedy: str = "") -> T:
+def read_json(file: Path, kind: type[_T], *, remedy: str = "") -> _T:
     """Reads a JSON file.
 
     Args:
@@ -61,7 +61,7 @@ def read_json(file: Path, kind: type[T], *, remedy: str = "") -> T:
     return parse_json(file.read_bytes(), kind, str(file), remedy=remedy)
 
 
-def parse_json(content: bytes | str, kind: type[T], place: str, *, remedy: str = "") -> T:
+def parse_json(content: bytes | str, kind: type[_T], place: str, *, remedy: str = "") -> _T:
     """Parses JSON: UTF-8, no NaN, no infinity, no name twice in an object.
 
     Args:
@@ -84,9 +84,9 @@ def parse_json(content: bytes | str, kind: type[T], place: str, *, remedy: str =
         text = content if isinstance(content, str) else content.decode("utf-8")
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
     except RecursionError as error:
-        raise ValueError(describe(place, "expected JSON", "one that is nested too deeply", remedy)) from error
+        raise ValueError(describe(place, "JSON", "one that is nested too deeply", remedy)) from error
     except ValueError as error:
-        raise ValueError(describe(place, "expected JSON", str(error), remedy)) from error
+        raise ValueError(describe(place, "JSON", str(error), remedy)) from error
     conform(value, kind, place, remedy=remedy)
     return value
 
@@ -132,20 +132,20 @@ def _conform(value: object, kind: Any, field: str) -> None:
         _conform_to_any(value, arguments, field)
     elif origin is Annotated:
         if not (_is_plain(value, int) and value >= arguments[1]):
-            raise _FieldError(field, f"expected {_words(kind)}", _shown(value))
+            raise _FieldError(field, f"{_words(kind)}", _shown(value))
     elif is_typeddict(kind):
         _conform_members(value, *_of_typed_dict(kind), field)
     elif isinstance(kind, type) and is_dataclass(kind):
         _conform_members(value, *_of_dataclass(kind), field, is_complete=True)
     elif origin in (dict, Mapping):
         if not isinstance(value, dict):
-            raise _FieldError(field, "expected an object", _shown(value))
+            raise _FieldError(field, "an object", _shown(value))
         for name, item in value.items():
             _conform(item, arguments[1], _inside(field, name))
     elif origin in (list, tuple, Sequence):
         _conform_items(value, arguments, origin, field)
     elif not _is_plain(value, kind):
-        raise _FieldError(field, f"expected {_words(kind)}", _shown(value))
+        raise _FieldError(field, f"{_words(kind)}", _shown(value))
 
 
 def _conform_to_any(value: object, kinds: Sequence[Any], field: str) -> None:
@@ -160,15 +160,15 @@ def _conform_to_any(value: object, kinds: Sequence[Any], field: str) -> None:
     deepest = max(errors, key=lambda error: len(error.args[0]))
     if len(deepest.args[0]) > len(field):
         raise deepest
-    raise _FieldError(field, f"expected {' or '.join(map(_words, kinds))}", _shown(value))
+    raise _FieldError(field, f"{' or '.join(map(_words, kinds))}", _shown(value))
 
 
 def _conform_items(value: object, arguments: Sequence[Any], origin: Any, field: str) -> None:
     if not isinstance(value, list | tuple):
-        raise _FieldError(field, "expected a list", _shown(value))
+        raise _FieldError(field, "a list", _shown(value))
     is_fixed = origin is tuple and arguments[-1] is not Ellipsis
     if is_fixed and len(value) != len(arguments):
-        raise _FieldError(field, f"expected a list of {len(arguments)}", f"one of {len(value)}")
+        raise _FieldError(field, f"a list of {len(arguments)}", f"one of {len(value)}")
     for index, item in enumerate(value):
         _conform(item, arguments[index] if is_fixed else arguments[0], f"{field}[{index}]")
 
@@ -192,13 +192,13 @@ def _conform_members(
     value: object, members: Mapping[str, Any], needed: Sequence[str], field: str, *, is_complete: bool = False
 ) -> None:
     if not isinstance(value, dict):
-        raise _FieldError(field, "expected an object", _shown(value))
+        raise _FieldError(field, "an object", _shown(value))
     missing = sorted(name for name in needed if name not in value)
     if missing:
-        raise _FieldError(field, f"expected {missing[0]!r} in it", "none")
+        raise _FieldError(field, f"{missing[0]!r} in it", "none")
     unknown = sorted(set(value) - set(members)) if is_complete else []
     if unknown:
-        raise _FieldError(field, f"expected no more than {', '.join(members)}", _shown(unknown[0]))
+        raise _FieldError(field, f"no more than {', '.join(members)}", _shown(unknown[0]))
     for name, kind in members.items():
         if name in value:
             _conform(value[name], kind, _inside(field, name))
@@ -211,7 +211,7 @@ def _check_depth(value: object, field: str) -> None:
         holders = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         level = [item for holder in holders for item in holder]
     if any(isinstance(item, dict | list) for item in level):
-        raise _FieldError(field, f"expected at most {DEEPEST} levels", "more")
+        raise _FieldError(field, f"at most {DEEPEST} levels", "more")
 
 
 def _is_plain(value: object, kind: Any) -> bool:
@@ -225,7 +225,7 @@ def _is_plain(value: object, kind: Any) -> bool:
         return isinstance(value, int) and abs(value) <= LARGEST
     if kind is float:
         return isinstance(value, int | float) and abs(value) <= LARGEST**8 and math.isfinite(value)
-    raise TypeError(describe("conform", "expected a type that JSON has", kind))
+    raise TypeError(describe("conform", "a type that JSON has", kind))
 
 
 def _words(kind: Any) -> str:
@@ -249,7 +249,7 @@ def _shown(value: object) -> str:
         text = "null" if value is None else repr(value)
     except ValueError:  # Python shows no integer of thousands of digits
         return "a number of thousands of digits"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
 
 
 def _refuse(name: str) -> NoReturn:
@@ -259,7 +259,7 @@ def _refuse(name: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"the number {text[:SHOWN]}, which is too large")
+        raise ValueError(f"the number {text[:_SHOWN]}, which is too large")
     return value
 
 

@@ -37,7 +37,7 @@ SHARED_WAIT_SECONDS, SHARED_POLL_SECONDS = 600.0, 0.1
 """How long processes wait for the one among them that fetches, and how often they look."""
 LAST_FILES = ("manifest.json", "run.json", "comparison.json")
 """Files that say that a folder is whole: published after everything else."""
-MANIFEST, RUN = "manifest.json", "run.json"
+_MANIFEST, _RUN = "manifest.json", "run.json"
 """The first names every file beside it. The second vouches for a run that has finished, and may get a report later."""
 SMALL_BYTES = 1 << 20
 """Files up to this size are copied before they are published, so that what is published is what was listed."""
@@ -82,8 +82,7 @@ class Mirror:
                         continue
                 except FileNotFoundError as error:
                     if (self.folder / name).exists():
-                        place = f"address {self.url}"
-                        raise StorageError(describe(place, "expected a place to write to", error)) from error
+                        raise StorageError(describe(f"address {self.url}", "a place to write to", error)) from error
                     continue  # removed since it was listed
                 self._published[name] = versions[name]
         for name in sorted(set(self._published) - set(versions)):
@@ -92,11 +91,11 @@ class Mirror:
     def _outdated(self, versions: dict[str, tuple[int, int]]) -> list[str]:
         """Published files that vouch for content that is no longer there, or soon will not be."""
         changed = {name for name, version in self._published.items() if versions.get(name) != version}
-        return sorted(name for name in self._vouching if name in changed or (name == MANIFEST and changed))
+        return sorted(name for name in self._vouching if name in changed or (name == _MANIFEST and changed))
 
     def _vouches(self, name: str) -> bool:
         """Whether a file of `LAST_FILES`, as it is here, says that the folder is whole."""
-        if name != RUN:
+        if name != _RUN:
             return True
         try:
             return read_json(self.folder / name, dict[str, Any]).get("status") == "finished"
@@ -233,7 +232,7 @@ def _told_folder(told: Path, place: str) -> Path:
     while not is_plain_file(told):
         if time.monotonic() > until:
             remedy = "look at what the first process of this machine says"
-            requirement = f"expected the first process to prepare it within {SHARED_WAIT_SECONDS:g} s"
+            requirement = f"the first process to prepare it within {SHARED_WAIT_SECONDS:g} s"
             raise StorageError(describe(place, requirement, "nothing", remedy))
         time.sleep(SHARED_POLL_SECONDS)
     return Path(read_json(told, dict[str, str])["folder"])

@@ -18,7 +18,7 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.storage.json_files import parse_json
 from dnis_torchrec.storage.workplaces import PARTIAL, workplace
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -62,11 +62,30 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
         raise
 
 
-def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
-    """Writes UTF-8 text whole or not at all, see `written_whole`; returns `path`."""
+def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> Path:
+    """Writes a file whole or not at all.
+
+    Args:
+        path: of the file; an older one is replaced.
+        content: what it is to hold.
+        durable: see `written_whole`.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: if the folder does not exist.
+    """
+    path = Path(path)
+    check(path.parent.is_dir(), str(path), "an existing folder", str(path.parent), "create it first")
     with written_whole(path, durable=durable) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_bytes(content)
     return path
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> Path:
+    """Writes UTF-8 text as `write_bytes` does; returns `path`."""
+    return write_bytes(path, text.encode("utf-8"), durable=durable)
 
 
 def write_json(path: Path, content: Any) -> Path:
@@ -109,7 +128,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], kind: str, head: Ma
         save_file(dict(tensors), unfinished, metadata={kind: json.dumps(head)})
 
 
-def read_tensors(path: Path, kind: str, head: type[T]) -> tuple[dict[str, Tensor], T]:
+def read_tensors(path: Path, kind: str, head: type[_T]) -> tuple[dict[str, Tensor], _T]:
     """Reads what `write_tensors` wrote.
 
     Args:
@@ -128,11 +147,10 @@ def read_tensors(path: Path, kind: str, head: type[T]) -> tuple[dict[str, Tensor
     try:
         with safe_open(path, framework="pt") as file:
             described = (file.metadata() or {}).get(kind, "")
-            check(bool(described), str(path), f"expected a file of {kind.replace('_', ' ')}", "another file")
+            check(bool(described), str(path), f"a file of {kind.replace('_', ' ')}", "another file")
             tensors = _TensorsOf(path, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
     except SafetensorError as error:
-        requirement = "expected a whole safetensors file"
-        raise ValueError(describe(str(path), requirement, str(error), "use another one")) from error
+        raise ValueError(describe(str(path), "a whole safetensors file", str(error), "use another one")) from error
     return tensors, parse_json(described, head, str(path), remedy="use another one")
 
 
@@ -144,4 +162,4 @@ class _TensorsOf(dict[str, Tensor]):
         self._path = path
 
     def __missing__(self, name: str) -> Tensor:
-        raise ValueError(describe(str(self._path), f"expected a tensor {name!r}", "none", "use another one"))
+        raise ValueError(describe(str(self._path), f"a tensor {name!r}", "none", "use another one"))

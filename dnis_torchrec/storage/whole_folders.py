@@ -70,8 +70,7 @@ def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
     if not os.path.lexists(target):
         return
     place = f"{kind.name} {str(target)!r}"
-    remedy = "pass overwrite=True to replace it"
-    check(overwrite, place, "expected a path that does not exist", "an existing one", remedy)
+    check(overwrite, place, "a path that does not exist", "an existing one", "pass overwrite=True to replace it")
     check_outside(target, place)
     ours = False
     if target.is_dir() and not target.is_symlink() and (target / kind.manifest).is_file():
@@ -83,7 +82,7 @@ def _check_target(target: Path, overwrite: bool, kind: FolderKind) -> None:
     check(
         ours,
         place,
-        f"expected an old {kind.name} to overwrite",
+        f"an old {kind.name} to overwrite",
         "something else",
         "choose another path, or remove it first",
     )

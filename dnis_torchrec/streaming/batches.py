@@ -83,7 +83,7 @@ class StreamedBatches:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        check(num_workers >= 0, "num_workers", "expected an integer >= 0", num_workers)
+        check(num_workers >= 0, "num_workers", "an integer >= 0", num_workers)
         self._stream, self._part = stream, part
         self._rank, self._world_size = rank, world_size
         self._any_order = EpochOrder(
@@ -118,7 +118,7 @@ class StreamedBatches:
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         """Goes to the beginning of an epoch."""
-        check(epoch >= 0, "stream's epoch", "expected an integer >= 0", epoch)
+        check(epoch >= 0, "stream's epoch", "an integer >= 0", epoch)
         self._position = self._next = (epoch, 0)
 
     @property
@@ -227,15 +227,15 @@ class StreamedBatches:
         own = self.state_dict()
         for name in sorted(set(own) - {"epoch", "batch", "num_batches", "world_size"}):
             remedy = "resume with the data and settings of the checkpoint"
-            check(state.get(name) == own[name], f"stream's {name}", f"expected {own[name]}", state.get(name), remedy)
+            check(state.get(name) == own[name], f"stream's {name}", f"{own[name]}", state.get(name), remedy)
         epoch, batch = int(state["epoch"]), int(state["batch"])
-        check(epoch >= 0, "stream's epoch", "expected an integer >= 0", epoch)
-        check(0 <= batch < state["num_batches"], "stream's batch", f"expected 0..{state['num_batches'] - 1}", batch)
+        check(epoch >= 0, "stream's epoch", "an integer >= 0", epoch)
+        check(0 <= batch < state["num_batches"], "stream's batch", f"0..{state['num_batches'] - 1}", batch)
         if state["world_size"] != own["world_size"] and batch:
             batch = batch * len(self) // state["num_batches"]
             remedy = f"going on at batch {batch} of {len(self)}: some samples come twice or not at all in this epoch"
             place, received = f"stream's position in epoch {epoch}", f"one of {state['world_size']}"
-            logger.warning(describe(place, f"expected one of {own['world_size']} ranks", received, remedy))
+            logger.warning(describe(place, f"one of {own['world_size']} ranks", received, remedy))
         self._position = self._next = (epoch, batch)
 
 

@@ -94,7 +94,7 @@ def count_training_data(
                 num_batches += 1
                 if name in queries and isinstance(batch, RankingBatch):
                     queries[name].append(batch.queries.cpu().long())
-            check(num_batches > 0, f"{name} stream", "expected at least one batch", 0, "check the data splits")
+            check(num_batches > 0, f"{name} stream", "at least one batch", 0, "check the data splits")
     _check_queries(queries, Ranks(process_group))
     train = checked_batches(for_counting(data.train), loss, "train")
     features = (batch.sparse_features for batch in train)

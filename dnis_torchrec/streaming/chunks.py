@@ -30,13 +30,13 @@ from dnis_torchrec.storage.json_files import read_json
 from dnis_torchrec.storage.whole_files import write_text, written_whole
 
 CHUNK_ROWS = 1 << 16
-FORMAT_VERSION = 2
+CACHE_FORMAT_VERSION = 2
 READ_BYTES = 1 << 26
 _NEWLINE = ord("\n")
 
 
 @dataclass(frozen=True)
-class Chunk:
+class FileChunk:
     """A piece of one file.
 
     Attributes:
@@ -73,7 +73,7 @@ class ChunkIndex:
 
     files: tuple[str, ...]
     fingerprint: str
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[FileChunk, ...]
 
     @property
     def offsets(self) -> np.ndarray:
@@ -114,17 +114,19 @@ def index_files(
         ValueError: if a file is missing, empty or no Parquet file, or text is compressed and there is no cache.
         StorageError: if storage does not answer.
     """
-    check(chunk_rows >= 1, "chunk_rows", "expected an integer >= 1", chunk_rows)
+    check(chunk_rows >= 1, "chunk_rows", "an integer >= 1", chunk_rows)
     addresses = expand(files)
     versions = [_version(address) for address in addresses]
-    described = json.dumps([FORMAT_VERSION, chunk_rows, addresses, versions])
+    described = json.dumps([CACHE_FORMAT_VERSION, chunk_rows, addresses, versions])
     fingerprint = hashlib.sha256(described.encode()).hexdigest()
     kept = cache / f"index_{fingerprint[:16]}.json" if cache else None
     if kept is not None and is_plain_file(kept):
         content = read_json(kept, _Kept, remedy="remove it")
         unpacked = set(content["files"]) - set(addresses)  # may have been removed alone, being large
         if all(Path(name).parent == cache and is_plain_file(Path(name)) for name in unpacked):
-            return ChunkIndex(tuple(content["files"]), fingerprint, tuple(Chunk(*chunk) for chunk in content["chunks"]))
+            return ChunkIndex(
+                tuple(content["files"]), fingerprint, tuple(FileChunk(*chunk) for chunk in content["chunks"])
+            )
     plain = tuple(_plain(address, version, cache) for address, version in zip(addresses, versions, strict=True))
     chunks = [chunk for number, address in enumerate(plain) for chunk in _chunks_of(address, number, chunk_rows)]
     index = ChunkIndex(plain, fingerprint, tuple(chunks))
@@ -146,7 +148,7 @@ def _plain(address: str, version: str, cache: Path | None) -> str:
         return address
     place, remedy = f"address {address}", "unpack it, convert it to Parquet, or give a cache folder to unpack it to"
     if cache is None:
-        raise ValueError(describe(place, "expected plain text or Parquet", "compressed text", remedy))
+        raise ValueError(describe(place, "plain text or Parquet", "compressed text", remedy))
     unpacked = cache / f"unpacked_{hashlib.sha256(f'{address} {version}'.encode()).hexdigest()[:16]}.txt"
     if is_plain_file(unpacked):
         return str(unpacked)
@@ -157,21 +159,20 @@ def _plain(address: str, version: str, cache: Path | None) -> str:
             try:
                 shutil.copyfileobj(source, target, READ_BYTES)
             except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
-                whole = "expected a whole compressed file"
-                raise ValueError(describe(place, whole, error, "download it again")) from error
+                raise ValueError(describe(place, "a whole compressed file", error, "download it again")) from error
 
     with written_whole(unpacked) as unfinished:
         retrying(lambda: unpack(unfinished), place)
     return str(unpacked)
 
 
-def _chunks_of(address: str, number: int, chunk_rows: int) -> list[Chunk]:
+def _chunks_of(address: str, number: int, chunk_rows: int) -> list[FileChunk]:
     chunks = _row_groups(address, number) if is_parquet(address) else _line_chunks(address, number, chunk_rows)
-    check(bool(chunks), f"address {address}", "expected at least one sample", "an empty file")
+    check(bool(chunks), f"address {address}", "at least one sample", "an empty file")
     return chunks
 
 
-def _row_groups(address: str, number: int) -> list[Chunk]:
+def _row_groups(address: str, number: int) -> list[FileChunk]:
     files, path = filesystem(address)
 
     def read_footer() -> pq.FileMetaData:
@@ -181,17 +182,17 @@ def _row_groups(address: str, number: int) -> list[Chunk]:
     try:
         footer = retrying(read_footer, f"address {address}")
     except pa.ArrowInvalid as error:
-        raise ValueError(describe(f"address {address}", "expected a Parquet file", str(error))) from error
+        raise ValueError(describe(f"address {address}", "a Parquet file", str(error))) from error
     chunks, first_row = [], 0
     for group in range(footer.num_row_groups):
         num_rows = footer.row_group(group).num_rows
         if num_rows:
-            chunks.append(Chunk(number, group, group + 1, first_row, num_rows))
+            chunks.append(FileChunk(number, group, group + 1, first_row, num_rows))
         first_row += num_rows
     return chunks
 
 
-def _line_chunks(address: str, number: int, chunk_rows: int) -> list[Chunk]:
+def _line_chunks(address: str, number: int, chunk_rows: int) -> list[FileChunk]:
     """Every `chunk_rows`-th line begins a chunk; the rest of the file is the last one."""
     size = _size(address)
     starts, first_rows, num_lines, last_byte = [0], [0], 0, _NEWLINE
@@ -206,7 +207,9 @@ def _line_chunks(address: str, number: int, chunk_rows: int) -> list[Chunk]:
         last_byte = int(block[-1])
     num_lines += int(last_byte != _NEWLINE)
     bounds = zip(starts, [*starts[1:], size], first_rows, [*first_rows[1:], num_lines], strict=True)
-    return [Chunk(number, start, end, row, next_row - row) for start, end, row, next_row in bounds if next_row > row]
+    return [
+        FileChunk(number, start, end, row, next_row - row) for start, end, row, next_row in bounds if next_row > row
+    ]
 
 
 def _size(address: str) -> int:

@@ -61,7 +61,7 @@ def count_stream(
             counts = _count(batches, tables, limits or CountLimits())
         counts = _merged(counts, ranks)
     if counts.num_samples == 0:
-        raise ValueError(describe("training stream", "expected at least one sample", "none", "check the data folder"))
+        raise ValueError(describe("training stream", "at least one sample", "none", "check the data folder"))
     return counts
 
 

@@ -58,12 +58,12 @@ class EpochOrder:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "world_size", "window_batches"):
-            check(getattr(self, name) >= 1, name, "expected an integer >= 1", getattr(self, name))
-        check(0 <= self.rank < self.world_size, "rank", f"expected 0..{self.world_size - 1}", self.rank)
-        check(self.seed >= 0, "seed", "expected an integer >= 0", self.seed)
+            check(getattr(self, name) >= 1, name, "an integer >= 1", getattr(self, name))
+        check(0 <= self.rank < self.world_size, "rank", f"0..{self.world_size - 1}", self.rank)
+        check(self.seed >= 0, "seed", "an integer >= 0", self.seed)
         needed = self.world_size * (self.batch_size if self.drop_last else 1)
         remedy = "use fewer ranks or a smaller batch"
-        requirement = f"expected at least {needed} samples for {self.world_size} ranks"
+        requirement = f"at least {needed} samples for {self.world_size} ranks"
         check(self.num_samples >= needed, self.place, requirement, self.num_samples, remedy)
 
     @property

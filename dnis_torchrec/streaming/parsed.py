@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from dnis_torchrec.blocks.hashing import HASH_VERSION, spread
 from dnis_torchrec.storage.foreign_folders import is_plain_file, make_folder
 from dnis_torchrec.storage.whole_files import written_whole
-from dnis_torchrec.streaming.chunks import CHUNK_ROWS, FORMAT_VERSION, ChunkIndex, index_files
+from dnis_torchrec.streaming.chunks import CACHE_FORMAT_VERSION, CHUNK_ROWS, ChunkIndex, index_files
 from dnis_torchrec.streaming.parsing import ParsedChunk, parse_chunk
 from dnis_torchrec.streaming.schema import StreamSchema
 
@@ -57,7 +57,7 @@ class ParsedStream:
         self.index: ChunkIndex = index_files(files, cache=cache, chunk_rows=chunk_rows)
         hashing = [HASH_VERSION] if schema.hashed or schema.split_by is not None else []
         self.layout = _digest(schema.to_json(), [chunk.num_rows for chunk in self.index.chunks], *hashing)
-        key = _digest(FORMAT_VERSION, HASH_VERSION, self.index.fingerprint, schema.to_json())
+        key = _digest(CACHE_FORMAT_VERSION, HASH_VERSION, self.index.fingerprint, schema.to_json())
         self._folder = cache / f"parsed_{key[:16]}" if cache is not None else None
         self._last: tuple[int, ParsedChunk] | None = None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.storage.access import filesystem, read_bytes, retrying
-from dnis_torchrec.streaming.chunks import Chunk, is_parquet
+from dnis_torchrec.streaming.chunks import FileChunk, is_parquet
 from dnis_torchrec.streaming.schema import StreamSchema
 from dnis_torchrec.streaming.values import bags_of_column, rows_of_column, split_keys
 
@@ -84,7 +84,7 @@ class ParsedChunk:
         return ParsedChunk(tensors["dense"], tensors["ids"], tensors["labels"], bags, tensors.get("split_keys"))
 
 
-def parse_chunk(address: str, chunk: Chunk, schema: StreamSchema) -> ParsedChunk:
+def parse_chunk(address: str, chunk: FileChunk, schema: StreamSchema) -> ParsedChunk:
     """Reads and parses one chunk.
 
     Args:
@@ -100,10 +100,10 @@ def parse_chunk(address: str, chunk: Chunk, schema: StreamSchema) -> ParsedChunk
     table = _read_row_group(address, chunk, schema) if is_parquet(address) else _read_text(address, chunk, schema)
     place = f"address {address}"
     received = table.num_rows
-    check(received == chunk.num_rows, place, f"expected {chunk.num_rows} samples from row {chunk.first_row}", received)
+    check(received == chunk.num_rows, place, f"{chunk.num_rows} samples from row {chunk.first_row}", received)
     columns = {name: table[name].combine_chunks() for name in schema.columns}
     labels = _numbers(columns[schema.label], f"{place}, column {schema.label!r}", missing=math.nan)
-    _check_finite(labels, address, chunk, schema.label, "expected a finite label")
+    _check_finite(labels, address, chunk, schema.label, "a finite label")
     dense = [_dense(columns[name], address, chunk, name) for name in schema.dense]
     ids = [
         rows_of_column(columns[name], rows, schema, f"{place}, column {name!r}")
@@ -123,7 +123,7 @@ def parse_chunk(address: str, chunk: Chunk, schema: StreamSchema) -> ParsedChunk
     )
 
 
-def _read_row_group(address: str, chunk: Chunk, schema: StreamSchema) -> pa.Table:
+def _read_row_group(address: str, chunk: FileChunk, schema: StreamSchema) -> pa.Table:
     files, path = filesystem(address)
 
     def read() -> pa.Table:
@@ -136,10 +136,10 @@ def _read_row_group(address: str, chunk: Chunk, schema: StreamSchema) -> pa.Tabl
     return retrying(read, f"address {address}")
 
 
-def _read_text(address: str, chunk: Chunk, schema: StreamSchema) -> pa.Table:
+def _read_text(address: str, chunk: FileChunk, schema: StreamSchema) -> pa.Table:
     place, names = f"address {address}", list(schema.text_columns)
     remedy = "name them in StreamSchema.text_columns"
-    check(bool(names), place, "expected the names of all columns of a text file", "none", remedy)
+    check(bool(names), place, "the names of all columns of a text file", "none", remedy)
     text = read_bytes(address, chunk.start, chunk.end)
     types = {name: pa.float32() for name in (schema.label, *schema.dense)}
     types |= {name: pa.dictionary(pa.int32(), pa.binary()) for name in schema.single_id}
@@ -160,7 +160,7 @@ def _read_text(address: str, chunk: Chunk, schema: StreamSchema) -> pa.Table:
     except pa.ArrowInvalid as error:
         line, received = _first_malformed(text, schema)
         where = f"{place}, line {chunk.first_row + line + 1}" if line >= 0 else place
-        requirement = f"expected {len(names)} fields, with numbers in label and dense columns"
+        requirement = f"{len(names)} fields, with numbers in label and dense columns"
         requirement += "" if schema.hashed else ", integers in those of ids"
         raise ValueError(describe(where, requirement, received or str(error), "clean the data")) from error
 
@@ -194,21 +194,21 @@ def _integer(field: bytes) -> pa.Scalar:
 def _numbers(column: pa.Array, place: str, *, missing: float) -> np.ndarray:
     """float32, with a number for those that are missing."""
     tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
-    check(any(test(column.type) for test in tests), place, "expected numbers", column.type)
+    check(any(test(column.type) for test in tests), place, "numbers", column.type)
     numbers = column.cast(pa.float32(), safe=False).fill_null(missing)
     return np.array(numbers.to_numpy(zero_copy_only=False), dtype=np.float32)
 
 
-def _dense(column: pa.Array, address: str, chunk: Chunk, name: str) -> np.ndarray:
+def _dense(column: pa.Array, address: str, chunk: FileChunk, name: str) -> np.ndarray:
     """float32, 0 where missing: in Parquet NaN says so too, as arrays have no other word for it."""
     values = _numbers(column, f"address {address}, column {name!r}", missing=0)
     if is_parquet(address):
         values[np.isnan(values)] = 0
-    _check_finite(values, address, chunk, name, "expected a finite number")
+    _check_finite(values, address, chunk, name, "a finite number")
     return values
 
 
-def _check_finite(values: np.ndarray, address: str, chunk: Chunk, name: str, requirement: str) -> None:
+def _check_finite(values: np.ndarray, address: str, chunk: FileChunk, name: str, requirement: str) -> None:
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         row = chunk.first_row + int(bad[0])

@@ -48,20 +48,19 @@ class StreamSchema:
 
     def __post_init__(self) -> None:
         place = "StreamSchema"
-        check(bool(self.num_embeddings), place, "expected at least one feature in single_id or multi_hot", "none")
+        check(bool(self.num_embeddings), place, "at least one feature in single_id or multi_hot", "none")
         both = sorted(set(self.single_id) & set(self.multi_hot))
-        check(not both, f"{place}.multi_hot", "expected features that single_id lacks", both)
+        check(not both, f"{place}.multi_hot", "features that single_id lacks", both)
         lowest = 2 if self.hashed else 1
         remedy = "row 0 is that of missing values" if self.hashed else ""
         for name, rows in self.num_embeddings.items():
             in_range = lowest <= rows < 2**31
-            check(in_range, f"feature {name!r}", f"expected num_embeddings in {lowest}..2**31-1", rows, remedy)
+            check(in_range, f"feature {name!r}", f"num_embeddings in {lowest}..2**31-1", rows, remedy)
         is_separator = len(self.separator) == 1 and self.separator.isascii() and self.separator not in "\r\n"
-        requirement = "expected one character of ASCII that ends no line"
-        check(is_separator, f"{place}.separator", requirement, repr(self.separator))
-        check(bool(self.list_separator), f"{place}.list_separator", "expected at least one character", "''")
+        check(is_separator, f"{place}.separator", "one character of ASCII that ends no line", repr(self.separator))
+        check(bool(self.list_separator), f"{place}.list_separator", "at least one character", "''")
         repeated = sorted({name for name in self.text_columns if self.text_columns.count(name) > 1})
-        check(not repeated, f"{place}.text_columns", "expected distinct names", repeated)
+        check(not repeated, f"{place}.text_columns", "distinct names", repeated)
         if self.text_columns:
             for name in self.columns:
                 check_known(f"{place}: column", name, self.text_columns)

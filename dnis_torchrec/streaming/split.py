@@ -61,10 +61,10 @@ def cut(fractions: tuple[float, ...], *, seed: int = 0) -> tuple[Part, ...]:
         >>> [(part.begin, part.end) for part in cut((0.5, 0.25, 0.25))]
         [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)]
     """
-    check(seed >= 0, "seed", "expected an integer >= 0", seed)
-    check(bool(fractions) and all(fraction > 0 for fraction in fractions), "fractions", "expected > 0", fractions)
+    check(seed >= 0, "seed", "an integer >= 0", seed)
+    check(bool(fractions) and all(fraction > 0 for fraction in fractions), "fractions", "> 0", fractions)
     total = math.fsum(fractions)
-    check(total <= 1 + 1e-9, "fractions", "expected a sum of at most 1", total)
+    check(total <= 1 + 1e-9, "fractions", "a sum of at most 1", total)
     ends = [math.fsum(fractions[: place + 1]) for place in range(len(fractions))]
     # Rounding must not leave the last samples without a part.
     ends = [1.0 if abs(end - 1) < 1e-9 else end for end in ends]

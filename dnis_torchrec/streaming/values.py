@@ -19,7 +19,7 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.streaming.schema import StreamSchema
 
 _NO_ROW = -1
-_WANTED = "expected integers, strings or bytes"
+_WANTED = "integers, strings or bytes"
 _LISTS = (
     pa.types.is_list,
     pa.types.is_large_list,
@@ -88,7 +88,7 @@ def rows_of_column(column: pa.Array, num_embeddings: int, schema: StreamSchema, 
     check(not _is_lists(column.type), where, _WANTED, "lists", "name it in multi_hot")
     rows = _rows(column, num_embeddings, schema, where)
     missing = 0 if schema.hashed else int((rows == _NO_ROW).sum())
-    check(missing == 0, where, "expected an id in every row", f"{missing} missing")
+    check(missing == 0, where, "an id in every row", f"{missing} missing")
     return rows
 
 
@@ -139,9 +139,9 @@ def split_keys(column: pa.Array, where: str) -> Tensor:
     Raises:
         ValueError: if a value is missing, or the column holds lists or no values, see `canonical`.
     """
-    check(not _is_lists(column.type), where, "expected one value per sample", "lists", "split by another column")
+    check(not _is_lists(column.type), where, "one value per sample", "lists", "split by another column")
     values = canonical(_decoded(column), where)
-    check(values.null_count == 0, where, "expected a value in every row", f"{values.null_count} missing")
+    check(values.null_count == 0, where, "a value in every row", f"{values.null_count} missing")
     return torch.from_numpy(hash_values(values).view(np.int64))
 
 
@@ -157,7 +157,7 @@ def _rows(values: pa.Array, num_embeddings: int, schema: StreamSchema, where: st
     received = lowest if lowest < 0 else highest
     remedy = "raise num_embeddings or set StreamSchema.hashed"
     in_range = lowest >= 0 and highest < num_embeddings
-    check(in_range, where, f"expected ids in 0..{num_embeddings - 1}", received, remedy)
+    check(in_range, where, f"ids in 0..{num_embeddings - 1}", received, remedy)
     rows = ids.cast(pa.int32())
     return (rows.fill_null(_NO_ROW) if rows.null_count else rows).to_numpy().copy()
 
@@ -171,7 +171,7 @@ def _integers(values: pa.Array, where: str) -> pa.Array:
     except pa.ArrowInvalid as error:
         bad = next(text for text in values.to_pylist() if not _is_integer(text))
         remedy = "clean the data, or set StreamSchema.hashed"
-        raise ValueError(describe(where, "expected integers", repr(bad.decode("utf-8", "replace")), remedy)) from error
+        raise ValueError(describe(where, "integers", repr(bad.decode("utf-8", "replace")), remedy)) from error
 
 
 def _is_integer(text: bytes | None) -> bool:
@@ -191,7 +191,7 @@ def _whole(values: pa.Array, where: str) -> pa.Array:
     if not pc.all(is_exact, min_count=0).as_py():
         bad = numbers.filter(pc.invert(is_exact))[0]
         remedy = "cast the column to integers or strings"
-        raise ValueError(describe(where, f"expected whole numbers below {limit} in a column of floats", bad, remedy))
+        raise ValueError(describe(where, f"whole numbers below {limit} in a column of floats", bad, remedy))
     return numbers.cast(pa.int64())
 
 

@@ -67,10 +67,10 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], loss: nn.Module, device
             metrics.update(predictions, labels)
     model.train(was_training)
     if metrics is None or not seen:
-        raise ValueError(describe("evaluation split", "expected at least one sample", "none", "check the data splits"))
+        raise ValueError(describe("evaluation split", "at least one sample", "none", "check the data splits"))
     total = {"loss": float(mean_loss.compute())}
     if not math.isfinite(total["loss"]):
-        raise NonFiniteError(describe("evaluation split", "expected finite predictions", "nan or inf", REMEDY))
+        raise NonFiniteError(describe("evaluation split", "finite predictions", "nan or inf", REMEDY))
     if is_binary and not is_ranking:
         total["logloss"] = total["loss"]
     computed = {name: float(value) for name, value in metrics.compute().items()}

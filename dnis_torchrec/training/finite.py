@@ -81,10 +81,10 @@ class FiniteGuard:
             flags = self._summed(self.flags(loss))
         if not bool(flags.any()):
             return
-        self._stop_for_another_rank(flags, place, "expected a finite loss")
+        self._stop_for_another_rank(flags, place, "a finite loss")
         culprit = self._table_with_non_finite_value()
         where = f"{place}, table {culprit!r}" if culprit else f"{place} (every table is finite)"
-        raise NonFiniteError(describe(where, "expected a finite loss", float(loss.detach().sum()), REMEDY))
+        raise NonFiniteError(describe(where, "a finite loss", float(loss.detach().sum()), REMEDY))
 
     @contextmanager
     def watch_gradients(self, place: str) -> Iterator[None]:
@@ -103,9 +103,8 @@ class FiniteGuard:
             flags = self.flags(gradient.new_tensor(0.0 if table is None else torch.nan))
             if not bool(self._summed(flags).any()):
                 return
-            self._stop_for_another_rank(flags, place, "expected finite gradients")
-            where = f"{place}, table {table!r}"
-            raise NonFiniteError(describe(where, "expected finite gradients", "nan or inf", REMEDY))
+            self._stop_for_another_rank(flags, place, "finite gradients")
+            raise NonFiniteError(describe(f"{place}, table {table!r}", "finite gradients", "nan or inf", REMEDY))
 
         for wrapper in self._wrappers.values():
             wrapper.selection.on_gradient = stop_if_bad
@@ -133,8 +132,7 @@ class FiniteGuard:
         # A norm may be infinite where no value is.
         bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
         if bad:
-            where = f"{place}, parameter {bad[0]!r}"
-            raise NonFiniteError(describe(where, "expected finite gradients", "nan or inf", REMEDY))
+            raise NonFiniteError(describe(f"{place}, parameter {bad[0]!r}", "finite gradients", "nan or inf", REMEDY))
 
     def check_alpha_gradient(self, gradient: Tensor, embedding_dim: int, place: str) -> None:
         """Checks the all-reduced gradient of an alpha, so that all ranks stop alike.
@@ -157,7 +155,7 @@ class FiniteGuard:
             if dim == embedding_dim and 0 <= row - blocks.first_alpha_row(table) < blocks.routings[table].num_blocks
         ]
         where = f"{place}, tables {tables}, row {row} of alpha"
-        raise NonFiniteError(describe(where, "expected a finite gradient", "nan or inf", REMEDY))
+        raise NonFiniteError(describe(where, "a finite gradient", "nan or inf", REMEDY))
 
     def _summed(self, flags: Tensor) -> Tensor:
         if self._world_size > 1:

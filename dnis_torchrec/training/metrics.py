@@ -199,7 +199,7 @@ class RankingMetrics(Metric):
 
     def __init__(self, ks: Sequence[int] = RANKING_KS) -> None:
         super().__init__()
-        check(bool(ks) and min(ks, default=0) >= 1, "RankingMetrics.ks", "expected cut-offs >= 1", ks)
+        check(bool(ks) and min(ks, default=0) >= 1, "RankingMetrics.ks", "cut-offs >= 1", ks)
         self._ks = tuple(ks)
         for name in ("preds", "target", "queries"):
             self.add_state(name, [], dist_reduce_fx="cat")
@@ -213,7 +213,7 @@ class RankingMetrics(Metric):
         odd = target[(target != 0) & (target != 1)]
         if odd.numel():
             remedy = "mark relevant candidates by 1, all others by 0"
-            raise ValueError(describe("ranking", "expected labels 0 or 1", float(odd[0]), remedy))
+            raise ValueError(describe("ranking", "labels 0 or 1", float(odd[0]), remedy))
         self.preds.append(preds.detach())
         self.target.append(target.long())
         self.queries.append(queries.long())

@@ -126,7 +126,7 @@ def train_plainly(
                 break
             step += 1
             guard.check_loss(loss, f"epoch {epoch}, step {step}")
-        check(step > 0, "training stream", "expected at least one batch", 0, "check the data splits")
+        check(step > 0, "training stream", "at least one batch", 0, "check the data splits")
         evaluated = pipeline.detach()
         selection_loss = evaluate(evaluated, recipe.data.selection, recipe.loss, device)["loss"]
         on_epoch(epoch, selection_loss)

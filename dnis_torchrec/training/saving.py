@@ -21,6 +21,6 @@ class Saving:
 
     def __post_init__(self) -> None:
         every, keep = self.checkpoint_every, self.keep_checkpoints
-        check(every >= 0, "checkpoint_every", "expected a number of steps >= 0", every)
-        check(keep >= 1, "keep_checkpoints", "expected at least 1", keep)
+        check(every >= 0, "checkpoint_every", "a number of steps >= 0", every)
+        check(keep >= 1, "keep_checkpoints", "at least 1", keep)
         check_known("on_save_error", self.on_save_error, ON_ERROR)

@@ -69,8 +69,8 @@ def check_pooling(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection) and module.is_weighted():
             for table in module.embedding_bag_configs():
-                place, requirement = f"table {table.name!r}", "expected SUM pooling of bags with weights"
-                check(table.pooling != PoolingType.MEAN, place, requirement, "MEAN", remedy)
+                requirement = "SUM pooling of bags with weights"
+                check(table.pooling != PoolingType.MEAN, f"table {table.name!r}", requirement, "MEAN", remedy)
 
 
 def shard(

@@ -97,7 +97,7 @@ def load_criteo(folder: Path, *, seed: int, min_count: int = 2) -> Samples:
     Raises:
         ValueError: if the file is missing, more than 1 % of it is malformed, or `min_count` is below 1.
     """
-    check(min_count >= 1, "min_count", "expected an integer >= 1", min_count)
+    check(min_count >= 1, "min_count", "an integer >= 1", min_count)
     lines = read_lines(folder)
     train_rows = split_rows(lines.labels.numel(), seed=seed)[0]
     ids, num_embeddings = torch.empty_like(lines.codes), {}

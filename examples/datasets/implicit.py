@@ -44,7 +44,7 @@ class KnownPositives:
         num_known = torch.bincount(self._pairs.div(num_items, rounding_mode="floor"))
         most = int(num_known.argmax()) if num_known.numel() else 0
         leaves_one = not num_known.numel() or int(num_known[most]) < num_items
-        check(leaves_one, f"user {most}", f"expected an item of {num_items} left to be a negative", "none")
+        check(leaves_one, f"user {most}", f"an item of {num_items} left to be a negative", "none")
 
     def contains(self, users: Tensor, items: Tensor) -> Tensor:
         """Whether each pair is known, bool.
@@ -71,7 +71,7 @@ class KnownPositives:
         Raises:
             ValueError: if the other has another number of items, or a user then knows every item.
         """
-        check(other.num_items == self.num_items, "known pairs", f"expected {self.num_items} items", other.num_items)
+        check(other.num_items == self.num_items, "known pairs", f"{self.num_items} items", other.num_items)
         pairs = torch.cat([self._pairs, other._pairs])
         users, items = pairs.div(self.num_items, rounding_mode="floor"), pairs % self.num_items
         return KnownPositives(users, items, self.num_items)
@@ -140,10 +140,8 @@ class ImplicitBatches:
     ) -> None:
         self._positives_per_batch = batch_size // (1 + num_negatives)
         place = "ImplicitBatches"
-        check(
-            self._positives_per_batch > 0, f"{place}.batch_size", f"expected at least {1 + num_negatives}", batch_size
-        )
-        check(users.numel() > 0, place, "expected at least one interaction", 0)
+        check(self._positives_per_batch > 0, f"{place}.batch_size", f"at least {1 + num_negatives}", batch_size)
+        check(users.numel() > 0, place, "at least one interaction", 0)
         self._users, self._items, self._known = users, items, known
         self._num_negatives, self._batch_size, self._seed = num_negatives, batch_size, seed
         self._is_fixed = is_fixed

@@ -39,7 +39,7 @@ class Bags:
         check(
             rising and int(self.offsets[0]) == 0 and int(self.offsets[-1]) == self.values.numel(),
             "Bags.offsets",
-            f"expected rising numbers from 0 to {self.values.numel()}",
+            f"rising numbers from 0 to {self.values.numel()}",
             self.offsets[:4].tolist(),
         )
 
@@ -172,7 +172,7 @@ def split_rows(num_samples: int, *, seed: int) -> tuple[Tensor, Tensor, Tensor, 
         >>> [part.numel() for part in split_rows(100, seed=0)]
         [80, 5, 5, 10]
     """
-    check(num_samples >= 20, "split_rows", "expected at least 20 samples for four splits", num_samples)
+    check(num_samples >= 20, "split_rows", "at least 20 samples for four splits", num_samples)
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
     held_out = [int(ratio * num_samples) for ratio in SPLIT_RATIOS[1:]]
     split_of_row = torch.empty(num_samples, dtype=torch.uint8)
@@ -234,20 +234,19 @@ class InMemoryBatches:
         num_samples = labels.numel()
         multi_hot = dict(multi_hot or {})
         place = "InMemoryBatches"
-        check(batch_size >= 1, f"{place}.batch_size", "expected an integer >= 1", batch_size)
+        check(batch_size >= 1, f"{place}.batch_size", "an integer >= 1", batch_size)
         for name, tensor in (("dense", dense), ("ids", ids)):
             shape = tuple(tensor.shape)
             matches = len(shape) == 2 and shape[0] == num_samples
-            check(matches, f"{place}.{name}", f"expected {num_samples} rows, one per label", shape)
-        columns = f"expected {len(feature_names)} columns"
-        check(ids.shape[1] == len(feature_names), f"{place}.ids", columns, ids.shape[1])
+            check(matches, f"{place}.{name}", f"{num_samples} rows, one per label", shape)
+        check(ids.shape[1] == len(feature_names), f"{place}.ids", f"{len(feature_names)} columns", ids.shape[1])
         for name, bags in multi_hot.items():
             received = bags.offsets.numel() - 1
-            check(received == num_samples, f"feature {name!r}", f"expected {num_samples} bags", received)
+            check(received == num_samples, f"feature {name!r}", f"{num_samples} bags", received)
         fits = len(scalar_names) in (0, dense.shape[1])
-        check(fits, f"{place}.scalar_names", f"expected {dense.shape[1]} names, or none", len(scalar_names))
+        check(fits, f"{place}.scalar_names", f"{dense.shape[1]} names, or none", len(scalar_names))
         keys = [*feature_names, *multi_hot, *scalar_names]
-        check(len(set(keys)) == len(keys), f"{place}.feature_names", "expected distinct names", keys)
+        check(len(set(keys)) == len(keys), f"{place}.feature_names", "distinct names", keys)
         self._dense, self._ids, self._labels = dense.float(), ids, labels.float()
         self._multi_hot = tuple(multi_hot.values())
         self._num_scalars, self._queries = len(scalar_names), queries
@@ -255,7 +254,7 @@ class InMemoryBatches:
         self._rows = torch.arange(num_samples) if rows is None else rows
         self._batch_size, self._shuffle, self._seed, self._drop_last = batch_size, shuffle, seed, drop_last
         self.epoch = 0
-        check(len(self) > 0, place, "expected at least one batch", f"{self._rows.numel()} samples")
+        check(len(self) > 0, place, "at least one batch", f"{self._rows.numel()} samples")
 
     @property
     def rows(self) -> Tensor:

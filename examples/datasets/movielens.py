@@ -107,7 +107,7 @@ def _parse_clicks(folder: Path) -> Samples:
         unknown = attributes["gender"].isna().to_numpy()
         if unknown.any():
             place = f"user {ratings['userId'].to_numpy()[unknown][0]}"
-            raise ValueError(describe(place, "expected a line in users.dat", "none", "download both files again"))
+            raise ValueError(describe(place, "a line in users.dat", "none", "download both files again"))
         codes |= {name: _codes(attributes[name]) for name in ("gender", "age", "occupation", "zip")}
     bags, num_genres = _genre_bags(_read(folder, "movies.dat", "movies.csv"), ratings["movieId"].to_numpy())
     labels = torch.from_numpy((ratings["rating"].to_numpy() >= 4).astype(np.float32))

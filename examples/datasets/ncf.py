@@ -80,9 +80,9 @@ def load_leave_one_out(folder: Path, *, name: str = "ml-1m") -> LeaveOneOut:
     for user, item in zip(test["user"], test["item"], strict=True):
         pair = (int(user), int(item))
         place, remedy = f"{path.name}, pair {pair}", "download it again"
-        check(pair in listed, place, "expected a line of negatives", "none", remedy)
+        check(pair in listed, place, "a line of negatives", "none", remedy)
         negatives = listed[pair][listed[pair] != item]
-        check(negatives.size > 0, place, "expected negatives beside the positive", "none", remedy)
+        check(negatives.size > 0, place, "negatives beside the positive", "none", remedy)
         num_dropped += int(negatives.size < listed[pair].size)
         lengths.append(negatives.size)
         values.append(negatives)
@@ -118,7 +118,7 @@ def _read_negatives(path: Path) -> dict[tuple[int, int], np.ndarray]:
         pair = _PAIR.fullmatch(head)
         if pair is None or not fields or not all(map(_ITEM.fullmatch, fields)):
             place = f"{path.name}, line {number}"
-            raise ValueError(describe(place, f"expected {_EXPECTED}", repr(line[:80]), "download it again"))
+            raise ValueError(describe(place, f"{_EXPECTED}", repr(line[:80]), "download it again"))
         listed[int(pair[1]), int(pair[2])] = np.array(fields, dtype=np.int64)
     return listed
 

@@ -37,7 +37,7 @@ def bucketised(samples: Samples, names: Sequence[str], train_rows: Tensor, *, nu
         >>> bucketised(samples, ["age"], torch.arange(4), num_buckets=4).ids.flatten().tolist()
         [0, 0, 1, 2]
     """
-    check(num_buckets >= 2, "num_buckets", "expected an integer >= 2", num_buckets)
+    check(num_buckets >= 2, "num_buckets", "an integer >= 2", num_buckets)
     _check_names(samples, names)
     inner = np.linspace(0, 1, num_buckets + 1)[1:-1]
     ids, num_embeddings = [samples.ids], dict(samples.num_embeddings)
@@ -76,4 +76,4 @@ def weighted(samples: Samples, names: Sequence[str]) -> Samples:
 
 def _check_names(samples: Samples, names: Sequence[str]) -> None:
     num_scalars = samples.dense.shape[1]
-    check(len(names) == num_scalars > 0, "scalars", f"expected {num_scalars} names of at least one scalar", len(names))
+    check(len(names) == num_scalars > 0, "scalars", f"{num_scalars} names of at least one scalar", len(names))

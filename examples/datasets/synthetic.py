@@ -76,7 +76,7 @@ def generate(num_samples: int, *, seed: int) -> PlantedSamples:
         >>> planted.samples.ids.shape, planted.useful_dims["cat_5"].bincount().nonzero().flatten().tolist()
         (torch.Size([100, 6]), [1, 4, 8, 16])
     """
-    check(num_samples >= 2, "num_samples", "expected an integer >= 2", num_samples)
+    check(num_samples >= 2, "num_samples", "an integer >= 2", num_samples)
     random = torch.Generator().manual_seed(seed)
     num_embeddings = SINGLE_ID_TABLES | MULTI_HOT_TABLES
     tables = {

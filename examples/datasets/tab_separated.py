@@ -41,9 +41,9 @@ def _parse(path: Path, label: str, fields: tuple[tuple[str, str], ...]) -> Sampl
     try:
         frame = pd.read_csv(path, sep="\t", dtype=dict.fromkeys(columns, np.int64) | {label: np.float32})
     except (ValueError, OverflowError, EOFError, OSError) as error:
-        raise ValueError(describe(path.name, f"expected numbers in {columns}", error, "download it again")) from error
+        raise ValueError(describe(path.name, f"numbers in {columns}", error, "download it again")) from error
     missing = [column for column in (label, *columns) if column not in frame]
-    check(not missing, path.name, f"expected columns {[label, *columns]}", f"none of {missing}", "download it again")
+    check(not missing, path.name, f"columns {[label, *columns]}", f"none of {missing}", "download it again")
     codes = {feature: pd.factorize(frame[column], sort=True) for feature, column in fields}
     return Samples(
         dense=torch.ones(len(frame), 1),

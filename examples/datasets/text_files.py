@@ -48,7 +48,7 @@ class MalformedLine:
     received: str
 
     def __str__(self) -> str:
-        return describe(f"{self.file}, line {self.line_number}", f"expected {self.expected}", repr(self.received))
+        return describe(f"{self.file}, line {self.line_number}", f"{self.expected}", repr(self.received))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MalformedLines:
             ValueError: naming the first malformed line, if more than 1 % of the lines are malformed or no line is left.
         """
         if not self.num_lines:
-            raise ValueError(describe(self.file, "expected at least one line", "an empty file", "download it again"))
+            raise ValueError(describe(self.file, "at least one line", "an empty file", "download it again"))
         if not self.lines:
             return
         share = f"{len(self.lines)} of {self.num_lines} lines malformed"
@@ -296,7 +296,7 @@ def line_chunks(path: Path) -> Iterator[bytes]:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk + file.readline()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(describe(str(path), "expected a whole gzip file", error, "download it again")) from error
+            raise ValueError(describe(str(path), "a whole gzip file", error, "download it again")) from error
 
 
 def find_file(folder: Path, names: Sequence[str], publisher: str) -> Path:
@@ -317,7 +317,7 @@ def find_file(folder: Path, names: Sequence[str], publisher: str) -> Path:
     wanted = " or ".join(f"{name}[.gz]" for name in names)
     entries = sorted(entry.name for entry in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
     found = entries or "an empty folder"
-    raise ValueError(describe(str(folder), f"expected {wanted}", found, f"get it from {publisher}"))
+    raise ValueError(describe(str(folder), f"{wanted}", found, f"get it from {publisher}"))
 
 
 def require_folder(data: Path | None, recipe: str, publisher: str) -> Path:
@@ -335,5 +335,5 @@ def require_folder(data: Path | None, recipe: str, publisher: str) -> Path:
         ValueError: if none was given.
     """
     if data is None:
-        raise ValueError(describe(f"recipe {recipe!r}", "expected a data folder", "none", f"get it from {publisher}"))
+        raise ValueError(describe(f"recipe {recipe!r}", "a data folder", "none", f"get it from {publisher}"))
     return Path(data).resolve()

@@ -52,7 +52,7 @@ class MatrixFactorization(nn.Module):
             for config in embedding_bag_collection.embedding_bag_configs()
             for feature in config.feature_names
         }
-        check(len(rows) == 2, "MatrixFactorization", "expected a collection of two features", list(rows))
+        check(len(rows) == 2, "MatrixFactorization", "a collection of two features", list(rows))
         self._features = tuple(rows)
         self._tables = tuple(table.name for table in embedding_bag_collection.embedding_bag_configs())
         self.embedding_bag_collection = embedding_bag_collection
@@ -110,7 +110,7 @@ class MultiLayerPerceptron(nn.Module):
     ) -> None:
         super().__init__()
         outputs = _output_dims(embedding_bag_collection)
-        check(len(outputs) == 2, "MultiLayerPerceptron", "expected a collection of two features", list(outputs))
+        check(len(outputs) == 2, "MultiLayerPerceptron", "a collection of two features", list(outputs))
         self._left, self._right = outputs
         self._tables = tuple(embedding_bag_collection.embedding_bag_configs())
         self.embedding_bag_collection = embedding_bag_collection
@@ -178,7 +178,7 @@ class NeuMF(nn.Module):
         outputs = _output_dims(embedding_bag_collection)
         dims = list(outputs.values())
         is_neumf = len(dims) == 4 and dims[0] == dims[1]
-        check(is_neumf, "NeuMF", "expected a GMF pair of tables of equal D, then an MLP pair", outputs)
+        check(is_neumf, "NeuMF", "a GMF pair of tables of equal D, then an MLP pair", outputs)
         self._gmf_left, self._gmf_right, self._mlp_left, self._mlp_right = outputs
         self._tables = tuple(embedding_bag_collection.embedding_bag_configs())
         self.embedding_bag_collection = embedding_bag_collection

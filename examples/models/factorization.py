@@ -217,7 +217,7 @@ class _Fields(nn.Module):
         super().__init__()
         self._features = [feature for table in tables for feature in table.feature_names]
         dims = {table.name: table.embedding_dim for table in tables}
-        check(len(set(dims.values())) == 1, "tables", "expected one embedding_dim", dims)
+        check(len(set(dims.values())) == 1, "tables", "one embedding_dim", dims)
         self._embedding_dim = tables[0].embedding_dim
 
     @property

@@ -85,7 +85,7 @@ def build_neumf_tables(
 
 
 def _table(name: str, features: list[str], rows: int, embedding_dim: int, init_std: float) -> EmbeddingBagConfig:
-    check(embedding_dim >= 1, "embedding_dim", "expected an integer >= 1", embedding_dim)
+    check(embedding_dim >= 1, "embedding_dim", "an integer >= 1", embedding_dim)
     return EmbeddingBagConfig(
         name=name,
         embedding_dim=embedding_dim,

@@ -117,7 +117,7 @@ def test_manifest_tells_everything(written: Path) -> None:
     assert manifest["run"] == {"seed": 3}
     assert manifest["bytes"] == scheme.form_bytes()
     assert manifest["parameters"] == scheme.parameters
-    assert set(manifest["versions"]) == {"dnis_torchrec", "torch", "torchrec", "fbgemm_gpu", "python"}
+    assert {"dnis-torchrec", "torch", "torchrec", "python"} < manifest["versions"].keys()
     movie = manifest["tables"]["movie/seen"]
     assert (movie["collection"], movie["feature_names"], movie["pooling"]) == ("ebc", ["movie"], "mean")
     assert (movie["num_embeddings"], movie["embedding_dim"], movie["is_weighted"]) == (10, 5, False)
@@ -288,7 +288,7 @@ def test_bytes_of_a_form_are_predicted(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     for name, table in scheme.tables.items():
         for form, shards in manifest["tables"][name]["shards"].items():
-            (tensors,) = [artifact.read_tensors(path, manifest, shard["file"]) for shard in shards]
+            (tensors,) = [artifact.read_artifact_file(path, manifest, shard["file"]) for shard in shards]
             assert FORMS[form].predicted_bytes(table) == sum(tensor.nbytes for tensor in tensors.values())
 
 

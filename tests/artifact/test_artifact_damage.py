@@ -396,7 +396,7 @@ def test_shards_that_are_not_all_rows_in_order_are_refused(written: Path, shards
 
 def test_map_with_a_block_that_does_not_exist_is_refused(written: Path) -> None:
     name = "scheme.safetensors"
-    tensors = artifact.read_tensors(written, read_manifest(written), name)
+    tensors = artifact.read_artifact_file(written, read_manifest(written), name)
     tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     tensors["movie/seen/block_of_row"][0] = 200
     save_file(tensors, written / name)

@@ -60,7 +60,6 @@ def cases(draw):
     options = {
         "strategy": draw(st.sampled_from(["equal_rows", "equal_mass", "decades", "explicit"])),
         "num_blocks": draw(st.integers(1, 6)),
-        "keep_ties_together": draw(st.booleans()),
     }
     if options["strategy"] == "explicit":
         positions = range(1, min(len(rows) for rows in counts.values()))
@@ -72,7 +71,7 @@ def cases(draw):
     (
         {name: [0, 1, 2] for name in DIMS},
         "table",
-        {"strategy": "equal_mass", "num_blocks": 4, "keep_ties_together": False},
+        {"strategy": "equal_mass", "num_blocks": 4},
     ),
     1,
 )
@@ -204,7 +203,6 @@ def test_cuts_by_hand() -> None:
     assert one([1000, 999, 99, 10, 9, 0], strategy="decades") == [0, 1, 2, 2, 3, 3]
     assert one([1000, 20, 0], strategy="decades") == [0, 1, 1]
     assert one([4, 3, 2, 1], strategy="explicit", boundaries=[1]) == [0, 1, 1, 1]
-    assert one([5, 5, 5, 1], num_blocks=2, keep_ties_together=True) == [0, 0, 0, 0]
     assert one([0, 0, 0, 0], num_blocks=2) == [0, 0, 1, 1]
 
 
@@ -241,11 +239,9 @@ def test_fewer_blocks_than_wanted_are_said(caplog: pytest.LogCaptureFixture) -> 
         assert caplog.messages == []
         one([3, 2], num_blocks=5)
         one([3, 2], num_blocks=5, scope="table")  # a small table among others
-        one([7, 7, 7, 1], num_blocks=3, keep_ties_together=True)
         one([1000, 1], num_blocks=5, strategy="decades")
     assert caplog.messages == [
-        "blocking: 2 blocks came out of 5 wanted (too few rows or ties)",
-        "blocking: 1 blocks came out of 3 wanted (too few rows or ties)",
+        "blocking: 2 blocks came out of 5 wanted (too few rows)",
     ]
 
 

@@ -16,8 +16,8 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
 from dnis_torchrec.comparison.methods import SizeNotMetError
 from dnis_torchrec.comparison.methods.mde import (
+    MDE_SETTINGS,
     ROUNDINGS,
-    SETTINGS,
     TEMPERATURES,
     MdeDims,
     MdeSetting,
@@ -136,7 +136,7 @@ def test_dims_follow_the_power_of_frequency_by_hand() -> None:
     assert plan.projection_shapes() == {"D8_b1_d4": (4, 8)}
 
 
-@pytest.mark.parametrize("setting", SETTINGS[::3], ids=str)
+@pytest.mark.parametrize("setting", MDE_SETTINGS[::3], ids=str)
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 1.0])
 def test_every_setting_meets_the_bytes_with_projections_counted(setting: MdeSetting, share: float) -> None:
     counts = {"t": [1000 // (i + 1) for i in range(400)], "u": [500 // (i + 1) for i in range(300)] + [0] * 20}
@@ -158,7 +158,7 @@ def test_every_setting_meets_the_bytes_with_projections_counted(setting: MdeSett
             assert all(d & (d - 1) == 0 for d in dims.tolist())
 
 
-@pytest.mark.parametrize("setting", SETTINGS[::3], ids=str)
+@pytest.mark.parametrize("setting", MDE_SETTINGS[::3], ids=str)
 @pytest.mark.parametrize("share", [0.07, 0.15, 0.3, 0.55])
 @pytest.mark.parametrize("ratio", [1, 4])  # of the second table's D; NeuMF's are 1 and 4
 def test_no_larger_lambda_is_within_the_bytes(setting: MdeSetting, share: float, ratio: int) -> None:
@@ -187,8 +187,8 @@ def test_no_larger_lambda_is_within_the_bytes(setting: MdeSetting, share: float,
 
 def test_few_trials_are_spread_over_temperatures_and_roundings() -> None:
     for number in range(2, 9):
-        assert len({setting.temperature for setting in SETTINGS[:number]}) == number
-        assert {setting.rounding for setting in SETTINGS[:number]} == set(ROUNDINGS)
+        assert len({setting.temperature for setting in MDE_SETTINGS[:number]}) == number
+        assert {setting.rounding for setting in MDE_SETTINGS[:number]} == set(ROUNDINGS)
 
 
 def test_a_budget_for_everything_is_the_uniform_model_without_projections() -> None:
@@ -213,8 +213,8 @@ def test_less_than_one_dimension_for_every_block_is_refused() -> None:
 
 
 def test_sixteen_settings_and_no_more(gloo, tmp_path: Path) -> None:
-    assert {(s.temperature, s.rounding) for s in SETTINGS} == {(t, r) for t in TEMPERATURES for r in ROUNDINGS}
-    assert len(SETTINGS) == 16
+    assert {(s.temperature, s.rounding) for s in MDE_SETTINGS} == {(t, r) for t in TEMPERATURES for r in ROUNDINGS}
+    assert len(MDE_SETTINGS) == 16
     all_of_them, more = (mde(make_task(tmp_path, 2, max_epochs=1, trials=number)) for number in (None, 17))
     assert (more.trials, more.selection_loss) == (all_of_them.trials, all_of_them.selection_loss)
 

@@ -22,7 +22,7 @@ from dnis_torchrec.comparison.methods.random_search import random_dims
 from dnis_torchrec.comparison.methods.trained_scheme import (
     Candidate,
     columns_of_dims,
-    keep_columns_,
+    prune_to_columns_,
     row_blocks,
     uniform_scheme_,
 )
@@ -65,7 +65,7 @@ def test_dropped_values_stay_zero_and_retained_ones_learn(
     dims = {table: torch.tensor([DIM, 5, 0]) for table in blocks.routings}
     recipe = task.build(None)
     before = {name: weight.clone() for name, weight in tables_of(recipe.model).items()}
-    scheme = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, dims))
+    scheme = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, dims))
     model, trained = train_scheme(task, task.build(None), scheme)
     assert trained.best_epoch >= 0
     for name, weight in tables_of(model).items():
@@ -81,7 +81,7 @@ def test_a_trained_scheme_never_stores_rows_without_training_samples(gloo, tmp_p
     counts, blocks = row_blocks(task)
     assert int(counts.never_seen("user").sum()) > 0
     kept = columns_of_dims(blocks, {table: torch.tensor([3, 3, 3]) for table in blocks.routings})
-    scheme = keep_columns_(task.build(None).model, blocks, counts, kept)
+    scheme = prune_to_columns_(task.build(None).model, blocks, counts, kept)
     assert int(scheme.tables["user"].routing.row_counts().sum()) == int((~counts.never_seen("user")).sum())
 
 
@@ -99,7 +99,7 @@ def test_an_unknown_table_is_named() -> None:
     counts = FrequencyCounts({"t": torch.tensor([2, 1])}, {"f": 1}, 3)
     blocks = blocks_from_counts(counts, [table], num_blocks=1)
     with pytest.raises(ValueError, match="table"):
-        keep_columns_(EmbeddingBagCollection(tables=[table]), blocks, counts, {"u": torch.ones(1, 4) > 0})
+        prune_to_columns_(EmbeddingBagCollection(tables=[table]), blocks, counts, {"u": torch.ones(1, 4) > 0})
 
 
 # The best of several candidates

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from dnis_torchrec.comparison.cells import Cell
-from dnis_torchrec.comparison.outputs import comparison_table, rows_frame, write_json
+from dnis_torchrec.comparison.outputs import comparison_frame, comparison_table, write_comparison_json
 from dnis_torchrec.comparison.summary import comparison_rows
-from dnis_torchrec.report import read_rows
+from dnis_torchrec.report import read_report_rows
 from dnis_torchrec.report.compare_lines import compared_lines, cost_lines, missing_reasons
 from dnis_torchrec.report.compare_page import comparison_figures, render_comparison
 from dnis_torchrec.report.tables import TIMES
@@ -32,18 +32,18 @@ def test_table_and_csv_and_json_say_the_same(tmp_path: Path) -> None:
     assert "0.8200 ± 0.0917" in lines[3]
     assert "+0.0800 ± 0.0400" in lines[3]
     assert lines[1].endswith("*")
-    frame = rows_frame(content.rows)
+    frame = comparison_frame(content.rows)
     assert frame["metrics.mse"][2] == pytest.approx(0.82)
     assert frame["difference.mse.mean"][2] == pytest.approx(0.08)
     assert frame["seeds"][2] == "0 1 2"
     assert pd.isna(frame["metrics.mse"][3])
     assert frame["reason"].tolist() == ["", "", "", "crashed: RuntimeError: no"]
-    write_json(tmp_path / "a.json", content)
+    write_comparison_json(tmp_path / "a.json", content)
     described = json.loads((tmp_path / "a.json").read_text())
     assert described["rows"] == json.loads(json.dumps([row.to_json() for row in content.rows]))
-    assert [row.method for row in read_rows(tmp_path / "a.json")] == ["dense", "uniform", "uniform"]
-    write_json(tmp_path / "b.json", make_content(make_rows()))
-    assert [row.method for row in read_rows(tmp_path / "b.json")] == ["dense", "uniform", "uniform", "dnis"]
+    assert [row.method for row in read_report_rows(tmp_path / "a.json")] == ["dense", "uniform", "uniform"]
+    write_comparison_json(tmp_path / "b.json", make_content(make_rows()))
+    assert [row.method for row in read_report_rows(tmp_path / "b.json")] == ["dense", "uniform", "uniform", "dnis"]
 
 
 def test_a_narrow_table_shows_the_metrics_asked_for() -> None:

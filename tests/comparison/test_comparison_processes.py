@@ -47,7 +47,8 @@ def test_a_cell_knows_nothing_of_a_torchrun_around_it(out: Path, monkeypatch: py
     monkeypatch.setenv("OUTLIVES", "all of them")
     program = "import os, sys, json; json.dump(dict(os.environ), open(sys.argv[1] + '/seen.json', 'w'))"
     (folder,) = make_folders(out, 2)
-    run_cells([folder], jobs=1, on_done=lambda folder: None, command=(sys.executable, "-c", program))
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", program))
+    run_cells([folder], jobs=1, on_done=lambda folder: None)
     seen = json.loads((folder / "seen.json").read_text())
     assert seen["OUTLIVES"] == "all of them"
     assert not told.keys() & seen.keys()
@@ -210,7 +211,7 @@ def test_a_cell_that_is_ended_while_its_recipe_is_built_did_not_crash(
     monkeypatch.setattr(sys, "argv", ["worker", str(folder)])
     monkeypatch.setattr(worker, "_end_with_parent", lambda: None)
     with pytest.raises(SystemExit) as ended:
-        worker.main()
+        worker.run_process()
     assert ended.value.code == 128 + signal.SIGTERM
     assert read_crash(folder) is None
     assert not (folder / "work").exists()

@@ -22,7 +22,7 @@ from dnis_torchrec.comparison.methods.nis.controller import Controller
 from dnis_torchrec.comparison.methods.nis.grid import Grid, multi_size_grid, single_size_grid
 from dnis_torchrec.comparison.methods.nis.methods import chosen
 from dnis_torchrec.comparison.methods.nis.supernet import Quality, Supernet, train_controller
-from dnis_torchrec.comparison.methods.trained_scheme import keep_columns_
+from dnis_torchrec.comparison.methods.trained_scheme import prune_to_columns_
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.search.budget import Budget, Size
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
@@ -117,7 +117,7 @@ def test_the_grid_tells_the_bytes_of_the_scheme(kind: str, num_blocks: int) -> N
     for picked in random_picks(grid, 12):
         if grid.cost(picked) == 0:
             continue
-        scheme = keep_columns_(make_collection(), blocks, counts, grid.retained(picked))
+        scheme = prune_to_columns_(make_collection(), blocks, counts, grid.retained(picked))
         assert 1200 - budget.amount + grid.cost(picked) == scheme.form_bytes()["mixed_dimension_fp32"]
 
 
@@ -267,7 +267,7 @@ def test_the_supernet_computes_with_what_is_retained_and_trains_nothing_else(glo
     counts, blocks, _ = stages()
     every_row = FrequencyCounts({table: count + 1 for table, count in counts.counts.items()}, {}, 1)
     picked = [2, 3, 0, 1, 1, 0, 3, 0]
-    keep_columns_(plain.model, blocks, every_row, grid.retained(picked))
+    prune_to_columns_(plain.model, blocks, every_row, grid.retained(picked))
     supernet = Supernet(recipe, grid, CPU)
     batch = make_batch(64, 100)
     tables = {part.table: part.weight for m in collections(supernet.model).values() for part in local_shards(m)}

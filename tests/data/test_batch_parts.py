@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.data.batches import BatchParts, cut
+from dnis_torchrec.data.batches import BatchParts, cut_batch
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import DataSplits
 from tests.batches import OneOf, Sample, samples, to_batch, to_samples
@@ -14,7 +14,7 @@ from tests.batches import OneOf, Sample, samples, to_batch, to_samples
 
 @given(st.lists(samples, min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 3), st.booleans())
 def test_the_parts_are_the_batch(of: list[Sample], num_parts: int, at_least: int, weighted: bool) -> None:
-    parts = list(cut(to_batch(of, weighted=weighted), num_parts, at_least))
+    parts = list(cut_batch(to_batch(of, weighted=weighted), num_parts, at_least))
     sizes = [part.labels.numel() for part in parts]
     assert len(parts) == max(1, min(num_parts, len(of) // at_least))
     assert max(sizes) - min(sizes) <= 1

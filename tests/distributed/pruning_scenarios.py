@@ -196,7 +196,7 @@ def memory(kind: str, rank: Rank) -> dict[str, Any]:
     of_blocks = blocks_from_counts(of_rows, [config], num_blocks=4)
     found: dict[str, Any] = {"shard": max(weight.nbytes for weight in weights)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table_shards, "VALUES_PER_CHUNK", 1 << 13)
+        patch.setattr(table_shards, "VALUES_PER_OPERATION", 1 << 13)
         patch.setattr(scheme_module, "VALUES_PER_CHUNK", 1 << 13)
         patch.setattr(over_ranks, "_SMALLEST_FILE_BYTES", 1 << 16)
         for structure in ("block", "element"):
@@ -228,9 +228,7 @@ def texts(rank: Rank) -> dict[str, Any]:
 def unmerged(rank: Rank) -> dict[str, Any]:
     """A prepared model whose alpha has not been folded yet, and the same once it has."""
     net = prepare_(model("ties"), blocks())
-    sharders = [CpuEmbeddingBagCollectionSharder()]
-    plan = make_sharding_plan(net, rank.device, sharders, process_group=rank.process_group)
-    whole = shard_model(net, rank.device, plan, sharders, process_group=rank.process_group)
+    whole = shard_model(net, rank.device, process_group=rank.process_group)
     for wrapper in soft_selection_modules(whole).values():
         for dim in wrapper.alpha.dims:
             wrapper.alpha.of(dim).fill_(0.5)

@@ -154,17 +154,15 @@ def search_and_fold(kind: str, at: Rank) -> Results:
 def round_trip(pipeline: BilevelTrainPipeline, kind: str, at: Rank) -> Results:
     """Saves, and loads into a model with other weights."""
     path = at.folder / f"{kind}_last"
-    save_checkpoint(path, pipeline._model, pipeline.alpha_optimizer.state_dict())
+    save_checkpoint(path, pipeline._model)
     other, _ = shard_as(task(), kind, at.process_group)
     with torch.no_grad():
         for value in state_tensors(other).values():
             value.fill_(-7.0)
-    extra = load_checkpoint(path, other)
-    own = pipeline.alpha_optimizer.state_dict()
+    load_checkpoint(path, other)
     return {
         "saved": {name: value.clone() for name, value in state_tensors(pipeline._model).items()},
         "loaded": {name: value.clone() for name, value in state_tensors(other).items()},
-        "extra_is_equal": extra.keys() == own.keys() and all(torch.equal(extra[name], own[name]) for name in own),
     }
 
 

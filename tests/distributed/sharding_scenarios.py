@@ -25,7 +25,6 @@ from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.hypergradient import first_order_gradient
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.search.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.soft_selection.cached_tables import PrefetchedTables
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.soft_selection.swap import prepare_
@@ -129,8 +128,7 @@ def search_sharded(kind: str, at: Rank, sharder: CpuEmbeddingBagCollectionSharde
         if is_cached and at.device.type == "cpu":
             caches_of(model)
         model.train()
-        pipeline_type = PrefetchBilevelTrainPipeline if is_cached else BilevelTrainPipeline
-        pipeline = pipeline_type(model, optimizer, at.device, alpha_learning_rate=ALPHA_LEARNING_RATE)
+        pipeline = BilevelTrainPipeline(model, optimizer, at.device, alpha_learning_rate=ALPHA_LEARNING_RATE)
         found = run_steps(pipeline, make_stream((at.rank,), kind), STEPS)
         if is_cached:
             pipeline.detach()
@@ -200,8 +198,7 @@ def weights_after_sharding(at: Rank) -> Results:
         after = {key: value.cpu() for key, value in tables_of(sharded).items()}
         found[kind] = {"before": before, "after": after}
     on_meta = EmbeddingBagCollection(tables=[few_rows_table()], device=torch.device("meta"))
-    plan = make_sharding_plan(on_meta, at.device, sharders, process_group=at.process_group)
-    sharded = shard_model(on_meta, at.device, plan, sharders, process_group=at.process_group)
+    sharded = shard_model(on_meta, at.device, process_group=at.process_group)
     parts = [part.weight for module in collections(sharded).values() for part in local_shards(module)]
     found["meta"] = {"is_real": all(bool(part.isfinite().all()) for part in parts)}
     return found

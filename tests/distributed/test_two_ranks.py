@@ -212,11 +212,9 @@ def test_merge_returns_the_sharded_model(ranks: RankResults, kind: str) -> None:
 def test_checkpoints_come_back(ranks: RankResults, kind: str) -> None:
     for rank, own in enumerate(ranks[f"search {kind}"]):
         assert_same(own["checkpoint"]["saved"], own["checkpoint"]["loaded"])
-        assert own["checkpoint"]["extra_is_equal"]
         written = load_file(ranks.folder / f"{kind}_last.rank{rank}.safetensors")
         tables = {name.removeprefix("table/"): value for name, value in written.items() if name.startswith("table/")}
         assert_same(tables, own["tables"])
-        assert any(name.startswith("extra/") for name in written)
         for dim, alpha in own["alpha"].items():
             assert any(name.endswith(f"alpha.dim{dim}") and torch.equal(written[name], alpha) for name in written)
 

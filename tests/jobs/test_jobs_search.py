@@ -17,8 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import Size
 from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.comparison.methods import METHODS
 from dnis_torchrec.data.recipe import Recipe, build_recipe
-from dnis_torchrec.jobs import run_folder, search_job
+from dnis_torchrec.jobs import run_folder
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.progress import _StopRequest
 from dnis_torchrec.jobs.prune_job import run_prune
@@ -162,12 +163,12 @@ def test_a_baseline_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytes
 
     asked = job(tmp_path / "run", baselines=("dense", "uniform"))
     with monkeypatch.context() as patch:
-        patch.setattr(search_job, "nearest_uniform_row", fails)
+        patch.setitem(METHODS, "uniform", fails)
         with pytest.raises(RuntimeError, match="not today"):
             run_search(asked)
     kept = RunFolder(tmp_path / "run").rows()
     assert [row.method for row in kept] == ["dnis", "dense"]
-    monkeypatch.setattr(search_job, "MagnitudePruning", fails)
+    monkeypatch.setitem(METHODS, "dense", fails)
     rows = run_search(dataclasses.replace(asked, saving=Saving(resume=True)))
     assert [row.method for row in rows] == ["dnis", "dense", "uniform"]
     assert rows[:2] == list(kept)

@@ -29,7 +29,7 @@ from dnis_torchrec.jobs.verification.findings import OK
 from dnis_torchrec.jobs.verification.latency import BATCH_SIZES, measure_latency
 from dnis_torchrec.jobs.verification.parity import Oracle, bag_cases, keyed_jagged_tensor, precision_of, unknown_bags
 from dnis_torchrec.jobs.verification.resident import every_row, measure_resident
-from dnis_torchrec.jobs.verification.served import BASELINES, baseline
+from dnis_torchrec.jobs.verification.served import UNCOMPRESSED_FORMS, baseline
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.storage.fetching import fetch
 from tests import tiny
@@ -338,7 +338,7 @@ def test_latency_has_a_row_for_every_form_and_batch(small: Path) -> None:
     assert {row.ratio for row in rows if row.form == "uncompressed_fp32"} == {1.0}
 
 
-@pytest.mark.parametrize("form", BASELINES)
+@pytest.mark.parametrize("form", UNCOMPRESSED_FORMS)
 def test_the_baselines_serve_all_features(small: Path, form: str) -> None:
     scheme = read_scheme(small)
     kjt = keyed_jagged_tensor(bag_cases(scheme)["random bags"], is_weighted=False)

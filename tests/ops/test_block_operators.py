@@ -17,16 +17,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.ops import bag_splitting, block_operators
+from dnis_torchrec.ops import bag_splitting
 from dnis_torchrec.ops.block_operators import (
     are_compiled,
     are_good_bags,
     fill_rows_,
-    instruction_set,
     select_pieces,
     split_bags,
 )
-from dnis_torchrec.ops.native_build import INSTRUCTION_SETS
+from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, SELECTION
 from dnis_torchrec.soft_selection import select_pooled
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
 
@@ -180,9 +179,9 @@ def test_the_outputs_memory_is_left_alone_while_somebody_holds_it(who: str) -> N
 @pytest.fixture
 def widest() -> Iterator[str]:
     """The instruction set of this machine, put back afterwards."""
-    name = instruction_set()
+    name = SELECTION.instruction_set()
     yield name
-    instruction_set(limit=name)
+    SELECTION.instruction_set(limit=name)
 
 
 @pytest.mark.parametrize("wanted", INSTRUCTION_SETS)
@@ -198,7 +197,7 @@ def test_every_instruction_set_gives_the_same_bits(wanted: str, dtype: torch.dty
     weights = torch.randn(300, 2 * dim, generator=generator, dtype=dtype)
     results = []
     for name in ("baseline", wanted):
-        assert instruction_set(limit=name) == name == instruction_set()
+        assert SELECTION.instruction_set(limit=name) == name == SELECTION.instruction_set()
         own, own_alpha = pooled.clone().requires_grad_(), alpha.clone().requires_grad_()
         out = select_pieces(own * 1.0, own_alpha, rows, None, layout, 2 * dim)
         results.append([out, *torch.autograd.grad((out * weights).sum(), (own, own_alpha))])
@@ -207,7 +206,7 @@ def test_every_instruction_set_gives_the_same_bits(wanted: str, dtype: torch.dty
 
 def test_unknown_instruction_set() -> None:
     with pytest.raises(ValueError, match="instruction set 'avx': expected a known instruction set"):
-        instruction_set(limit="avx")
+        SELECTION.instruction_set(limit="avx")
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
@@ -409,4 +408,4 @@ def test_a_failing_compiler_is_told_of_once(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(RuntimeWarning, match=r"block operators: expected a C\+\+ compiler(.|\n)*somewhat slower"):
-        assert not block_operators._load.__wrapped__()
+        assert not SELECTION.is_there()

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dnis_torchrec.ops import csr_operator
-from dnis_torchrec.ops.csr_operator import INSTRUCTION_SETS, NAME, SCHEMA, instruction_set, torch_csr_embedding_bag
+from dnis_torchrec.ops.csr_operator import CSR_EMBEDDING_BAG, CSR_SCHEMA, torch_csr_embedding_bag
 from dnis_torchrec.ops.interleaved_rows import interleaved
+from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, LOOKUPS, NativeLibrary
 from dnis_torchrec.serving import CsrTable, load_operator
 from tests.ops.test_compact_pointers import written_out
 from tests.ops.test_interleaved_rows import taken_apart
@@ -224,9 +224,9 @@ def test_equals_the_sum_over_dense_rows(call: Call) -> None:
 @pytest.fixture
 def widest() -> Iterator[str]:
     """The instruction set of this machine, put back afterwards."""
-    name = instruction_set()
+    name = LOOKUPS.instruction_set()
     yield name
-    instruction_set(limit=name)
+    LOOKUPS.instruction_set(limit=name)
 
 
 @needs_compiler
@@ -234,8 +234,8 @@ def widest() -> Iterator[str]:
 def test_every_instruction_set_gives_the_same_bits(wanted: str, widest: str) -> None:
     if INSTRUCTION_SETS.index(wanted) > INSTRUCTION_SETS.index(widest):
         pytest.skip(f"this machine has {widest} at most")
-    assert instruction_set(limit=wanted) == wanted
-    assert instruction_set() == wanted
+    assert LOOKUPS.instruction_set(limit=wanted) == wanted
+    assert LOOKUPS.instruction_set() == wanted
     assert operator(*large_call().arguments()).equal(torch_csr_embedding_bag(*large_call().arguments()))
     check_every_float16()
 
@@ -243,7 +243,7 @@ def test_every_instruction_set_gives_the_same_bits(wanted: str, widest: str) -> 
 @needs_compiler
 def test_unknown_instruction_set() -> None:
     with pytest.raises(ValueError, match="instruction set 'avx': expected a known instruction set"):
-        instruction_set(limit="avx")
+        LOOKUPS.instruction_set(limit="avx")
 
 
 @needs_compiler
@@ -448,21 +448,21 @@ def test_torch_knows_what_it_needs_to_compile_and_export() -> None:
 
 def test_schema_is_the_same_in_both_languages() -> None:
     schema = str(torch.ops.dnis_torchrec.csr_embedding_bag.default._schema)
-    assert schema == f"dnis_torchrec::{SCHEMA}"
-    assert schema.startswith(f"dnis_torchrec::{NAME}(")
+    assert schema == f"dnis_torchrec::{CSR_SCHEMA}"
+    assert schema.startswith(f"dnis_torchrec::{CSR_EMBEDDING_BAG}(")
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("no compiler")])
 def test_what_cannot_be_compiled_is_said(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
+    def fails(library: NativeLibrary) -> None:
         raise error
 
-    monkeypatch.setattr(csr_operator, "load", fails)
+    monkeypatch.setattr(NativeLibrary, "load", fails)
     monkeypatch.delenv("DNIS_NO_COMPILE", raising=False)
     with pytest.warns(RuntimeWarning, match=f"{error}\n.*many times slower; DNIS_NO_COMPILE=1 silences this"):
-        assert not csr_operator._load_library()
+        assert not LOOKUPS.is_there()
     monkeypatch.setenv("DNIS_NO_COMPILE", "1")
-    assert not csr_operator._load_library()
+    assert not LOOKUPS.is_there()
 
 
 def test_without_compiler_torch_does_the_work() -> None:

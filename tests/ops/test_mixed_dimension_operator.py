@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from dnis_torchrec.artifact.predictions import serve
-from dnis_torchrec.ops.mixed_dimension_operator import load_mixed_dimension_operator
+from dnis_torchrec.ops.csr_operator import load_operator
 from dnis_torchrec.serving.block_collection import BlockLayout
 from dnis_torchrec.serving.logical_tables import LogicalTables
 from dnis_torchrec.serving.mixed_dimension import block_tables
 from tests.serving_reference import two_tables
 
-pytestmark = pytest.mark.skipif(not load_mixed_dimension_operator(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
 
 IDS, OFFSETS = torch.tensor([0, 3, 9, 1]), torch.tensor([0, 1, 2, 3, 4])
 

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from dnis_torchrec.report import BlockSummary, ReportContent, ReportRow, figures, tables
-from dnis_torchrec.report.content import read_rows, seed_groups, write_rows
+from dnis_torchrec.report.content import read_report_rows, seed_groups, write_rows
 from dnis_torchrec.report.page import render_report, write_report
 
 HOSTILE = "<script>alert('x')</script>--><img src=\"https://example.org/x.png\" onerror=alert(1)>"
@@ -157,10 +157,10 @@ def test_missing_keys_are_named() -> None:
 
 def test_rows_on_disk(tmp_path) -> None:
     path = write_rows(tmp_path / "report.json", make_rows(), recipe="a:b", notes=["n"])
-    assert read_rows(path) == make_rows()
+    assert read_report_rows(path) == make_rows()
     assert json.loads(path.read_text())["recipe"] == "a:b"
     assert write_rows(path, [make_row()]) == path
-    assert read_rows(path) == (make_row(),)
+    assert read_report_rows(path) == (make_row(),)
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
 
 
@@ -177,7 +177,7 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("os.replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         write_rows(path, [])
-    assert read_rows(path) == (make_row(),)
+    assert read_report_rows(path) == (make_row(),)
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
 
 
@@ -195,12 +195,12 @@ def test_damaged_report_is_refused_by_name(tmp_path, text: str, message: str) ->
     path = tmp_path / "report.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"report\.json.*" + message):
-        read_rows(path)
+        read_report_rows(path)
 
 
 def test_missing_files_and_folders(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"none\.json: expected a report\.json, got no such file"):
-        read_rows(tmp_path / "none.json")
+        read_report_rows(tmp_path / "none.json")
     with pytest.raises(ValueError, match="expected an existing folder"):
         write_rows(tmp_path / "no" / "report.json", [])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,10 +220,11 @@ class Writer:
         self.written.append((tag, step))
 
 
-def test_images_take_no_more_than_their_share_of_the_time() -> None:
+def test_images_take_no_more_than_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 0.0, 1.0, 1.5, 9.9, 10.1])
     writer = Writer()
-    images = SearchImages(writer, make_row_blocks("global"), COUNTS, clock=lambda: next(now))
+    monkeypatch.setattr("dnis_torchrec.report.search_images.time", SimpleNamespace(monotonic=lambda: next(now)))
+    images = SearchImages(writer, make_row_blocks("global"), COUNTS)
     assert images.is_due()
     images.draw({4: torch.ones(2, 4)}, 7)
     assert writer.written == [(tag, 7) for tag in IMAGES]

@@ -25,7 +25,7 @@ from dnis_torchrec.search.rotation import (
     rotate_,
     rotation_groups,
 )
-from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
 from dnis_torchrec.soft_selection.swap import prepare_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from examples.models import (
@@ -388,7 +388,7 @@ def test_a_frozen_table_is_not_turned_nor_what_would_turn_with_it(name: str, sea
     if searched:
         prepare_(model, blocks_from_counts(counts, module.embedding_bag_configs(), num_blocks=2))
     expected = model(dense_features=torch.zeros(BATCH_SIZE, 1), sparse_features=features)
-    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS)
+    sharded = shard_model(model, CPU)
     optimizer = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda p: torch.optim.Adam(p)
     )

@@ -10,7 +10,7 @@ from scipy import sparse as scipy_sparse
 
 from dnis_torchrec import scheme as scheme_module
 from dnis_torchrec.serving import CsrTable
-from dnis_torchrec.serving.csr_table import VALUE_DTYPES, column_dtype, pointer_dtype
+from dnis_torchrec.serving.csr_table import CSR_VALUE_DTYPES, column_dtype, pointer_dtype
 
 
 @st.composite
@@ -151,7 +151,7 @@ def test_quantized_twice_and_to_the_same() -> None:
         table.quantized(torch.int4)
 
 
-@pytest.mark.parametrize("dtype", VALUE_DTYPES[1:])
+@pytest.mark.parametrize("dtype", CSR_VALUE_DTYPES[1:])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_cannot_be_quantised(dtype: torch.dtype, bad: float) -> None:
     with pytest.raises(ValueError, match="expected finite values"):

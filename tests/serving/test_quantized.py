@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.ops.mixed_dimension_operator import load_mixed_dimension_operator
+from dnis_torchrec.ops.csr_operator import load_operator
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
 from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection, quantized_block_rows
@@ -33,7 +33,7 @@ def served(case: Case, precision: str, **options: object) -> QuantizedMixedDimen
 
 def take(module: torch.nn.Module, compiled: bool) -> None:
     """Takes one of the two ways; without a compiler there is only one."""
-    if compiled and not load_mixed_dimension_operator():
+    if compiled and not load_operator():
         pytest.skip("no C++ compiler")
     module._compiled = compiled
 

@@ -243,7 +243,7 @@ def test_modules_that_only_call_a_collection_are_supported(gloo: dist.ProcessGro
     expected = model["m"](features)
     model = prepare_(model, blocks())
     torch.testing.assert_close(model["m"](features), expected)
-    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS)
+    sharded = shard_model(model, CPU)
     torch.testing.assert_close(get_unwrapped_module(sharded)["m"](features), expected)
     torch.testing.assert_close(merge_(sharded)["m"](features), expected)
 
@@ -254,7 +254,7 @@ def test_a_subclass_is_searched_like_the_plain_collection(gloo: dist.ProcessGrou
     model = prepare_(nn.ModuleDict({"e": Named(tables=[TABLE])}), single_id)
     features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 11]), lengths=torch.tensor([1, 1]))
     expected = model["e"](features).values()
-    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS)
+    sharded = shard_model(model, CPU)
     torch.testing.assert_close(get_unwrapped_module(sharded)["e"](features).values(), expected)
     plain = nn.ModuleDict({"e": Named(tables=[TABLE])})
     plan = make_sharding_plan(plain, CPU, SHARDERS)

@@ -30,7 +30,7 @@ from dnis_torchrec.jobs.progress import _StopRequest
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import SearchJob, run_search
-from dnis_torchrec.report import ReportRow, read_rows
+from dnis_torchrec.report import ReportRow, read_report_rows
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.loop import _Values
 from dnis_torchrec.search.search import Saving, SearchInterrupted
@@ -186,7 +186,9 @@ def test_forged_run_json(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_forged_report_json(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     document = json.loads((run / "report.json").read_text())
-    assert_refused_or_read(document, lambda content: file.write_text(json.dumps(content)), lambda: read_rows(file))
+    assert_refused_or_read(
+        document, lambda content: file.write_text(json.dumps(content)), lambda: read_report_rows(file)
+    )
 
 
 def test_forged_manifest_of_an_artifact(tmp_path: Path) -> None:

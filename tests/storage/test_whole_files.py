@@ -39,7 +39,7 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         run_out_of_room()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="expected an existing folder"):
         write_text(tmp_path / "gone" / "a.txt", "new")
 
 

@@ -52,7 +52,7 @@ def test_round_trip(name: str, prepared: bool, sharding_type: str | None, tmp_pa
     expected = snapshot(saved)
     save_checkpoint(tmp_path / "last", saved)
     assert_state(saved, expected)
-    assert load_checkpoint(tmp_path / "last", other) == {}
+    load_checkpoint(tmp_path / "last", other)
     assert_state(other, expected)
     assert torch.equal(predict(other), predict(saved))
     assert [path.name for path in tmp_path.iterdir()] == ["last.rank0.safetensors"]
@@ -73,14 +73,6 @@ def test_everything_is_saved_once() -> None:
 def test_column_shards_are_told_apart() -> None:
     sharded = shard_as(MODELS["bare"](), "column_wise")
     assert sorted(state_tensors(sharded)) == [f"table/{t}/0/{c}" for t in ("genre", "movie", "user") for c in (0, 4)]
-
-
-def test_extra_tensors_come_back(tmp_path: Path) -> None:
-    model = build("dlrm", prepared=True)
-    extra = {"average": torch.arange(3.0), "step": torch.tensor(7)}
-    save_checkpoint(tmp_path / "last", model, extra)
-    got = load_checkpoint(tmp_path / "last", model)
-    assert {name: value.tolist() for name, value in got.items()} == {"average": [0, 1, 2], "step": 7}
 
 
 def test_the_previous_one_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

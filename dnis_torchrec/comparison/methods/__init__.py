@@ -3,16 +3,15 @@
 from collections.abc import Mapping
 
 from dnis_torchrec.comparison.methods import dnis, low_rank, magnitude, mde, nis, random_search, uniform
-from dnis_torchrec.comparison.methods.magnitude import MagnitudePruning
 from dnis_torchrec.comparison.methods.method import (
     Method,
     MethodResult,
     MethodTask,
     NotApplicableError,
     SizeNotMetError,
+    result_row,
 )
 from dnis_torchrec.comparison.methods.trained_scheme import train_scheme
-from dnis_torchrec.comparison.methods.uniform import nearest_dim, nearest_uniform_row
 
 METHODS: Mapping[str, Method] = {
     "dense": uniform.dense,
@@ -36,13 +35,11 @@ METHODS: Mapping[str, Method] = {
 
 __all__ = [
     "METHODS",
-    "MagnitudePruning",
     "Method",
     "MethodResult",
     "MethodTask",
     "NotApplicableError",
     "SizeNotMetError",
-    "nearest_dim",
-    "nearest_uniform_row",
+    "result_row",
     "train_scheme",
 ]

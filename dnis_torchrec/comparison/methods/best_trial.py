@@ -57,9 +57,7 @@ def best_of(task: MethodTask, trials: Mapping[str, Callable[[], Trial]]) -> Meth
         with suppress(FileNotFoundError, SizeNotMetError):
             if threads := shared.threads():
                 _train_shared(task, makers, shared, num_bytes=num_bytes, threads=threads)
-        raise HelpIsOverError(
-            describe("trials", "expected some to train", "none", "the process that leads has the result")
-        )
+        raise HelpIsOverError(describe("trials", "some to train", "none", "the process that leads has the result"))
     threads = max(1, torch.get_num_threads() // min(len(trials), task.processes))
     with shared.leading(threads=threads):
         _train_shared(task, makers, shared, num_bytes=num_bytes, threads=threads)

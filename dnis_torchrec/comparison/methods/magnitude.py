@@ -9,20 +9,15 @@ from typing import cast
 import torch
 from torch import nn
 
-from dnis_torchrec.checks import check
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
-from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, keep_columns_, row_blocks
+from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, prune_to_columns_, row_blocks
 from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.report import ReportRow
-from dnis_torchrec.scheme import column_bytes, pointer_bytes
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.pruning import keep_largest_, num_elements, prune
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.swap import unshard_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
-from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
-from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.plain import PlainTraining, train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import rest_optimizer, shard
@@ -34,13 +29,12 @@ NUM_STAGES = 5
 
 
 class MagnitudePruning:
-    """One dense training, then one pruning with masked fine-tuning per requested size.
+    """One dense training to its best state, then prunings with masked fine-tuning, each from where the last one ended.
 
-    Single values are pruned over all tables together, by magnitude, from the dense model's best state (one-shot).
+    Single values are pruned over all tables together, by magnitude.
 
     Args:
         recipe: built with its full embedding_dim; its model is trained in place.
-        seed: for the rows.
         device: where to train.
         folder: existing folder for checkpoints.
         rules: how long to train, and to fine-tune.
@@ -51,40 +45,16 @@ class MagnitudePruning:
         self,
         recipe: Recipe,
         *,
-        seed: int,
         device: torch.device,
         folder: Path,
         rules: TrainingRules,
         holds_zeros: bool = False,
     ) -> None:
-        self._recipe, self._seed, self._device = recipe, seed, device
+        self._recipe, self._device = recipe, device
         self._rules, self._folder = rules, folder
         self._model, _ = shard(TrainTask(recipe.model, recipe.loss), recipe, device)
         self._shards = [part for module in collections(self._model).values() for part in local_shards(module)]
-        self._dense_parameters = sum(part.weight.numel() for part in self._shards)
-        self._dense = self._train(RetainedMask(self._model) if holds_zeros else None, starts_trained=False)
-        save_checkpoint(folder / "dense", self._model)
-
-    def dense_row(self) -> ReportRow:
-        """The row of the uncompressed model."""
-        load_checkpoint(self._folder / "dense", self._model)
-        return self._row("dense", self._dense_parameters, self._dense.seconds)
-
-    def pruned_row(self, compression_ratio: float) -> ReportRow:
-        """Prunes the dense model to a size, fine-tunes what is left, and evaluates it.
-
-        Args:
-            compression_ratio: parameters of the uncompressed tables over those retained; met to the value.
-
-        Raises:
-            ValueError: if that is less than one value.
-        """
-        load_checkpoint(self._folder / "dense", self._model)
-        num_keep = int(self._dense_parameters / compression_ratio)
-        requirement = f"expected at most {self._dense_parameters} for these tables"
-        check(num_keep >= 1, "compression_ratio", requirement, compression_ratio)
-        trained = self.prune_(num_keep)
-        return self._row("magnitude", num_keep, self._dense.seconds + trained.seconds)
+        self._train(RetainedMask(self._model) if holds_zeros else None, starts_trained=False)
 
     def prune_(self, num_keep: int) -> PlainTraining:
         """Prunes the model from the state that it is in, and trains what is left on; the best state may be the first.
@@ -111,22 +81,6 @@ class MagnitudePruning:
             folder=self._folder,
             mask=mask,
             starts_trained=starts_trained,
-        )
-
-    def _row(self, method: str, parameters: int, seconds: float) -> ReportRow:
-        csr = 0
-        for part in self._shards:
-            num_rows, dim = part.weight.shape
-            csr += int((part.weight != 0).sum()) * (4 + column_bytes(dim)) + pointer_bytes(num_rows, dim)
-        sizes = {"dense_fp32": 4 * self._dense_parameters} | ({} if method == "dense" else {FORM: csr})
-        return ReportRow(
-            method=method,
-            compression_ratio=self._dense_parameters / parameters,
-            parameters=parameters,
-            bytes=sizes,
-            metrics=evaluate(self._model, self._recipe.data.test, self._recipe.loss, self._device),
-            seed=self._seed,
-            seconds=seconds,
         )
 
 
@@ -189,11 +143,10 @@ def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
     started = time.monotonic()
     dims = blocks.embedding_dims
     every_column = {table: torch.full((blocks.routings[table].num_blocks,), dim) for table, dim in dims.items()}
-    seen = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column))
+    seen = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column))
     torch.manual_seed(task.seed)
     pruning = MagnitudePruning(
         recipe,
-        seed=task.seed,
         device=task.device,
         folder=task.folder,
         rules=task,

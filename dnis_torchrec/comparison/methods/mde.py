@@ -28,7 +28,7 @@ from dnis_torchrec.comparison.methods.trained_scheme import (
     Candidate,
     byte_budget,
     columns_of_dims,
-    keep_columns_,
+    prune_to_columns_,
     row_blocks,
 )
 from dnis_torchrec.comparison.methods.uniform import smallest_dim, table_widths, trainable_dim
@@ -78,7 +78,7 @@ class MdeSetting:
         return 2 ** (torch.arange(math.ceil(math.log2(largest)) + 1, dtype=torch.float64) + 0.5)
 
 
-SETTINGS = tuple(
+MDE_SETTINGS = tuple(
     MdeSetting(temperature=t, rounding=ROUNDINGS[(index + first) % 2])
     for first in range(2)
     for index, t in enumerate(TEMPERATURES)
@@ -117,8 +117,8 @@ def mde(task: MethodTask) -> MethodResult:
     Blocks are those of a search of the same recipe, of scope ``"global"``: dims follow popularity, whichever table a
     row is of. For every setting, lambda, and with it the base dimension, is the largest whose bytes, projections
     included, are within the budget (`solve`). A setting that comes to the same dims as one before is not trained again
-    and is no trial; a smaller `MethodTask.trials` takes as many from the front of `SETTINGS`. Projections learn at
-    the tables' rate.
+    and is no trial; a smaller `MethodTask.trials` takes as many from the front of `MDE_SETTINGS`. Projections
+    learn at the tables' rate.
 
     NOTE[DIFF]: the tables keep the recipe's own initial weights (the paper's are Xavier; projections are), so that all
     methods start alike; a block spans tables, and its tables share one projection, which costs fewer bytes.
@@ -138,7 +138,7 @@ def mde(task: MethodTask) -> MethodResult:
         return table_widths(task.build(embedding_dim).model)
 
     distinct: dict[str, MdeDims] = {}
-    for setting in SETTINGS[: task.trials]:
+    for setting in MDE_SETTINGS[: task.trials]:
         plan = solve(setting, blocks, budget, largest, widths)
         distinct.setdefault(str([plan.base_dim, *(dims.tolist() for dims in plan.dims.values())]), plan)
     return best_of(task, {name: functools.partial(_candidate, task, plan, counts) for name, plan in distinct.items()})
@@ -183,7 +183,7 @@ def solve(
         if plan.table_bytes(budget) + plan.projection_bytes() <= budget.amount:
             return plan
     smallest = dims_at(1.0).table_bytes(budget) + dims_at(1.0).projection_bytes()
-    requirement = f"expected at least {smallest:.0f} bytes for one dimension of every block"
+    requirement = f"at least {smallest:.0f} bytes for one dimension of every block"
     raise SizeNotMetError(describe("MDE", requirement, f"{budget.amount:.0f}", "take fewer blocks"))
 
 
@@ -223,7 +223,7 @@ def _candidate(task: MethodTask, plan: MdeDims, counts: FrequencyCounts) -> Cand
     return Candidate(
         # Projections are part of the embeddings: a network that overfits, and learns slowly for that, is not for them.
         recipe=replace(recipe, row_weights=(*recipe.row_weights, *projections)),
-        scheme=keep_columns_(recipe.model, plan.blocks, counts, columns_of_dims(plan.blocks, plan.dims)),
+        scheme=prune_to_columns_(recipe.model, plan.blocks, counts, columns_of_dims(plan.blocks, plan.dims)),
         embedding_dim=plan.base_dim,
         extra_bytes=plan.projection_bytes(),
         settings={

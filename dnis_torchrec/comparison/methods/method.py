@@ -7,18 +7,21 @@ and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
+from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.comparison.settings import TrainingRules
-from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import dense_parameters
+from dnis_torchrec.training.evaluation import evaluate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,8 @@ class MethodTask(TrainingRules):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.compression_ratio >= 1, "compression_ratio", "expected a number >= 1", self.compression_ratio)
-        check(self.processes >= 1, "processes", "expected at least 1", self.processes)
+        check(self.compression_ratio >= 1, "compression_ratio", "a number >= 1", self.compression_ratio)
+        check(self.processes >= 1, "processes", "at least 1", self.processes)
 
     def dense_bytes(self) -> int:
         """Bytes of the uncompressed float32 tables: the sum of 4 N D."""
@@ -97,11 +100,37 @@ class MethodResult:
     settings: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check(self.form in FORMS, "form", f"expected one of {FORMS}", repr(self.form))
+        check(self.form in FORMS, "form", f"one of {FORMS}", repr(self.form))
 
     def embedding_bytes(self) -> int:
         """Bytes of the tables as they are served in `form`, everything beside them counted."""
         return self.scheme.form_bytes()[self.form] + self.extra_bytes
+
+
+def result_row(
+    name: str, made: MethodResult, recipe: Recipe, test: Iterable[Batch], *, seed: int, device: torch.device
+) -> ReportRow:
+    """The row of what a method came to: its size, and the metrics of one evaluation.
+
+    Args:
+        name: what the row is called.
+        made: what the method came to.
+        recipe: as the method builds it for no embedding_dim; its tables are those that the result is smaller than.
+        test: what to evaluate on.
+        seed: of splits and initial weights.
+        device: where to evaluate.
+    """
+    # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
+    uncompressed = dense_parameters(recipe.model)
+    return ReportRow(
+        method=name,
+        compression_ratio=uncompressed / max(1, made.scheme.parameters),
+        parameters=made.scheme.parameters,
+        bytes=made.scheme.form_bytes(),
+        metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), test, recipe.loss, device),
+        seed=seed,
+        seconds=made.seconds,
+    )
 
 
 class SizeNotMetError(ValueError):

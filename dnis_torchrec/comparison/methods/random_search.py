@@ -20,7 +20,7 @@ from dnis_torchrec.comparison.methods.trained_scheme import (
     Candidate,
     byte_budget,
     columns_of_dims,
-    keep_columns_,
+    prune_to_columns_,
     row_blocks,
 )
 from dnis_torchrec.search.budget import Budget
@@ -48,7 +48,7 @@ def random_search(task: MethodTask) -> MethodResult:
 
     def candidate(sequence: dict[str, Tensor]) -> Candidate:
         recipe = task.build(None)
-        scheme = keep_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, sequence))
+        scheme = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, sequence))
         settings = {f"dims of {table}": " ".join(map(str, dims.tolist())) for table, dims in sequence.items()}
         return Candidate(recipe=recipe, scheme=scheme, settings=settings)
 
@@ -97,7 +97,7 @@ def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -
     bought = torch.zeros(len(order), dtype=torch.bool)
     bought[order[: int((paid <= budget.amount).sum())]] = True
     if not bool(bought.any()):
-        requirement = f"expected at least {float(paid[0]):.0f} {budget.unit} for one dimension of the first block"
+        requirement = f"at least {float(paid[0]):.0f} {budget.unit} for one dimension of the first block"
         raise SizeNotMetError(describe("random search", requirement, f"{budget.amount:.0f}"))
     per_dim = bought.split([factor.numel() for factor in reached.values()])
     dims = {dim: part.view_as(reached[dim]).sum(dim=1) for dim, part in zip(reached, per_dim, strict=True)}

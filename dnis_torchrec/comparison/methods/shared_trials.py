@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dnis_torchrec.report.content import json_text, write_text
+from dnis_torchrec.report.content import json_text
 from dnis_torchrec.storage.foreign_folders import file_lock
 from dnis_torchrec.storage.json_files import conform, read_json
+from dnis_torchrec.storage.whole_files import write_text
 
-SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_BETWEEN_LOOKS = 0.2
 _ANNOUNCEMENT = "trials.json"
 
 
@@ -121,7 +122,7 @@ class SharedTrials:
             if not has_trained and not until_all_have_finished:
                 return
             if not has_trained:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def finish(self, index: int, trial: FinishedTrial) -> None:
         """Says what a trial came to."""

@@ -98,7 +98,7 @@ def columns_of_dims(blocks: RowBlocks, dims: Mapping[str, Tensor]) -> dict[str, 
     return {table: torch.arange(blocks.embedding_dims[table]) < dim.unsqueeze(1) for table, dim in dims.items()}
 
 
-def keep_columns_(
+def prune_to_columns_(
     model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts, kept: Mapping[str, Tensor]
 ) -> MixedDimensionScheme:
     """Zeroes every column of a block that is not kept, and every row never seen in training, in place.
@@ -122,7 +122,7 @@ def keep_columns_(
         >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
         >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
         >>> kept = columns_of_dims(blocks, {"t": torch.tensor([4, 1])})
-        >>> keep_columns_(EmbeddingBagCollection(tables=[table]), blocks, counts, kept).parameters
+        >>> prune_to_columns_(EmbeddingBagCollection(tables=[table]), blocks, counts, kept).parameters
         9
     """
     for table in kept:
@@ -145,7 +145,7 @@ def uniform_scheme_(model: nn.Module, widths: Mapping[str, int]) -> MixedDimensi
     counts = FrequencyCounts({t.name: torch.ones(t.num_embeddings, dtype=torch.int64) for t in tables}, {}, 1)
     blocks = blocks_from_counts(counts, tables, num_blocks=1)
     kept = columns_of_dims(blocks, {table: torch.tensor([width]) for table, width in widths.items()})
-    return keep_columns_(model, blocks, counts, kept)
+    return prune_to_columns_(model, blocks, counts, kept)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,10 +11,7 @@ from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.best_trial import best_of
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.comparison.methods.trained_scheme import Candidate, uniform_scheme_
-from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.report import ReportRow
 from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_configs
-from dnis_torchrec.training.evaluation import evaluate
 
 GRID_STEP = 4
 """Embedding dims of the grid are 4, 8, 12 and so on up to the recipe's own (Cheng, Shen, Huang, 2020: 4 to 64)."""
@@ -97,7 +94,7 @@ def _check_size(task: MethodTask, narrowest: int, method: str, remedy: str = "")
     """Tables as narrow as a method has them have to be within the budget."""
     smallest, budget = dense_table_bytes(task.build(narrowest).model), task.embedding_bytes()
     if smallest > budget:
-        requirement = f"expected at least {smallest}, the bytes of tables of embedding_dim {narrowest}"
+        requirement = f"at least {smallest}, the bytes of tables of embedding_dim {narrowest}"
         raise SizeNotMetError(describe(method, requirement, budget, remedy))
 
 
@@ -112,18 +109,6 @@ def smallest_dim(task: MethodTask, num_bytes: int) -> int:
     dims = range(1, widest + 1)
     index = bisect.bisect_left(dims, num_bytes, key=lambda dim: dense_table_bytes(task.build(dim).model))
     return dims[min(index, len(dims) - 1)]
-
-
-def nearest_dim(task: MethodTask) -> int:
-    """The embedding_dim of a recipe whose tables come nearest to the budget, from above or below.
-
-    Args:
-        task: builds the recipe at several dims; tables may follow embedding_dim in any rising way.
-    """
-    budget = task.embedding_bytes()
-    above = smallest_dim(task, budget)
-    near = (max(1, above - 1), above)
-    return min(near, key=lambda dim: abs(dense_table_bytes(task.build(dim).model) - budget))
 
 
 def dense_table_bytes(model: nn.Module) -> int:
@@ -189,26 +174,4 @@ def uniform_candidate(task: MethodTask, embedding_dim: int | None) -> Candidate:
         form=form,
         embedding_dim=trained_dim,
         settings={} if embedding_dim is None else {"embedding_dim": embedding_dim},
-    )
-
-
-def nearest_uniform_row(task: MethodTask) -> ReportRow:
-    """Trains the uniform tables that come nearest to a size (`nearest_dim`) to their own best epoch.
-
-    Args:
-        task: what to train, how large.
-
-    Returns:
-        Their row: test metrics, parameters, bytes, seconds.
-    """
-    result, recipe = uniform_candidate(task, nearest_dim(task)).train(task), task.build(None)
-    parameters = result.scheme.parameters
-    return ReportRow(
-        method="uniform",
-        compression_ratio=task.dense_bytes() / (4 * parameters),
-        parameters=parameters,
-        bytes={"dense_fp32": 4 * parameters},
-        metrics=evaluate(TrainTask(result.model, recipe.loss), recipe.data.test, recipe.loss, task.device),
-        seed=task.seed,
-        seconds=result.seconds,
     )

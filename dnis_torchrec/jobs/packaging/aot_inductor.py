@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.ops.csr_operator import find_compiler
+from dnis_torchrec.ops.native_build import find_compiler
 
-MODEL_FILE = "model.pt2"
+COMPILED_FILE = "model.pt2"
 CONSTANTS_FILE = "constants.safetensors"
 INDEX_FILE = "constants.index"
 
@@ -57,8 +57,8 @@ def write_aot_inductor(program: ExportedProgram, folder: Path) -> None:
     """
     if find_compiler() is None:
         remedy = "install one, for example the package g++, or take format 'torchscript'"
-        raise RuntimeError(describe("AOTInductor", "expected a C++ compiler", "none", remedy))
-    file = folder / MODEL_FILE
+        raise RuntimeError(describe("AOTInductor", "a C++ compiler", "none", remedy))
+    file = folder / COMPILED_FILE
     with warnings.catch_warnings():
         # what torch's compiler says about torch
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -101,7 +101,7 @@ class AotInductorModel:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._loaded = torch._inductor.aoti_load_package(str(folder / MODEL_FILE))
+        self._loaded = torch._inductor.aoti_load_package(str(folder / COMPILED_FILE))
         # kept, because the compiled model reads these very tensors, which lie in the mapped file
         self._constants = load_file(folder / CONSTANTS_FILE)
         self._loaded.load_constants(self._constants, check_full_update=True, user_managed=True)

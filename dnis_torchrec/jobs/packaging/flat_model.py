@@ -95,7 +95,7 @@ class Signature:
         check(
             features.keys() == list(self.feature_names),
             "batch",
-            f"expected features {list(self.feature_names)}",
+            f"features {list(self.feature_names)}",
             features.keys(),
         )
         lengths = features.lengths().int().view(len(self.feature_names), -1)
@@ -103,7 +103,7 @@ class Signature:
         if not self.is_weighted:
             return inputs
         weights = features.weights_or_none()
-        check(weights is not None, "batch", "expected a weight for every id", "none", "the model's bags are weighted")
+        check(weights is not None, "batch", "a weight for every id", "none", "the model's bags are weighted")
         return *inputs, features.weights()
 
     def example(self, batch_size: int) -> tuple[Tensor, ...]:
@@ -135,7 +135,7 @@ class Signature:
             ValueError: for a wrong number of inputs, wrong shapes, or lengths that are not those of the ids.
         """
         names = self.input_names
-        check(len(inputs) == len(names), "inputs", f"expected {names}", f"{len(inputs)} of them")
+        check(len(inputs) == len(names), "inputs", f"{names}", f"{len(inputs)} of them")
         batch_size, num_ids = inputs[0].shape[0], inputs[1].numel()
         expected = {
             "dense": (torch.float32, (batch_size, self.num_dense)),
@@ -146,8 +146,8 @@ class Signature:
         for name, tensor in zip(names, inputs, strict=True):
             dtype, shape = expected[name]
             if tensor.dtype != dtype:
-                raise TypeError(describe(f"input {name!r}", f"expected {dtype}", tensor.dtype, "convert it"))
-            check(tuple(tensor.shape) == shape, f"input {name!r}", f"expected shape {shape}", tuple(tensor.shape))
+                raise TypeError(describe(f"input {name!r}", f"{dtype}", tensor.dtype, "convert it"))
+            check(tuple(tensor.shape) == shape, f"input {name!r}", f"shape {shape}", tuple(tensor.shape))
         bag_offsets(inputs[2], inputs[1], names_tensor(self.feature_names))
 
 

@@ -15,10 +15,10 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.storage.json_files import conform, parse_json
 from dnis_torchrec.storage.whole_folders import FolderKind
 
-FORMAT = "dnis-torchrec-package"
-FORMAT_VERSION = "1.0"
-MANIFEST = "package.json"
-PACKAGE = FolderKind("package", MANIFEST, FORMAT)
+_FORMAT = "dnis-torchrec-package"
+_FORMAT_VERSION = "1.0"
+_MANIFEST = "package.json"
+PACKAGE = FolderKind("package", _MANIFEST, _FORMAT)
 
 
 class _File(TypedDict):
@@ -50,12 +50,12 @@ def write_package_json(folder: Path, fields: Mapping[str, Any]) -> None:
     """
     names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     manifest = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format": _FORMAT,
+        "format_version": _FORMAT_VERSION,
         **fields,
         "files": {name: describe_file(folder, name) for name in names},
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[str, Any]:
@@ -68,19 +68,19 @@ def read_package_json(path: Path | str, *, check_hashes: bool = True) -> dict[st
     Raises:
         ValueError: if the folder is no package, of a newer version, or damaged; names the file.
     """
-    folder, place = Path(path), f"package {str(path)!r}, file {MANIFEST!r}"
+    folder, place = Path(path), f"package {str(path)!r}, file {_MANIFEST!r}"
     remedy = "package the model again"
-    file = file_inside(folder, MANIFEST, place, "give a folder that `dnis package` wrote")
+    file = file_inside(folder, _MANIFEST, place, "give a folder that `dnis package` wrote")
     manifest: Any = parse_json(file.read_bytes(), Any, place, remedy=remedy)
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    check(found == FORMAT, place, f"expected format {FORMAT!r}", repr(found), "give a folder that `dnis package` wrote")
+    check(found == _FORMAT, place, f"format {_FORMAT!r}", repr(found), "give a folder that `dnis package` wrote")
     version = str(manifest.get("format_version"))
-    check(version.split(".")[0] == "1", place, "expected a format_version 1.x", version, "update dnis_torchrec")
+    check(version.split(".")[0] == "1", place, "a format_version 1.x", version, "update dnis_torchrec")
     conform(manifest, _Package, place, remedy=remedy)
     for name, entry in manifest["files"].items():
         place = f"package {str(path)!r}, file {name!r}"
         file = file_inside(folder, name, place, remedy)
         found = describe_file(folder, name) if check_hashes else {"bytes": file.stat().st_size}
         for field, value in found.items():
-            check(value == entry[field], place, f"expected {field} {entry[field]}", value, remedy)
+            check(value == entry[field], place, f"{field} {entry[field]}", value, remedy)
     return manifest

@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.jobs.packaging.aot_inductor import CONSTANTS_FILE, AotInductorModel, write_aot_inductor
-from dnis_torchrec.jobs.packaging.aot_inductor import MODEL_FILE as COMPILED_FILE
+from dnis_torchrec.jobs.packaging.aot_inductor import (
+    COMPILED_FILE,
+    CONSTANTS_FILE,
+    AotInductorModel,
+    write_aot_inductor,
+)
 from dnis_torchrec.jobs.packaging.flat_model import (
     OWN_OPERATORS,
     FlatModel,
@@ -25,8 +29,8 @@ from dnis_torchrec.jobs.packaging.flat_model import (
 )
 from dnis_torchrec.jobs.packaging.folder import PACKAGE, read_package_json, write_package_json
 from dnis_torchrec.jobs.packaging.triton import MODEL_FILE, write_triton_model
-from dnis_torchrec.ops.csr_operator import build, load_operator
-from dnis_torchrec.ops.native_build import built_elsewhere
+from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.ops.native_build import LOOKUPS, built_elsewhere
 from dnis_torchrec.storage.whole_folders import new_folder
 
 KINDS = ("aoti", "torchscript")
@@ -114,7 +118,7 @@ def check_name(name: str) -> None:
     Raises:
         ValueError: if it cannot.
     """
-    check(re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None, "name", "expected letters, digits, _ and -", repr(name))
+    check(re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None, "name", "letters, digits, _ and -", repr(name))
 
 
 def load_package(path: Path | str, *, check_hashes: bool = True) -> PackagedModel:
@@ -160,14 +164,14 @@ def _check_listed(folder: Path, manifest: Mapping[str, Any]) -> None:
     named = [("model", name) for name in model] + [("library", name) for name in manifest["libraries"]]
     for part, name in named:
         place = f"package {str(folder)!r}, {part} {name!r}"
-        check(name in manifest["files"], place, "expected one of the package's files", "another", "package it again")
+        check(name in manifest["files"], place, "one of the package's files", "another", "package it again")
 
 
 def _copy_libraries(program: torch.export.ExportedProgram, owner: Path, folder: Path) -> list[str]:
     """Copies the libraries of operators that are not torch's own; returns their paths within the package."""
     if OWN_OPERATORS not in operator_libraries(program):
         return []
-    library = build()
+    library = LOOKUPS.build()
     (owner / "lib").mkdir()
     copied = owner / "lib" / library.name
     shutil.copyfile(library, copied)
@@ -194,7 +198,7 @@ def _check_equal(packaged: PackagedModel, model: nn.Module, inputs: Sequence[Ten
         difference = float((expected - found).abs().max())
         equal = found.shape == expected.shape and torch.allclose(found, expected, rtol=RTOL, atol=ATOL)
         if not equal:
-            requirement = f"expected the model's predictions (rtol {RTOL}, atol {ATOL})"
+            requirement = f"the model's predictions (rtol {RTOL}, atol {ATOL})"
             raise RuntimeError(describe("package", requirement, f"some that differ by {difference}"))
         largest = max(largest, difference)
     return largest

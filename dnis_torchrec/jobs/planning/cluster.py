@@ -50,17 +50,17 @@ class Cluster:
     def __post_init__(self) -> None:
         check_known("compute", self.compute, COMPUTE_DEVICES)
         check_known("optimizer", self.optimizer, OPTIMIZERS)
-        check(self.local_world_size >= 1, "local_world_size", "expected at least 1", self.local_world_size)
-        check(self.batch_size >= 1, "batch_size", "expected at least 1", self.batch_size)
-        requirement = f"expected 1..{self.local_world_size}, or whole hosts of {self.local_world_size} ranks"
+        check(self.local_world_size >= 1, "local_world_size", "at least 1", self.local_world_size)
+        check(self.batch_size >= 1, "batch_size", "at least 1", self.batch_size)
+        requirement = f"1..{self.local_world_size}, or whole hosts of {self.local_world_size} ranks"
         whole = self.world_size % self.local_world_size == 0 or self.world_size < self.local_world_size
         check(self.world_size >= 1 and whole, "world_size", requirement, self.world_size)
         memory, option = (self.hbm_bytes, "hbm") if self.compute == "cuda" else (self.ddr_bytes, "ddr")
         remedy = f"tell the memory per rank, such as --{option} 80GB"
-        check(memory > 0, option, f"expected more than 0 bytes on {self.compute!r}", memory, remedy)
-        requirement = f"expected a byte and more beside the {RESERVED_RATIO:.0%} that are kept free"
+        check(memory > 0, option, f"more than 0 bytes on {self.compute!r}", memory, remedy)
+        requirement = f"a byte and more beside the {RESERVED_RATIO:.0%} that are kept free"
         check(_usable(memory) > 0, option, requirement, memory, remedy)
-        check(self.ddr_bytes >= 0, "ddr", "expected at least 0 bytes", self.ddr_bytes)
+        check(self.ddr_bytes >= 0, "ddr", "at least 0 bytes", self.ddr_bytes)
 
     @property
     def table_bytes_per_rank(self) -> int:
@@ -110,7 +110,7 @@ def parse_bytes(text: str, place: str = "size") -> int:
     unit = match[2].upper() if match else ""
     remedy = "units are B, KB, MB, GB, TB, PB (powers of 1000) and KiB .. PiB (powers of 1024)"
     if match is None or unit not in _BYTES:
-        raise ValueError(describe(place, "expected a number and a unit, such as 80GB", repr(text), remedy))
+        raise ValueError(describe(place, "a number and a unit, such as 80GB", repr(text), remedy))
     return int(float(match[1]) * _BYTES[unit])
 
 

@@ -85,9 +85,7 @@ def compare_plans(before: Sequence[PlannedTable], after: Sequence[PlannedTable],
         needed, per_rank = comparison.after.training_bytes, cluster.table_bytes_per_rank
         smallest = comparison.after.smallest_world_size
         devices = f"{smallest} devices" if smallest else f"more than {MAX_WORLD_SIZE} devices, or devices with more"
-        requirement = (
-            f"expected room for {decimal(needed)} of pruned tables and optimizer state and for a batch's buffers"
-        )
+        requirement = f"room for {decimal(needed)} of pruned tables and optimizer state and for a batch's buffers"
         received = f"{cluster.world_size} times {decimal(per_rank)} ({RESERVED_RATIO:.0%} of a device is kept free)"
         raise ValueError(describe("world_size", requirement, received, f"they take {devices} of this size"))
     return comparison

@@ -37,7 +37,7 @@ class PlannedTable:
 
     def __post_init__(self) -> None:
         for field in ("num_embeddings", "embedding_dim", "num_features"):
-            check(getattr(self, field) >= 1, f"table {self.name!r}", f"expected {field} >= 1", getattr(self, field))
+            check(getattr(self, field) >= 1, f"table {self.name!r}", f"{field} >= 1", getattr(self, field))
 
     @property
     def parameters(self) -> int:
@@ -83,25 +83,25 @@ def parse_tables(texts: Iterable[str]) -> tuple[list[PlannedTable], list[Planned
         after += blocks
     for tables in (before, after):  # a table without blocks may have the name that a block of another is given
         for name, times in Counter(table.name for table in tables).items():
-            check(times == 1, f"table {name!r}", "expected every name once", f"it {times} times")
+            check(times == 1, f"table {name!r}", "every name once", f"it {times} times")
     return before, after
 
 
 def _parse_table(text: str) -> tuple[PlannedTable, list[PlannedTable]]:
     match = re.fullmatch(r"([^=:]+)=(\d+)x(\d+)(?::(\d+x\d+(?:,\d+x\d+)*))?", text)
     if match is None:
-        requirement = "expected NAME=ROWSxDIM or NAME=ROWSxDIM:ROWSxDIM,ROWSxDIM"
+        requirement = "NAME=ROWSxDIM or NAME=ROWSxDIM:ROWSxDIM,ROWSxDIM"
         raise ValueError(describe("table", requirement, repr(text), "such as user=1000000x64:10000x32,50000x8"))
     name, num_embeddings, embedding_dim = match[1], int(match[2]), int(match[3])
-    check("." not in name, f"table {name!r}", "expected a name without a dot, as TorchRec's tables have", repr(name))
+    check("." not in name, f"table {name!r}", "a name without a dot, as TorchRec's tables have", repr(name))
     table = PlannedTable(name=name, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
     if match[4] is None:
         return table, [table]
     shapes = [list(map(int, shape.split("x"))) for shape in match[4].split(",")]
     rows = sum(rows for rows, _ in shapes)
-    check(rows <= num_embeddings, f"table {name!r}", f"expected blocks of at most {num_embeddings} rows", rows)
+    check(rows <= num_embeddings, f"table {name!r}", f"blocks of at most {num_embeddings} rows", rows)
     widest = max(dim for _, dim in shapes)
-    check(widest <= embedding_dim, f"table {name!r}", f"expected blocks of at most {embedding_dim} dims", widest)
+    check(widest <= embedding_dim, f"table {name!r}", f"blocks of at most {embedding_dim} dims", widest)
     return table, _blocks(table, dict(enumerate(shapes)))
 
 

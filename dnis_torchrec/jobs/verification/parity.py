@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.artifact import load
 from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.logical_tables import logical_config
+from dnis_torchrec.serving.logical_tables import torchrec_config
 
 ROW_ERRORS = {"fp32": 1e-6, "fp16": 2.0**-10, "int8": 0.006, "int4": 0.07}
 """How far a stored value may be from the exact one, as a share of its row's largest magnitude: half a step of 255 or 15
@@ -66,7 +66,9 @@ class Oracle:
             bags: feature -> its bags, as many of every feature.
             row_error: how far a stored value may be off, as a share of its row's largest magnitude (see `ROW_ERRORS`).
         """
-        names = get_embedding_names_by_table([logical_config(table) for table in self.scheme.tables.values()])
+        names = get_embedding_names_by_table(
+            [torchrec_config(table, table.embedding_dim) for table in self.scheme.tables.values()]
+        )
         pooled, allowed = {}, {}
         for table, names_of_table in zip(self.scheme.tables.values(), names, strict=True):
             for feature, name in zip(table.feature_names, names_of_table, strict=True):

@@ -26,10 +26,10 @@ from dnis_torchrec.artifact import read_scheme, write_artifact
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import describe
 from dnis_torchrec.jobs.verification.parity import rows_of_features
-from dnis_torchrec.jobs.verification.served import BASELINES, collections_of, served_module
+from dnis_torchrec.jobs.verification.served import UNCOMPRESSED_FORMS, collections_of, served_module
 from dnis_torchrec.scheme import MixedDimensionScheme
 
-ROWS_AT_A_TIME = 4096
+SAMPLES_AT_A_TIME = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def measure_resident(artifact: Path, forms: Sequence[str]) -> list[Resident]:
 
     Args:
         artifact: the folder.
-        forms: forms that it holds, or of `dnis_torchrec.jobs.verification.served.BASELINES`.
+        forms: forms that it holds, or of `dnis_torchrec.jobs.verification.served.UNCOMPRESSED_FORMS`.
 
     Raises:
         RuntimeError: if the process fails; its last words are quoted.
@@ -64,7 +64,7 @@ def measure_resident(artifact: Path, forms: Sequence[str]) -> list[Resident]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": path})
     if done.returncode:
         words = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise RuntimeError(describe("resident bytes", "expected the measuring process to finish", f"\n{words}\n"))
+        raise RuntimeError(describe("resident bytes", "the measuring process to finish", f"\n{words}\n"))
     return [Resident(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -81,7 +81,7 @@ def measure_here(artifact: Path, form: str) -> Resident:
 
     Args:
         artifact: its folder.
-        form: one that it holds, or one of `BASELINES`.
+        form: one that it holds, or one of `UNCOMPRESSED_FORMS`.
     """
     parts = collections_of(read_scheme(artifact))
     before = resident_bytes()
@@ -103,13 +103,13 @@ def every_row(scheme: MixedDimensionScheme) -> Iterator[KeyedJaggedTensor]:
         scheme: the tables of one collection.
 
     Yields:
-        Batches of at most `ROWS_AT_A_TIME` samples; smaller tables repeat their last row.
+        Batches of at most `SAMPLES_AT_A_TIME` samples; smaller tables repeat their last row.
     """
     rows = rows_of_features(scheme)
     longest = max(rows.values())
     is_weighted = next(iter(scheme.tables.values())).is_weighted
-    for first in range(0, longest, ROWS_AT_A_TIME):
-        ids = torch.arange(first, min(first + ROWS_AT_A_TIME, longest))
+    for first in range(0, longest, SAMPLES_AT_A_TIME):
+        ids = torch.arange(first, min(first + SAMPLES_AT_A_TIME, longest))
         values = torch.cat([ids.clamp(max=count - 1) for count in rows.values()])
         yield KeyedJaggedTensor(
             keys=list(rows),
@@ -137,7 +137,7 @@ def _in_child(artifact: Path, form: str) -> dict[str, object]:
         text = stream.read()
     _, status = os.waitpid(child, 0)
     if status or not text:
-        raise RuntimeError(describe(f"form {form!r}", "expected the measuring process to finish", f"status {status}"))
+        raise RuntimeError(describe(f"form {form!r}", "the measuring process to finish", f"status {status}"))
     return json.loads(text)
 
 
@@ -156,7 +156,7 @@ def _warm_up(artifact: Path, form: str) -> None:
             {table.name: table.retained.float()},
             MixedDimensionScheme({table.name: table}),
             Path(folder) / "small",
-            forms=("csr",) if form in BASELINES else (form,),
+            forms=("csr",) if form in UNCOMPRESSED_FORMS else (form,),
         )
         measure_here(small, form)
 

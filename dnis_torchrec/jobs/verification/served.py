@@ -13,9 +13,9 @@ from torchrec.quant.embedding_modules import quant_prep_customize_row_alignment
 
 from dnis_torchrec.artifact import load
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving.logical_tables import logical_config
+from dnis_torchrec.serving.logical_tables import torchrec_config
 
-BASELINES = ("uncompressed_fp32", "uncompressed_int8", "uncompressed_int4")
+UNCOMPRESSED_FORMS = ("uncompressed_fp32", "uncompressed_int8", "uncompressed_int4")
 """The uncompressed tables, as TorchRec serves them. Their values are drawn: neither size nor speed depends on them."""
 _QUANTIZED = {"uncompressed_int8": torch.qint8, "uncompressed_int4": torch.quint4x2}
 
@@ -25,11 +25,11 @@ def served_module(artifact: Path, form: str, collection: str, scheme: MixedDimen
 
     Args:
         artifact: the folder.
-        form: one of its forms, or of `BASELINES`.
+        form: one of its forms, or of `UNCOMPRESSED_FORMS`.
         collection: FQN.
         scheme: the tables of that collection.
     """
-    return baseline(form, scheme) if form in BASELINES else load(artifact, form=form, collection=collection)
+    return baseline(form, scheme) if form in UNCOMPRESSED_FORMS else load(artifact, form=form, collection=collection)
 
 
 def collections_of(scheme: MixedDimensionScheme) -> dict[str, MixedDimensionScheme]:
@@ -49,10 +49,10 @@ def baseline(form: str, scheme: MixedDimensionScheme) -> nn.Module:
     """The uncompressed tables of a collection: fp32, or quantised by TorchRec, which wants D rounded up to 4.
 
     Args:
-        form: one of `BASELINES`.
+        form: one of `UNCOMPRESSED_FORMS`.
         scheme: the tables of the collection.
     """
-    configs = [logical_config(table) for table in scheme.tables.values()]
+    configs = [torchrec_config(table, table.embedding_dim) for table in scheme.tables.values()]
     is_weighted = next(iter(scheme.tables.values())).is_weighted
     if form == "uncompressed_fp32":
         return EmbeddingBagCollection(tables=configs, is_weighted=is_weighted, device=torch.device("cpu"))

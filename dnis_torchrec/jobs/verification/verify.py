@@ -19,7 +19,7 @@ from dnis_torchrec.jobs.verification.integrity import check_against_run, check_f
 from dnis_torchrec.jobs.verification.latency import Latency, measure_latency
 from dnis_torchrec.jobs.verification.parity import Oracle, Row, check_form, precision_of
 from dnis_torchrec.jobs.verification.resident import Resident, measure_resident
-from dnis_torchrec.jobs.verification.served import BASELINES, collections_of
+from dnis_torchrec.jobs.verification.served import UNCOMPRESSED_FORMS, collections_of
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.training.evaluation import evaluate
 
@@ -97,10 +97,10 @@ def verify(
     latency: list[Latency] = []
     if measure:
         try:
-            resident = measure_resident(artifact, [*BASELINES, *forms])
+            resident = measure_resident(artifact, [*UNCOMPRESSED_FORMS, *forms])
         except RuntimeError as error:
             findings.append(Finding("memory", "all forms", FAILED, str(error)))
-        latency = measure_latency(artifact, scheme, [*BASELINES, *forms], rounds=rounds)
+        latency = measure_latency(artifact, scheme, [*UNCOMPRESSED_FORMS, *forms], rounds=rounds)
     return Verification(
         artifact=str(artifact),
         forms=forms,

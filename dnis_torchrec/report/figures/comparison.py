@@ -16,8 +16,8 @@ from matplotlib.ticker import FixedLocator
 from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, WITH_VALIDATION, base_method
 from dnis_torchrec.report.figures.style import (
+    FIGURE_WIDTH,
     GREY,
-    WIDTH,
     legend_beside,
     log_axis,
     method_styles,
@@ -54,10 +54,10 @@ def quality_at_the_same_bytes(
     Raises:
         ValueError: if there are no points.
     """
-    check(len(points) > 0, "points", "expected at least one point", "none", "leave the figure out")
+    check(len(points) > 0, "points", "at least one point", "none", "leave the figure out")
     levels = [point for point in points if base_method(point.method) in (DENSE, NO_EMBEDDINGS)]
     compressed = [point for point in points if point not in levels]
-    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, 4.6), layout="constrained")
     axis = figure.subplots()
     shown = [point for point in points if base_method(point.method) != NO_EMBEDDINGS] or points
     axis.set_ylim(metric_range(shown, higher_is_better=higher_is_better))

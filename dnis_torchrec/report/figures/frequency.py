@@ -17,10 +17,10 @@ from dnis_torchrec.report.content import BlockSummary
 from dnis_torchrec.report.figures.style import (
     BLUE,
     COLOURS,
+    FIGURE_WIDTH,
     GREY,
     MARKERS,
     ORANGE,
-    WIDTH,
     legend_beside,
     log_axis,
     short,
@@ -45,7 +45,7 @@ def retained_dims_against_frequency(blocks: Sequence[BlockSummary]) -> Figure:
     Raises:
         ValueError: if there are no blocks.
     """
-    check(len(blocks) > 0, "blocks", "expected at least one block", "none", "leave the figure out")
+    check(len(blocks) > 0, "blocks", "at least one block", "none", "leave the figure out")
     tables = list(dict.fromkeys(block.table for block in blocks))
     frequencies = [block.occurrences_per_row for block in blocks if block.occurrences > 0]
     low, high = (min(frequencies), max(frequencies)) if frequencies else (1.0, 10.0)
@@ -54,7 +54,7 @@ def retained_dims_against_frequency(blocks: Sequence[BlockSummary]) -> Figure:
     most_rows = max(1, *(block.num_rows for block in blocks), 1)
     told_apart = len(tables) <= MOST_TABLES
     height = max(4.2, 0.19 * len(tables) + 0.8) if told_apart else 4.2
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, height), layout="constrained")
     axis = figure.subplots()
     faint = 0.4 if len(tables) <= len(COLOURS) else 0.2
     for index, table in enumerate(tables):
@@ -101,7 +101,7 @@ def joint_distribution(rows: RowDistribution) -> Figure:
     """
     num_rows = rows.num_rows.numpy()
     num_bins, dims = len(num_rows), np.arange(rows.embedding_dim + 1)
-    figure = Figure(figsize=(WIDTH, 4.8), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, 4.8), layout="constrained")
     grid = figure.add_gridspec(2, 3, width_ratios=(5, 1.1, 0.14), height_ratios=(1, 3.6), wspace=0.02, hspace=0.02)
     joint = figure.add_subplot(grid[1, 0])
     top = figure.add_subplot(grid[0, 0], sharex=joint)

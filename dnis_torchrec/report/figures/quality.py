@@ -15,10 +15,10 @@ from dnis_torchrec.report.content import ReportRow, RowGroup, seed_groups
 from dnis_torchrec.report.figures.style import (
     BLUE,
     COLOURS,
+    FIGURE_WIDTH,
     GREY,
     MARKERS,
     METHOD_STYLES,
-    WIDTH,
     legend_beside,
     log_axis,
     method_styles,
@@ -48,10 +48,10 @@ def quality_against_size(rows: Sequence[ReportRow], metric: str, *, higher_is_be
         ValueError: if no row has the metric.
     """
     rows = [row for row in rows if metric in row.metrics]
-    check(len(rows) > 0, f"metric {metric!r}", "expected at least one row that has it", "none", "leave the figure out")
+    check(len(rows) > 0, f"metric {metric!r}", "at least one row that has it", "none", "leave the figure out")
     groups = seed_groups([row for row in rows if row.parameters > 0])
     empty = seed_groups([row for row in rows if row.parameters == 0])
-    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, 4.2), layout="constrained")
     axis = figure.subplots()
     styles = method_styles(group.method for group in groups)
     lines: list[Artist] = []
@@ -88,9 +88,9 @@ def quality_against_pruning_rate(rows: Sequence[ReportRow], metric: str, *, high
         ValueError: if no row of such a method has the metric.
     """
     rows = [row for row in rows if metric in row.metrics and row.method.startswith(PRUNING_METHODS)]
-    check(len(rows) > 0, f"metric {metric!r}", "expected a row of DNIS or of pruning", "none", "leave the figure out")
+    check(len(rows) > 0, f"metric {metric!r}", "a row of DNIS or of pruning", "none", "leave the figure out")
     groups = seed_groups(rows)
-    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, 4.0), layout="constrained")
     axis = figure.subplots()
     styles = method_styles(group.method for group in groups)
     lines = [
@@ -127,8 +127,8 @@ def quality_against_setting(
         for value in sorted({value for value, row in points if metric in row.metrics}):
             rows = tuple(row for at, row in points if at == value and metric in row.metrics)
             drawn.setdefault(name, {})[value] = RowGroup(method=rows[0].method, rows=rows)
-    check(len(drawn) > 0, f"metric {metric!r}", "expected at least one row that has it", "none", "leave the figure out")
-    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
+    check(len(drawn) > 0, f"metric {metric!r}", "at least one row that has it", "none", "leave the figure out")
+    figure = Figure(figsize=(FIGURE_WIDTH, 3.8), layout="constrained")
     axis = figure.subplots()
     lines = []
     for index, (name, groups) in enumerate(drawn.items()):
@@ -205,10 +205,10 @@ def bytes_per_form(form_bytes: Mapping[str, int]) -> Figure:
         ValueError: if no form has a size above 0.
     """
     sizes = {form: size for form, size in form_bytes.items() if size > 0}
-    check(len(sizes) > 0, "form_bytes", "expected at least one form above 0 bytes", dict(form_bytes))
+    check(len(sizes) > 0, "form_bytes", "at least one form above 0 bytes", dict(form_bytes))
     forms = sorted(sizes, key=lambda form: (-sizes[form], form))
     dense = sizes.get("dense_fp32")
-    figure = Figure(figsize=(WIDTH, 0.42 * len(forms) + 0.95), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, 0.42 * len(forms) + 0.95), layout="constrained")
     axis = figure.subplots()
     largest, smallest = sizes[forms[0]] / 1e6, sizes[forms[-1]] / 1e6
     low = 10 ** math.floor(math.log10(smallest) - 0.3)

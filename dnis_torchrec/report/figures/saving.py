@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.report.content import write_content, write_text
+from dnis_torchrec.storage.whole_files import write_bytes, write_text
 
 
 def save_png(figure: Figure, path: Path, *, dpi: int = 150) -> Path:
@@ -21,7 +21,7 @@ def save_png(figure: Figure, path: Path, *, dpi: int = 150) -> Path:
     """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
-    return write_content(path, buffer.getvalue())
+    return write_bytes(path, buffer.getvalue())
 
 
 def save_svg(figure: Figure, path: Path) -> Path:
@@ -43,7 +43,7 @@ def inline_svg(figure: Figure, name: str) -> str:
     Raises:
         ValueError: if the name holds other characters.
     """
-    check(bool(re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name)), "name", "expected letters, digits and dashes", repr(name))
+    check(bool(re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name)), "name", "letters, digits and dashes", repr(name))
     text = _svg_text(figure)
     text = text[text.index("<svg") :]
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)

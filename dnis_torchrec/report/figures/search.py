@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import check_alpha
-from dnis_torchrec.report.figures.style import BLACK, BLUE, GREEN, GREY, ORANGE, WIDTH, short, styled
+from dnis_torchrec.report.figures.style import BLACK, BLUE, FIGURE_WIDTH, GREEN, GREY, ORANGE, short, styled
 from dnis_torchrec.report.tables import format_count
 
 COUNTED_BLOCKS = 16
@@ -44,7 +44,7 @@ def alpha_per_block(alpha: Mapping[str, Tensor]) -> Figure:
     _check_drawable(alpha)
     num_columns, num_rows = _grid(len(alpha))
     tallest = min(max(values.shape[0] for values in alpha.values()), COUNTED_BLOCKS)
-    figure = Figure(figsize=(WIDTH, num_rows * (0.75 + 0.2 * tallest) + 0.5), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, num_rows * (0.75 + 0.2 * tallest) + 0.5), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False)
     blues = matplotlib.colormaps["Blues"](np.linspace(0.15, 1, 256))
     colours = ListedColormap(blues).with_extremes(bad="white")
@@ -104,7 +104,9 @@ def alpha_distribution(alpha: Mapping[str, Tensor]) -> Figure:
     """
     _check_drawable(alpha)
     num_columns, num_rows = _grid(len(alpha))
-    figure = Figure(figsize=(WIDTH, 2.9 * num_rows if num_columns == 1 else 2.3 * num_rows + 0.3), layout="constrained")
+    figure = Figure(
+        figsize=(FIGURE_WIDTH, 2.9 * num_rows if num_columns == 1 else 2.3 * num_rows + 0.3), layout="constrained"
+    )
     axes = figure.subplots(num_rows, num_columns, squeeze=False, sharey=True)
     for axis, (name, values) in zip(axes.flat, alpha.items(), strict=False):
         axis.set_title(_panel_title(name, num_columns))
@@ -138,7 +140,7 @@ def _distribution_panel(axis: Axes, values: np.ndarray, most_ticks: int) -> None
 
 
 def _check_drawable(alpha: Mapping[str, Tensor]) -> None:
-    check(len(alpha) > 0, "alpha", "expected at least one table", "none", "leave the figure out")
+    check(len(alpha) > 0, "alpha", "at least one table", "none", "leave the figure out")
     check_alpha(alpha)
 
 
@@ -162,9 +164,9 @@ def search_history(history: Sequence[Mapping[str, float]]) -> Figure:
     Raises:
         ValueError: if the history is empty.
     """
-    check(len(history) > 0, "history", "expected at least one epoch", "none", "leave the figure out")
+    check(len(history) > 0, "history", "at least one epoch", "none", "leave the figure out")
     epochs = [entry.get("epoch", float(index)) for index, entry in enumerate(history)]
-    figure = Figure(figsize=(WIDTH, 5.0), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, 5.0), layout="constrained")
     losses, density = figure.subplots(2, 1, sharex=True)
     marker = "o" if len(epochs) <= 40 else ""
     style: dict[str, Any] = {"linewidth": 1.8, "marker": marker, "markersize": 3.5}

@@ -43,7 +43,7 @@ METHOD_STYLES = {
 }
 """Methods that look the same in every figure; the others take what is left, see `method_styles`."""
 OTHER_COLOURS, OTHER_MARKERS = (PURPLE, SKY, YELLOW), ("<", ">", "*", "h")
-WIDTH = 8.6
+FIGURE_WIDTH = 8.6
 TICK_CHARACTER = 0.014
 """Room for a character of a tick and for the gap beside one, as a share of an axis."""
 STYLE: Any = {  # Any: matplotlib types the key as a literal of all its parameters

@@ -75,10 +75,10 @@ def check_leaves_something(largest: float, threshold: float | None = None, leave
         SizeOutOfReachError: if nothing is left.
     """
     if largest == 0:
-        requirement = "expected a value that is not zero, in a row that training looked up"
+        requirement = "a value that is not zero, in a row that training looked up"
         raise SizeOutOfReachError(describe("tables", requirement, "none"))
     if not leaves:
-        requirement = f"expected a number below {largest:.6g}, above which nothing is left"
+        requirement = f"a number below {largest:.6g}, above which nothing is left"
         raise SizeOutOfReachError(describe("threshold", requirement, threshold))
 
 

@@ -123,11 +123,11 @@ def num_elements(size: Size, blocks: RowBlocks, *, at_least: int = 1) -> int:
         limit = math.floor(100 * total / at_least) / 100
         if value > limit:
             most = f"{limit:.2f}".rstrip("0").rstrip(".")
-            raise SizeOutOfReachError(describe(name, f"expected at most {most} for these tables", value))
+            raise SizeOutOfReachError(describe(name, f"at most {most} for these tables", value))
         return int(total / value)
     if name == "parameters":
         if value < at_least:
-            raise SizeOutOfReachError(describe(name, f"expected at least {at_least} for these tables", value))
+            raise SizeOutOfReachError(describe(name, f"at least {at_least} for these tables", value))
         return min(int(value), total)
     if size.form != "csr_fp32":
         raise NotImplementedError(describe("form", "supported for single elements is 'csr_fp32'", repr(size.form)))
@@ -137,7 +137,7 @@ def num_elements(size: Size, blocks: RowBlocks, *, at_least: int = 1) -> int:
     affordable = int(value - pointers) // max(per_value)
     smallest = pointers + at_least * max(per_value)
     if affordable < at_least:
-        raise SizeOutOfReachError(describe(name, f"expected at least {smallest} for these tables in CSR", value))
+        raise SizeOutOfReachError(describe(name, f"at least {smallest} for these tables in CSR", value))
     return min(affordable, total)
 
 

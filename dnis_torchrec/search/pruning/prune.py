@@ -126,7 +126,7 @@ def _size_or_threshold(size: Size | None, threshold: float | None) -> Size | flo
         return size
     if size is None and threshold is not None:
         return threshold
-    raise ValueError(describe("prune", "expected exactly one of size and threshold", (size, threshold)))
+    raise ValueError(describe("prune", "exactly one of size and threshold", (size, threshold)))
 
 
 def _prune_elements_(

@@ -96,7 +96,7 @@ def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
         NotImplementedError: if a table is neither spread over the ranks nor whole on each.
     """
     found = collections(model)
-    check(bool(found), "prune", "expected a model with an EmbeddingBagCollection", type(model).__name__)
+    check(bool(found), "prune", "a model with an EmbeddingBagCollection", type(model).__name__)
     blocked = {
         fqn: module
         for fqn, module in found.items()
@@ -158,5 +158,5 @@ def _check_finite(tables: list[PrunedTable], ranks: Ranks) -> None:
         bad[index] = sum(1 for part, _, _ in table.chunks() if not bool(part.isfinite().all()))
     ranks.max_(bad)
     for table, count in zip(tables, bad.tolist(), strict=True):
-        requirement, remedy = "expected finite values", "go back to the last good checkpoint"
-        check(count == 0, f"table {table.name!r}", requirement, "NaN or infinity", remedy)
+        remedy = "go back to the last good checkpoint"
+        check(count == 0, f"table {table.name!r}", "finite values", "NaN or infinity", remedy)

@@ -65,7 +65,7 @@ def check_shared(path: Path, process_group: dist.ProcessGroup | None = None) -> 
 
         name = on_rank_zero(write, process_group)
         with together(process_group):  # all have looked when it is left
-            requirement = "expected the folder that rank 0 writes to, on storage that all hosts have mounted"
+            requirement = "the folder that rank 0 writes to, on storage that all hosts have mounted"
             received = "another one" if path.is_dir() else "no such folder"
             remedy = "choose a path that leads to the same folder on all hosts"
             check((path / name).is_file(), f"folder {path} on {gethostname()}", requirement, received, remedy)
@@ -102,7 +102,7 @@ class CheckpointFolder(ABC):
     """
 
     def __init__(self, path: Address, *, keep_last: int = 2) -> None:
-        check(keep_last >= 1, "keep_last", "expected at least 1", keep_last)
+        check(keep_last >= 1, "keep_last", "at least 1", keep_last)
         self.path = path
         self._keep_last = keep_last
 
@@ -121,9 +121,9 @@ class CheckpointFolder(ABC):
             return None
         place, remedy = str(inside(self.path, LATEST)), "name a checkpoint of the folder in it"
         name = parse_json(text, _Latest, place, remedy=remedy)["checkpoint"]
-        check(step_of(name) is not None, place, 'expected {"checkpoint": "step-..."}', repr(name), remedy)
+        check(step_of(name) is not None, place, '{"checkpoint": "step-..."}', repr(name), remedy)
         known = {os.path.basename(self.path_of(step)): step for step in self.steps()}
-        check(name in known, place, f"expected one of {list(known)}", repr(name), remedy)
+        check(name in known, place, f"one of {list(known)}", repr(name), remedy)
         return self.path_of(known[name])
 
     @abstractmethod

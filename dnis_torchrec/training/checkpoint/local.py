@@ -6,7 +6,6 @@ read it. A file is complete or absent, never half. Runs that are interrupted go 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -43,52 +42,44 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
     return views
 
 
-def save_checkpoint(path: Path, model: nn.Module, extra: Mapping[str, Tensor] | None = None) -> None:
+def save_checkpoint(path: Path, model: nn.Module) -> None:
     """Writes this rank's part of a checkpoint; the previous one stays until the new one is whole.
 
     Args:
         path: checkpoint name; rank r writes ``<path>.rank<r>.safetensors``.
         model: what to save.
-        extra: further tensors, such as the alpha optimizer's state.
     """
-    tensors = state_tensors(model) | {f"extra/{name}": value for name, value in (extra or {}).items()}
     with written_whole(_rank_file(path)) as unfinished:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished)
+        save_file({name: value.contiguous() for name, value in state_tensors(model).items()}, unfinished)
 
 
 @torch.no_grad()
-def load_checkpoint(path: Path, model: nn.Module) -> dict[str, Tensor]:
+def load_checkpoint(path: Path, model: nn.Module) -> None:
     """Copies this rank's part of a checkpoint into a model of the same tables and sharding.
 
     Args:
         path: the name given to `save_checkpoint`.
         model: changed in place.
 
-    Returns:
-        The extra tensors.
-
     Raises:
         ValueError: if the file is absent, damaged, or holds other tables; the difference is named, nothing is copied.
     """
     source = _rank_file(path)
-    check(source.is_file(), str(source), "expected a checkpoint file", "none")
+    check(source.is_file(), str(source), "a checkpoint file", "none")
     try:
         saved = load_file(source)
     except SafetensorError as error:
-        raise ValueError(
-            describe(str(source), "expected a whole safetensors file", str(error), "use another one")
-        ) from error
+        raise ValueError(describe(str(source), "a whole safetensors file", str(error), "use another one")) from error
     views = state_tensors(model)
     for name, view in views.items():
-        check(name in saved, f"{source}: {name}", "expected in the checkpoint", "absent", nearest(name, saved))
+        check(name in saved, f"{source}: {name}", "in the checkpoint", "absent", nearest(name, saved))
         same = saved[name].shape == view.shape
-        check(same, f"{source}: {name}", f"expected shape {tuple(view.shape)}", tuple(saved[name].shape))
-    more = sorted(name for name in saved if name not in views and not name.startswith("extra/"))
-    check(not more, str(source), "expected nothing that the model lacks", more)
+        check(same, f"{source}: {name}", f"shape {tuple(view.shape)}", tuple(saved[name].shape))
+    more = sorted(name for name in saved if name not in views)
+    check(not more, str(source), "nothing that the model lacks", more)
     with writing_to_tables(model):
         for name, view in views.items():
             view.copy_(saved[name])
-    return {name.removeprefix("extra/"): value for name, value in saved.items() if name.startswith("extra/")}
 
 
 def _rank_file(path: Path) -> Path:

@@ -31,11 +31,11 @@ from dnis_torchrec.storage.json_files import Positive, conform, parse_json
 from dnis_torchrec.storage.whole_files import write_text
 from dnis_torchrec.training.checkpoint.placement import ITERATIONS, TableDescription
 
-FORMAT = "dnis-torchrec-checkpoint"
-FORMAT_VERSION = 3
-MANIFEST = "manifest.json"
+_FORMAT = "dnis-torchrec-checkpoint"
+_FORMAT_VERSION = 3
+CHECKPOINT_MANIFEST = "manifest.json"
 _OTHER = "use another checkpoint"
-SHOWN = 8
+_SHOWN = 8
 """Differences that one error names."""
 
 
@@ -79,11 +79,11 @@ class Manifest:
 
     def text(self) -> str:
         """The content of manifest.json."""
-        return json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}) + "\n"
+        return json.dumps({"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(self)}) + "\n"
 
     def write(self, folder: Path) -> None:
         """Writes manifest.json, whole or not at all."""
-        write_text(folder / MANIFEST, self.text(), durable=True)
+        write_text(folder / CHECKPOINT_MANIFEST, self.text(), durable=True)
 
     @staticmethod
     def read(folder: Address) -> Manifest:
@@ -98,22 +98,22 @@ class Manifest:
             StorageError: if storage does not answer.
         """
         place = f"checkpoint {folder}"
-        file, here = inside(folder, MANIFEST), local_path(folder)
+        file, here = inside(folder, CHECKPOINT_MANIFEST), local_path(folder)
         if here is not None:
             check_plain(here, place)
-        check(file_size(file) is not None, place, "expected a checkpoint", f"no {MANIFEST} in it")
+        check(file_size(file) is not None, place, "a checkpoint", f"no {CHECKPOINT_MANIFEST} in it")
         head: dict[str, Any] = parse_json(read_bytes(file), dict[str, Any], str(file), remedy=_OTHER)
-        check(head.get("format") == FORMAT, place, f"expected format {FORMAT!r}", repr(head.get("format")))
+        check(head.get("format") == _FORMAT, place, f"format {_FORMAT!r}", repr(head.get("format")))
         version, remedy = head.get("format_version"), "use the version of dnis_torchrec that wrote it"
-        check(version == FORMAT_VERSION, place, f"expected format version {FORMAT_VERSION}", version, remedy)
+        check(version == _FORMAT_VERSION, place, f"format version {_FORMAT_VERSION}", version, remedy)
         conform(head, _Head, str(file), remedy=_OTHER)
         for name, size in head["files"].items():
-            check(os.path.basename(name) == name, place, "expected names of files in it", repr(name))
+            check(os.path.basename(name) == name, place, "names of files in it", repr(name))
             found = file_size(inside(folder, name))
             rank = name.removeprefix("rank").partition(".")[0]
             received = "no such file" if found is None else f"{found} bytes"
             remedy = f"put back what rank {rank} wrote, or resume from another checkpoint"
-            check(found == size, f"{place}, {name}", f"expected {size} bytes", received, remedy)
+            check(found == size, f"{place}, {name}", f"{size} bytes", received, remedy)
         tables = {
             name: TableDescription(**{**described, "column_cuts": tuple(described["column_cuts"])})
             for name, described in head["tables"].items()
@@ -141,14 +141,14 @@ class Manifest:
 def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
     """What torch.distributed.checkpoint takes for granted of what it reads."""
     known = isinstance(getattr(torch, entry["dtype"], None), torch.dtype)
-    check(known, place, "expected a dtype of torch", repr(entry["dtype"]), _OTHER)
+    check(known, place, "a dtype of torch", repr(entry["dtype"]), _OTHER)
     whole = entry["size"]
     for chunk in entry["chunks"]:
-        check(chunk["file"] in files, place, "expected a file of the checkpoint", repr(chunk["file"]), _OTHER)
+        check(chunk["file"] in files, place, "a file of the checkpoint", repr(chunk["file"]), _OTHER)
         offset, size = chunk["offset"], chunk["size"]
         fits = len(offset) == len(size) == len(whole)
         fits = fits and all(0 <= o <= o + s <= w for o, s, w in zip(offset, size, whole, strict=True))
-        check(fits, place, f"expected chunks inside of {whole}", f"{size} at {offset}", _OTHER)
+        check(fits, place, f"chunks inside of {whole}", f"{size} at {offset}", _OTHER)
 
 
 def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
@@ -163,7 +163,7 @@ def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     for key, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
-            raise TypeError(describe(key, "expected tensors alone", type(tensor).__name__))
+            raise TypeError(describe(key, "tensors alone", type(tensor).__name__))
         chunks = [
             {
                 "offset": list(chunk.offsets),
@@ -193,9 +193,11 @@ def check_fits(
         NotImplementedError: for row-wise optimizer state of other column shards, which cannot be resharded.
     """
     differences = [*_table_differences(manifest.tables, tables), *_tensor_differences(manifest, sizes)]
-    shown = "; ".join(differences[:SHOWN]) + (f"; and {len(differences) - SHOWN} more" if differences[SHOWN:] else "")
+    shown = "; ".join(differences[:_SHOWN]) + (
+        f"; and {len(differences) - _SHOWN} more" if differences[_SHOWN:] else ""
+    )
     remedy = "resume with the recipe, data and settings that the run was started with"
-    check(not differences, place, "expected a checkpoint of this run", f"one in which {shown}", remedy)
+    check(not differences, place, "a checkpoint of this run", f"one in which {shown}", remedy)
     for name, own in tables.items():
         per_column_shard = [key for key in sizes if key.startswith(f"fused/{name}/") and len(sizes[key]) == 1]
         if per_column_shard and manifest.tables[name].column_cuts != own.column_cuts:

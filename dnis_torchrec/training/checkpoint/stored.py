@@ -25,7 +25,7 @@ from dnis_torchrec.training.checkpoint.folder import (
     latest_text,
     step_of,
 )
-from dnis_torchrec.training.checkpoint.manifest import MANIFEST, Manifest
+from dnis_torchrec.training.checkpoint.manifest import CHECKPOINT_MANIFEST, Manifest
 
 
 class StoredCheckpointFolder(CheckpointFolder):
@@ -48,12 +48,12 @@ class StoredCheckpointFolder(CheckpointFolder):
 
     def steps(self) -> list[int]:
         """Numbers of the whole checkpoints, rising."""
-        return sorted(step for step, files in self._found().items() if MANIFEST in files)
+        return sorted(step for step, files in self._found().items() if CHECKPOINT_MANIFEST in files)
 
     def clean(self) -> None:
         """Removes what is left of checkpoints that never became whole, or are only half gone."""
         for step, files in self._found().items():
-            if MANIFEST not in files:
+            if CHECKPOINT_MANIFEST not in files:
                 self._remove_files(step, files)
 
     def begin(self, step: int) -> None:
@@ -66,10 +66,10 @@ class StoredCheckpointFolder(CheckpointFolder):
 
     def publish(self, step: int, manifest: Manifest, keep: Collection[int] = ()) -> None:
         """Makes a checkpoint whole and the latest, and removes those that nobody needs any more; see the base class."""
-        put_file(inside(self.path_of(step), MANIFEST), partial(_write, manifest.text()))
+        put_file(inside(self.path_of(step), CHECKPOINT_MANIFEST), partial(_write, manifest.text()))
         put_file(inside(self.path, LATEST), partial(_write, latest_text(self.path_of(step))))
         found = self._found()
-        self._remove_files(step, [name for name in found[step] if name not in {MANIFEST, *manifest.files}])
+        self._remove_files(step, [name for name in found[step] if name not in {CHECKPOINT_MANIFEST, *manifest.files}])
         for doomed in self._unneeded(sorted(found), step, keep):
             self._remove_files(doomed, found[doomed])
 
@@ -95,7 +95,7 @@ class StoredCheckpointFolder(CheckpointFolder):
 
     def _remove_files(self, step: int, names: Collection[str]) -> None:
         """The manifest first, so that a kill leaves either a whole checkpoint or none."""
-        for name in sorted(names, key=lambda name: name != MANIFEST):
+        for name in sorted(names, key=lambda name: name != CHECKPOINT_MANIFEST):
             remove_file(inside(self.path_of(step), name))
 
 

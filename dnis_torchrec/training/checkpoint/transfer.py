@@ -79,7 +79,7 @@ def write_checkpoint(
         rank, cause = next(iter(failures.items()))
         received = f"{type(cause).__name__} on rank {rank}: {cause}"
         place = f"checkpoint {folder.path_of(step)}"
-        raise CheckpointWriteError(describe(place, "expected to write it", received, kept)) from cause
+        raise CheckpointWriteError(describe(place, "to write it", received, kept)) from cause
 
 
 def _left_clean(folder: CheckpointFolder, process_group: dist.ProcessGroup | None) -> str:
@@ -135,7 +135,7 @@ def read_checkpoint(
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))[0]
         remedy = "resume from another checkpoint"
-        raise ValueError(describe(f"checkpoint {path}", "expected whole files", str(failure), remedy)) from failure
+        raise ValueError(describe(f"checkpoint {path}", "whole files", str(failure), remedy)) from failure
     return manifest.values
 
 

@@ -55,7 +55,7 @@ class Controller:
     """
 
     def __init__(self, num_options: Sequence[int], *, num_steps: int, seed: int) -> None:
-        check(len(num_options) > 0 and min(num_options) > 0, "num_options", "expected some of each", num_options)
+        check(len(num_options) > 0 and min(num_options) > 0, "num_options", "some of each", num_options)
         shape = len(num_options), max(num_options)
         absent = torch.arange(shape[1]) >= torch.tensor(num_options).unsqueeze(1)
         self._absent = torch.zeros(shape).masked_fill(absent, -torch.inf)
@@ -86,7 +86,7 @@ class Controller:
         Raises:
             ValueError: for fewer than two samples, of which none is left to be the critic.
         """
-        check(len(rewards) >= 2, "rewards", "expected those of at least 2 samples", len(rewards))
+        check(len(rewards) >= 2, "rewards", "those of at least 2 samples", len(rewards))
         log_p = self._log_softmax()
         taken = log_p.gather(1, picked.T).sum(0)
         entropy = -(log_p.exp() * log_p.masked_fill(self._absent < 0, 0.0)).sum()

@@ -15,7 +15,7 @@ from dnis_torchrec.comparison.methods.nis.affordable import most_probable_within
 from dnis_torchrec.comparison.methods.nis.controller import Controller
 from dnis_torchrec.comparison.methods.nis.grid import Grid, multi_size_grid, single_size_grid
 from dnis_torchrec.comparison.methods.nis.supernet import train_controller
-from dnis_torchrec.comparison.methods.trained_scheme import Candidate, byte_budget, keep_columns_, row_blocks
+from dnis_torchrec.comparison.methods.trained_scheme import Candidate, byte_budget, prune_to_columns_, row_blocks
 from dnis_torchrec.search.budget import Budget, Size
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.training.sharded import check_pooling
@@ -86,7 +86,7 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
     retained, how = chosen(grid, controller)
     seconds = time.monotonic() - started
     final = task.build(None)
-    scheme = keep_columns_(final.model, blocks, counts, retained)
+    scheme = prune_to_columns_(final.model, blocks, counts, retained)
     dims = {f"dims of {table}": " ".join(map(str, mask.sum(1).tolist())) for table, mask in retained.items()}
     result = Candidate(recipe=final, scheme=scheme, settings=dims | {"choice": how}).train(task)
     seconds += result.seconds
@@ -96,7 +96,7 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
 def _check_size(grid: Grid, embedding_bytes: int) -> None:
     smallest = embedding_bytes - grid.budget.amount + grid.smallest_cost
     if smallest > embedding_bytes:
-        requirement, remedy = f"expected at least {smallest:.0f} bytes for NIS", "ask for a lower compression ratio"
+        requirement, remedy = f"at least {smallest:.0f} bytes for NIS", "ask for a lower compression ratio"
         raise SizeNotMetError(describe("embedding_bytes", requirement, embedding_bytes, remedy))
 
 

@@ -64,7 +64,7 @@ class Quality:
     def __init__(self, recipe: Recipe) -> None:
         self._is_binary = isinstance(recipe.loss, nn.BCEWithLogitsLoss)
         labels = [batch.labels.float().cpu() for batch in recipe.data.validation]
-        check(len(labels) > 0, "validation stream", "expected at least one batch", 0, "check the data splits")
+        check(len(labels) > 0, "validation stream", "at least one batch", 0, "check the data splits")
         if self._is_binary:
             check_classes(torch.cat(labels), "validation stream")
         self._variance = float(torch.cat(labels).var(unbiased=False).clamp(min=torch.finfo(torch.float32).tiny))

@@ -1,4 +1,4 @@
-"""PrefetchBilevelTrainPipeline: the numbers of the pipeline without prefetching, and no cache line left locked.
+"""BilevelTrainPipeline over tables that it prefetches: the numbers that it has without, no cache line locked.
 
 With the caches of `row_caches` here; with FBGEMM's own, on GPUs, in distributed/test_sharding_ranks.py ("cached").
 """
@@ -25,7 +25,6 @@ from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.search.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.search.rotation import rotate_
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.sharding import make_sharding_plan
@@ -84,9 +83,9 @@ def run(pipeline: BilevelTrainPipeline, recipe: Recipe, schedule: LevelSchedule)
 @pytest.mark.parametrize("upper_every", [1, 3])
 def test_the_numbers_are_those_without_prefetching(gloo, upper_every: int) -> None:
     schedule, found = LevelSchedule(warm_up_steps=2, upper_every=upper_every), []
-    for kind in (BilevelTrainPipeline, PrefetchBilevelTrainPipeline):
-        recipe, model, optimizer, _ = prepared(cached=kind is PrefetchBilevelTrainPipeline)
-        pipeline = kind(model, optimizer, CPU, alpha_learning_rate=0.05)
+    for cached in (False, True):
+        recipe, model, optimizer, _ = prepared(cached=cached)
+        pipeline = BilevelTrainPipeline(model, optimizer, CPU, alpha_learning_rate=0.05)
         losses = run(pipeline, recipe, schedule)
         found.append({"losses": torch.stack(losses), "alpha": pipeline.alpha.of(8).clone(), **tables_of(model)})
     assert found[0].keys() == found[1].keys()
@@ -98,7 +97,7 @@ def test_the_numbers_are_those_without_prefetching(gloo, upper_every: int) -> No
 @pytest.mark.parametrize("warm_up_steps", [1, 3, STEPS])
 def test_locked_is_what_was_prefetched_for_the_next_batch_and_nothing_else(gloo, warm_up_steps: int) -> None:
     recipe, model, optimizer, caches = prepared(cached=True)
-    pipeline = PrefetchBilevelTrainPipeline(model, optimizer, CPU)
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU)
     stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=warm_up_steps))
     for step in range(STEPS):
         if step == 4:
@@ -124,7 +123,7 @@ def test_locked_is_what_was_prefetched_for_the_next_batch_and_nothing_else(gloo,
 
 def test_rows_are_fetched_between_the_forward_pass_before_and_its_backward(gloo) -> None:
     recipe, model, optimizer, caches = prepared(cached=True)
-    pipeline = PrefetchBilevelTrainPipeline(model, optimizer, CPU)
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU)
     stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=2))
     for cache in caches:
         cache.events.clear()
@@ -141,7 +140,7 @@ def test_rows_are_fetched_between_the_forward_pass_before_and_its_backward(gloo)
 
 def test_a_stream_that_ends_is_worked_off(gloo) -> None:
     recipe, model, optimizer, caches = prepared(cached=True)
-    pipeline = PrefetchBilevelTrainPipeline(model, optimizer, CPU)
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU)
     stream = Ending(recipe.data.train, recipe.data.validation, LevelSchedule())
     for _ in range(Ending.NUM_BATCHES):
         pipeline.progress(stream)
@@ -164,21 +163,13 @@ class Ending(BilevelStream):
         return super().__next__()
 
 
-def test_the_pipeline_without_prefetching_refuses_such_tables(gloo) -> None:
-    _, model, optimizer, _ = prepared(cached=True)
-    with pytest.raises(
-        TypeError, match=r"tables \['.*'\]: expected a pipeline that prefetches, got BilevelTrainPip.*; take"
-    ):
-        BilevelTrainPipeline(model, optimizer, CPU)
-
-
 def test_bags_of_prefetched_tables_are_split_before_their_lookup(gloo) -> None:
     """FBGEMM looks up the very ids that were prefetched, in their order."""
     for cached in (False, True):
         _, model, optimizer, _ = prepared(cached=cached)
         (wrapper,) = soft_selection_modules(model).values()
         assert wrapper.bag_splitter is not None
-        (PrefetchBilevelTrainPipeline if cached else BilevelTrainPipeline)(model, optimizer, CPU)
+        BilevelTrainPipeline(model, optimizer, CPU)
         assert (wrapper.bag_splitter is not None) == cached
 
 
@@ -201,7 +192,7 @@ def test_everything_that_writes_to_tables_says_so(
     mask, magnitude = RetainedMask(model), sys.modules[MagnitudePruning.__module__]
     monkeypatch.setattr(magnitude, "shard", lambda *_: (model, optimizer))
     monkeypatch.setattr(magnitude, "train_plainly", lambda *_, **__: None)
-    pruning = MagnitudePruning(recipe, seed=0, device=CPU, folder=tmp_path, rules=TrainingRules(patience=1))
+    pruning = MagnitudePruning(recipe, device=CPU, folder=tmp_path, rules=TrainingRules(patience=1))
     save_checkpoint(tmp_path / "saved", model)
     for cache in caches:
         cache.events.clear()

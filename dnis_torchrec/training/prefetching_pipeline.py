@@ -1,19 +1,17 @@
-"""PrefetchBilevelTrainPipeline: both levels of the search over tables in host memory, their rows fetched ahead.
+"""PrefetchingTrainPipeline: a train pipeline that fetches rows ahead for tables in host memory.
 
-    batch i        forward                             backward, or none (upper)
+    batch i        forward                             backward, or none
     batch i+1      input_dist      cached rows
     batch i+2      copy                                              input_dist
 
-It is to `BilevelTrainPipeline` what TorchRec's PrefetchTrainPipelineSparseDist is to TrainPipelineSparseDist, in the
-same order. That class itself will not do: it calls backward, which upper steps do not have, and only a backward pass
-unlocks what was prefetched (see `cached_tables`).
+The order is that of TorchRec's PrefetchTrainPipelineSparseDist. That class itself will not do: it calls backward, which
+upper steps do not have, and only a backward pass unlocks what was prefetched (see `cached_tables`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,30 +22,38 @@ from torchrec.distributed.train_pipeline.runtime_forwards import PrefetchPipelin
 from torchrec.distributed.train_pipeline.utils import _wait_for_batch
 from torchrec.streamable import Pipelineable
 
-from dnis_torchrec.search.level_schedule import Level
-from dnis_torchrec.search.pipeline import BilevelTrainPipeline, BilevelTrainPipelineContext
+from dnis_torchrec.soft_selection.cached_tables import PrefetchedTables
+from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
 
 
-@dataclass
-class PrefetchBilevelTrainPipelineContext(BilevelTrainPipelineContext, PrefetchTrainPipelineContext):
-    """A batch's context in the queue, its level, and what was prefetched for it."""
+class PrefetchingTrainPipeline(DetachableTrainPipeline):
+    """A train pipeline that fetches the next batch's rows into the GPU's cache during the current forward pass.
 
+    It does so for models with tables sharded with the ``fused_uvm_caching`` kernel and
+    ``CacheParams(prefetch_pipeline=True)``, as TorchRec's PrefetchTrainPipelineSparseDist wants them. Every other model
+    goes through `DetachableTrainPipeline` as it is. The numbers are the same.
 
-class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
-    """BilevelTrainPipeline that fetches the next batch's rows into the GPU's cache during the current forward pass.
-
-    For tables sharded with the ``fused_uvm_caching`` kernel and ``CacheParams(prefetch_pipeline=True)``, as TorchRec's
-    PrefetchTrainPipelineSparseDist wants them; other tables train as ever. The numbers are those of
-    `BilevelTrainPipeline`. Bags of multi-hot features are split before such tables, not on their ranks (see
-    `on_shards`), since FBGEMM looks up exactly the ids that it was told to prefetch: their output all-to-all is
-    up to S times as large.
-
-    Takes, is and raises what `BilevelTrainPipeline` does, except that it does not refuse such tables.
+    Args:
+        model: see TrainPipelineSparseDist, as for the other arguments.
+        optimizer: steps after every batch.
+        device: where the model is.
+        context_type: of a batch in the queue.
+        settings: further ones of TrainPipelineSparseDist.
     """
 
-    _pipelined_forward_type = PrefetchPipelinedForward
-    _batch_context_type = PrefetchBilevelTrainPipelineContext
-    _may_prefetch = True
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        *,
+        context_type: type[PrefetchTrainPipelineContext] = PrefetchTrainPipelineContext,
+        **settings: Any,
+    ) -> None:
+        self._prefetched = PrefetchedTables(model)
+        if self._prefetched:
+            self._pipelined_forward_type = PrefetchPipelinedForward
+        super().__init__(model, optimizer, device, context_type=context_type, **settings)
 
     @cached_property
     def _prefetch_stream(self) -> torch.cuda.Stream | None:
@@ -58,11 +64,11 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
         """Puts the first batch through all that comes before its forward pass, and begins with the second.
 
         Args:
-            dataloader_iter: a BilevelStream; not read where batches are queued already.
-
-        Raises:
-            TypeError: if it is to be read and is something else.
+            dataloader_iter: gives batches; not read where batches are queued already.
         """
+        if not self._prefetched:
+            super().fill_pipeline(dataloader_iter)
+            return
         if self.batches or not self.enqueue_batch(dataloader_iter):
             return
         self._init_pipelined_modules(self.batches[0], self.contexts[0], self._pipelined_forward_type)
@@ -72,19 +78,19 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
             self.start_sparse_data_dist(self.batches[1], self.contexts[1])
 
     def progress(self, dataloader_iter: Iterator[Pipelineable]) -> Any:
-        """One step, of the level that is next.
+        """One step.
 
         Args:
-            dataloader_iter: a BilevelStream.
+            dataloader_iter: gives batches.
 
         Returns:
             The output that the model gave beside the loss.
 
         Raises:
-            StopIteration: when the stream is over.
-            TypeError: if it is something else.
-            NonFiniteError: if a loss or gradient is NaN or infinite; see `FiniteGuard`.
+            StopIteration: when they are over.
         """
+        if not self._prefetched:
+            return super().progress(dataloader_iter)
         if not self._model_attached:
             self.attach(self._model)
         self.fill_pipeline(dataloader_iter)
@@ -102,7 +108,7 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
             self._prefetch(self.contexts[1])
         if self._model.training:
             self._backward(losses)
-        if not self._model.training or self.level is Level.UPPER:
+        if not self._goes_backward():
             self._prefetched.unlock()  # no backward pass has
         if self._model.training:
             self._optimizer.step()
@@ -112,7 +118,7 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
         return output
 
     def detach(self) -> nn.Module:
-        """Takes the model out of the pipeline, as the base class does; what was prefetched is forgotten.
+        """Takes the model out of the pipeline; what was prefetched is forgotten.
 
         Returns:
             The model.
@@ -128,7 +134,7 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
             sparse_dist: not needed: the next batch has been through its input_dist.
         """
         super().attach(model, sparse_dist=sparse_dist)
-        if self.contexts:
+        if self._prefetched and self.contexts:
             self._fetch(self.contexts[0])
 
     @contextmanager
@@ -138,10 +144,21 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
         Yields:
             The model, callable on batches.
         """
-        with super().detached() as model, self._prefetched.unlocking_every_lookup():
-            yield model
+        model = self.detach()
+        was_training = model.training
+        model.eval()
+        try:
+            with self._prefetched.unlocking_every_lookup():
+                yield model
+        finally:
+            model.train(was_training)
+            self.attach(model)
 
-    def _prefetch(self, context: PrefetchBilevelTrainPipelineContext) -> None:
+    def _goes_backward(self) -> bool:
+        """Whether the step at hand has a backward pass."""
+        return self._model.training
+
+    def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:
         """Waits for a batch's ids, which its input_dist has sent, and fetches their rows."""
         for module in self._pipelined_modules:
             name = module.forward.name
@@ -150,7 +167,7 @@ class PrefetchBilevelTrainPipeline(BilevelTrainPipeline):
             context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
         self._fetch(context)
 
-    def _fetch(self, context: PrefetchBilevelTrainPipelineContext) -> None:
+    def _fetch(self, context: PrefetchTrainPipelineContext) -> None:
         """Has the caches fetch the rows of a batch's ids, beside what the current stream is at."""
         forward_stream = None if self._prefetch_stream is None else torch.cuda.current_stream(self._device)
         with self._stream_context(self._prefetch_stream):
