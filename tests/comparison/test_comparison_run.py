@@ -18,10 +18,9 @@ from torchrec.datasets.utils import Batch
 
 import dnis_torchrec.comparison.run as run_module
 from dnis_torchrec import cli
-from dnis_torchrec.comparison import Comparison, run_comparison
+from dnis_torchrec.comparison import Comparison, processes, run_comparison
 from dnis_torchrec.comparison.cells import CellTask
 from dnis_torchrec.comparison.plan import recipe_facts
-from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.data.recipe import Recipe
 from tests import tiny
 from tests.cli.test_cli import Done, dnis
@@ -38,7 +37,7 @@ def out(tmp_path: Path) -> Path:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets comparisons run stand-ins."""
     command = (sys.executable, "-c", STAND_IN)
-    monkeypatch.setattr(run_module, "run_cells", partial(run_cells, command=command))
+    monkeypatch.setattr(processes, "COMMAND", command)
 
 
 def test_what_has_finished_is_never_run_again_and_what_crashed_is(out: Path, stand_ins: None) -> None:
