@@ -17,9 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torchrec.datasets.utils import Batch
 
 import dnis_torchrec.comparison.run as run_module
+from dnis_torchrec.comparison import processes
 from dnis_torchrec.comparison.cells import CellTask
 from dnis_torchrec.comparison.plan import Comparison, recipe_facts
-from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.comparison.run import run_comparison
 from dnis_torchrec.data.recipe import Recipe
 from tests import tiny
@@ -37,7 +37,7 @@ def out(tmp_path: Path) -> Path:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets comparisons run stand-ins."""
     command = (sys.executable, "-c", STAND_IN)
-    monkeypatch.setattr(run_module, "run_cells", partial(run_cells, command=command))
+    monkeypatch.setattr(processes, "COMMAND", command)
 
 
 def test_what_has_finished_is_never_run_again_and_what_crashed_is(out: Path, stand_ins: None) -> None:
