@@ -21,6 +21,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from dnis_torchrec.allocation.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts, check_num_blocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check
@@ -37,7 +38,6 @@ from dnis_torchrec.search.loop import EpochRecord, Saving, SearchEvents, SearchI
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.prefetch_pipeline import PrefetchBilevelTrainPipeline
 from dnis_torchrec.search.pruning import num_elements, prune
-from dnis_torchrec.search.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.soft_selection.cached_tables import PrefetchedTables
 from dnis_torchrec.soft_selection.swap import merge_, prepare_
 from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_configs
@@ -215,7 +215,7 @@ def _turn_(
     Without the scales validation loss alone sets that order at first, and where a model has begun to overfit it would
     rather be rid of its strongest columns. The order of importance needs none.
     """
-    rotate_(model, optimizer, counts)
+    rotate_(model, counts, optimizer)
     pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
 
 

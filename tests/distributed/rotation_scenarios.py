@@ -9,11 +9,11 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dnis_torchrec.search.rotation import rotate_, rotation_groups
+from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from tests.allocation.test_rotation import build, counts_of, optimizer_of, sgd
 from tests.distributed.harness import Rank, Results, Scenario
-from tests.search.test_rotation import build, counts_of, optimizer_of, sgd
 
 MODELS = ("deepfm", "mlp", "neumf")
 """Models with groups of two tables, and of one: then a rank may hold nothing of a group."""
@@ -35,7 +35,7 @@ def rotate(rank: Rank, name: str, sharding_type: str) -> Results:
     plan = make_sharding_plan(model, rank.device, sharders, constraints=constraints)
     sharded = shard_model(model, rank.device, plan, sharders)
     try:
-        rotations = rotate_(sharded, optimizer_of(sharded, sgd), counts)
+        rotations = rotate_(sharded, counts, optimizer_of(sharded, sgd))
     except NotImplementedError as error:
         return {"error": str(error)}
     parts = [part for module in collections(sharded).values() for part in local_shards(module)]

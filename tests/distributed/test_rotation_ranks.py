@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.allocation.test_rotation import build, counts_of, drawn_in, tables_of
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.rotation_scenarios import MODELS, REFUSED, SCENARIOS, TURNED
 from tests.reference import second_moment_reference
-from tests.search.test_rotation import build, counts_of, drawn_in, tables_of
 
 
 @pytest.fixture(scope="module")
