@@ -174,8 +174,10 @@ def known_groups(model: nn.Module) -> list[RotationGroup]:
 def _groups_of(known: KnownModel) -> list[RotationGroup]:
     interaction = known.inter_arch
     if isinstance(interaction, deepfm.FMInteractionArch):
+        if not _has_axes(interaction.fm):
+            return []
         layers = [_first_linear_of_deep_part(interaction).weight, cast(Tensor, interaction.fm.axes)]
-        return _groups_of_tables(known, interaction.sparse_feature_names, layers) if _has_axes(interaction.fm) else []
+        return _groups_of_tables(known, interaction.sparse_feature_names, layers)
     if isinstance(interaction, dlrm.InteractionProjectionArch):
         layers = [_first_linear(_layers_of(branch)).weight for branch in _branches_of(interaction)]
         return _groups_of_tables(known, known.sparse_arch.sparse_feature_names, layers)
