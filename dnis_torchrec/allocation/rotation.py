@@ -138,8 +138,6 @@ def rotate_(model: nn.Module, counts: FrequencyCounts, optimizer: torch.optim.Op
     ranks = ranks_of(*modules)
     tables = [table for group in groups for table in group.tables]
     _say_what_stays(dims, tables, ranks)
-    if not groups:
-        return []
     states: dict[int, dict[str, Tensor]] = {}
     if optimizer is not None:
         states = _states_by_storage(model, optimizer)

@@ -114,6 +114,8 @@ def whole_rows(
     Raises:
         NotImplementedError: on all ranks, if a table is neither spread over the ranks nor whole on each.
     """
+    if not shapes:
+        return {}
     own = {table: [shard for shard in shards if shard.table == table] for table in shapes}
     cut = [any(shard.weight.shape[1] != shapes[table][1] for shard in held) for table, held in own.items()]
     is_cut = dict(zip(shapes, ranks.max_(torch.tensor(cut, dtype=torch.int64)).tolist(), strict=True))
