@@ -48,3 +48,24 @@ def test_rows_are_read_once_and_written_back_where_they_lie(
         columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
         expected = table[shard.first_row : shard.first_row + shard.weight.shape[0], columns] * 2 + 1
         assert torch.equal(shard.weight, expected)
+
+
+class OtherHoldsColumns(Ranks):
+    """Two ranks, of which the other holds a whole table of 4 x 2, in two shards of a column each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size = 2
+
+    def max_(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(values)
+
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        return values.add_(8)
+
+
+def test_a_rank_without_a_shard_walks_through_a_cut_table_too() -> None:
+    """The others would wait for it."""
+    rows = whole_rows([], {"t": (4, 2)}, OtherHoldsColumns())["t"]
+    assert (rows.is_cut, rows.copies) == (True, 2)
+    assert [chunk.rows for chunk in rows.chunks()] == [slice(0, 4)]
