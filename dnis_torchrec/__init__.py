@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dnis_torchrec._dependencies import check_dependencies, silence_noise, version
 
 if TYPE_CHECKING:
+    from dnis_torchrec.allocation.torchrec_models import with_axes_
     from dnis_torchrec.artifact import load
     from dnis_torchrec.artifact.export import export
     from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
@@ -60,11 +61,13 @@ __all__ = [
     "prepare_",
     "prune",
     "shard_model",
+    "with_axes_",
 ]
 
 __version__ = version()
 
 _HOME = {
+    "with_axes_": "allocation.torchrec_models",
     "load": "artifact",
     "export": "artifact.export",
     "RowBlocks": "blocks.blocking",

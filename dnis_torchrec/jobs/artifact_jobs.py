@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.comparison.methods.projected import project_as_exported_
@@ -149,6 +150,8 @@ def _check_features(collection: nn.Module, scheme: MixedDimensionScheme, fqn: st
 def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension") -> nn.Module:
     """Puts an artifact's serving modules and dense weights into a model in place of its EmbeddingBagCollections.
 
+    A model of TorchRec's whose tables were turned has axes beside its weights; a fresh one gets them (`with_axes_`).
+
     Args:
         model: a model of the kind that was searched; changed in place.
         artifact: what `export` wrote.
@@ -166,6 +169,8 @@ def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension")
         check_known("FQN", name, own)
         _check_features(own[name], scheme, name, artifact)
     dense = load_dense_state(artifact)
+    if has_axes(dense):
+        with_axes_(model)
     for name in names:
         served = load(artifact, form=form, collection=name)
         parent, _, child = name.rpartition(".")

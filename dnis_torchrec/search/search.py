@@ -21,6 +21,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from dnis_torchrec.allocation.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts, check_num_blocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check
@@ -36,7 +37,6 @@ from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted, SearchLoop
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.pruning import num_elements, prune
-from dnis_torchrec.search.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.soft_selection.swap import merge_, prepare_
 from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_configs
 from dnis_torchrec.storage.files import Address
@@ -214,7 +214,7 @@ def _turn_(
     Without the scales validation loss alone sets that order at first, and where a model has begun to overfit it would
     rather be rid of its strongest columns. The order of importance needs none.
     """
-    rotate_(model, optimizer, counts)
+    rotate_(model, counts, optimizer)
     pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
 
 

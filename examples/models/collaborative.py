@@ -13,8 +13,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.allocation.axes import RotationGroup, WeightedProduct
 from dnis_torchrec.checks import check
-from dnis_torchrec.search.rotation import RotationGroup, WeightedProduct
 from examples.models.first_order import SingleIdBiases
 from examples.models.rotating import groups_of_tower
 

@@ -17,8 +17,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from dnis_torchrec.allocation.axes import RotationGroup
 from dnis_torchrec.checks import check
-from dnis_torchrec.search.rotation import RotationGroup
 from examples.models.first_order import FirstOrderWeights
 from examples.models.rotating import groups_of_tower, joined
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.search.rotation import LinearReader, RotationGroup
+from dnis_torchrec.allocation.axes import LinearReader, RotationGroup
 
 
 def groups_of_tower(tables: Sequence[EmbeddingBagConfig], tower: nn.Module) -> list[RotationGroup]:

@@ -9,16 +9,29 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dnis_torchrec.search.rotation import rotate_, rotation_groups
+from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
+from dnis_torchrec.allocation.torchrec_models import with_axes_
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from tests.allocation.test_rotation import build, counts_of, optimizer_of, sgd
+from tests.allocation.turnable import ROWS, logits_of
+from tests.allocation.turnable import build as build_of_torchrec
+from tests.allocation.turnable import counts as counts_of_torchrec
 from tests.distributed.harness import Rank, Results, Scenario
-from tests.search.test_rotation import build, counts_of, optimizer_of, sgd
 
 MODELS = ("deepfm", "mlp", "neumf")
 """Models with groups of two tables, and of one: then a rank may hold nothing of a group."""
 TURNED = ("table_wise", "row_wise", "data_parallel")
 REFUSED = "column_wise"
+MIXED = {"user": "column_wise", "movie": "row_wise", "genre": "table_wise"}
+OF_TORCHREC = {
+    "dlrm": (*TURNED, "column_wise", "grid_shard", "mixed"),
+    "projection": ("row_wise", "column_wise"),
+    "deepfm": ("row_wise", "column_wise"),
+}
+"""Turned after training, cut rows put together a chunk at a time; ``"mixed"`` is `MIXED`."""
+WEIGHTED = ("row_wise", "grid_shard")
+"""What has weighted bags, and with them no MEAN, which TorchRec does not offer under grid_shard."""
 
 
 def rotate(rank: Rank, name: str, sharding_type: str) -> Results:
@@ -35,7 +48,7 @@ def rotate(rank: Rank, name: str, sharding_type: str) -> Results:
     plan = make_sharding_plan(model, rank.device, sharders, constraints=constraints)
     sharded = shard_model(model, rank.device, plan, sharders)
     try:
-        rotations = rotate_(sharded, optimizer_of(sharded, sgd), counts)
+        rotations = rotate_(sharded, counts, optimizer_of(sharded, sgd))
     except NotImplementedError as error:
         return {"error": str(error)}
     parts = [part for module in collections(sharded).values() for part in local_shards(module)]
@@ -47,6 +60,36 @@ def rotate(rank: Rank, name: str, sharding_type: str) -> Results:
     }
 
 
+def rotate_after_training(rank: Rank, name: str, sharding_type: str) -> Results:
+    """Turns one of TorchRec's models that is sharded already: its shards, axes, and how far its logits moved."""
+    is_weighted = sharding_type in WEIGHTED
+    model = build_of_torchrec(name, is_weighted=is_weighted)
+    if sharding_type != "data_parallel":
+        fused = model.sparse_arch.embedding_bag_collection.parameters()
+        apply_optimizer_in_backward(torch.optim.SGD, fused, {"lr": 1.0})
+    kinds = MIXED if sharding_type == "mixed" else dict.fromkeys(ROWS, sharding_type)
+    constraints = {name: ParameterConstraints(sharding_types=[kind], min_partition=4) for name, kind in kinds.items()}
+    sharders = [CpuEmbeddingBagCollectionSharder()]
+    plan = make_sharding_plan(model, rank.device, sharders, constraints=constraints)
+    sharded = shard_model(model, rank.device, plan, sharders)
+    with torch.no_grad():
+        before = logits_of(sharded, is_weighted=is_weighted)
+        rotations = rotate_(with_axes_(sharded), counts_of_torchrec())
+        moved = float((logits_of(sharded, is_weighted=is_weighted) - before).abs().max())
+    shards = [shard for module in collections(sharded).values() for shard in local_shards(module)]
+    return {
+        "moved": moved,
+        "rotations": rotations,
+        "shards": [[shard.table, shard.first_row, shard.first_column, shard.weight.clone()] for shard in shards],
+        "axes": [value for key, value in sharded.named_buffers() if key.endswith("axes")],
+    }
+
+
 SCENARIOS: dict[str, Scenario] = {
     f"{name} {kind}": partial(rotate, name=name, sharding_type=kind) for name in MODELS for kind in (*TURNED, REFUSED)
+}
+SCENARIOS |= {
+    f"{name} of torchrec {kind}": partial(rotate_after_training, name=name, sharding_type=kind)
+    for name, kinds in OF_TORCHREC.items()
+    for kind in kinds
 }

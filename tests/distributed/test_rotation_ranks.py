@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from dnis_torchrec.allocation.rotation import rotate_
+from dnis_torchrec.allocation.torchrec_models import with_axes_
+from tests.allocation.test_rotation import build, counts_of, drawn_in, tables_of
+from tests.allocation.turnable import build as build_of_torchrec
+from tests.allocation.turnable import counts as counts_of_torchrec
 from tests.distributed.harness import RankResults, run_on_ranks
-from tests.distributed.rotation_scenarios import MODELS, REFUSED, SCENARIOS, TURNED
+from tests.distributed.rotation_scenarios import MODELS, OF_TORCHREC, REFUSED, SCENARIOS, TURNED, WEIGHTED
 from tests.reference import second_moment_reference
-from tests.search.test_rotation import build, counts_of, drawn_in, tables_of
+
+
+def axes_of(model: nn.Module) -> list[Tensor]:
+    """The buffers that `with_axes_` adds."""
+    return [value for name, value in model.named_buffers() if name.endswith("axes")]
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +71,26 @@ def test_what_reads_the_tables_turns_along(ranks: RankResults, name: str, shardi
 def test_column_shards_are_refused_on_all_ranks(ranks: RankResults, name: str) -> None:
     for found in ranks[f"{name} {REFUSED}"]:
         assert "supported to rotate are shards of whole rows, got 4 of its " in found["error"]
+
+
+@pytest.mark.parametrize(("name", "sharding_type"), [(name, kind) for name, own in OF_TORCHREC.items() for kind in own])
+def test_models_of_torchrec_are_turned_as_one_process_turns_them(
+    ranks: RankResults, name: str, sharding_type: str
+) -> None:
+    """Columns that are spread over ranks, too, once training is over; no logit moves."""
+    model = with_axes_(build_of_torchrec(name, is_weighted=sharding_type in WEIGHTED))
+    wanted = rotate_(model, counts_of_torchrec())
+    tables = tables_of(model)
+    seen = dict.fromkeys(tables, 0)
+    for found in ranks[f"{name} of torchrec {sharding_type}"]:
+        assert found["moved"] < 1e-5
+        for own, rotation in zip(found["rotations"], wanted, strict=True):
+            torch.testing.assert_close(own, rotation)
+        for table, row, column, weight in found["shards"]:
+            expected = tables[table][row : row + weight.shape[0], column : column + weight.shape[1]]
+            torch.testing.assert_close(weight, expected, atol=1e-5, rtol=1e-5)
+            seen[table] += weight.numel()
+        for own, axes in zip(found["axes"], axes_of(model), strict=True):
+            torch.testing.assert_close(own, axes)
+    copies = 2 if sharding_type == "data_parallel" else 1
+    assert seen == {table: copies * weight.numel() for table, weight in tables.items()}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
+from dnis_torchrec.allocation.rotation import rotate_
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.comparison.methods.magnitude import MagnitudePruning
@@ -25,7 +26,6 @@ from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.search.rotation import rotate_
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.sharding import make_sharding_plan
 from dnis_torchrec.soft_selection.swap import fold_, prepare_
@@ -199,7 +199,7 @@ def test_everything_that_writes_to_tables_says_so(
     {
         "fold_": lambda: fold_(model),
         "mask": mask.hold_,
-        "rotate_": lambda: rotate_(model, optimizer, counts),
+        "rotate_": lambda: rotate_(model, counts, optimizer),
         "load_checkpoint": lambda: load_checkpoint(tmp_path / "saved", model),
         "magnitude": lambda: pruning.prune_(40),
     }[write_]()

@@ -48,9 +48,9 @@ def rotations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lower steps done at each rotation."""
     seen: list[int] = []
 
-    def watched(model, optimizer, counts):
+    def watched(model, counts, optimizer):
         seen.append(int(max(float(state["step"]) for state in optimizer.state.values())))
-        return rotate_(model, optimizer, counts)
+        return rotate_(model, counts, optimizer)
 
     rotate_ = search_module.rotate_
     monkeypatch.setattr(search_module, "rotate_", watched)

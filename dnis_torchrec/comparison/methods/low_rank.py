@@ -13,12 +13,12 @@ from typing import cast
 import torch
 from torch import nn
 
+from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, NotApplicableError
 from dnis_torchrec.comparison.methods.trained_scheme import row_blocks, uniform_scheme_
 from dnis_torchrec.comparison.methods.uniform import rounded_up_dim, table_widths
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.search.rotation import rotate_, rotation_groups
 from dnis_torchrec.soft_selection.swap import unshard_
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask
@@ -55,7 +55,7 @@ def low_rank(task: MethodTask) -> MethodResult:
         folder=task.folder,
     )
     train(model, optimizer)
-    rotate_(model, rest_optimizer(model, recipe), counts)
+    rotate_(model, counts, rest_optimizer(model, recipe))
     plain = cast(TrainTask, unshard_(model))
     scheme = uniform_scheme_(plain.model, widths)
     model, optimizer = shard(plain, recipe, task.device)

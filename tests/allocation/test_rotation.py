@@ -15,16 +15,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.allocation.axes import LinearReader, RotationGroup, WeightedProduct
+from dnis_torchrec.allocation.rotation import column_scales, rotate_, rotation_groups
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.search.rotation import (
-    LinearReader,
-    RotationGroup,
-    WeightedProduct,
-    column_scales,
-    rotate_,
-    rotation_groups,
-)
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
 from dnis_torchrec.soft_selection.swap import prepare_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
@@ -131,7 +125,7 @@ def test_predictions_stay_and_columns_come_in_order(name: str, sharding_type: st
     before, predicted = tables_of(sharded), sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
     before = {table: (weight.double() * drawn_in(sharded)[table]).float() for table, weight in before.items()}
     groups = [group.tables for group in rotation_groups(sharded)]
-    rotations = rotate_(sharded, optimizer_of(sharded, sgd), counts)
+    rotations = rotate_(sharded, counts, optimizer_of(sharded, sgd))
     after = tables_of(sharded)
     assert sorted(table for tables in groups for table in tables) == sorted(TURNED[name])
     torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
@@ -152,7 +146,7 @@ def test_training_does_not_notice(name: str) -> None:
     optimizers = [optimizer_of(model, sgd) for model in (first, second)]
     for model, optimizer in zip((first, second), optimizers, strict=True):
         train(model, optimizer, kjt, 2)
-    rotations = rotate_(first, optimizers[0], counts)
+    rotations = rotate_(first, counts, optimizers[0])
     for model, optimizer in zip((first, second), optimizers, strict=True):
         train(model, optimizer, kjt, 3)
     turned, straight = tables_of(first), tables_of(second)
@@ -178,7 +172,7 @@ def test_fused_row_wise_adagrad_does_not_notice() -> None:
     optimizers = [optimizer_of(model, sgd) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, kjt, 2)
-    (rotation,) = rotate_(models[0], optimizers[0], counts)
+    (rotation,) = rotate_(models[0], counts, optimizers[0])
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, kjt, 3)
     turned, straight = (tables_of(model) for model in models)
@@ -206,7 +200,7 @@ def test_states_turn_along(fused: bool) -> None:
         return tensors
 
     before = states()
-    (rotation,) = rotate_(sharded, optimizer, counts)
+    (rotation,) = rotate_(sharded, counts, optimizer)
     assert len(before) == (2 if fused else 4)
     for name, state in states().items():
         by = rotation if name.endswith("exp_avg") else rotation.square()
@@ -229,7 +223,7 @@ def test_states_of_a_weighted_product_are_drawn_in_too() -> None:
     before, factors = {name: states(f".{name}.") for name in tables}, drawn_in(sharded)
     over = next(value for name, value in sharded.named_parameters() if name.endswith("over.weight"))
     weights, of_layer = over.detach().clone(), states("over.weight")
-    rotation = rotate_(sharded, optimizer, counts)[0]
+    rotation = rotate_(sharded, counts, optimizer)[0]
     for table in tables:
         average, squares = (before[table][name].double() for name in ("exp_avg", "exp_avg_sq"))
         factor, found = factors[table], states(f".{table}.")
@@ -254,7 +248,7 @@ def test_a_product_that_does_not_look_at_a_column_leaves_nothing_but_numbers() -
     optimizer = optimizer_of(sharded, lambda parameters: torch.optim.Adam(parameters, lr=0.0))
     train(sharded, optimizer, kjt, 1)
     predicted = sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
-    rotate_(sharded, optimizer, counts)
+    rotate_(sharded, counts, optimizer)
     torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
     train(sharded, optimizer, kjt, 1)
     assert all(bool(torch.isfinite(table).all()) for table in tables_of(sharded).values())
@@ -268,7 +262,7 @@ def test_a_prepared_model_is_turned_like_a_plain_one() -> None:
     blocks = blocks_from_counts(counts, configs, num_blocks=3)
     sharded = shard_as(prepare_(model, blocks), "table_wise")
     predicted = sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
-    assert len(rotate_(sharded, optimizer_of(sharded, sgd), counts)) == 2
+    assert len(rotate_(sharded, counts, optimizer_of(sharded, sgd))) == 2
     torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
 
 
@@ -296,7 +290,7 @@ def test_models_that_do_not_say_are_left_alone() -> None:
     """torchrec's DLRM names no groups."""
     sharded = shard_as(small_models.dlrm(), "table_wise")
     before = tables_of(sharded)
-    assert rotate_(sharded, optimizer_of(sharded, sgd), small_models.counts()) == []
+    assert rotate_(sharded, small_models.counts(), optimizer_of(sharded, sgd)) == []
     assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
 
 
@@ -307,7 +301,7 @@ def test_column_shards_are_refused_untouched() -> None:
     sharded = shard_as(model, "column_wise")
     before = tables_of(sharded)
     with pytest.raises(NotImplementedError, match=r"shards of whole rows, got 4 of its 8 columns.*rotate=False"):
-        rotate_(sharded, optimizer_of(sharded, sgd), counts)
+        rotate_(sharded, counts, optimizer_of(sharded, sgd))
     assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
 
 
@@ -320,7 +314,7 @@ def test_unknown_optimizer_states_are_refused_untouched() -> None:
     train(sharded, optimizer, kjt, 1)
     before = tables_of(sharded)
     with pytest.raises(NotImplementedError, match="optimizer state: supported to rotate are"):
-        rotate_(sharded, optimizer, counts)
+        rotate_(sharded, counts, optimizer)
     assert all(torch.equal(table, before[name]) for name, table in tables_of(sharded).items())
 
 
@@ -393,7 +387,7 @@ def test_a_frozen_table_is_not_turned_nor_what_would_turn_with_it(name: str, sea
         dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda p: torch.optim.Adam(p)
     )
     assert [group.tables for group in rotation_groups(sharded)] == groups
-    rotate_(sharded, optimizer, counts)
+    rotate_(sharded, counts, optimizer)
     shards = [
         part.weight for own in collections(sharded).values() for part in local_shards(own) if part.table == "movie"
     ]

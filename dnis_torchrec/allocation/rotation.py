@@ -25,18 +25,21 @@ Shapes: N rows, D embedding_dim.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
+from dnis_torchrec.allocation.axes import Rotatable, RotationGroup, check_groups
+from dnis_torchrec.allocation.torchrec_models import known_groups
+from dnis_torchrec.allocation.whole_rows import WholeRows, whole_rows
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.table_shards import (
@@ -49,96 +52,38 @@ from dnis_torchrec.soft_selection.table_shards import (
     table_configs_of,
 )
 
+logger = logging.getLogger(__name__)
+
 LINEAR_STATES = frozenset({"exp_avg", "momentum_buffer"})
 """Optimizer states that turn as the gradient does."""
 SQUARED_STATES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 """Optimizer states that are sums of squared gradients."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearReader:
-    """Columns of a linear layer that read one embedding.
-
-    Attributes:
-        weight: ``(out, in)``.
-        first_column: the embedding is inputs ``first_column .. first_column + D``.
-    """
-
-    weight: nn.Parameter
-    first_column: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedProduct:
-    """Columns of a linear layer with one output that read the product of two embeddings, column by column.
-
-    Attributes:
-        weight: ``(1, in)``.
-        first_column: the product is inputs ``first_column .. first_column + D``.
-    """
-
-    weight: nn.Parameter
-    first_column: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RotationGroup:
-    """Tables of equal embedding_dim that may be rotated, all by the same matrix.
-
-    Predictions depend on their pooled embeddings only through dot products of two of them, and through `readers`; or,
-    of two tables, only through their `product`.
-
-    Attributes:
-        tables: their names.
-        readers: table -> the linear layers that read pooled embeddings of its features.
-        product: what weighs the product of the two tables.
-    """
-
-    tables: tuple[str, ...]
-    readers: Mapping[str, tuple[LinearReader, ...]] = field(default_factory=dict)
-    product: WeightedProduct | None = None
-
-    def layers(self) -> list[nn.Parameter]:
-        """Weights of all layers that read the tables."""
-        layers = [reader.weight for readers in self.readers.values() for reader in readers]
-        return layers if self.product is None else [*layers, self.product.weight]
-
-
-@runtime_checkable
-class Rotatable(Protocol):
-    """A model that says which of its tables may be rotated. Models that do not say are not."""
-
-    def rotation_groups(self) -> Sequence[RotationGroup]:
-        """Groups of tables; a table is in one of them at most."""
-
-
 def rotation_groups(model: nn.Module) -> list[RotationGroup]:
     """What can be rotated in a model. Local, no collective.
 
     Args:
-        model: sharded or not; any module inside it may be `Rotatable`.
+        model: sharded or not; any module inside it may be `Rotatable`, or one of TorchRec's models (`with_axes_`).
 
     Returns:
-        The groups; none if no module is `Rotatable`. Groups with a table or a layer that is frozen (requires_grad is
-        False) are left out: these are to keep their values.
+        The groups. Those with a table or a layer that is frozen (requires_grad is False) are left out: these are to
+        keep their values.
 
     Raises:
-        ValueError: if a group names an unknown table, a table is in two groups, tables of a group differ in
-            embedding_dim, or a reader is of another group's table or too narrow.
+        ValueError: if the groups do not fit the model, see `check_groups`.
     """
     modules = get_unwrapped_module(model).modules()
     groups = [group for module in modules if isinstance(module, Rotatable) for group in module.rotation_groups()]
-    named = [table for group in groups for table in group.tables]
-    twice = sorted({table for table in named if named.count(table) > 1})
-    check(not twice, "rotation groups", "every table in one group at most", twice)
-    for group in groups:
-        _check_group(group, _embedding_dims(model))
+    groups += known_groups(model)
+    check_groups(groups, _embedding_dims(model))
     frozen = {table for module in collections(model).values() for table in frozen_tables_of(module)}
     return [group for group in groups if not _holds_frozen(group, frozen)]
 
 
 def _holds_frozen(group: RotationGroup, frozen_tables: set[str]) -> bool:
-    return bool(frozen_tables & set(group.tables)) or not all(layer.requires_grad for layer in group.layers())
+    layers = [layer for layer in group.layers() if isinstance(layer, nn.Parameter)]
+    return bool(frozen_tables & set(group.tables)) or not all(layer.requires_grad for layer in layers)
 
 
 def _embedding_dims(model: nn.Module) -> dict[str, int]:
@@ -147,62 +92,64 @@ def _embedding_dims(model: nn.Module) -> dict[str, int]:
     return {config.name: config.embedding_dim for module in modules for config in table_configs_of(module)}
 
 
-def _check_group(group: RotationGroup, embedding_dims: Mapping[str, int]) -> None:
-    place = f"rotation group {group.tables}"
-    for table in group.tables:
-        check_known("table", table, embedding_dims)
-    dims = {embedding_dims[table] for table in group.tables}
-    check(len(dims) == 1, place, "tables of one embedding_dim", sorted(dims), "make a group for each")
-    for table, readers in group.readers.items():
-        check(table in group.tables, place, "readers of its own tables", repr(table))
-        for reader in readers:
-            wanted, inputs = reader.first_column + max(dims), reader.weight.shape[1]
-            check(inputs >= wanted, f"{place}, reader of {table!r}", f"at least {wanted} inputs", inputs)
-    if group.product is not None:
-        is_pair = len(group.tables) == 2 and not group.readers
-        check(is_pair, place, "two tables without readers beside a product", list(group.tables))
-        outputs, inputs = group.product.weight.shape
-        wanted = group.product.first_column + max(dims)
-        check(outputs == 1, f"{place}, product", "a layer with one output", outputs)
-        check(inputs >= wanted, f"{place}, product", f"at least {wanted} inputs", inputs)
-
-
 @torch.no_grad()
-def rotate_(model: DistributedModelParallel, optimizer: torch.optim.Optimizer, counts: FrequencyCounts) -> list[Tensor]:
+def rotate_(model: nn.Module, counts: FrequencyCounts, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
     """Turns the tables of every rotation group, and what reads them, into the tables' principal axes.
 
-    Predictions stay as they were, up to rounding. States of optimizers turn along: averages of gradients exactly, sums
-    of squares as if the gradients of different columns were uncorrelated, one number per row not at all. Those of a
-    product's weights start anew: averages at zero, squares at their mean.
+    Predictions stay as they were, up to rounding. Where training goes on, states of optimizers turn along: averages of
+    gradients exactly, sums of squares as if the gradients of different columns were uncorrelated, one number per row
+    not at all. Those of a product's weights start anew: averages at zero, squares at their mean.
 
-    Distributed: shards of whole rows, wherever they are, and replicated tables. One all_reduce of ``(D, D)`` float64
-    per group over the model's process group, then one broadcast of Q; rows are turned in place, locally.
+    Tables of which nothing is known stay as they are; the first rank logs their names once.
+
+    Distributed: over the model's process group one all_reduce of ``(D, D)`` float64 per group, then one broadcast of Q.
+    Whole rows and replicated tables are turned in place, locally; of tables whose columns are spread over ranks, every
+    chunk of rows is all_reduced twice.
 
     Args:
-        model: the sharded model.
-        optimizer: of everything that is not fused into the tables' backward.
+        model: sharded or not, changed in place.
         counts: frequencies of all rows, the same on every rank.
+        optimizer: of everything that is not fused into the tables' backward, `model` a DistributedModelParallel. None
+            after training, as by default: no optimizer's state is turned then, a fused one's neither.
 
     Returns:
         Q per group, ``(D, D)`` float64, its columns in falling order of what they carry.
 
     Raises:
-        NotImplementedError: for shards of parts of rows (column-wise), or an optimizer state of unknown kind; before
-            anything was changed, on all ranks alike.
+        NotImplementedError: with an optimizer, for shards of parts of rows (column-wise), or a state of unknown kind;
+            before anything was changed, on all ranks alike.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> class DotProduct(EmbeddingBagCollection):
+        ...     def rotation_groups(self):
+        ...         return [RotationGroup(tables=("t",))]
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=3, embedding_dim=2, feature_names=["f"])
+        >>> model = DotProduct(tables=[table])
+        >>> (rotation,) = rotate_(model, FrequencyCounts({"t": torch.tensor([3, 2, 1])}, {"f": 1}, 6))
+        >>> rotation.shape
+        torch.Size([2, 2])
     """
     groups = rotation_groups(model)
-    modules = list(collections(model).values())
-    parts = [part for module in modules for part in local_shards(module)]
-    ranks = ranks_of(*modules)
-    states = _states_by_storage(model, optimizer)
-    tables = {table for group in groups for table in group.tables}
-    turned = [part.weight for part in parts if part.table in tables]
-    turned += [layer for group in groups for layer in group.layers()]
-    problem = _split_rows(parts, tables, _embedding_dims(model)) or _unknown_state(turned, states)
-    _refuse(problem, ranks)
     dims = _embedding_dims(model)
+    modules = list(collections(model).values())
+    shards = [shard for module in modules for shard in local_shards(module)]
+    ranks = ranks_of(*modules)
+    tables = [table for group in groups for table in group.tables]
+    _say_what_stays(dims, tables, ranks)
+    states: dict[int, dict[str, Tensor]] = {}
+    if optimizer is not None:
+        states = _states_by_storage(model, optimizer)
+        turned = [shard.weight for shard in shards if shard.table in tables]
+        turned += [layer for group in groups for layer in group.layers()]
+        _refuse(_split_rows(shards, set(tables), dims) or _unknown_state(turned, states), ranks)
+    rows = whole_rows(shards, {table: (counts.counts[table].numel(), dims[table]) for table in tables}, ranks)
     with writing_to_tables(model):
-        return [_rotate_group_(group, dims[group.tables[0]], parts, counts, ranks, states) for group in groups]
+        return [
+            _rotate_group_(group, {table: rows[table] for table in group.tables}, counts, ranks, states)
+            for group in groups
+        ]
 
 
 @torch.no_grad()
@@ -239,28 +186,37 @@ def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
     return {dim: torch.where(occurrences[dim] > 0, mean.sqrt(), 1.0).float() for dim, mean in means.items()}
 
 
+def _say_what_stays(dims: Mapping[str, int], turned: Sequence[str], ranks: Ranks) -> None:
+    """Names the tables whose axes stay as they are; those of a single column have nothing to turn."""
+    others = [table for table, dim in dims.items() if dim > 1 and table not in turned]
+    if others and ranks.is_first:
+        requirement = "tables of which it is known what turns along, and that are not frozen"
+        remedy = "they keep their axes; see `with_axes_` for TorchRec's models, `rotation_groups` for others"
+        logger.warning(describe("rotation", requirement, f"others: {others}", remedy))
+
+
 def _rotate_group_(
     group: RotationGroup,
-    dim: int,
-    parts: Sequence[TableShard],
+    rows: Mapping[str, WholeRows],
     counts: FrequencyCounts,
     ranks: Ranks,
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> Tensor:
-    own = [part for part in parts if part.table in group.tables]
+    dim = rows[group.tables[0]].shape[1]
+    shards = [shard for of_table in rows.values() for shard in of_table.shards]
     if group.product is not None:
         columns = slice(group.product.first_column, group.product.first_column + dim)
-        _draw_in_(group.product.weight, columns, group.tables[0], own, states)
-    rotation = ranks.broadcast_(_principal_axes(_second_moment(own, dim, group.tables, counts, ranks)))
-    for part in own:
-        for chunk, _, _ in part.chunks():
-            _turn_(chunk, rotation)
-        _turn_states_(_states_like(part.weight, states), rotation, slice(None))
-    for readers in group.readers.values():
-        for reader in readers:
-            columns = slice(reader.first_column, reader.first_column + dim)
-            _turn_(reader.weight[:, columns], rotation)
-            _turn_states_(_states_like(reader.weight, states), rotation, columns)
+        _draw_in_(group.product.weight, columns, group.tables[0], shards, states)
+    rotation = ranks.broadcast_(_principal_axes(_second_moment(rows, dim, counts, ranks)))
+    for of_table in rows.values():
+        for chunk in of_table.chunks():
+            chunk.write_(chunk.values @ rotation.to(chunk.values.device))
+    for shard in shards:
+        _turn_states_(_states_like(shard.weight, states), rotation, slice(None))
+    for turning in group.turning():
+        columns = slice(turning.first_column, turning.first_column + dim)
+        _turn_(turning.weight[:, columns], rotation)
+        _turn_states_(_states_like(turning.weight, states), rotation, columns)
     return rotation
 
 
@@ -268,18 +224,18 @@ def _draw_in_(
     layer: Tensor,
     columns: slice,
     first_table: str,
-    parts: Sequence[TableShard],
+    shards: Sequence[TableShard],
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """Draws the weights of a product into its two tables, the sign into the first. Local: all ranks have them."""
     weights = layer[:, columns].double().clone()
-    for part in parts:
-        factor = weights.abs().sqrt() * (weights.sign() if part.table == first_table else 1)
-        for chunk, _, _ in part.chunks():
-            chunk.copy_((chunk.double() * factor.to(chunk.device)).to(chunk))
+    for shard in shards:
+        factor = weights.abs().sqrt() * (weights.sign() if shard.table == first_table else 1)
+        for chunk, _, own in shard.chunks():
+            chunk.copy_((chunk.double() * factor[:, own].to(chunk.device)).to(chunk))
         # Of a column that the product does not look at nothing is known.
         inverse = torch.where(factor.abs() > 1e-6 * factor.abs().max(), 1 / factor, 0.0)
-        for name, state in _states_like(part.weight, states):
+        for name, state in _states_like(shard.weight, states):
             scale = (inverse if name in LINEAR_STATES else inverse.square()).to(state.device)
             state.copy_((state.double() * scale).to(state))
     layer[:, columns] = 1
@@ -293,17 +249,13 @@ def _states_like(weight: Tensor, states: Mapping[int, Mapping[str, Tensor]]) -> 
     return [(name, state) for name, state in states.get(weight.data_ptr(), {}).items() if state.shape == weight.shape]
 
 
-def _second_moment(
-    parts: Sequence[TableShard], dim: int, tables: tuple[str, ...], counts: FrequencyCounts, ranks: Ranks
-) -> Tensor:
-    """``(D, D)`` float64: sum over tables of E^T diag(counts) E, every row once however many ranks hold it."""
-    copies = _copies(parts, dict.fromkeys(tables, dim), counts, ranks)
+def _second_moment(rows: Mapping[str, WholeRows], dim: int, counts: FrequencyCounts, ranks: Ranks) -> Tensor:
+    """``(D, D)`` float64: sum over tables of E^T diag(counts) E, every row once however many ranks walk through it."""
     moment = torch.zeros(dim, dim, dtype=torch.float64)
-    for part in parts:
-        for chunk, rows, _ in part.chunks():
-            wide = chunk.double()
-            weights = counts.counts[part.table][rows].to(wide) / copies[part.table]
-            moment = moment + (wide.T @ (wide * weights[:, None])).cpu()
+    for table, of_table in rows.items():
+        for chunk in of_table.chunks():
+            weights = counts.counts[table][chunk.rows].to(chunk.values) / of_table.copies
+            moment = moment + (chunk.values.T @ (chunk.values * weights[:, None])).cpu()
     return ranks.sum_(moment / counts.num_samples)
 
 
@@ -331,12 +283,10 @@ def _turn_states_(states: Sequence[tuple[str, Tensor]], rotation: Tensor, column
         _turn_(state[:, columns], rotation if name in LINEAR_STATES else rotation.square())
 
 
-def _states_by_storage(
-    model: DistributedModelParallel, optimizer: torch.optim.Optimizer
-) -> dict[int, dict[str, Tensor]]:
+def _states_by_storage(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
     """Address of a parameter's storage -> its optimizer states, of fused optimizers and of the other one."""
     found = {}
-    for parameter, state in [*optimizer.state.items(), *_fused_states(model)]:
+    for parameter, state in [*optimizer.state.items(), *_fused_states(cast(DistributedModelParallel, model))]:
         found[parameter.data_ptr()] = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return found
 
