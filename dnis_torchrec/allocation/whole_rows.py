@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.soft_selection.table_shards import VALUES_PER_CHUNK, TableShard, num_copies
+from dnis_torchrec.scheme import rows_per_chunk
+from dnis_torchrec.soft_selection.table_shards import TableShard, num_copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +80,7 @@ class WholeRows:
 
     def _gathered(self) -> Iterator[RowChunk]:
         num_rows, dim = self.shape
-        step = max(1, VALUES_PER_CHUNK // dim)
+        step = rows_per_chunk(dim)
         for start in range(0, num_rows, step):
             stop = min(start + step, num_rows)
             held = tuple(part for shard in self.shards for part in _within(shard, start, stop))
