@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dnis_torchrec._dependencies import check_dependencies, silence_noise, version
 
 if TYPE_CHECKING:
+    from dnis_torchrec.allocation.curvature import Curvature, curvature
     from dnis_torchrec.artifact import load
     from dnis_torchrec.artifact.export import export
     from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
@@ -39,6 +40,7 @@ __all__ = [
     "BilevelStream",
     "BilevelTrainPipeline",
     "CpuEmbeddingBagCollectionSharder",
+    "Curvature",
     "DataSplits",
     "FrequencyCounts",
     "LevelSchedule",
@@ -56,6 +58,7 @@ __all__ = [
     "blocks_from_counts",
     "count_frequencies",
     "count_frequencies_in_frame",
+    "curvature",
     "embedding_configs",
     "export",
     "load",
@@ -69,6 +72,8 @@ __all__ = [
 __version__ = version()
 
 _HOME = {
+    "Curvature": "allocation.curvature",
+    "curvature": "allocation.curvature",
     "load": "artifact",
     "export": "artifact.export",
     "RowBlocks": "blocks.blocking",
