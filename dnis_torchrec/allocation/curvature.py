@@ -39,7 +39,7 @@ from dnis_torchrec.allocation.pooled_blocks import (
     Entries,
     Lookup,
     merged,
-    sum_of_runs,
+    sum_by_group,
     watching,
 )
 from dnis_torchrec.blocks.blocking import RowBlocks
@@ -342,10 +342,9 @@ class _Sums:
                 continue
             both = merged(of_table, batch_size)
             num_blocks = self._of_tables[table].shape[1]
-            ends = torch.bincount(both.blocks, minlength=num_blocks).cumsum(0)
             slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
             bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
-            added = torch.stack([sum_of_runs(slopes, ends), sum_of_runs(bends, ends)])
+            added = torch.stack([sum_by_group(own, both.blocks, num_blocks) for own in (slopes, bends)])
             self._of_tables[table] += added
             total, noise = total + float(added[1].sum()), noise + float(slopes.square().sum())
         n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())

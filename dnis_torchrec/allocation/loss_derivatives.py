@@ -5,6 +5,7 @@ Shapes: B batch, T outputs of the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -60,10 +61,10 @@ def loss_derivatives(loss: Loss, predictions: Tensor, labels: Tensor) -> LossDer
     z, y = predictions.detach().double().requires_grad_(), labels.double()
     num_samples, num_outputs = z.shape
     value = _of(loss, z, y)
-    twice = _of(loss, torch.cat([z, z]).detach(), torch.cat([y, y]))
-    requirement, remedy = "expected a mean over the samples", "give it reduction='mean'"
-    is_mean = torch.allclose(twice, value.detach(), RELATIVE, ABSOLUTE)
-    check(is_mean, _place(loss), requirement, f"{float(value):g}, and {float(twice):g} of every sample twice", remedy)
+    mean, twice = (float(of.detach()) for of in (value, _of(loss, torch.cat([z, z]), torch.cat([y, y]))))
+    is_mean = math.isclose(mean, twice, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    received, remedy = f"{mean:g}, and {twice:g} of every sample twice", "give it reduction='mean'"
+    check(is_mean, _place(loss), "expected a mean over the samples", received, remedy)
     first = _derive(loss, value, z, create_graph=True) * num_samples
     rows = [_derive(loss, first[:, output].sum(), z) for output in range(num_outputs)]
     second = torch.stack(rows, dim=1)
@@ -71,7 +72,7 @@ def loss_derivatives(loss: Loss, predictions: Tensor, labels: Tensor) -> LossDer
     mixed = _derive(loss, (first * probe).sum(), z)
     apart = torch.allclose(mixed, torch.einsum("ntu,nt->nu", second, probe), RELATIVE, ABSOLUTE)
     check(apart, _place(loss), "expected a mean of the losses of single samples", "one in which samples meet")
-    return LossDerivatives(loss=float(value), first=first.detach(), second=second)
+    return LossDerivatives(loss=mean, first=first.detach(), second=second)
 
 
 def name_of(loss: Loss) -> str:

@@ -17,8 +17,8 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.blocks.row_routing import RowRouting
 from tests.reference import ReferenceTable, curvature_reference, pooled_reference
 
-ROWS = {"a": 11, "b": 7, "c": 9}
-DIMS = {"a": 3, "b": 3, "c": 2}
+ROWS = {"a": 11, "b": 7, "c": 10}
+DIMS = {"a": 4, "b": 4, "c": 8}
 FEATURES = {"a": ["one", "both"], "b": ["both", "few"], "c": ["many"]}
 LENGTHS = {"one": 1, "both": 3, "few": 1, "many": 4}
 """Longest bags; two features of one table, one feature of two tables."""
@@ -102,9 +102,7 @@ def make_blocks(case: Case) -> RowBlocks:
     if not case.unassigned:
         return blocks
     dropped = {name: torch.arange(rows) >= rows - case.unassigned for name, rows in ROWS.items()}
-    routings: dict[str, RowRouting] = {
-        name: blocks.routings[name].without_rows(dropped[name]) for name in ROWS
-    }
+    routings: dict[str, RowRouting] = {name: blocks.routings[name].without_rows(dropped[name]) for name in ROWS}
     return RowBlocks(
         blocks.scope,
         blocks.strategy,
@@ -158,7 +156,9 @@ def expected(
             for name in names:
                 for feature in FEATURES[name]:
                     key = f"{feature}@{name}" if feature == "both" else feature
-                    pooled[key] = _pooled(case, weights[name], scales[name] * factors[name], blocks, name, feature, batches)
+                    pooled[key] = _pooled(
+                        case, weights[name], scales[name] * factors[name], blocks, name, feature, batches
+                    )
             parts += [part for _, part in sorted(pooled.items())]
         return net.over(torch.cat(parts, dim=1))
 
