@@ -78,7 +78,7 @@ def refuse(at: Rank, what: str) -> Results:
     if at.rank == 1 and what == "batches":
         own.pop()
     if at.rank == 1 and what == "labels":
-        own[1].labels[2] = torch.nan
+        own[1].labels[-1] = torch.nan
     if at.rank == 1 and what == "predictions":
         model.module.over[3].bias.data.fill_(torch.nan)
     try:
