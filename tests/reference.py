@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -114,3 +114,42 @@ def column_scales_reference(
         if looked_up:
             scales[s] = torch.stack(looked_up).square().mean(0).sqrt()
     return scales
+
+
+def curvature_reference(
+    predict: Callable[[dict[str, Tensor]], Tensor],
+    alpha: dict[str, Tensor],
+    labels: Tensor,
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Gradient and Gauss-Newton curvature of the loss in alpha, one sample, output, block and column at a time.
+
+    `predict` gives ``(B, T)``, differentiable in every table's alpha, ``(S, D)``. Every sample's loss is derived alone.
+    """
+    alpha = {table: values.clone().requires_grad_() for table, values in alpha.items()}
+    predictions = predict(alpha)
+    num_samples, num_outputs = predictions.shape
+    found = {table: (torch.zeros_like(v), torch.zeros_like(v)) for table, v in alpha.items()}
+    for n in range(num_samples):
+        z = predictions[n].detach()
+
+        def of_sample(z: Tensor, n: int = n) -> Tensor:
+            return loss(z if num_outputs == 1 else z.unsqueeze(0), labels[n : n + 1])
+
+        first = torch.autograd.functional.jacobian(of_sample, z)
+        second = torch.autograd.functional.hessian(of_sample, z)
+        of_outputs = [
+            torch.autograd.grad(predictions[n, t], list(alpha.values()), retain_graph=True, allow_unused=True)
+            for t in range(num_outputs)
+        ]
+        for index, (table, values) in enumerate(alpha.items()):
+            for block in range(values.shape[0]):
+                for column in range(values.shape[1]):
+                    gradients = [of_output[index] for of_output in of_outputs]
+                    slopes = [0.0 if own is None else float(own[block, column]) for own in gradients]
+                    for t in range(num_outputs):
+                        found[table][0][block, column] += float(first[t]) * slopes[t] / num_samples
+                        for u in range(num_outputs):
+                            bend = slopes[t] * float(second[t, u]) * slopes[u]
+                            found[table][1][block, column] += bend / num_samples
+    return {table: (g.detach(), h.detach()) for table, (g, h) in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,7 @@ class RankingBatch(Batch):
         return RankingBatch(batch.dense_features, batch.sparse_features, batch.labels, queries)
 
 
-def check_labels(labels: Tensor, loss: nn.Module, place: str) -> None:
+def check_labels(labels: Tensor, loss: Callable[..., Tensor], place: str) -> None:
     """Checks that there is one label per sample, and that it lies in the domain of the loss.
 
     Args:

@@ -25,7 +25,8 @@ def check_batch(batch: Batch, place: str) -> None:
     """Checks that a batch has samples, and that its dense features and the weights of its ids are finite.
 
     Args:
-        batch: with labels ``(B,)``; every other tensor of floats in it, and of its KeyedJaggedTensors, is looked at.
+        batch: with labels ``(B,)`` or ``(B, T)``; every other tensor of floats in it, and of its KeyedJaggedTensors, is
+            looked at.
         place: which split and batch it is, for the error.
 
     Raises:
@@ -49,7 +50,7 @@ def check_batch(batch: Batch, place: str) -> None:
 
 def _check_num_samples(batch: Any, place: str) -> None:
     """Checks that there is one label for each sample, and that lengths are of a type that lookups take."""
-    features, dense, num_labels = batch.sparse_features, batch.dense_features, batch.labels.numel()
+    features, dense, num_labels = batch.sparse_features, batch.dense_features, len(batch.labels)
     is_given = dense is not None or not isinstance(batch, Batch)
     check(is_given, f"{place}, dense_features", "a tensor", "none", f"give torch.zeros({num_labels}, 1)")
     requirement, remedy = f"{num_labels} samples, one for each label", "leave incomplete samples out"

@@ -93,8 +93,8 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.blocks = blocks
         self._tables = list(embedding_bag_collection.embedding_bag_configs())
         self._is_weighted = embedding_bag_collection.is_weighted()
-        _check_blocks(self._tables, blocks)
-        self._outputs = _pooled_features(self._tables, blocks, multi_hot_features)
+        check_blocks(self._tables, blocks)
+        self._outputs = pooled_features(self._tables, blocks, multi_hot_features)
         self.bag_check = BagCheck(self._outputs)
         self.bag_splitter = _bag_splitter(self._outputs, blocks)
         self.embedding_bag_collection = _child(embedding_bag_collection, self._tables, self._outputs, self.bag_splitter)
@@ -155,7 +155,17 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._outputs
 
 
-def _check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
+def check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
+    """Checks that blocks are of these tables, and that their pooling is known.
+
+    Args:
+        tables: of a collection, as its user wrote them.
+        blocks: of at least these tables.
+
+    Raises:
+        ValueError: for a table without blocks, or whose blocks are of another num_embeddings or embedding_dim.
+        NotImplementedError: for a pooling other than SUM and MEAN.
+    """
     for table in tables:
         check_known("table", table.name, blocks.routings)
         place, remedy = f"table {table.name!r}", "make the blocks from counts of this table"
@@ -168,9 +178,19 @@ def _check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
             raise NotImplementedError(describe(place, "supported pooling is SUM or MEAN", table.pooling))
 
 
-def _pooled_features(
+def pooled_features(
     tables: list[EmbeddingBagConfig], blocks: RowBlocks, multi_hot_features: Collection[str] | None
 ) -> tuple[PooledFeature, ...]:
+    """Everything that stands behind the output keys of a collection, in their order.
+
+    Args:
+        tables: of the collection, as its user wrote them.
+        blocks: of at least these tables.
+        multi_hot_features: see `SoftSelectionEmbeddingBagCollection`.
+
+    Raises:
+        ValueError: for an unknown feature.
+    """
     all_features = {feature for table in tables for feature in table.feature_names}
     for feature in multi_hot_features or ():
         check_known("feature", feature, all_features)

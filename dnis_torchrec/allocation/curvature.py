@@ -1,0 +1,396 @@
+"""Curvature: what every column of every block is worth to the loss.
+
+Around alpha = 1 the loss is, to second order and without its mixed terms,
+
+    L(alpha) - L(1)  ~  sum_bc  G_bc (alpha_bc - 1) + H_bc / 2 (alpha_bc - 1)^2
+    G_bc = mean over samples of L'(z) dz/dalpha_bc        H_bc = mean over samples of L''(z) (dz/dalpha_bc)^2
+
+H is the diagonal of the Gauss-Newton matrix: never negative for a convex loss. A column that is dropped (alpha 0) costs
+H / 2 - G, one that is rounded H / 2 times the energy of its rounding error over its own (Optimal Brain Damage, LeCun,
+Denker, Solla 1990). dz/dalpha_bc is, for a sample, the sum over the features that read block b of v_c dz/dv_c, where v
+is what the block adds to the pooled embedding: one backward pass of the summed predictions to the pooled embeddings
+gives it for all blocks and columns (see `pooled_blocks`).
+
+Of several outputs z_t, with J_t = dz_t/dalpha_bc: G is the mean of sum_t dL/dz_t J_t, and H that of
+sum_tt' J_t d^2 L / (dz_t dz_t') J_t'.
+
+Shapes: B batch, D embedding_dim, S blocks, T outputs of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import count, pairwise
+
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives, loss_derivatives, name_of
+from dnis_torchrec.allocation.pooled_blocks import (
+    Apart,
+    CollectionBlocks,
+    Entries,
+    Lookup,
+    merged,
+    sum_by_group,
+    watching,
+)
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.batches import slice_of
+from dnis_torchrec.data.labels import check_labels
+from dnis_torchrec.data.lookup_batches import for_lookup
+from dnis_torchrec.data.over_ranks import SAME_BATCHES
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.split_checks import check_batch
+from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.soft_selection.features_by_name import read_by_name_
+from dnis_torchrec.soft_selection.table_shards import collections, ranks_of, table_configs_of
+
+logger = logging.getLogger(__name__)
+
+NUM_SAMPLES = 1 << 16
+"""Samples that are enough: the error of the sum of H is then about a hundredth, and a pass takes seconds."""
+BYTES_AT_A_TIME = 1 << 26
+"""What a pass holds beside the model's own activations, about: larger batches are cut."""
+LEAST_CURVATURE = 1e-6
+"""Sum of H over the mean loss, below which dropping all tables would cost nothing that counts."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Curvature:
+    """What every column of every block is worth, see `curvature`.
+
+    Attributes:
+        gradient: table -> G, ``(S, D)`` float64, in units of the loss.
+        curvature: table -> H, ``(S, D)`` float64, in units of the loss.
+        num_samples: how many samples they are means over, of all ranks.
+        relative_error: standard error of the sum of H over all tables, over that sum; estimated from how the batches
+            (or what large ones are cut into) differ, so infinite of a single one.
+    """
+
+    gradient: Mapping[str, Tensor]
+    curvature: Mapping[str, Tensor]
+    num_samples: int
+    relative_error: float
+
+    def __repr__(self) -> str:
+        tables = f"{len(self.curvature)} table{'s' if len(self.curvature) != 1 else ''}"
+        return f"Curvature({tables}, {self.num_samples} samples, relative error {self.relative_error:.2g})"
+
+
+def curvature(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    blocks: RowBlocks,
+    *,
+    loss: Loss,
+    num_samples: int | None = NUM_SAMPLES,
+) -> Curvature:
+    """Measures gradient and curvature of the loss in alpha, at alpha = 1, per table, block and column.
+
+        G_bc = mean over samples of L'(z) dz/dalpha_bc        H_bc = mean over samples of L''(z) (dz/dalpha_bc)^2
+
+    The model is called in evaluation mode; neither a weight nor a mode of it is changed. Rows of no block, and empty
+    bags, count for nothing; a table that no sample reads has zeros. Of a prepared model both are in relative steps of
+    its alpha: what scaling the tables is worth that `merge_` would make. A warning (from rank 0) tells of a model that
+    looks untrained, because then neither the order of the columns nor the sum of H means anything.
+
+    Distributed: every rank measures the samples of its own batches, on its own slice of a split. There are as many
+    batches on every rank, and where TorchRec's sharding asks for it as large ones. Per batch some numbers are gathered
+    and a sharded collection is called once, or twice for multi-hot features; all sums are added up by one all_reduce,
+    and every rank returns the same.
+
+    Args:
+        model: trained; called as ``model(dense_features=..., sparse_features=...)``, plain, prepared or sharded, or
+            a `TrainTask` of such a model. Returns predictions ``(B,)``, ``(B, 1)`` or ``(B, T)``, each of its own
+            sample alone.
+        batches: from training or validation data; the first ones are taken, so they should be shuffled. Labels are
+            ``(B,)``, or ``(B, ...)`` as the loss wants them; the loss gets them as float64.
+        blocks: of at least the model's tables; of any scope, each table has its own S blocks.
+        loss: called with (predictions, labels): ``nn.MSELoss()``, ``nn.BCEWithLogitsLoss()`` or any mean over samples
+            that is twice differentiable in the predictions.
+        num_samples: samples that are enough, of all ranks together: no further batch is taken once there are so many;
+            None takes all.
+
+    Returns:
+        G and H of every table of the model's EmbeddingBagCollections.
+
+    Raises:
+        ValueError: for blocks of other tables, no batches, bad labels or features, predictions that are not finite, or
+            a loss that is no mean over samples; on all ranks for what one of them finds in its batches.
+        NotImplementedError: for a loss that cannot be derived twice, or collections that do not look up one bag per
+            sample.
+
+    Example:
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        >>> from dnis_torchrec import FrequencyCounts, blocks_from_counts
+        >>> class Sum(nn.Module):
+        ...     def __init__(self, table):
+        ...         super().__init__()
+        ...         self.tables = EmbeddingBagCollection(tables=[table])
+        ...
+        ...     def forward(self, dense_features, sparse_features):
+        ...         return self.tables(sparse_features).values().sum(1)
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=2, embedding_dim=2, feature_names=["f"])
+        >>> model, features = Sum(table), KeyedJaggedTensor(["f"], torch.tensor([0, 1]), lengths=torch.tensor([1, 1]))
+        >>> _ = model.tables.embedding_bags["t"].weight.data.copy_(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
+        >>> counts = FrequencyCounts({"t": torch.tensor([2, 1])}, {"f": 1}, 3)
+        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
+        >>> batch = Batch(torch.zeros(2, 1), features, labels=torch.tensor([3.0, 3.0]))
+        >>> found = curvature(model, [batch], blocks, loss=nn.MSELoss())
+        >>> found, found.curvature["t"].tolist()
+        (Curvature(1 table, 2 samples, relative error inf), [[1.0, 4.0], [0.0, 9.0]])
+    """
+    enough = math.inf if num_samples is None else num_samples
+    check(enough >= 1, "num_samples", "at least 1, or None for all", num_samples)
+    found = collections(model)
+    check(bool(found), "model", "an EmbeddingBagCollection in it", "none")
+    read_by_name_(model, refuse_weights=None)
+    device, ranks = _device_of(model), ranks_of(*found.values())
+    tables = [table for collection in found.values() for table in table_configs_of(collection)]
+    of = [CollectionBlocks(collection, blocks, device) for collection in found.values()]
+    sums = _Sums(tables, blocks, device)
+    task = get_unwrapped_module(model)
+    with _evaluating(model), watching(of) as lookups:
+        measure = _Measure(task.model if isinstance(task, TrainTask) else task, loss, lookups)
+        for place, batch in _batches(batches, loss, ranks, enough, _samples_at_a_time(of)):
+            looked_up = measure.look_up(batch.to(device), place)
+            with _on_all(ranks):
+                sums.add(looked_up, measure.derivatives(looked_up, place))
+    return sums.over(ranks, loss)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where a model takes its batches: tables may lie elsewhere."""
+    return model.device if isinstance(model, DistributedModelParallel) else next(model.parameters()).device
+
+
+def _samples_at_a_time(of: Iterable[CollectionBlocks]) -> int:
+    """How many samples' pooled embeddings, their gradients and their blocks fit into `BYTES_AT_A_TIME`."""
+    floats = sum((blocks.num_slots + 2) * sum(o.embedding_dim for o in blocks.outputs) for blocks in of)
+    return max(1, BYTES_AT_A_TIME // (4 * floats))
+
+
+def _on_all(ranks: Ranks) -> AbstractContextManager[None]:
+    """What is wrong on one rank is raised on all; a process whose model is its own does not ask others."""
+    return together(ranks.group) if ranks.world_size > 1 else nullcontext()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode; afterwards every module is in the mode that it was in."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in before:
+            module.training = was_training
+
+
+def _batches(
+    batches: Iterable[Batch], loss: Loss, ranks: Ranks, enough: float, at_a_time: int
+) -> Iterator[tuple[str, Batch]]:
+    """This rank's batches until all ranks together have enough, cut alike on all of them; each with its place."""
+    stream, taken = iter(batches), 0
+    for index in count():
+        if taken >= enough:
+            return
+        place, batch = f"batch {index}", None
+        with _on_all(ranks):
+            batch = next(stream, None)
+            if batch is not None:
+                batch = _checked(batch, loss, place)
+        size = torch.tensor([-1 if batch is None else len(batch.labels)])
+        sizes = ranks.concatenate(size).tolist()
+        if max(sizes) < 0:
+            check(index > 0, "batches", "at least one batch", "none")
+            return
+        ended = next((rank for rank, size in enumerate(sizes) if size < 0), None)
+        remedy = "leave out what does not fill a batch on every rank"
+        check(ended is None, "batches", SAME_BATCHES, f"{index} on rank {ended}, more on another", remedy)
+        taken += sum(sizes)
+        parts = min(math.ceil(max(sizes) / at_a_time), *sizes)
+        if batch is None or parts == 1:
+            yield from [(place, batch)] if batch is not None else []
+            continue
+        bounds = torch.linspace(0, len(batch.labels), parts + 1).round().long().tolist()
+        for first, last in pairwise(bounds):
+            yield place, slice_of(batch, first, last)
+
+
+def _checked(batch: Batch, loss: Loss, place: str) -> Batch:
+    """The batch as lookups take it."""
+    labels, num_samples = batch.labels, batch.sparse_features.stride()
+    is_labelled = isinstance(labels, Tensor) and labels.dim() > 0 and (len(labels) > 0 or not num_samples)
+    remedy = "take batches of training or validation data"
+    check(is_labelled, f"{place}, labels", f"those of {num_samples} samples, for the loss", "none", remedy)
+    check_labels(labels.flatten(), loss, place)
+    check_batch(batch, place)
+    return for_lookup(batch)
+
+
+@dataclass(frozen=True, eq=False)
+class _LookedUp:
+    """What a batch's forward and backward passes have left.
+
+    Attributes:
+        predictions: ``(B, T)``.
+        labels: of the batch.
+        calls: every call of a collection: what was looked up, block by block if need be, and the gradient of the
+            predictions in it, ``(T, B, columns)``.
+    """
+
+    predictions: Tensor
+    labels: Tensor
+    calls: list[tuple[Lookup, Apart | None, Tensor]]
+
+
+class _Measure:
+    """A model called on batches, while its collections are watched.
+
+    Args:
+        model: called as `Recipe.model` is.
+        loss: see `curvature`.
+        lookups: from `watching`.
+    """
+
+    def __init__(self, model: Callable[..., Tensor], loss: Loss, lookups: list[Lookup]) -> None:
+        self._model, self._loss, self._lookups = model, loss, lookups
+
+    def look_up(self, batch: Batch, place: str) -> _LookedUp:
+        """All that needs the other ranks, too: the forward pass, and lookups block by block."""
+        self._lookups.clear()
+        with torch.enable_grad():
+            predictions = self._model(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
+            predictions = _of_samples(predictions, len(batch.labels), place)
+            leaves = [lookup.pooled.values() for lookup in self._lookups]
+            gradients = [
+                torch.autograd.grad(of_output.sum(), leaves, retain_graph=True, materialize_grads=True)
+                for of_output in predictions.unbind(1)
+            ]
+        for lookup, leaf in zip(self._lookups, leaves, strict=True):
+            if len(leaf) != len(predictions):
+                supported = "supported are collections that look up one bag per sample"
+                received = f"{len(leaf)} bags of {len(predictions)} samples"
+                tables = sorted({output.table for output in lookup.of.outputs})
+                raise NotImplementedError(describe(f"tables {tables}", supported, received))
+        with torch.no_grad():
+            apart = [lookup.apart() for lookup in self._lookups]
+        stacked = [torch.stack(of_leaf) for of_leaf in zip(*gradients, strict=True)]
+        calls = list(zip(self._lookups, apart, stacked, strict=True))
+        return _LookedUp(predictions.detach(), batch.labels, calls)
+
+    def derivatives(self, looked_up: _LookedUp, place: str) -> LossDerivatives:
+        """Of the loss, in the predictions. Local, no collective."""
+        predictions, labels = looked_up.predictions, looked_up.labels
+        finite = predictions.isfinite()
+        if not bool(finite.all()):
+            remedy = "take weights of a model whose training did not diverge"
+            raise ValueError(describe(place, "finite predictions", float(predictions[~finite][0]), remedy))
+        labels = labels.flatten() if labels.numel() == predictions.numel() == len(labels) else labels
+        return loss_derivatives(self._loss, predictions, labels)
+
+
+def _of_samples(predictions: Tensor, num_samples: int, place: str) -> Tensor:
+    """Predictions as ``(B, T)``."""
+    is_tensor = isinstance(predictions, Tensor)
+    shape = tuple(predictions.shape) if is_tensor else type(predictions).__name__
+    is_of_samples = is_tensor and predictions.dim() in (1, 2) and len(predictions) == num_samples
+    requirement = f"predictions ({num_samples},) or ({num_samples}, T) of the model"
+    check(is_of_samples, place, requirement, shape, "give a model that returns its predictions alone")
+    remedy = "do not detach the embeddings in the model"
+    check(predictions.requires_grad, place, "predictions that come from embeddings", "constants", remedy)
+    return predictions if predictions.dim() == 2 else predictions.unsqueeze(1)
+
+
+class _Sums:
+    """Sums over samples, of this rank.
+
+    Args:
+        tables: of the model.
+        blocks: of these tables.
+        device: where batches are.
+    """
+
+    def __init__(self, tables: Iterable[EmbeddingBagConfig], blocks: RowBlocks, device: torch.device) -> None:
+        sizes = {table.name: (blocks.routings[table.name].num_blocks, table.embedding_dim) for table in tables}
+        both = {name: torch.zeros(2, *size, dtype=torch.float64, device=device) for name, size in sizes.items()}
+        self._of_tables = both
+        self._batches = torch.zeros(9, dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, looked_up: _LookedUp, at: LossDerivatives) -> None:
+        """Adds a batch."""
+        batch_size = len(looked_up.predictions)
+        entries: dict[str, list[Entries]] = {name: [] for name in self._of_tables}
+        for lookup, apart, gradient in looked_up.calls:
+            for table, own in lookup.of.entries(lookup.features, lookup.pooled, apart, gradient):
+                entries[table].append(own)
+        total, noise = 0.0, 0.0
+        for table, of_table in entries.items():
+            if not of_table:
+                continue
+            both = merged(of_table, batch_size)
+            num_blocks = self._of_tables[table].shape[1]
+            slopes = torch.einsum("mt,tmd->md", at.first[both.samples], both.worth)
+            bends = torch.einsum("tmd,mtu,umd->md", both.worth, at.second[both.samples], both.worth)
+            added = torch.stack([sum_by_group(own, both.blocks, num_blocks) for own in (slopes, bends)])
+            self._of_tables[table] += added
+            total, noise = total + float(added[1].sum()), noise + float(slopes.square().sum())
+        n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
+        self._batches += torch.tensor([1, n, n * n, total, total * total, total * n, noise, loss, bent])
+
+    def over(self, ranks: Ranks, loss: Loss) -> Curvature:
+        """Means over the samples of all ranks. One all_reduce."""
+        flat = [self._batches, *(both.flatten().cpu() for both in self._of_tables.values())]
+        summed = ranks.sum_(torch.cat(flat)).split([part.numel() for part in flat])
+        batches, n, n_n, total, total_total, total_n, noise, mean_loss, bent = summed[0].tolist()
+        place, requirement = f"loss {name_of(loss)}", "one that is twice differentiable"
+        check(bent > 0, place, requirement, "second derivatives of 0", "choose one that bends, such as MSELoss")
+        means = {
+            name: (own / n).view(both.shape)
+            for (name, both), own in zip(self._of_tables.items(), summed[1:], strict=True)
+        }
+        mean = total / n
+        spread = total_total - 2 * mean * total_n + mean * mean * n_n  # of batches' sums, about the mean
+        error = math.inf
+        if batches > 1 and total:
+            error = math.sqrt(max(spread, 0.0) * batches / (batches - 1)) / abs(total)
+        found = Curvature(
+            gradient={name: both[0] for name, both in means.items()},
+            curvature={name: both[1] for name, both in means.items()},
+            num_samples=round(n),
+            relative_error=error,
+        )
+        if ranks.is_first:
+            _warn_of_untrained(found, mean_loss / n, noise / (n * n))
+        return found
+
+
+def _warn_of_untrained(found: Curvature, loss: float, noise: float) -> None:
+    """Warns where the tables do next to nothing, or columns would rather change by more than their whole size.
+
+    Args:
+        found: the estimate.
+        loss: mean of it.
+        noise: expected square of the gradient's norm where the true gradient is 0.
+    """
+    bend = sum(float(own.sum()) for own in found.curvature.values())
+    bends = math.sqrt(sum(float(own.square().sum()) for own in found.curvature.values()))
+    slopes = math.sqrt(max(sum(float(own.square().sum()) for own in found.gradient.values()) - noise, 0.0))
+    if bend <= LEAST_CURVATURE * abs(loss) or slopes > bends:
+        logger.warning(
+            "the model looks untrained: the gradient of the loss in alpha has a norm of %.3g beside a curvature of "
+            "%.3g, whose sum is %.3g at a loss of %.3g; train it first, or what columns are worth says little",
+            *(slopes, bends, bend, loss),
+        )

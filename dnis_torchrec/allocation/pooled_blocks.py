@@ -1,0 +1,308 @@
+"""What every block adds to the pooled embeddings of a model's collections, without a kernel of its own.
+
+A model is called while `watching` stands between it and its collections: their outputs become leaves, and the gradient
+of the predictions in them says what every pooled value is worth. A bag of one id is its block's pooled embedding. Bags
+of several ids are looked up once more, by the same collection: in a batch of B samples for every block, each sample
+with the ids of that block alone.
+
+Shapes: B batch, D embedding_dim, S blocks, T outputs of the model, M entries: pairs of a sample and a block that it
+reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.row_routing import RowRouter
+from dnis_torchrec.checks import check
+from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit, check_one_batch_size
+from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
+from dnis_torchrec.soft_selection.table_shards import table_configs_of
+from dnis_torchrec.soft_selection.wrapper import (
+    SoftSelectionEmbeddingBagCollection,
+    check_blocks,
+    pooled_features,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """What samples read of the blocks of one table through one feature.
+
+    Attributes:
+        samples: ``(M,)`` int64.
+        blocks: ``(M,)`` int64.
+        worth: ``(T, M, D)`` float64, v_c dz_t / dv_c of what the sample pools from the block: dz_t / dalpha at alpha 1.
+    """
+
+    samples: Tensor
+    blocks: Tensor
+    worth: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """What a collection returned for bags of single blocks.
+
+    Attributes:
+        pooled: output key -> ``(slots * B, D)``.
+        lengths: feature -> ``(slots * B,)``.
+    """
+
+    pooled: Mapping[str, Tensor]
+    lengths: Mapping[str, Tensor]
+
+
+class CollectionBlocks:
+    """A collection of a model, and the blocks of its tables.
+
+    Args:
+        collection: plain, sharded, or wrapped by soft selection.
+        blocks: of at least its tables.
+        device: where its batches are.
+
+    Attributes:
+        collection: the collection.
+        outputs: everything that stands behind its output keys.
+        num_slots: how many times B bags the collection looks up to pool every block alone; 0 where no bag holds several
+            ids. A slot is a block of one of the tables that a feature reads.
+
+    Raises:
+        ValueError: if the blocks are not of its tables.
+        NotImplementedError: for a pooling other than SUM and MEAN.
+    """
+
+    def __init__(self, collection: nn.Module, blocks: RowBlocks, device: torch.device) -> None:
+        tables = table_configs_of(collection)
+        check_blocks(tables, blocks)
+        multi_hot = None
+        if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+            multi_hot = {output.feature for output in collection.outputs if output.is_multi_hot}
+        self.collection = collection
+        self.outputs = pooled_features(tables, blocks, multi_hot)
+        self._routers = {table.name: RowRouter(blocks.routings[table.name]).to(device) for table in tables}
+        self._features = list(dict.fromkeys(output.feature for output in self.outputs))
+        of_feature = {
+            feature: [output for output in self.outputs if output.is_multi_hot and output.feature == feature]
+            for feature in self._features
+        }
+        self._first_slot: dict[str, int] = {}
+        keys_of = {}
+        for feature, outputs in of_feature.items():
+            keys_of[feature] = [key for output in outputs for key in output.block_keys]
+            for output in outputs:
+                self._first_slot[output.name] = keys_of[feature].index(output.block_keys[0])
+        self.num_slots = max(map(len, keys_of.values()))
+        splits = [
+            FeatureSplit(feature=output.feature, keys=output.block_keys, routing=blocks.routings[output.table])
+            for outputs in of_feature.values()
+            for output in outputs
+        ]
+        self._splitter = BagSplitter(splits).to(device)
+        self._rows_of_slots = self._place_keys(list(keys_of.values())).to(device)
+
+    def _place_keys(self, keys_of_features: Sequence[Sequence[str]]) -> Tensor:
+        """For each slot of each feature the number of its key among the splitter's, 0 for what is always empty."""
+        rows, first = torch.zeros(len(keys_of_features), self.num_slots, dtype=torch.int64), 1
+        for row, keys in zip(rows, keys_of_features, strict=True):
+            row[: len(keys)] = torch.arange(first, first + len(keys))
+            first += len(keys)
+        return rows.flatten()
+
+    def block_by_block(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The bags of multi-hot features taken apart by block, as bags of a batch of ``num_slots * B`` samples.
+
+        Args:
+            features: the bags, stride B. Single-id features get empty bags.
+
+        Returns:
+            All features of the collection; sample ``slot * B + n`` holds the ids of sample n in the block of the slot.
+        """
+        batch_size, split = features.stride(), self._splitter(features)
+        lengths = split.lengths().view(-1, batch_size)
+        lengths = torch.cat([lengths.new_zeros(1, batch_size), lengths])[self._rows_of_slots]
+        return KeyedJaggedTensor(
+            keys=self._features,
+            values=split.values(),
+            weights=split.weights_or_none(),
+            lengths=lengths.flatten(),
+            stride=self.num_slots * batch_size,
+        )
+
+    def entries(
+        self, features: KeyedJaggedTensor, pooled: KeyedTensor, apart: Apart | None, gradient: Tensor
+    ) -> Iterator[tuple[str, Entries]]:
+        """What every feature reads of every block. Local, no collective.
+
+        Args:
+            features: the bags.
+            pooled: what the collection returned for them.
+            apart: the same for `block_by_block`; None where no feature is multi-hot.
+            gradient: ``(T, B, sum of D)``, of the predictions in the values of `pooled`.
+
+        Yields:
+            ``(table, entries)``, in the order of the outputs.
+
+        Raises:
+            ValueError: for a bag of several ids of a single-id feature.
+        """
+        bags, by_key = jagged_by_key(features), pooled.to_dict()
+        ends = torch.tensor(pooled.length_per_key()).cumsum(0).tolist()
+        columns = {key: slice(end - by_key[key].shape[1], end) for key, end in zip(pooled.keys(), ends, strict=True)}
+        for output in self.outputs:
+            of_feature, slopes = bags[output.feature], gradient[:, :, columns[output.name]]
+            if apart is not None and output.is_multi_hot:
+                yield output.table, self._of_several_ids(output, of_feature, apart, slopes)
+            else:
+                yield output.table, self._of_one_id(output, of_feature, by_key[output.name].detach(), slopes)
+
+    def _of_one_id(self, output: PooledFeature, bags: JaggedTensor, pooled: Tensor, gradient: Tensor) -> Entries:
+        lengths = bags.lengths()
+        place, longest = f"table {output.table!r}, feature {output.feature!r}", int(lengths.max())
+        remedy = "make the blocks from counts of data that has such bags"
+        check(longest <= 1, place, "bags of at most one id, as counted", f"a bag of {longest}", remedy)
+        samples, blocks = lengths.nonzero().squeeze(1), self._routers[output.table](bags.values())
+        is_in_block = blocks < output.num_blocks
+        samples, blocks = samples[is_in_block], blocks[is_in_block]
+        if len(samples) < len(pooled):  # all of them, in their order, need no copy
+            pooled, gradient = pooled[samples], gradient.index_select(1, samples)
+        return Entries(samples, blocks, (pooled * gradient).double())
+
+    def _of_several_ids(self, output: PooledFeature, bags: JaggedTensor, apart: Apart, gradient: Tensor) -> Entries:
+        first, batch_size = self._first_slot[output.name], bags.lengths().numel()
+        slots = slice(first * batch_size, (first + output.num_blocks) * batch_size)
+        lengths = apart.lengths[output.feature][slots]
+        read = lengths.nonzero().squeeze(1)
+        samples, blocks = read % batch_size, read // batch_size
+        pooled = apart.pooled[output.name][slots][read]
+        if output.divides:
+            share = lengths[read].double() / bags.lengths()[samples]  # the mean of a block's ids, of the whole bag
+            pooled = pooled * share.to(pooled.dtype).unsqueeze(1)
+        return Entries(samples, blocks, (pooled * gradient.index_select(1, samples)).double())
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """One call of a collection by its model.
+
+    Attributes:
+        of: the collection.
+        features: the bags that the model gave it.
+        pooled: what the model got: its values are a leaf that requires a gradient.
+    """
+
+    of: CollectionBlocks
+    features: KeyedJaggedTensor
+    pooled: KeyedTensor
+
+    def apart(self) -> Apart | None:
+        """Looks the bags up once more, block by block; None where no feature is multi-hot.
+
+        Distributed: the collectives of one forward pass of a sharded collection.
+        """
+        if not self.of.num_slots:
+            return None
+        bags = self.of.block_by_block(self.features)
+        pooled = _wait(self.of.collection(bags)).to_dict()
+        return Apart(pooled, {feature: jagged.lengths() for feature, jagged in jagged_by_key(bags).items()})
+
+
+@contextmanager
+def watching(of: Sequence[CollectionBlocks]) -> Iterator[list[Lookup]]:
+    """Within the block collections learn nothing, and what they return is a leaf that requires a gradient.
+
+    Args:
+        of: the collections.
+
+    Yields:
+        Notes every call of every collection; whoever reads it clears it. With gradients switched off collections
+        return what they always do, and nothing is noted.
+    """
+    lookups: list[Lookup] = []
+    with ExitStack() as stack:
+        for blocks in of:
+            attributes = vars(blocks.collection)  # as TorchRec's pipelines replace forwards: no module changes
+            before = attributes.get("forward")
+            forward = _noting(blocks, blocks.collection.forward, lookups)
+            if before is None:
+                stack.callback(attributes.pop, "forward")
+            else:
+                stack.callback(attributes.__setitem__, "forward", before)
+            attributes["forward"] = forward
+        yield lookups
+
+
+def _noting(
+    blocks: CollectionBlocks, forward: Callable[[KeyedJaggedTensor], KeyedTensor], lookups: list[Lookup]
+) -> Callable[[KeyedJaggedTensor], KeyedTensor]:
+    def look_up(features: KeyedJaggedTensor) -> KeyedTensor:
+        if not torch.is_grad_enabled():
+            return forward(features)
+        check_one_batch_size(features)
+        with torch.no_grad():
+            pooled = _wait(forward(features))
+        leaf = pooled.values().detach().requires_grad_()
+        lookups.append(Lookup(blocks, features, KeyedTensor(pooled.keys(), pooled.length_per_key(), leaf)))
+        return lookups[-1].pooled
+
+    return look_up
+
+
+def _wait(pooled: KeyedTensor | LazyAwaitable[KeyedTensor]) -> KeyedTensor:
+    """Sharded collections return what is still on its way."""
+    return pooled.wait() if isinstance(pooled, LazyAwaitable) else pooled
+
+
+def merged(entries: Sequence[Entries], batch_size: int) -> Entries:
+    """One entry for each sample and block: what several features read is added up.
+
+    Args:
+        entries: of one table, a pair of a sample and a block at most once in each.
+        batch_size: B.
+
+    Example:
+        >>> one = Entries(torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([[[2.0], [5.0]]]))
+        >>> two = Entries(torch.tensor([0]), torch.tensor([1]), torch.tensor([[[3.0]]]))
+        >>> both = merged([one, two], 2)
+        >>> both.samples.tolist(), both.blocks.tolist(), both.worth.flatten().tolist()
+        ([1, 0], [0, 1], [5.0, 5.0])
+    """
+    if len(entries) == 1:
+        return entries[0]
+    places = torch.cat([own.blocks * batch_size + own.samples for own in entries])
+    places, runs = places.unique(return_inverse=True)
+    worth = torch.cat([own.worth for own in entries], dim=1)
+    worth = torch.stack([sum_by_group(of_output, runs, len(places)) for of_output in worth])
+    return Entries(places % batch_size, places // batch_size, worth)
+
+
+def sum_by_group(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """Adds up rows, group by group, in their order: ten times as fast as `index_add_`.
+
+    Args:
+        values: ``(M, D)``.
+        groups: ``(M,)`` integers, the group of each row.
+        num_groups: how many there are.
+
+    Returns:
+        ``(num_groups, D)``; zeros of an empty group.
+
+    Example:
+        >>> sum_by_group(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([2, 0, 2]), 3).flatten().tolist()
+        [2.0, 0.0, 5.0]
+    """
+    if not len(values):
+        return values.new_zeros(num_groups, values.shape[1])
+    order = groups.argsort(stable=True)
+    sizes = torch.bincount(groups, minlength=num_groups)
+    return functional.embedding_bag(order, values, sizes.cumsum(0) - sizes, mode="sum")
