@@ -108,7 +108,7 @@ def run_prune(
     scheme = prune(built.model, blocks, counts, size=size, threshold=threshold, structure=structure, scope=scope)
     with process_group() as device, errors_of_its_code(spec):
         torch.manual_seed(head["seed"])
-        task = TrainTask(built.model, built.loss)
+        task = TrainTask(built.model, built.loss, embedding_l2=built.embedding_l2)
         if max_epochs:
             out.parent.mkdir(parents=True, exist_ok=True)
             with workplace(out) as place:

@@ -60,7 +60,7 @@ class MagnitudePruning:
     ) -> None:
         self._recipe, self._seed, self._device = recipe, seed, device
         self._patience, self._max_epochs, self._folder = patience, max_epochs, folder
-        self._model, _ = shard(TrainTask(recipe.model, recipe.loss), recipe, device)
+        self._model, _ = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2), recipe, device)
         self._shards = [part for module in collections(self._model).values() for part in local_shards(module)]
         self._dense_parameters = sum(part.weight.numel() for part in self._shards)
         self._dense = self._train(RetainedMask(self._model) if holds_zeros else None, starts_trained=False)
