@@ -23,7 +23,7 @@ from dnis_torchrec.soft_selection.table_shards import TableShard, collections, l
 from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.evaluation import evaluate, primary_metric
 from dnis_torchrec.training.finite import NonFiniteError
-from dnis_torchrec.training.plain import EarlyStopping, train_plainly
+from dnis_torchrec.training.plain import EarlyStopping, PlainEvents, train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import set_learning_rates_, shard
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
@@ -196,7 +196,7 @@ def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
         patience=1,
         folder=tmp_path,
         starts_trained=starts_trained,
-        on_epoch=lambda _, loss: losses.append(loss),
+        events=PlainEvents(on_epoch=lambda record: losses.append(record.selection_loss)),
     )
     assert min(losses) > first.selection_loss
     assert len(losses) == losses.index(min(losses)) + 2  # stopped by its own epochs, whatever went before
