@@ -8,10 +8,12 @@ from dnis_torchrec.jobs.prune_job import check_prune_out, check_source_kept, run
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.report_job import read_runs, run_report
 from dnis_torchrec.jobs.search_job import BASELINES, SearchJob, run_search
+from dnis_torchrec.jobs.train_job import TrainJob, run_train
 
 __all__ = [
     "BASELINES",
     "SearchJob",
+    "TrainJob",
     "build_recorded",
     "check_prune_out",
     "check_source_kept",
@@ -25,4 +27,5 @@ __all__ = [
     "run_prune",
     "run_report",
     "run_search",
+    "run_train",
 ]

@@ -98,7 +98,7 @@ def run_prune(
     """
     check(max_epochs >= 0, "max_epochs", "expected an integer >= 0", max_epochs, "give 0 to prune only")
     check_prune_out(run_path, out, overwrite=overwrite)
-    source = RunFolder.open(run_path)
+    source = RunFolder.open_searched(run_path)
     head = source.read_head()
     spec = load_recorded(run_path, head, data, recipe)
     built = build_recorded(run_path, head, data, recipe)

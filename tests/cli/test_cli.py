@@ -176,7 +176,7 @@ def test_report_prints_the_rows_of_its_page_and_names_runs_that_are_in_figures_o
             "expected a folder, got none; without",
         ),
         (["search", "tests.tiny:demo", "--compression", 4, "--sed", 1], "No such option"),
-        (["export", "no/such"], "expected a folder written by `dnis search`, got no run.json in it"),
+        (["export", "no/such"], "expected a folder written by `dnis search` or `dnis train`, got no run.json in it"),
     ],
 )
 def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_path: Path) -> None:
