@@ -21,7 +21,7 @@ from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.sample_sketch import SampleSketch
-from dnis_torchrec.jobs import SearchJob, run_search
+from dnis_torchrec.jobs import SearchJob, TrainJob, run_search, run_train
 from dnis_torchrec.jobs.model_parts import save_parts
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report import ReportRow
@@ -184,6 +184,21 @@ def jobs(rank: Rank) -> dict[str, Any]:
         "baseline": outcome_of(lambda: job("other", baselines=("dense",))),
         "apart": outcome_of(lambda: job(f"apart{rank.rank}")),
         "is_left": (rank.folder / "apart0").exists(),
+    }
+
+
+def train_job(out: Path) -> TrainJob:
+    """A short training of the tiny recipe, penalised."""
+    return TrainJob(recipe="tests.tiny:demo", data=None, out=out, embedding_l2=0.02, epochs=3)
+
+
+def trained(rank: Rank) -> dict[str, Any]:
+    """`dnis train` as the launcher runs it on every rank; again over its own run, and without a folder in common."""
+    row = run_train(train_job(rank.folder / "trained"))
+    return {
+        "metrics": dict(row.metrics),
+        "again": outcome_of(lambda: run_train(train_job(rank.folder / "trained"))),
+        "apart": outcome_of(lambda: run_train(train_job(rank.folder / f"alone{rank.rank}" / "trained"))),
     }
 
 
