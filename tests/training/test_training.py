@@ -304,10 +304,13 @@ def test_early_stopping_saves_the_best_and_stops_after_patience(tmp_path: Path) 
 def test_plain_training_ends_in_its_best_epoch(gloo, tmp_path: Path) -> None:
     recipe = make_recipe()
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    losses: dict[int, float] = {}
-    done = train_plainly(
-        model, optimizer, recipe, CPU, max_epochs=12, patience=2, folder=tmp_path, on_epoch=losses.__setitem__
-    )
+    steps: list[float] = []
+    events = PlainEvents(on_step=steps.append)
+    done = train_plainly(model, optimizer, recipe, CPU, max_epochs=12, patience=2, folder=tmp_path, events=events)
+    losses = {record.epoch: record.selection_loss for record in done.history}
+    assert [record.step for record in done.history] == [10 * (epoch + 1) for epoch in losses]
+    means = [sum(steps[10 * epoch : 10 * epoch + 10]) / 10 for epoch in losses]
+    assert [record.train_loss for record in done.history] == pytest.approx(means, abs=1e-6)
     best = min(losses, key=lambda epoch: losses[epoch])
     assert done.best_epoch == best
     assert len(losses) == 12 or len(losses) == best + 3
