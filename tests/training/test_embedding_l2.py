@@ -134,6 +134,7 @@ def test_the_reported_loss_is_that_of_the_data_alone(gloo) -> None:
     (loss, (reported, *_)), (total, (also_reported, *_)) = plain(batch), penalised(batch)
     assert float(reported) == float(also_reported) == float(loss.detach())
     assert float(total.detach()) > float(loss.detach()) + 1
+    assert not any(module._forward_hooks for module in recipe.model.modules())
     evaluated = [evaluate(task, recipe.data.test, recipe.loss, CPU) for task in (plain, penalised)]
     assert evaluated[0] == evaluated[1]
     assert float(penalised.eval()(batch)[0].detach()) == float(loss.detach())
