@@ -34,6 +34,16 @@ def pooled_reference(table: ReferenceTable, bags: Bags, weights: Sequence[Sequen
     return torch.stack(out)
 
 
+def embedding_l2_reference(reads: Sequence[tuple[ReferenceTable, Bags, Sequence[Sequence[float]] | None]]) -> Tensor:
+    """Mean over samples of the sum over features, each one's (table, bags, weights), of |pooled embedding|^2."""
+    total = torch.zeros((), dtype=torch.float64)
+    for table, bags, weights in reads:
+        for sample in pooled_reference(table, bags, weights):
+            for value in sample:
+                total = total + value * value
+    return total / len(reads[0][1])
+
+
 def normalised_reference(gradient: Tensor, hit: Sequence[bool]) -> Tensor:
     """Row-wise normalisation, one row at a time."""
     rows = []

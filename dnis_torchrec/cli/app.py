@@ -19,7 +19,7 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_settings
 from dnis_torchrec.cli.terminal import PlainConsole, fail, say
 
-ORDER = ("search", "prune", "evaluate", "export", "verify", "package", "plan", "compare", "report")
+ORDER = ("train", "search", "prune", "evaluate", "export", "verify", "package", "plan", "compare", "report")
 """The commands in the order in which a user meets them."""
 
 
@@ -48,7 +48,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-ON_RANKS = ("search",)
+ON_RANKS = ("train", "search")
 """Commands that know what to do as one of several ranks."""
 
 RecipeArgument = Annotated[
@@ -56,7 +56,10 @@ RecipeArgument = Annotated[
     typer.Argument(metavar="RECIPE", help="`module:function`, looked for from the current folder."),
 ]
 RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder that `dnis search` wrote, or its URL.", **fetched_settings)
+    Path,
+    typer.Argument(
+        metavar="RUN", help="Folder that `dnis search` or `dnis train` wrote, or its URL.", **fetched_settings
+    ),
 ]
 ArtifactArgument = Annotated[
     Path, typer.Argument(metavar="ARTIFACT", help="Folder that `dnis export` wrote, or its URL.", **fetched_settings)
@@ -110,7 +113,7 @@ def _before_any_command(
     command, world_size = context.invoked_subcommand, int(os.environ.get("WORLD_SIZE", "1"))
     with arguments():
         remedy = "start it without torchrun, or with --nproc_per_node 1"
-        requirement = f"one process: of all commands only {', '.join(ON_RANKS)} runs on several ranks"
+        requirement = f"one process: of all commands only {' and '.join(ON_RANKS)} run on several ranks"
         check(world_size == 1 or command in ON_RANKS, f"dnis {command}", requirement, f"{world_size} ranks", remedy)
 
 

@@ -107,7 +107,7 @@ def search(
         check_data(data)
     rows = run_search(job)
     if is_first_rank():
-        _print_rows(rows, out)
+        print_rows(rows, out)
         say(f"run: {shown(out)}")
 
 
@@ -136,12 +136,12 @@ def prune(
     from dnis_torchrec.jobs.run_folder import RunFolder
 
     with arguments():
-        head = RunFolder.open(run).read_head()
+        head = RunFolder.open_searched(run).read_head()
         check_source_kept(shown(run), shown(out))  # whose local copies are two folders in any case
         check_prune_out(run, out, overwrite=overwrite)
         load_recorded(run, head, data, recipe)
     row = run_prune(run, data, out, recipe=recipe, size=size, settings=settings, overwrite=overwrite)
-    _print_rows([row], out)
+    print_rows([row], out)
     say(f"run: {shown(out)}")
 
 
@@ -185,7 +185,9 @@ def evaluate(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_OR_ARTIFACT", help="What `dnis search` or `dnis export` wrote, or its URL.", **fetched_settings
+            metavar="RUN_OR_ARTIFACT",
+            help="What `dnis search`, `train` or `export` wrote, or its URL.",
+            **fetched_settings,
         ),
     ],
     data: DataOption = None,
@@ -226,7 +228,7 @@ def report(
     with arguments():
         together = read_runs(runs)
     run_report(runs[0], runs[1:])
-    _print_rows(together.rows, runs[0])
+    print_rows(together.rows, runs[0])
     if together.drawn_only:
         names = ", ".join(shown(Path(name)) for name in together.drawn_only)
         say(f"of another D or S, in the figures only: {names}")
@@ -263,7 +265,13 @@ def _print_forms(artifact: Path) -> None:
     print_table(table, FORMS_WIDTH)
 
 
-def _print_rows(rows: Sequence[ReportRow], run: Path) -> None:
+def print_rows(rows: Sequence[ReportRow], run: Path) -> None:
+    """Prints the rows of a run as a table.
+
+    Args:
+        rows: of its report.json.
+        run: its folder, named where the terminal is too narrow for all metrics.
+    """
     from dnis_torchrec.report import rows_table
     from dnis_torchrec.report.tables import metric_names
 

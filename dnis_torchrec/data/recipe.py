@@ -11,6 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.blocks.settings import SCOPES
 from dnis_torchrec.checks import check, describe, nearest
 from dnis_torchrec.data.labels import RankingBatch, check_classes, check_labels
+from dnis_torchrec.data.pooled_outputs import pooled_outputs, squared_norm
 from dnis_torchrec.data.split_checks import check_batch
 from dnis_torchrec.data.users_code import RecipeError, errors_of_recipe
 
@@ -77,6 +79,8 @@ class Recipe:
         table_optimizer: how tables learn: ``"adam"`` (dense compute kernel) or ``"rowwise_adagrad"`` (fused).
         table_learning_rate: learning rate of the tables.
         dense_learning_rate: learning rate (Adam) of everything else.
+        embedding_l2: lambda of the L2 penalty on looked-up embeddings, see `TrainTask`: the same for everything that
+            trains weights on the training split, be it a plain training, a baseline, a search or a fine-tuning.
         search_table_learning_rate: that of a search's tables, where it has pressure, from its first epoch on; None
             takes `table_learning_rate`. A short search wants a faster one than plain tables; data that plain tables
             soon overfit, a slower one.
@@ -118,6 +122,7 @@ class Recipe:
     table_optimizer: str = "adam"
     table_learning_rate: float = 1e-3
     dense_learning_rate: float = 1e-3
+    embedding_l2: float = 0.0
     search_table_learning_rate: float | None = None
     search_dense_learning_rate: float | None = None
     release_table_learning_rate: float | None = None
@@ -154,21 +159,50 @@ class Recipe:
             rate = getattr(self, name)
             is_fit = rate is None or (math.isfinite(rate) and rate > 0)
             check(is_fit, f"Recipe.{name}", "a finite number above 0", rate)
+        _check_l2("Recipe.embedding_l2", self.embedding_l2)
         check(self.scope in SCOPES, "Recipe.scope", f"one of {SCOPES}", repr(self.scope))
+
+
+def _check_l2(place: str, value: float) -> None:
+    is_fit = math.isfinite(value) and value >= 0
+    check(is_fit, place, "a finite number >= 0", value, "0 leaves embeddings alone")
 
 
 class TrainTask(nn.Module):
     """A model with its loss, in the shape that TorchRec's train pipelines call, as torchrec.models.dlrm.DLRMTrain.
 
+    In training mode an L2 penalty on the looked-up embeddings is added to the loss of the data:
+
+        L = L_data + embedding_l2 * 1/B * sum over samples b and features f of |v_bf|^2
+
+    v_bf is the pooled embedding of feature f of sample b as the model reads it: of a single-id feature the row itself,
+    of a bag its sum, mean or weighted sum, under soft selection what alpha has left of it. So the penalty is the same
+    before alpha is merged into the tables and after, and a dropped column has none. Only what a batch looks up is
+    pulled towards zero, as often as it is looked up. The gradient comes to the tables through their own backward pass,
+    hence exactly, fused optimizers and every sharding included. Over ranks it is averaged as the data's loss is.
+
+    Sequence embeddings (`EmbeddingCollection`) and weights that are no tables are not penalised.
+
     Args:
         model: see `Recipe.model`.
         loss: see `Recipe.loss`.
+        embedding_l2: lambda, >= 0; 0 for no penalty. See `Recipe.embedding_l2`.
+
+    Attributes:
+        data_terms_only: leave the penalty out, as upper steps want it (see `data_terms_only`). A subclass that adds
+            terms of its own to the loss may ask it too.
+
+    Raises:
+        ValueError: for an `embedding_l2` that is negative, infinite or NaN.
     """
 
-    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss: nn.Module, *, embedding_l2: float = 0.0) -> None:
         super().__init__()
+        _check_l2("embedding_l2", embedding_l2)
         self.model: nn.Module = model
         self.loss = loss
+        self.embedding_l2 = embedding_l2
+        self.data_terms_only = False
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Computes the loss of a batch.
@@ -177,14 +211,36 @@ class TrainTask(nn.Module):
             batch: on the model's device, with labels ``(B,)`` of any dtype.
 
         Returns:
-            ``(loss, (detached loss, detached predictions (B,), labels (B,)))``.
+            ``(loss, (detached loss of the data alone, detached predictions (B,), labels (B,)))``.
         """
-        predictions = self.model(
-            dense_features=batch.dense_features, sparse_features=batch.sparse_features
-        ).flatten()  # not squeeze: a batch of one sample stays a batch
+        is_penalised = self.training and self.embedding_l2 > 0 and not self.data_terms_only
+        with ExitStack() as stack:
+            outputs = stack.enter_context(pooled_outputs(self.model)) if is_penalised else []
+            predictions = self.model(
+                dense_features=batch.dense_features, sparse_features=batch.sparse_features
+            ).flatten()  # not squeeze: a batch of one sample stays a batch
         labels = batch.labels.float()
         loss = self.loss(predictions, labels)
-        return loss, (loss.detach(), predictions.detach(), labels)
+        output = (loss.detach(), predictions.detach(), labels)
+        return (loss + self.embedding_l2 * squared_norm(outputs) if is_penalised else loss), output
+
+
+@contextmanager
+def data_terms_only(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """The loss of a model's `TrainTask` is that of the data alone in the block, in training mode too.
+
+    Args:
+        modules: all modules of the model.
+    """
+    tasks = [module for module in modules if isinstance(module, TrainTask)]
+    before = [task.data_terms_only for task in tasks]
+    for task in tasks:
+        task.data_terms_only = True
+    try:
+        yield
+    finally:
+        for task, value in zip(tasks, before, strict=True):
+            task.data_terms_only = value
 
 
 def checked_batches(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""What a person sees of a search that runs: progress on the console, curves, images in TensorBoard; how to stop it."""
+"""What a person sees of a search or training that runs: progress, curves, images in TensorBoard; how to stop it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.report import SearchImages
 from dnis_torchrec.search.search import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.storage.foreign_folders import make_folder
+from dnis_torchrec.training.plain import PlainEpoch, PlainEvents
 from dnis_torchrec.training.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[Search
             yield SearchEvents(should_stop=stop.is_requested)
         return
     with _Curves(run) as curves, tqdm(unit="step", dynamic_ncols=True, disable=None) as bar, stop:
-        smoothed: list[float] = []
+        smoothed = _Smoothed()
 
         def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
             run.save_stages(counts, blocks)
@@ -63,9 +64,7 @@ def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[Search
             bar.write(f"resumed after lower step {steps}, in epoch {len(history)}", file=sys.stderr)
 
         def on_step(loss: float, density: float) -> None:
-            smoothed.append(loss if not smoothed else 0.98 * smoothed[-1] + 0.02 * loss)
-            del smoothed[:-1]
-            bar.set_postfix_str(f"loss {smoothed[0]:.4f}, alpha density {density:.3f}", refresh=False)
+            bar.set_postfix_str(f"loss {smoothed.update(loss):.4f}, alpha density {density:.3f}", refresh=False)
             bar.update()
 
         def on_epoch(record: EpochRecord) -> None:
@@ -83,6 +82,47 @@ def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[Search
             on_alpha=curves.draw_alpha,
             should_stop=stop.is_requested,
         )
+
+
+@contextmanager
+def plain_progress(notes: Sequence[str] = ()) -> Iterator[PlainEvents]:
+    """Progress of a plain training on standard error (tqdm). Only rank 0 shows anything.
+
+    Args:
+        notes: what its user should know before it begins.
+
+    Yields:
+        Events to hand to `train_plainly`.
+    """
+    if rank_of() != 0:
+        yield PlainEvents()
+        return
+    with tqdm(unit="step", dynamic_ncols=True, disable=None) as bar:
+        smoothed = _Smoothed()
+        for note in notes:
+            bar.write(visible(note), file=sys.stderr)
+
+        def on_step(loss: float) -> None:
+            bar.set_postfix_str(f"loss {smoothed.update(loss):.4f}", refresh=False)
+            bar.update()
+
+        def on_epoch(record: PlainEpoch) -> None:
+            losses = f"train loss {record.train_loss:.4f}, selection loss {record.selection_loss:.4f}"
+            bar.write(f"epoch {record.epoch}: {losses}", file=sys.stderr)
+
+        yield PlainEvents(on_step=on_step, on_epoch=on_epoch)
+
+
+class _Smoothed:
+    """A running mean, in which the last 50 values or so count."""
+
+    def __init__(self) -> None:
+        self._mean: float | None = None
+
+    def update(self, value: float) -> float:
+        """Takes a value and returns the mean."""
+        self._mean = value if self._mean is None else 0.98 * self._mean + 0.02 * value
+        return self._mean
 
 
 class _Curves:

@@ -93,7 +93,7 @@ def run_prune(
     """
     how = settings or PruneSettings()
     check_prune_out(run_path, out, overwrite=overwrite)
-    source = RunFolder.open(run_path)
+    source = RunFolder.open_searched(run_path)
     head = source.read_head()
     spec = load_recorded(run_path, head, data, recipe)
     built = build_recorded(run_path, head, data, recipe)
@@ -105,7 +105,7 @@ def run_prune(
     )
     with process_group() as device, errors_of_its_code(spec):
         torch.manual_seed(head["seed"])
-        task = TrainTask(built.model, built.loss)
+        task = TrainTask(built.model, built.loss, embedding_l2=built.embedding_l2)
         if how.fine_tune_epochs:
             out.parent.mkdir(parents=True, exist_ok=True)
             with workplace(out) as place:

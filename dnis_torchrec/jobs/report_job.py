@@ -34,7 +34,7 @@ def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
     Raises:
         ValueError: if a run is none, is not finished, or differs from the first in something else.
     """
-    run = RunFolder.open(run_path)
+    run = RunFolder.open_searched(run_path)
     head, scheme, blocks = run.read_head(), run.scheme(), run.blocks()
     runs = read_runs([run_path, *others])
     has_holes = not all(table.is_block_structured for table in scheme.tables.values())
@@ -71,7 +71,7 @@ def read_runs(paths: Sequence[Path]) -> SeveralRuns:
 
 
 def _run_results(path: Path) -> RunResults:
-    run = RunFolder.open(path)
+    run = RunFolder.open_searched(path)
     head = run.read_head()
     # A run of an older version lacks the settings that came later: their defaults are what it did.
     settings = SearchConfig.__dataclass_fields__.values()

@@ -1,4 +1,4 @@
-"""RunFolder: what a search leaves on disk, stage by stage, and how later commands find it again.
+"""RunFolder: what a search or a training leaves on disk, and how later commands find it again.
 
 run.json               recipe, seed, configuration, status, history, versions
 counts.safetensors     training frequencies
@@ -10,6 +10,9 @@ report.json            rows of results
 checkpoints/           the last states while training, and the best one
 lock                   held by the job that writes the run
 replaced.partial/      the run that stood here before, until this one has a checkpoint
+
+A training has neither blocks nor alpha, a scheme that retains everything, and no checkpoints: it appears when it is
+complete.
 
 Where ranks on several hosts search and the run is to lie at a URL, they share no folder: rank 0 has one, and what
 every rank writes (`WRITTEN_BY_RANKS`) each puts at the URL by itself.
@@ -56,6 +59,9 @@ WRITTEN_BY_RANKS = ("checkpoints/*", part_name("*"))
 REPLACED = f"replaced{PARTIAL}"
 """Where a new run keeps the one that it replaces; no part of what is published."""
 
+SEARCHED, TRAINED = "searched", "trained"
+"""Kinds of run: what `dnis search` and `dnis prune` leave, and what `dnis train` does."""
+
 _DAMAGED = "it was damaged; run `dnis search` again"
 
 
@@ -67,6 +73,7 @@ class _Head(TypedDict):
     """What later commands rely on of every run."""
 
     status: str
+    kind: NotRequired[str]
     recipe: str
     seed: NotNegative
     embedding_dim: NotRequired[Positive | None]
@@ -172,22 +179,38 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path) -> RunFolder:
-        """Opens the folder of a finished search.
+        """Opens the folder of a finished run.
 
         Args:
             path: the folder.
 
         Raises:
-            ValueError: if it is none, was written by a newer version, its search did not finish, or a link is in it.
+            ValueError: if it is none, was written by a newer version, did not finish, or a link is in it.
         """
         place = f"run folder {path}"
         file = path / "run.json"
-        check(file.is_file(), place, "a folder written by `dnis search`", "no run.json in it")
+        check(file.is_file(), place, "a folder written by `dnis search` or `dnis train`", "no run.json in it")
         check_plain(path, place)
         run = RunFolder(path)
         status = run.read_head()["status"]
         remedy = "run `dnis search` to its end first"
         check(status == "finished", place, "a search that has finished", repr(status), remedy)
+        return run
+
+    @staticmethod
+    def open_searched(path: Path) -> RunFolder:
+        """Opens the folder of a finished search, for what wants its blocks and its alpha.
+
+        Args:
+            path: the folder.
+
+        Raises:
+            ValueError: as `open`, and for a run of `dnis train`.
+        """
+        run = RunFolder.open(path)
+        remedy = "`dnis evaluate` and `dnis export` take it; its row is in its report.json"
+        kind = _kind(run.read_head())
+        check(kind == SEARCHED, f"run folder {path}", "a run of `dnis search`", f"a {kind} one", remedy)
         return run
 
     @property
@@ -312,25 +335,28 @@ class RunFolder:
         if self._url is not None:
             put_file(inside(self._url, "run.json"), partial(shutil.copyfile, self.path / "run.json"))
 
-    def save_stages(self, counts: FrequencyCounts, blocks: RowBlocks) -> None:
+    def save_stages(self, counts: FrequencyCounts, blocks: RowBlocks | None = None) -> None:
         """Writes counts and blocks, as soon as they are known.
 
         Args:
             counts: training frequencies.
-            blocks: row blocks.
+            blocks: row blocks; None for a training, which has none.
         """
         counts.save(self.path / "counts.safetensors")
-        blocks.save(self.path / "blocks.safetensors")
+        if blocks is not None:
+            blocks.save(self.path / "blocks.safetensors")
 
-    def save_model(self, model: nn.Module, scheme: MixedDimensionScheme, alpha: Mapping[int, Tensor]) -> None:
-        """Writes the merged and pruned model, its scheme and the alpha it came from.
+    def save_model(
+        self, model: nn.Module, scheme: MixedDimensionScheme, alpha: Mapping[int, Tensor] | None = None
+    ) -> None:
+        """Writes a model, merged and pruned after a search, its scheme and the alpha it came from.
 
         Distributed: all ranks of a sharded model call it; each writes its own shards, rank 0 the rest.
 
         Args:
             model: plain or sharded, merged and pruned.
             scheme: its retained dims, the same on every rank.
-            alpha: embedding_dim -> ``(A, D)`` before merging.
+            alpha: embedding_dim -> ``(A, D)`` before merging; None for a training, which has none.
 
         Raises:
             OSError: on all ranks, if one of them cannot write.
@@ -341,7 +367,8 @@ class RunFolder:
         ranks = ranks_of(*collections(model).values())
         with together(ranks.group):
             if rank_of() == 0:
-                self._save("alpha", {f"dim{dim}": value for dim, value in alpha.items()})
+                if alpha is not None:
+                    self._save("alpha", {f"dim{dim}": value for dim, value in alpha.items()})
                 self._save("scheme", unshared(scheme.to_tensors()))
                 delete_parts(self._written_by_ranks)
                 if ranks.world_size == 1:
@@ -424,7 +451,12 @@ def _is_unused(path: Path) -> bool:
 
 def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the outcome of a run, by name."""
-    return {name: head.get(name) for name in ("recipe", "seed", "embedding_dim")} | dict(head["configuration"])
+    settings = {name: head.get(name) for name in ("recipe", "seed", "embedding_dim")} | dict(head["configuration"])
+    return {"kind": _kind(head)} | settings
+
+
+def _kind(head: Mapping[str, Any]) -> str:
+    return str(head.get("kind", SEARCHED))
 
 
 def _key(collection: str, name: str) -> str:

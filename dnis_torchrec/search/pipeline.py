@@ -22,6 +22,7 @@ from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPi
 from torchrec.streamable import Pipelineable
 
 from dnis_torchrec.checks import describe
+from dnis_torchrec.data.recipe import data_terms_only
 from dnis_torchrec.ranks import on_rank_zero
 from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer, Pressure
 from dnis_torchrec.search.hypergradient import (
@@ -102,6 +103,9 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
     """Interleaves lower and upper steps of the bi-level problem (paper, eq. 5 and 6).
 
         min over alpha of L_validation(Theta*(alpha), alpha),   Theta* = argmin over Theta of L_train(Theta, alpha)
+
+    L_train is all that the model returns as its loss, a `TrainTask`'s L2 penalty included; L_validation is the data's
+    loss alone.
 
     An upper step takes Theta for Theta* (first order), or what one step of gradient descent on the latest training
     batch would make of Theta (one-step unrolled; `UnrolledHypergradient` has the equations, and what it costs).
@@ -358,6 +362,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         modules = self._modules
         with (
             self._alpha.upper_level() as hits,
+            data_terms_only(modules),
             without_synchronisation(modules),
             frozen_statistics(modules),
             frozen_counters(self._kernels),
@@ -380,7 +385,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             return losses[-1]
 
         def validation() -> Tensor:
-            results.append(self._model(batch))
+            with data_terms_only(self._modules):
+                results.append(self._model(batch))
             losses.append(results[0][0])
             return losses[-1]
 

@@ -183,7 +183,7 @@ def _sharded(
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     """The recipe's model, prepared, and the optimizer of what is not fused."""
     return shard(
-        TrainTask(prepare_(recipe.model, blocks), recipe.loss),
+        TrainTask(prepare_(recipe.model, blocks), recipe.loss, embedding_l2=recipe.embedding_l2),
         recipe,
         device,
         whole_rows=turned,

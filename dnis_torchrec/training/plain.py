@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.lookup_batches import LookupBatches
 from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.training.denormals import flushing_denormals
 from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
@@ -61,6 +64,36 @@ class EarlyStopping:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlainEpoch:
+    """What one epoch of a plain training came to.
+
+    Attributes:
+        epoch: from 0.
+        step: steps so far.
+        train_loss: of the data alone, the mean over the epoch and all ranks.
+        selection_loss: on the selection split.
+    """
+
+    epoch: int
+    step: int
+    train_loss: float
+    selection_loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainEvents:
+    """Who wants to know how a plain training goes; every call is optional.
+
+    Attributes:
+        on_step: called after every step with this rank's loss.
+        on_epoch: called with the record of every epoch.
+    """
+
+    on_step: Callable[[float], None] = field(default=lambda loss: None)
+    on_epoch: Callable[[PlainEpoch], None] = field(default=lambda record: None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlainTraining:
     """What `train_plainly` did.
 
@@ -68,11 +101,13 @@ class PlainTraining:
         selection_loss: of the best epoch.
         best_epoch: its number, from 0; -1 for the state that training started from.
         seconds: wall time.
+        history: one record per epoch.
     """
 
     selection_loss: float
     best_epoch: int
     seconds: float
+    history: tuple[PlainEpoch, ...] = ()
 
 
 @flushing_denormals()
@@ -87,14 +122,21 @@ def train_plainly(
     folder: Path,
     mask: RetainedMask | None = None,
     starts_trained: bool = False,
-    on_epoch: Callable[[int, float], None] = lambda epoch, loss: None,
+    events: PlainEvents = PlainEvents(),
 ) -> PlainTraining:
     """Trains with TorchRec's own pipeline until the selection loss stops improving, and goes back to the best epoch.
 
+    Weights learn on the training split, as the model's `TrainTask` has it, L2 included; the loss that stops them is the
+    data's alone, of the selection split.
+
+    Distributed: every rank calls it with its share of the data (see `data.over_ranks`). Beside TorchRec's own
+    collectives each step sums W numbers, and each epoch the sums of losses and metrics. All ranks stop after the same
+    epoch. Each keeps its own shards of the best state in its `folder`, which ranks may share.
+
     Args:
-        model: the sharded model; ends in its best state.
-        optimizer: of everything not fused.
-        recipe: data and loss.
+        model: the sharded model around a `TrainTask`, as `shard` makes it; ends in its best state.
+        optimizer: of everything not fused, from `shard` or `rest_optimizer`.
+        recipe: data and loss; how weights learn is in model and optimizer already.
         device: where the model is.
         max_epochs: epochs at most.
         patience: epochs without improvement before stopping.
@@ -102,23 +144,44 @@ def train_plainly(
         mask: holds pruned values at zero (masked fine-tuning).
         starts_trained: whether the state that training starts from may be the best one, as a pruned model's may that
             was at its best before. Epochs are stopped as they are without it.
-        on_epoch: called with the epoch and its selection loss.
+        events: who listens.
+
+    Returns:
+        How it went, the same on all ranks but for the seconds.
 
     Raises:
         NonFiniteError: if the loss becomes NaN or infinite.
+        ValueError: if the training split is empty.
+
+    Example:
+        >>> import tempfile
+        >>> from examples.synthetic import demo
+        >>> from dnis_torchrec.data.recipe import TrainTask
+        >>> from dnis_torchrec.training.process_group import process_group
+        >>> from dnis_torchrec.training.sharded import shard
+        >>> recipe = demo(None)
+        >>> with process_group() as device, tempfile.TemporaryDirectory() as folder:
+        ...     task = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
+        ...     model, optimizer = shard(task, recipe, device)
+        ...     trained = train_plainly(
+        ...         model, optimizer, recipe, device, max_epochs=1, patience=1, folder=Path(folder)
+        ...     )
+        >>> trained.best_epoch, trained.selection_loss < 0.69
+        (0, True)
     """
     started = time.monotonic()
     stepper = optimizer if mask is None else _MaskedOptimizer(optimizer, mask)
     pipeline = DetachableTrainPipeline(model, stepper, device, pipeline_postproc=True)
     stopping, guard = EarlyStopping(folder / BEST_STATE, patience), FiniteGuard(model, model._env.process_group)
     start, loss_before = folder / "start", math.inf
+    history: list[PlainEpoch] = []
     if starts_trained:
         loss_before = evaluate(model, recipe.data.selection, recipe.loss, device)["loss"]
         save_checkpoint(start, model)
     model.train()
     for epoch in range(max_epochs):
         batches = iter(LookupBatches(recipe.data.train, "train"))
-        step = 0
+        step, losses = 0, torch.zeros(2, dtype=torch.float64, device=device)
         while True:
             try:
                 loss = pipeline.progress(batches)[0]
@@ -126,10 +189,17 @@ def train_plainly(
                 break
             step += 1
             guard.check_loss(loss, f"epoch {epoch}, step {step}")
+            losses += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
+            events.on_step(float(loss))
         check(step > 0, "training stream", "at least one batch", 0, "check the data splits")
         evaluated = pipeline.detach()
         selection_loss = evaluate(evaluated, recipe.data.selection, recipe.loss, device)["loss"]
-        on_epoch(epoch, selection_loss)
+        steps_before = history[-1].step if history else 0
+        train_loss = _mean_over_ranks(losses, model)
+        history.append(
+            PlainEpoch(epoch=epoch, step=steps_before + step, train_loss=train_loss, selection_loss=selection_loss)
+        )
+        events.on_epoch(history[-1])
         if stopping.update(epoch, selection_loss, lambda path: save_checkpoint(path, model)):
             break
     stays = starts_trained and loss_before <= stopping.best
@@ -138,7 +208,16 @@ def train_plainly(
         selection_loss=min(stopping.best, loss_before),
         best_epoch=-1 if stays else stopping.best_epoch,
         seconds=time.monotonic() - started,
+        history=tuple(history),
     )
+
+
+def _mean_over_ranks(losses: Tensor, model: DistributedModelParallel) -> float:
+    """Of the sum and the number of the losses of each rank."""
+    group = model._env.process_group
+    if world_size_of(group) > 1:
+        dist.all_reduce(losses, group=group)
+    return float(losses[0] / losses[1])
 
 
 class _MaskedOptimizer:

@@ -21,7 +21,7 @@ from dnis_torchrec.allocation.torchrec_models import DirectedFactorizationMachin
 from dnis_torchrec.artifact.export import export
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.jobs import drop_in_
+from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.swap import prepare_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards

@@ -21,7 +21,7 @@ from dnis_torchrec._dependencies import version
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.artifact.forms import FORMS
 from dnis_torchrec.cli import main
-from dnis_torchrec.cli.app import ORDER, app
+from dnis_torchrec.cli.app import ON_RANKS, ORDER, app
 from tests.tiny_artifact import write_tiny_artifact
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +67,29 @@ def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "epoch 0" not in done.stdout
     assert "Warning" not in done.stderr
     return out
+
+
+def test_train_writes_a_run_that_is_evaluated_and_exported_and_nothing_else(gloo, tmp_path: Path) -> None:
+    run, artifact = tmp_path / "trained", tmp_path / "artifact"
+    train = ("train", "tests.tiny:demo", "--out", run, "--epochs", 2, "--embedding-l2", 0.01)
+    done = dnis(*train)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].startswith("uncompressed")
+    assert done.stdout.splitlines()[-1] == f"run: {run}"
+    assert "epoch 1: train loss" in done.stderr
+    assert "epoch" not in done.stdout
+    again = dnis(*train)
+    assert again.returncode == 2
+    assert "choose another --out or --overwrite the run" in again.stderr
+    assert dnis(*train, "--overwrite").returncode == 0
+    assert dnis("evaluate", run).returncode == 0
+    exported = dnis("export", run, "--form", "dense_int8", "--form", "mixed_dimension", "--out", artifact)
+    assert exported.returncode == 0, exported.stderr
+    assert dnis("evaluate", artifact).returncode == 0
+    for refused in (("report", run), ("prune", run, "--compression", 4, "--out", tmp_path / "pruned")):
+        done = dnis(*refused)
+        assert done.returncode in (1, 2)
+        assert "expected a run of `dnis search`, got a trained one" in done.stderr
 
 
 def test_search_writes_what_others_rely_on(run: Path) -> None:
@@ -179,7 +202,11 @@ def test_report_prints_the_rows_of_its_page_and_names_runs_that_are_in_figures_o
             "expected a folder, got none; without",
         ),
         (["search", "tests.tiny:demo", "--compression", 4, "--sed", 1], "No such option"),
-        (["export", "no/such"], "expected a folder written by `dnis search`, got no run.json in it"),
+        (["train", "tests.tiny:demo", "--embedding-l2", -1], "embedding_l2: expected a finite number >= 0, got -1.0"),
+        (["train", "tests.tiny:demo", "--epochs", 0], "epochs: expected an integer >= 1, got 0"),
+        (["train", "tests.tiny:demo", "--data", "no/such"], "expected a folder, got none; without --data"),
+        (["train", "tests.tiny:dmeo"], "did you mean 'demo'?"),
+        (["export", "no/such"], "expected a folder written by `dnis search` or `dnis train`, got no run.json in it"),
     ],
 )
 def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_path: Path) -> None:
@@ -372,13 +399,13 @@ def test_help_teaches() -> None:
         assert dnis(command, "--help").returncode == 0
 
 
-@pytest.mark.parametrize("command", sorted(set(typer.main.get_command(app).commands) - {"search"}))  # type: ignore[attr-defined]
-def test_only_a_search_runs_on_several_ranks(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", sorted(set(typer.main.get_command(app).commands) - {*ON_RANKS}))  # type: ignore[attr-defined]
+def test_what_trains_alone_runs_on_several_ranks(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = dnis(command, tmp_path / "none", "--out", tmp_path / "out")
     assert done.returncode == 2
     assert done.stderr == (
-        f"error: dnis {command}: expected one process: of all commands only search runs on several ranks, got 2 ranks; "
-        "start it without torchrun, or with --nproc_per_node 1\n"
+        f"error: dnis {command}: expected one process: of all commands only train and search run on several "
+        "ranks, got 2 ranks; start it without torchrun, or with --nproc_per_node 1\n"
     )
     assert list(tmp_path.iterdir()) == []

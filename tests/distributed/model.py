@@ -39,6 +39,7 @@ CPU = torch.device("cpu")
 NUM_DENSE = 3
 HALF = 12
 LEARNING_RATE = 0.2
+EMBEDDING_L2 = 0.05
 ROWS = {"user": 41, "item": 31, "genre": 13, "tag": 21}
 DIMS = {"user": 8, "item": 16, "genre": 8, "tag": 16}
 MULTI_HOT = {"genre": 3, "tag": 4}
@@ -180,7 +181,7 @@ def task(*, frozen: bool = False) -> TrainTask:
     for collection in (net.first, net.second):
         for name, bag in collection.embedding_bags.items():
             bag.weight.requires_grad_(not (frozen and name in FROZEN))
-    return TrainTask(prepare_(net, blocks()), nn.BCEWithLogitsLoss())
+    return TrainTask(prepare_(net, blocks()), nn.BCEWithLogitsLoss(), embedding_l2=EMBEDDING_L2)
 
 
 def plan_as(

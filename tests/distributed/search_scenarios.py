@@ -23,6 +23,7 @@ from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.sample_sketch import SampleSketch
 from dnis_torchrec.jobs.model_parts import save_parts
 from dnis_torchrec.jobs.search_job import SearchJob, run_search
+from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search.budget import Size
@@ -184,6 +185,21 @@ def jobs(rank: Rank) -> dict[str, Any]:
         "baseline": outcome_of(lambda: job("other", baselines=("dense",))),
         "apart": outcome_of(lambda: job(f"apart{rank.rank}")),
         "is_left": (rank.folder / "apart0").exists(),
+    }
+
+
+def train_job(out: Path) -> TrainJob:
+    """A short training of the tiny recipe, penalised."""
+    return TrainJob(recipe="tests.tiny:demo", data=None, out=out, embedding_l2=0.02, epochs=3)
+
+
+def trained(rank: Rank) -> dict[str, Any]:
+    """`dnis train` as the launcher runs it on every rank; again over its own run, and without a folder in common."""
+    row = run_train(train_job(rank.folder / "trained"))
+    return {
+        "metrics": dict(row.metrics),
+        "again": outcome_of(lambda: run_train(train_job(rank.folder / "trained"))),
+        "apart": outcome_of(lambda: run_train(train_job(rank.folder / f"alone{rank.rank}" / "trained"))),
     }
 
 

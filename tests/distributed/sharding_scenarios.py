@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.recipe import TrainTask, data_terms_only
 from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.hypergradient import first_order_gradient
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
@@ -108,14 +108,14 @@ def search_unsharded(parts: tuple[int, ...], kind: str = "") -> Results:
         batch = next(stream)
         if stream.last_level is Level.LOWER:
             weights.zero_grad()
-            loss = model(batch)[0]
+            loss, (of_data, *_) = model(batch)
             loss.backward()
             weights.step()
         else:
-            with alpha.upper_level() as hits:
-                loss = model(batch)[0]
+            with alpha.upper_level() as hits, data_terms_only(model.modules()):
+                loss, (of_data, *_) = model(batch)
                 upper.step(dict(zip(alpha.dims, first_order_gradient(loss, alpha), strict=True)), hits)
-        losses.append(loss.detach())
+        losses.append(of_data)
     values = {str(dim): alpha.of(dim).detach().clone() for dim in alpha.dims}
     return {"losses": torch.stack(losses), "alpha": values, "tables": tables_of(model), "dense": dense_of(model)}
 

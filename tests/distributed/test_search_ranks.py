@@ -13,6 +13,7 @@ import torch
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate, run_export
 from dnis_torchrec.jobs.model_parts import load_parts, load_state_
+from dnis_torchrec.jobs.train_job import run_train
 from dnis_torchrec.search.search import Saving, SearchOutcome, count_training_data, search
 from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.training.evaluation import evaluate
@@ -31,6 +32,8 @@ from tests.distributed.search_scenarios import (
     rotated,
     sketches,
     stopped,
+    train_job,
+    trained,
     uneven,
     unrolled,
     whole_search,
@@ -41,6 +44,7 @@ ROTATED = {"rotated": "alpha", "rotated, by importance": "importance"}
 SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZERS} | {
     "jobs": jobs,
     "hosts": hosts,
+    "trained": trained,
     **{name: partial(rotated, order) for name, order in ROTATED.items()},
     "stopped": stopped,
     "unrolled": unrolled,
@@ -197,6 +201,22 @@ def test_ranks_that_see_other_folders_are_told_before_training(both) -> None:
     assert said in first["apart"]
     assert said in second["apart"]
     assert not first["is_left"]  # a name that is free to use
+
+
+def test_a_training_on_two_ranks_is_that_of_one_process(both, tmp_path: Path) -> None:
+    first, second = both[0]["trained"]
+    assert first["metrics"] == second["metrics"]
+    run = both[0].folder / "trained"
+    alone = run_train(train_job(tmp_path / "alone"))
+    assert first["metrics"] == pytest.approx(alone.metrics, abs=1e-3)
+    artifact = run_export(run, tmp_path / "artifact", forms=("mixed_dimension",))
+    for path in (run, artifact):
+        assert run_evaluate(path, None)["metrics"] == pytest.approx(first["metrics"], abs=1e-6)
+    parts = {"model.rank0.safetensors", "model.rank1.safetensors"}
+    assert parts == {path.name for path in run.iterdir() if path.name.startswith("model")}
+    for own, named in ((first, ""), (second, "rank 0: ")):
+        assert own["again"].startswith(f"ValueError: {named}run folder {run}: expected a folder that does not exist")
+        assert "expected the folder that rank 0 writes to, on storage that all hosts have mounted" in own["apart"]
 
 
 def test_hosts_that_share_no_disk_search_as_ranks_of_one_do(both) -> None:

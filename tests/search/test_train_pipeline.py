@@ -283,13 +283,16 @@ def naive_gradient(
     batches: tuple[Batch, Batch],
     step: float,
 ) -> dict[int, torch.Tensor]:
-    """The unrolled gradient of tests.distributed.model.Net by autograd alone: dense tables, float64, bag by bag."""
+    """The unrolled gradient of tests.distributed.model.Net by autograd alone: dense tables, float64, bag by bag.
+
+    The training loss is penalised, the validation loss is not.
+    """
     blocks = net.blocks()
     leaves = {f"table/{name}": table.double().requires_grad_() for name, table in tables.items()}
     leaves |= {name: value.detach().double().requires_grad_() for name, value in over.named_parameters()}
     alphas = {dim: value.detach().double().requires_grad_() for dim, value in alphas.items()}
 
-    def loss(weights: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+    def loss(weights: dict[str, torch.Tensor], batch: Batch, embedding_l2: float) -> torch.Tensor:
         pooled = []
         for name in ("user", "tag", "item", "genre"):
             bags = [bag.tolist() for bag in batch.sparse_features[f"{name}_id"].to_dense()]
@@ -299,12 +302,13 @@ def naive_gradient(
         inputs = torch.cat([*pooled, batch.dense_features.double()], dim=1)
         dense = {name: weights[name] for name, _ in over.named_parameters()}
         logits = torch.func.functional_call(over, dense, (inputs,)).flatten()
-        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.double())
+        penalty = torch.cat(pooled, dim=1).square().sum() / len(logits)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.double()) + embedding_l2 * penalty
 
     train, validation = batches
-    gradients = torch.autograd.grad(loss(leaves, train), list(leaves.values()), create_graph=True)
+    gradients = torch.autograd.grad(loss(leaves, train, net.EMBEDDING_L2), list(leaves.values()), create_graph=True)
     unrolled = {name: w - step * g for (name, w), g in zip(leaves.items(), gradients, strict=True)}
-    of_alpha = torch.autograd.grad(loss(unrolled, validation), list(alphas.values()))
+    of_alpha = torch.autograd.grad(loss(unrolled, validation, 0.0), list(alphas.values()))
     return dict(zip(alphas, of_alpha, strict=True))
 
 

@@ -23,7 +23,7 @@ from dnis_torchrec.soft_selection.table_shards import TableShard, collections, l
 from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 from dnis_torchrec.training.evaluation import evaluate, primary_metric
 from dnis_torchrec.training.finite import NonFiniteError
-from dnis_torchrec.training.plain import EarlyStopping, train_plainly
+from dnis_torchrec.training.plain import EarlyStopping, PlainEvents, train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import set_learning_rates_, shard
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
@@ -196,7 +196,7 @@ def test_a_state_that_no_epoch_improves_is_kept_where_it_was_trained_before(
         patience=1,
         folder=tmp_path,
         starts_trained=starts_trained,
-        on_epoch=lambda _, loss: losses.append(loss),
+        events=PlainEvents(on_epoch=lambda record: losses.append(record.selection_loss)),
     )
     assert min(losses) > first.selection_loss
     assert len(losses) == losses.index(min(losses)) + 2  # stopped by its own epochs, whatever went before
@@ -304,10 +304,13 @@ def test_early_stopping_saves_the_best_and_stops_after_patience(tmp_path: Path) 
 def test_plain_training_ends_in_its_best_epoch(gloo, tmp_path: Path) -> None:
     recipe = make_recipe()
     model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, CPU)
-    losses: dict[int, float] = {}
-    done = train_plainly(
-        model, optimizer, recipe, CPU, max_epochs=12, patience=2, folder=tmp_path, on_epoch=losses.__setitem__
-    )
+    steps: list[float] = []
+    events = PlainEvents(on_step=steps.append)
+    done = train_plainly(model, optimizer, recipe, CPU, max_epochs=12, patience=2, folder=tmp_path, events=events)
+    losses = {record.epoch: record.selection_loss for record in done.history}
+    assert [record.step for record in done.history] == [10 * (epoch + 1) for epoch in losses]
+    means = [sum(steps[10 * epoch : 10 * epoch + 10]) / 10 for epoch in losses]
+    assert [record.train_loss for record in done.history] == pytest.approx(means, abs=1e-6)
     best = min(losses, key=lambda epoch: losses[epoch])
     assert done.best_epoch == best
     assert len(losses) == 12 or len(losses) == best + 3

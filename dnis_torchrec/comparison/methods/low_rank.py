@@ -45,7 +45,8 @@ def low_rank(task: MethodTask) -> MethodResult:
     counts, _ = row_blocks(task)
     torch.manual_seed(task.seed)
     started = time.monotonic()
-    model, optimizer = shard(TrainTask(recipe.model, recipe.loss), recipe, task.device)
+    whole = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
+    model, optimizer = shard(whole, recipe, task.device)
     train = functools.partial(
         train_plainly,
         recipe=recipe,

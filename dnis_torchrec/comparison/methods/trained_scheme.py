@@ -238,7 +238,7 @@ def _sharded(
     torch.manual_seed(task.seed)
     tables = scheme.tables.items()
     _zero_dropped_(recipe.model, {name: t.routing for name, t in tables}, {name: t.retained for name, t in tables})
-    return shard(TrainTask(recipe.model, recipe.loss), recipe, task.device)
+    return shard(TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2), recipe, task.device)
 
 
 @torch.no_grad()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import PoolingType
 
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.search.pruning.tables import PrunedTable
+from dnis_torchrec.search.pruning.tables import PrunedTable, is_weighted
+from dnis_torchrec.soft_selection.table_shards import collections, table_configs_of
 
 
 @torch.no_grad()
@@ -44,6 +45,39 @@ def scheme_of(tables: list[PrunedTable], retained: Mapping[str, Tensor], ranks: 
             retained=columns,
             num_retained=min(num_values, structured),
         )
+    return MixedDimensionScheme(schemes)
+
+
+def uncompressed_scheme(model: nn.Module) -> MixedDimensionScheme:
+    """The scheme of tables of which everything is retained, all rows in one block. Local, no collective.
+
+    Args:
+        model: plain, or sharded without wrappers; no value of it is read.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"])
+        >>> scheme = uncompressed_scheme(EmbeddingBagCollection(tables=[table]))
+        >>> scheme.parameters, scheme.compression_ratio
+        (40, 1.0)
+    """
+    schemes = {}
+    for fqn, collection in collections(model).items():
+        for config in table_configs_of(collection):
+            boundaries = torch.tensor([0, config.num_embeddings])
+            schemes[config.name] = TableScheme(
+                name=config.name,
+                collection=fqn,
+                num_embeddings=config.num_embeddings,
+                embedding_dim=config.embedding_dim,
+                pooling="mean" if config.pooling == PoolingType.MEAN else "sum",
+                feature_names=tuple(config.feature_names),
+                is_weighted=is_weighted(collection),
+                routing=RowRouting(config.num_embeddings, 1, boundaries=boundaries),
+                retained=torch.ones(1, config.embedding_dim, dtype=torch.bool),
+                num_retained=config.num_embeddings * config.embedding_dim,
+            )
     return MixedDimensionScheme(schemes)
 
 

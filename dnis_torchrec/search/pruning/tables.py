@@ -117,7 +117,7 @@ def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
         PrunedTable(
             config=config,
             collection=fqn,
-            is_weighted=_is_weighted(chosen[fqn]),
+            is_weighted=is_weighted(chosen[fqn]),
             routing=blocks.routings[config.name],
             counts=counts.counts[config.name],
             shards=own[config.name],
@@ -141,7 +141,8 @@ def zero_never_seen_(tables: list[PrunedTable]) -> None:
             part[(table.counts[rows] == 0).to(part.device)] = 0
 
 
-def _is_weighted(collection: nn.Module) -> bool:
+def is_weighted(collection: nn.Module) -> bool:
+    """Whether a collection takes per-sample weights; plain, sharded or wrapped."""
     if isinstance(collection, ShardedEmbeddingBagCollection):
         return collection._is_weighted
     assert isinstance(collection, EmbeddingBagCollectionInterface)

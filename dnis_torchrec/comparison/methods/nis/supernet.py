@@ -103,7 +103,7 @@ class Supernet:
     """
 
     def __init__(self, recipe: Recipe, grid: Grid, device: torch.device) -> None:
-        task = TrainTask(prepare_(recipe.model, grid.blocks), recipe.loss)
+        task = TrainTask(prepare_(recipe.model, grid.blocks), recipe.loss, embedding_l2=recipe.embedding_l2)
         self.model, self._optimizer = shard(task, recipe, device)
         self._alpha: Alpha = next(iter(soft_selection_modules(self.model).values())).alpha
         self._guard = FiniteGuard(self.model, self.model._env.process_group)

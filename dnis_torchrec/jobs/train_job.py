@@ -1,0 +1,171 @@
+"""`dnis train`: from a recipe to a run folder that holds its plain model, trained to its own early stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from dnis_torchrec._dependencies import versions
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.checks import describe
+from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
+from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.jobs.progress import plain_progress
+from dnis_torchrec.jobs.run_folder import TRAINED, RunFolder, RunWriteError
+from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
+from dnis_torchrec.report import ReportRow
+from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.soft_selection.swap import unshard_
+from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.storage.workplaces import workplace
+from dnis_torchrec.streaming import CountLimits
+from dnis_torchrec.streaming.checked_counts import read_before_training
+from dnis_torchrec.training.checkpoint import check_shared
+from dnis_torchrec.training.evaluation import evaluate, primary_metric
+from dnis_torchrec.training.plain import PlainTraining, train_plainly
+from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.settings import TrainSettings
+from dnis_torchrec.training.sharded import shard
+
+METHOD = "uncompressed"
+"""What the row of a trained model is called in report.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob(TrainSettings):
+    """What `dnis train` is asked for, beside its settings.
+
+    Attributes:
+        recipe: ``module:function``.
+        data: folder of the data, or None for a recipe that makes its own.
+        out: run folder to make; all ranks have to see it.
+        overwrite: replace a run that stands at `out`, once this one is complete.
+    """
+
+    recipe: str
+    data: Path | None
+    out: Path
+    overwrite: bool = False
+
+
+def run_train(job: TrainJob) -> ReportRow:
+    """Trains a recipe's plain model, evaluates it on the test split and writes the run folder.
+
+    It is the training of the baseline `dense`: the model as the recipe has it, to its own early stop. Nothing at `out`
+    is touched before the whole run is written beside it.
+
+    Distributed: every rank calls it, on a folder that all of them see. Each writes its shards of the tables, rank 0 the
+    rest; it alone shows progress.
+
+    Args:
+        job: what is asked for, the same on every rank.
+
+    Returns:
+        The row of report.json.
+
+    Raises:
+        ValueError: for a bad argument, data or place; before training. If ranks do not see the same folder.
+        NonFiniteError: if training diverges.
+        RunWriteError: if the run could not be written; what stood at `out` is as it was.
+    """
+    with process_group() as device, errors_of_its_code(job.recipe):
+        with together():
+            recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)
+            if job.embedding_l2 is not None:
+                recipe = replace(recipe, embedding_l2=job.embedding_l2)
+        on_rank_zero(lambda: RunFolder.check_free(job.out, overwrite=job.overwrite, can_resume=False))
+        check_shared(job.out.parent)
+        data, counts, _ = read_before_training(recipe, table_configs(recipe.model), Ranks.everyone(), CountLimits())
+        recipe = replace(recipe, data=data)
+        return _train(job, recipe, counts, device)
+
+
+def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch.device) -> ReportRow:
+    scheme = uncompressed_scheme(recipe.model)
+    notes = [*recipe.notes, *counts.notes()]
+    torch.manual_seed(job.seed)
+    started = time.monotonic()
+    task = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
+    model, optimizer = shard(task, recipe, device)
+    job.out.parent.mkdir(parents=True, exist_ok=True)
+    with plain_progress(notes) as events, workplace(job.out) as place:
+        place.new.mkdir()
+        trained = train_plainly(
+            model,
+            optimizer,
+            recipe,
+            device,
+            max_epochs=job.epochs,
+            patience=job.patience,
+            folder=place.new,
+            events=events,
+        )
+    metrics = evaluate(model, recipe.data.test, recipe.loss, device)
+    row = ReportRow(
+        method=METHOD,
+        compression_ratio=1.0,
+        parameters=scheme.parameters,
+        bytes={"dense_fp32": 4 * scheme.parameters},
+        metrics=metrics,
+        seed=job.seed,
+        seconds=time.monotonic() - started,
+    )
+    head = _head(job, recipe, trained) | {"notes": notes, "scheme": scheme.to_json(), "metrics": metrics}
+    try:
+        with _new_run(job) as run:
+            run.save_model(_plain(model), scheme)
+            with together():
+                if rank_of() == 0:
+                    run.save_stages(counts)
+                    run.write_rows([row])
+                    run.write_head("finished", head)
+    except (OSError, SafetensorError) as error:
+        requirement = "to write the trained run"
+        raise RunWriteError(describe(f"run folder {job.out}", requirement, str(error), "make room for it")) from error
+    return row
+
+
+@contextmanager
+def _new_run(job: TrainJob) -> Iterator[RunFolder]:
+    """The run to fill, the same on all ranks; rank 0 puts it into its place when all have filled it."""
+    with ExitStack() as stack:
+
+        def make() -> str:
+            return str(stack.enter_context(RunFolder.whole(job.out, overwrite=job.overwrite)).path)
+
+        yield RunFolder(Path(on_rank_zero(make)))
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """The recipe's model; on several ranks its collections stay sharded."""
+    task = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
+    return cast(TrainTask, task).model
+
+
+def _head(job: TrainJob, recipe: Recipe, trained: PlainTraining) -> dict[str, Any]:
+    metric, higher = primary_metric(recipe.loss, recipe.data.test)
+    return {
+        "kind": TRAINED,
+        "recipe": job.recipe,
+        "seed": job.seed,
+        "embedding_dim": job.embedding_dim,
+        "configuration": {
+            "embedding_l2": recipe.embedding_l2,
+            "max_epochs": job.epochs,
+            "patience": job.patience,
+        },
+        "primary_metric": metric,
+        "higher_is_better": higher,
+        "versions": versions(),
+        "history": [asdict(record) for record in trained.history],
+        "best_epoch": trained.best_epoch,
+    }
