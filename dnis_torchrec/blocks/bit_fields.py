@@ -67,9 +67,9 @@ def row_strides(bits: Tensor) -> Tensor:
 
 def _fields(bits: Tensor) -> tuple[Tensor, Tensor]:
     """(first bit of every field, bits of every row before its padding)."""
-    offsets, end = torch.empty_like(bits, dtype=torch.int64), torch.zeros(len(bits), dtype=torch.int64)
-    for column, width in enumerate(bits.long().unbind(1)):
-        end = torch.where(width == FLOAT_BITS, -(-end // 8) * 8, end)
-        offsets[:, column] = end
-        end = end + width
-    return offsets, end
+    widths = bits.long()
+    ends = widths.cumsum(1)
+    for column in (widths == FLOAT_BITS).any(dim=0).nonzero().flatten().tolist():
+        begin = ends[:, column] - widths[:, column]
+        ends[:, column:] += (-begin % 8 * (widths[:, column] == FLOAT_BITS)).unsqueeze(1)
+    return ends - widths, ends[:, -1]
