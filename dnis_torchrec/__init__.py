@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from dnis_torchrec._dependencies import check_dependencies, silence_noise, version
 
 if TYPE_CHECKING:
+    from dnis_torchrec.allocation.allocate import Allocation, allocate
+    from dnis_torchrec.allocation.energies import RoundingEnergies, rounding_energies
     from dnis_torchrec.artifact import load
     from dnis_torchrec.artifact.export import export
     from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from dnis_torchrec.training.retained_mask import RetainedMask
 
 __all__ = [
+    "Allocation",
     "BilevelStream",
     "BilevelTrainPipeline",
     "CpuEmbeddingBagCollectionSharder",
@@ -49,10 +52,12 @@ __all__ = [
     "Pressure",
     "Recipe",
     "RetainedMask",
+    "RoundingEnergies",
     "RowBlocks",
     "Size",
     "SoftSelectionEmbeddingBagCollection",
     "TrainTask",
+    "allocate",
     "blocks_from_counts",
     "count_frequencies",
     "count_frequencies_in_frame",
@@ -63,12 +68,17 @@ __all__ = [
     "merge_",
     "prepare_",
     "prune",
+    "rounding_energies",
     "shard_model",
 ]
 
 __version__ = version()
 
 _HOME = {
+    "Allocation": "allocation.allocate",
+    "allocate": "allocation.allocate",
+    "RoundingEnergies": "allocation.energies",
+    "rounding_energies": "allocation.energies",
     "load": "artifact",
     "export": "artifact.export",
     "RowBlocks": "blocks.blocking",
