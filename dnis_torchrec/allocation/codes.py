@@ -288,7 +288,8 @@ def _rounded(columns: _SortedColumns, scale: Tensor, low: Tensor, levels: int) -
 def _up_to_bfloat16(scale: Tensor, smallest: Tensor) -> Tensor:
     """The nearest bfloat16, or the next one where that is below the smallest scale that a shift allows."""
     nearest = scale.clamp(max=LARGEST_SCALE).float().bfloat16().double()
-    return torch.where(nearest < smallest, (nearest * (1 + 2.0**-7)).clamp(max=LARGEST_SCALE), nearest)
+    next_one = nearest + torch.exp2(torch.frexp(nearest).exponent.double() - 8)
+    return torch.where(nearest < smallest, next_one.clamp(max=LARGEST_SCALE), nearest)
 
 
 def _constant_where(columns: _SortedColumns, found: _Codes) -> _Codes:

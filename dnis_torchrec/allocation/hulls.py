@@ -70,7 +70,7 @@ def lower_hull(rate: Tensor, loss: Tensor) -> Tensor:
     """Which points are corners of the falling part of the lower convex hull of loss over rate.
 
     Args:
-        rate: ``(B, n)``, of the first point of each row the lowest.
+        rate: ``(B, n)``, of the first point of each row the lowest. They may fall where the loss does, too.
         loss: ``(B, n)``.
 
     Returns:
@@ -85,8 +85,8 @@ def lower_hull(rate: Tensor, loss: Tensor) -> Tensor:
     top = torch.zeros(num_rows, dtype=torch.int64)
     for point in range(1, num_points):
         rate_here, loss_here = rate[:, point], loss[:, point]
-        last = corners.gather(1, top[:, None])
-        better = loss_here < loss.gather(1, last)[:, 0]
+        rate_last, loss_last = (of.gather(1, corners.gather(1, top[:, None]))[:, 0] for of in (rate, loss))
+        better = (loss_here < loss_last) | ((loss_here == loss_last) & (rate_here < rate_last))
         while True:
             last, previous = (corners.gather(1, place[:, None]) for place in (top, (top - 1).clamp(min=0)))
             rate_last, loss_last = rate.gather(1, last)[:, 0], loss.gather(1, last)[:, 0]
@@ -161,7 +161,7 @@ def row_options(steps: ColumnSteps, loss_of_none: Tensor, rows: Tensor) -> RowOp
         rows: ``(A,)`` int64.
     """
     sums = [_running(part) for part in (steps.bits, steps.coded, steps.floats, steps.gain)]
-    widest = int(-(-sums[0][:, -1:] // 8).max()) if sums[0].numel() else 0
+    widest = -(-int(sums[0].max()) // 8)
     capacity = (8 * torch.arange(widest + 1)).expand(len(rows), -1).contiguous()
     taken = torch.searchsorted(sums[0], capacity, right=True) - 1
     bits, coded, floats, gain = (part.gather(1, taken) for part in sums)

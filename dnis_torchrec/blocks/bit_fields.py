@@ -9,7 +9,6 @@ Shapes: S blocks, D embedding_dim.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check
