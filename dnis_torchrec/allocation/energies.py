@@ -156,8 +156,11 @@ def rounding_energies(
     check(not others, "bits", f"expected some of {WIDTHS}", others)
     widths = tuple(sorted({0, *bits}))
     tables = blocked_tables(model, blocks)
-    for table in tables:
-        check_known("table", table.config.name, counts.counts)
+    for config in (table.config for table in tables):
+        check_known("table", config.name, counts.counts)
+        counted = counts.counts[config.name].numel()
+        requirement = f"expected counts of num_embeddings={config.num_embeddings} rows"
+        check(counted == config.num_embeddings, f"table {config.name!r}", requirement, counted)
     holders = {fqn: module for fqn, module in collections(model).items() if fqn in {t.collection for t in tables}}
     ranks = ranks_of(*holders.values())
     of_fqn = {fqn: local_shards(module) for fqn, module in holders.items()}

@@ -3,7 +3,7 @@
 Rows are drawn with probability proportional to how often they were looked up, the most frequent of a block for certain,
 by systematic sampling: walk the rows, add up their probabilities, take a row wherever the sum passes a half. A drawn
 row weighs its frequency over its probability, so weighted sums estimate those over all rows without bias. Source:
-Saerndal, Swensson, Wretman, "Model assisted survey sampling", 1992, section 3.6.
+Sarndal, Swensson, Wretman, "Model assisted survey sampling", 1992, section 3.6.
 
 Shapes: N rows of a table, D embedding_dim, S blocks, n rows of the sample.
 """

@@ -102,3 +102,10 @@ def test_a_table_with_nan_is_refused_by_name_and_block() -> None:
     collection.embedding_bags["t"].weight.data[11, 2] = torch.nan
     with pytest.raises(ValueError, match=rf"table 't': expected finite values, got nan in block {block}, column 2"):
         rounding_energies(collection, blocks, counts)
+
+
+def test_counts_of_another_size_are_refused() -> None:
+    collection, _, blocks = _table(60, 3)
+    counts = FrequencyCounts({"t": torch.ones(59, dtype=torch.int64)}, {"f": 1}, 59)
+    with pytest.raises(ValueError, match="table 't': expected counts of num_embeddings=60 rows, got 59"):
+        rounding_energies(collection, blocks, counts)
