@@ -42,6 +42,7 @@ def field_offsets(bits: Tensor) -> Tensor:
         ``(S, D)`` int64; of a dropped column, where the next field may begin.
 
     Example:
+        >>> import torch
         >>> field_offsets(torch.tensor([[3, 0, 4, 32, 2]])).tolist()
         [[0, 3, 3, 8, 40]]
     """
@@ -58,6 +59,7 @@ def row_strides(bits: Tensor) -> Tensor:
         ``(S,)`` int64; 0 for a block without a column.
 
     Example:
+        >>> import torch
         >>> row_strides(torch.tensor([[3, 0, 4, 32, 2], [0, 0, 0, 0, 0]])).tolist()
         [6, 0]
     """
