@@ -59,6 +59,10 @@ def test_the_most_looked_up_rows_are_certain_and_small_blocks_whole() -> None:
     whole = sample_rows(counts, RowRouting(8, 2, boundaries=torch.tensor([0, 4, 6])), rows_per_block=4)
     assert whole.rows.tolist() == [0, 1, 2, 3, 4, 5]
     assert whole.weights.tolist() == [1000, 1, 1, 1, UNSEEN_WEIGHT, UNSEEN_WEIGHT]
+    steep = 8 ** torch.arange(20)
+    assert (
+        sample_rows(steep, RowRouting(20, 1, boundaries=torch.tensor([0, 20])), 20).weights.tolist() == steep.tolist()
+    )
 
 
 def test_rows_are_the_same_however_many_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
