@@ -151,6 +151,8 @@ def test_bytes_are_spent_as_well_as_brute_force_would(data: st.DataObject, num_b
     assert found >= least_loss_reference(options, [0] * num_blocks, [0], budget) - 1e-12
     largest = max((int(c) for c in path.cost), default=0)
     assert found <= least_loss_reference(options, [0] * num_blocks, [0], max(0, budget - largest)) + 1e-12
+    first_steps = [corners[1][0] for corners in options]
+    assert (spent.num_bytes > 0) == (min(first_steps) <= budget)
     totals = path.cost.cumsum(0).tolist()
     if budget in totals:
         assert found == pytest.approx(least_loss_reference(options, [0] * num_blocks, [0], budget), abs=1e-12)
