@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dnis_torchrec._dependencies import check_dependencies, silence_noise, version
 
 if TYPE_CHECKING:
+    from dnis_torchrec.allocation.allocate import allocate
     from dnis_torchrec.allocation.curvature import curvature
     from dnis_torchrec.allocation.torchrec_models import with_axes_
     from dnis_torchrec.artifact import load
@@ -52,6 +53,7 @@ __all__ = [
     "Size",
     "SoftSelectionEmbeddingBagCollection",
     "TrainTask",
+    "allocate",
     "blocks_from_counts",
     "count_frequencies",
     "count_frequencies_in_frame",
@@ -71,6 +73,7 @@ __version__ = version()
 _HOME = {
     "with_axes_": "allocation.torchrec_models",
     "curvature": "allocation.curvature",
+    "allocate": "allocation.allocate",
     "load": "artifact",
     "export": "artifact.export",
     "RowBlocks": "blocks.blocking",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -97,6 +98,37 @@ def blocks_reference(
         block += position in starts
         blocks[row] = block
     return blocks
+
+
+def rounded_reference(values: Sequence[float], scale: float, shift: int, bits: int) -> list[int]:
+    """The code of every value: of all that there are, the one whose value scale * (q + shift / 2) comes nearest."""
+    return [min(range(2**bits), key=lambda q, x=value: (abs(scale * (q + shift / 2) - x), q)) for value in values]
+
+
+def rounding_error_reference(
+    values: Sequence[float], weights: Sequence[float], scale: float, shift: int, bits: int
+) -> float:
+    """Weighted energy of the rounding error over the weighted energy of the values."""
+    codes = rounded_reference(values, scale, shift, bits)
+    errors = [scale * (q + shift / 2) - x for q, x in zip(codes, values, strict=True)]
+    energies = [sum(w * x * x for w, x in zip(weights, of, strict=True)) for of in (errors, values)]
+    return energies[0] / energies[1]
+
+
+def least_loss_reference(
+    options: Sequence[Sequence[tuple[int, float]]], table_of_block: Sequence[int], fixed: Sequence[int], budget: int
+) -> float:
+    """The least loss within a budget, of all ways to choose one (bytes, loss) for every block.
+
+    A table of which any block takes bytes takes its fixed ones, too.
+    """
+    least = float("inf")
+    for choice in itertools.product(*options):
+        opened = {table for table, (num_bytes, _) in zip(table_of_block, choice, strict=True) if num_bytes}
+        total = sum(num_bytes for num_bytes, _ in choice) + sum(fixed[table] for table in opened)
+        if total <= budget:
+            least = min(least, sum(loss for _, loss in choice))
+    return least
 
 
 def second_moment_reference(tables: Sequence[Tensor], counts: Sequence[Tensor]) -> Tensor:

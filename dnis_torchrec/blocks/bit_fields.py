@@ -9,7 +9,6 @@ Shapes: S blocks, D embedding_dim.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check
@@ -43,6 +42,7 @@ def field_offsets(bits: Tensor) -> Tensor:
         ``(S, D)`` int64; of a dropped column, where the next field may begin.
 
     Example:
+        >>> import torch
         >>> field_offsets(torch.tensor([[3, 0, 4, 32, 2]])).tolist()
         [[0, 3, 3, 8, 40]]
     """
@@ -59,6 +59,7 @@ def row_strides(bits: Tensor) -> Tensor:
         ``(S,)`` int64; 0 for a block without a column.
 
     Example:
+        >>> import torch
         >>> row_strides(torch.tensor([[3, 0, 4, 32, 2], [0, 0, 0, 0, 0]])).tolist()
         [6, 0]
     """
@@ -67,9 +68,9 @@ def row_strides(bits: Tensor) -> Tensor:
 
 def _fields(bits: Tensor) -> tuple[Tensor, Tensor]:
     """(first bit of every field, bits of every row before its padding)."""
-    offsets, end = torch.empty_like(bits, dtype=torch.int64), torch.zeros(len(bits), dtype=torch.int64)
-    for column, width in enumerate(bits.long().unbind(1)):
-        end = torch.where(width == FLOAT_BITS, -(-end // 8) * 8, end)
-        offsets[:, column] = end
-        end = end + width
-    return offsets, end
+    widths = bits.long()
+    ends = widths.cumsum(1)
+    for column in (widths == FLOAT_BITS).any(dim=0).nonzero().flatten().tolist():
+        begin = ends[:, column] - widths[:, column]
+        ends[:, column:] += (-begin % 8 * (widths[:, column] == FLOAT_BITS)).unsqueeze(1)
+    return ends - widths, ends[:, -1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -140,14 +141,17 @@ class RowRouting:
         Returns:
             ``(S,)`` int64, or ``(S + 1,)`` with the rows of no block last.
         """
+        return self._row_counts if include_unassigned else self._row_counts[: self.num_blocks]
+
+    @cached_property
+    def _row_counts(self) -> Tensor:
+        """``(S + 1,)``: walks all rows, but once."""
         if self.boundaries is not None:
-            ends = torch.cat([self.boundaries, torch.tensor([self.num_embeddings])])
-            counts = ends.diff()
-        else:
-            counts = torch.zeros(self.num_blocks + 1, dtype=torch.int64)
-            for _, blocks in self.blocks_of_all():
-                counts += torch.bincount(blocks, minlength=self.num_blocks + 1)
-        return counts if include_unassigned else counts[: self.num_blocks]
+            return torch.cat([self.boundaries, torch.tensor([self.num_embeddings])]).diff()
+        counts = torch.zeros(self.num_blocks + 1, dtype=torch.int64)
+        for _, blocks in self.blocks_of_all():
+            counts += torch.bincount(blocks, minlength=self.num_blocks + 1)
+        return counts
 
     def positions(self) -> Tensor | None:
         """Where each row stands once rows are ordered by block: the id remap of the mixed-dimension form.

@@ -1,0 +1,267 @@
+r"""Allocation: a trained model, a size, and what columns are worth -> how many bits every column of every block gets.
+
+Storing column c of block s in k bits costs about
+
+.. math:: \tfrac{1}{2} H_{sc}\, \rho_{sck} \text{ of loss, and } n_s k / 8 + 4 \text{ bytes}
+
+for n_s rows, the curvature H (see `curvature`) and the rounding energy rho (see `rounding_energies`). `hulls` and
+`spending` say how a size is spent. Every byte that is served counts, see `packed_bytes`.
+
+Shapes: N rows of a table, D embedding_dim, S blocks, K widths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torchrec.modules.embedding_configs import PoolingType
+
+from dnis_torchrec.allocation.codes import ColumnCodes
+from dnis_torchrec.allocation.curvature import Curvature
+from dnis_torchrec.allocation.energies import BITS, BlockedTable, RoundingEnergies, blocked_tables, rounding_energies
+from dnis_torchrec.allocation.hulls import ColumnSteps, RowOptions, column_steps, row_options, widths_of
+from dnis_torchrec.allocation.spending import Path, Purse, Spent
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, fixed_bytes, packed_bytes
+
+SCOPES = ("global", "table")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Allocation:
+    """How every column of every block is stored. The same on every rank.
+
+    Attributes:
+        scheme: with the bits of every table that has blocks.
+        codes: table -> scales and shifts at these bits.
+        predicted_loss_increase: over the loss of the model as it is, to second order.
+        num_bytes: served, all tables together.
+    """
+
+    scheme: MixedDimensionScheme
+    codes: Mapping[str, ColumnCodes]
+    predicted_loss_increase: float
+    num_bytes: int
+
+    @property
+    def compression(self) -> float:
+        """Bytes of the float32 tables over the bytes served."""
+        return 4 * self.scheme.dense_parameters / self.num_bytes
+
+
+def allocate(
+    model: nn.Module,
+    blocks: RowBlocks,
+    counts: FrequencyCounts,
+    curvature: Curvature,
+    *,
+    compression: float | None = None,
+    embedding_bytes: int | None = None,
+    max_loss: float | None = None,
+    bits: Sequence[int] = BITS,
+    scope: str = "global",
+    energies: RoundingEnergies | None = None,
+) -> Allocation:
+    """Chooses how many bits every column of every block gets. The model does not change.
+
+    Distributed: that of `rounding_energies`, where they are not given, and nothing else. All ranks get the same bits.
+
+    Args:
+        model: trained and merged, sharded or not.
+        blocks: of its tables; rows of no block are served as zeros.
+        counts: of all rows in the training data.
+        curvature: of the loss, for these blocks.
+        compression: bytes of the float32 tables over bytes served, to be met from below. Give exactly one of
+            `compression`, `embedding_bytes` and `max_loss`.
+        embedding_bytes: bytes served, at most.
+        max_loss: predicted increase of the loss, at most, in the fewest bytes.
+        bits: widths that are offered, among `dnis_torchrec.blocks.bit_fields.WIDTHS`; 0 always is.
+        scope: ``"global"``: all tables share the bytes, each gets what lowers the loss most; ``"table"``: each table is
+            made smaller by the same factor.
+        energies: measured before, for several sizes of the same model and blocks; None measures them now.
+
+    Raises:
+        ValueError: for not exactly one size, one that cannot be met (the message names the nearest that can be), a
+            curvature or energies of other blocks, or widths that were not measured.
+
+    Example:
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from dnis_torchrec.blocks.blocking import blocks_from_counts
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=800, embedding_dim=4, feature_names=["f"])
+        >>> counts = FrequencyCounts({"t": torch.arange(800, 0, -1)}, {"f": 1}, 320_400)
+        >>> blocks = blocks_from_counts(counts, [table], num_blocks=2, scope="table")
+        >>> worth = torch.tensor([[4.0, 2.0, 1.0, 0.0], [1.0, 0.5, 0.0, 0.0]], dtype=torch.float64)
+        >>> curvature = Curvature({"t": 0 * worth}, {"t": worth}, 100, 0.1)
+        >>> _ = torch.manual_seed(0)
+        >>> found = allocate(EmbeddingBagCollection(tables=[table]), blocks, counts, curvature, compression=7)
+        >>> found.scheme.tables["t"].bits.tolist(), found.num_bytes, round(found.compression, 2)
+        ([[6, 5, 5, 0], [8, 8, 0, 0]], 1652, 7.75)
+    """
+    _check_sizes({"compression": compression, "embedding_bytes": embedding_bytes, "max_loss": max_loss})
+    check(scope in SCOPES, "scope", f"one of {SCOPES}", repr(scope))
+    check(max_loss is None or scope == "global", "max_loss", "scope 'global' beside it", repr(scope))
+    tables = blocked_tables(model, blocks)
+    measured = energies or rounding_energies(model, blocks, counts, bits=bits)
+    widths = sorted({0, *bits})
+    losses = _predicted_losses(tables, blocks, curvature, measured, widths)
+    problem = _Problem.of(tables, blocks, losses, torch.tensor(widths))
+    if max_loss is not None:
+        spent = problem.within_loss(max_loss)
+    else:
+        dense = int(problem.dense_bytes.sum())
+        budget = math.floor(dense / compression) if compression is not None else int(embedding_bytes or 0)
+        spent = problem.within(budget, scope)
+        if not bool(spent.row_bytes.any()):
+            _refuse_budget(compression, embedding_bytes, dense, spent.smallest)
+    return problem.allocation(spent, measured)
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """All tables together, their blocks one after the other, ready to be spent on.
+
+    Attributes:
+        tables: in the model's order.
+        blocks: theirs.
+        bits: ``(K,)`` int64, what is offered, rising from 0.
+        steps: of the columns of every block.
+        options: of the rows of every block.
+        purse: to buy wider rows from.
+    """
+
+    tables: list[BlockedTable]
+    blocks: RowBlocks
+    bits: Tensor
+    steps: ColumnSteps
+    options: RowOptions
+    purse: Purse
+
+    @staticmethod
+    def of(tables: list[BlockedTable], blocks: RowBlocks, loss: Mapping[str, Tensor], bits: Tensor) -> _Problem:
+        """Finds the path through the predicted losses of all columns at all widths, table -> ``(S, D, K)``."""
+        routings = [blocks.routings[table.config.name] for table in tables]
+        widest = max(table.config.embedding_dim for table in tables)
+        stacked = torch.cat([pad(part, (0, 0, 0, widest - part.shape[1])) for part in loss.values()])
+        rows = torch.cat([routing.row_counts() for routing in routings])
+        steps = column_steps(stacked, rows, bits)
+        options = row_options(steps, stacked[..., 0].sum(1), rows)
+        fixed = [fixed_bytes(r, table.config.embedding_dim) for r, table in zip(routings, tables, strict=True)]
+        num_blocks = torch.tensor([routing.num_blocks for routing in routings])
+        table_of_block = torch.arange(len(tables)).repeat_interleave(num_blocks)
+        return _Problem(
+            tables, blocks, bits, steps, options, Purse(Path.of(options), table_of_block, torch.tensor(fixed))
+        )
+
+    @property
+    def dense_bytes(self) -> Tensor:
+        """``(T,)`` int64, bytes of each table in float32."""
+        return torch.tensor([4 * t.config.num_embeddings * t.config.embedding_dim for t in self.tables])
+
+    def within(self, budget: int, scope: str) -> Spent:
+        """The most that some bytes buy, from one purse or from one for each table."""
+        if scope == "global":
+            return self.purse.spend(budget)
+        table_of_step = self.purse.table_of_block[self.purse.path.block]
+        shares = (self.dense_bytes.double() * (budget / int(self.dense_bytes.sum()))).floor().long().tolist()
+        parts = [
+            self.purse.spend(share, (table_of_step == table).nonzero().squeeze(1)) for table, share in enumerate(shares)
+        ]
+        total = int(self.dense_bytes.sum())
+        needed = [
+            math.ceil(part.smallest * total / dense)
+            for part, dense in zip(parts, self.dense_bytes.tolist(), strict=True)
+            if part.smallest
+        ]
+        row_bytes = torch.stack([part.row_bytes for part in parts]).amax(0)
+        return Spent(row_bytes, sum(part.num_bytes for part in parts), min(needed, default=0))
+
+    def within_loss(self, max_loss: float) -> Spent:
+        """The fewest bytes that are predicted to cost no more loss than this."""
+        everything, gains = float(self.options.loss[:, 0].sum()), self.purse.path.gain
+        least = everything - float(gains.sum())
+        remedy = "allow more loss, or offer more bits"
+        check(max_loss >= least, "max_loss", f"at least {least:.3g} for these bits", max_loss, remedy)
+        requirement = f"less than {everything:.3g}, which dropping all tables is predicted to cost"
+        check(max_loss < everything, "max_loss", requirement, max_loss)
+        return self.purse.least(everything - max_loss)
+
+    def allocation(self, spent: Spent, energies: RoundingEnergies) -> Allocation:
+        """Scheme and codes of what was bought."""
+        index = widths_of(self.steps, self.options, spent.row_bytes, max(t.config.embedding_dim for t in self.tables))
+        sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
+        schemes, codes = {}, {}
+        for table, of_table in zip(self.tables, self.bits[index].split(sizes), strict=True):
+            bits = of_table[:, : table.config.embedding_dim].contiguous()
+            schemes[table.config.name] = _scheme_of(table, self.blocks, bits.to(torch.uint8))
+            codes[table.config.name] = energies.codes(table.config.name, bits)
+        loss = self.options.loss.gather(1, spent.row_bytes[:, None])
+        return Allocation(
+            scheme=MixedDimensionScheme(schemes),
+            codes=codes,
+            predicted_loss_increase=max(0.0, float(loss.sum())),
+            num_bytes=sum(map(packed_bytes, schemes.values())),
+        )
+
+
+def _predicted_losses(
+    tables: list[BlockedTable], blocks: RowBlocks, curvature: Curvature, energies: RoundingEnergies, bits: list[int]
+) -> dict[str, Tensor]:
+    """Table -> ``(S, D, K)`` float64: H / 2 times the energy of every width; 0 in blocks without rows."""
+    missing = sorted(set(bits) - set(energies.bits))
+    check(not missing, "energies", f"those of {bits} bits", f"none of {missing}", "measure them with these bits")
+    index = [energies.bits.index(width) for width in bits]
+    losses = {}
+    for table in tables:
+        name = table.config.name
+        shape = (blocks.routings[name].num_blocks, table.config.embedding_dim)
+        check_known("table", name, curvature.curvature)
+        check_known("table", name, energies.tables)
+        worth, energy = curvature.curvature[name].double().cpu(), energies.tables[name].energy
+        for what, given in (("curvature", worth.shape), ("energies", energy.shape[:2])):
+            check(given == shape, f"table {name!r}", f"{what} of (S, D) = {shape}", tuple(given))
+        check(bool(worth.isfinite().all()), f"table {name!r}", "a finite curvature", "NaN or infinity")
+        has_rows = blocks.routings[name].row_counts() > 0
+        losses[name] = energy[..., index] * (worth.clamp(min=0) / 2 * has_rows[:, None])[..., None]
+    total = sum(float(loss[..., 0].sum()) for loss in losses.values())
+    remedy = "train the model, and measure on samples that look these tables up"
+    check(total > 0, "curvature", "a column of a table that is worth something", "none", remedy)
+    return losses
+
+
+def _scheme_of(table: BlockedTable, blocks: RowBlocks, bits: Tensor) -> TableScheme:
+    config, routing = table.config, blocks.routings[table.config.name]
+    return TableScheme(
+        name=config.name,
+        collection=table.collection,
+        num_embeddings=config.num_embeddings,
+        embedding_dim=config.embedding_dim,
+        pooling="mean" if config.pooling == PoolingType.MEAN else "sum",
+        feature_names=tuple(config.feature_names),
+        is_weighted=table.is_weighted,
+        routing=routing,
+        retained=bits > 0,
+        num_retained=int((routing.row_counts() * (bits > 0).sum(1)).sum()),
+        bits=bits,
+    )
+
+
+def _check_sizes(sizes: Mapping[str, float | None]) -> None:
+    given = {name: value for name, value in sizes.items() if value is not None}
+    check(len(given) == 1, "size", f"exactly one of {', '.join(sizes)}", ", ".join(given) or "none")
+    for name, value in given.items():
+        check(math.isfinite(value) and value > 0, name, "a finite number above 0", value)
+
+
+def _refuse_budget(compression: float | None, embedding_bytes: int | None, dense: int, smallest: int) -> None:
+    if compression is None:
+        check(False, "embedding_bytes", f"at least {smallest} for these tables and blocks", embedding_bytes)
+    most = math.floor(100 * dense / smallest) / 100  # rounded up, it could not be met
+    check(False, "compression", f"at most {most:.2f} for these tables and blocks", compression)

@@ -1,0 +1,323 @@
+r"""Codes: a column of a block in k bits a value, with one scale and one shift, chosen for the least squared error.
+
+.. math:: x \approx s (q + m / 2), \quad q \in \{0, .., 2^k - 1\}
+
+The scale s is a bfloat16, the shift m an int16 in half steps. Codes are symmetric at :math:`m = -(2^k - 1)`: all levels
+are used, none of them is 0. Columns of 32 bits are float32 as they are, those of 0 bits are 0.
+
+NOTE[DIFF]: at 16 bits an int16 cannot shift by half of the codes, so a symmetric column uses 15 of the 16 bits.
+
+Shapes: n rows, D embedding_dim, S blocks, K widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS
+from dnis_torchrec.checks import check
+from dnis_torchrec.scheme import is_coded
+
+LARGEST_SHIFT = 2**15 - 1
+SMALLEST_SCALE = 2.0**-120
+"""Values below it are 0 in any float32 that anybody trains."""
+LARGEST_SCALE = float(torch.finfo(torch.bfloat16).max)
+ROUNDS = 2
+"""Of alternating least squares after the search."""
+CLIPS = {
+    **{2: (0.05, 1, 12), 4: (0.08, 1, 12), 8: (0.15, 1, 12), 16: (0.2, 1, 10), 32: (0.3, 1, 8)},
+    **{64: (0.4, 1, 5), 128: (0.5, 1, 4), 256: (0.6, 1, 3), 65536: (1, 1, 1)},
+}
+"""Levels -> shares of a column's range that are tried: from, to, how many. Fewer levels clip more."""
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnCodes:
+    """How the columns of a table's blocks are stored.
+
+    Attributes:
+        bits: ``(S, D)`` uint8, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
+        scale: ``(S, D)`` float32, each a bfloat16 above 0; 1 where a column has no codes.
+        shift: ``(S, D)`` int16, half steps; 0 where a column has no codes.
+    """
+
+    bits: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class FittedCodes:
+    """The best codes of every column of a block at several widths.
+
+    Attributes:
+        scale: ``(K, D)`` float32, as in `ColumnCodes`.
+        shift: ``(K, D)`` int16, as in `ColumnCodes`.
+        error: ``(K, D)`` float64: weighted energy of the rounding error over the weighted energy of the column; 1 at 0
+            bits, 0 at 32 bits and for a column without energy.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    error: Tensor
+
+
+def encode(chunk: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
+    """Codes of some rows. Local.
+
+    Args:
+        chunk: ``(n, D)`` float32, rows of a table.
+        blocks: ``(n,)`` int64, the block of each row, S for none.
+        codes: of the whole table.
+
+    Returns:
+        ``(n, D)`` int32: codes, a float32's own bits at 32 bits, and 0 for dropped columns and rows of no block.
+
+    Raises:
+        ValueError: for NaN or infinity, naming the block and the column.
+
+    Example:
+        >>> one = torch.ones(1, 2)
+        >>> codes = ColumnCodes(torch.tensor([[2, 32]]).byte(), one, torch.tensor([[-3, 0]]).short())
+        >>> encoded = encode(torch.tensor([[0.4, 7.0], [9.0, 7.0]]), torch.tensor([0, 1]), codes)
+        >>> encoded[:, 0].tolist(), decode(encoded, torch.tensor([0, 1]), codes).tolist()
+        ([2, 0], [[0.5, 7.0], [0.0, 0.0]])
+    """
+    check_finite(chunk, blocks, "codes")
+    bits, scale, shift = _of_rows(blocks, codes)
+    largest = torch.where(is_coded(bits), (1 << bits.clamp(max=16)) - 1, 0)
+    nearest = torch.minimum((chunk / scale - shift / 2).round_().clamp_(min=0), largest.float()).int()
+    return torch.where(bits == FLOAT_BITS, chunk.contiguous().view(torch.int32), nearest)
+
+
+def decode(encoded: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
+    """The values that codes stand for. Local.
+
+    Args:
+        encoded: ``(n, D)`` int32, see `encode`.
+        blocks: ``(n,)`` int64, the block of each row, S for none.
+        codes: of the whole table.
+
+    Returns:
+        ``(n, D)`` float32; 0 in dropped columns and rows of no block.
+    """
+    bits, scale, shift = _of_rows(blocks, codes)
+    values = scale * encoded + scale * (shift / 2)
+    values = torch.where(is_coded(bits), values, 0.0)
+    return torch.where(bits == FLOAT_BITS, encoded.contiguous().view(torch.float32), values)
+
+
+def check_finite(chunk: Tensor, blocks: Tensor, place: str) -> None:
+    """Checks that rows hold no NaN and no infinity.
+
+    Args:
+        chunk: ``(n, D)``.
+        blocks: ``(n,)``, the block of each row.
+        place: whose rows they are, for the error.
+
+    Raises:
+        ValueError: naming the block and the column of the first.
+    """
+    if not bool(chunk.isfinite().all()):
+        row, column = (~chunk.isfinite()).nonzero()[0].tolist()
+        received = f"{chunk[row, column].item()} in block {int(blocks[row])}, column {column}"
+        check(False, place, "finite values", received, "go back to the last good checkpoint")
+
+
+def fit_codes(values: Tensor, weights: Tensor, bits: Sequence[int]) -> FittedCodes:
+    r"""Scale and shift of every column of a block, for the least :math:`\sum_i w_i (x_i - s (q_i + m / 2))^2`.
+
+    A search over clips, symmetric and about the mean, then `ROUNDS` of alternating least squares: the nearest codes of
+    a scale and a shift, then the best scale and shift of these codes. Errors are those after the scale was rounded to
+    bfloat16 and the shift to half steps. Local and deterministic.
+
+    Args:
+        values: ``(n, D)`` float32, finite, the rows of one block or a sample of them.
+        weights: ``(n,)``, above 0.
+        bits: widths, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
+
+    Example:
+        >>> fitted = fit_codes(torch.tensor([[-1.0], [1.0]]), torch.ones(2), [0, 1])
+        >>> fitted.scale.flatten().tolist(), fitted.shift.flatten().tolist(), fitted.error.flatten().tolist()
+        ([1.0, 2.0], [0, -1], [1.0, 0.0])
+    """
+    num_columns = values.shape[1]
+    scale, shift = torch.ones(len(bits), num_columns), torch.zeros(len(bits), num_columns, dtype=torch.int16)
+    error = torch.zeros(len(bits), num_columns, dtype=torch.float64)
+    columns = _SortedColumns.of(values, weights) if values.numel() else None
+    best: _Codes | None = None
+    for width, index in sorted((width, index) for index, width in enumerate(bits)):
+        if width == 0:
+            error[index] = 1.0
+        elif width < FLOAT_BITS and columns is not None:
+            best = _best_codes(columns, 2**width, best)
+            scale[index], shift[index] = best.scale.flatten().float(), best.shift.flatten().short()
+            error[index] = (best.error / columns.energy.clamp(min=torch.finfo(torch.float64).tiny)).flatten()
+    if columns is not None:
+        error[:, columns.energy.flatten() == 0] = 0
+    return FittedCodes(scale, shift, error)
+
+
+@dataclass(frozen=True, eq=False)
+class _SortedColumns:
+    """Columns about their weighted means, sorted, with running sums: sums over the values of a code are differences.
+
+    Attributes:
+        values: ``(D, n)`` float64, rising, less the mean.
+        weights: ``(D, n)`` float64, in the order of the values.
+        mean: ``(D, 1)``.
+        running: ``(2, D, n + 1)``: sums of the weights, and of weights times values, before each value.
+        spread: ``(D, 1)``: sum of weights times squared values.
+        energy: ``(D, 1)``: the same before the mean was taken off.
+    """
+
+    values: Tensor
+    weights: Tensor
+    mean: Tensor
+    running: Tensor
+    spread: Tensor
+    energy: Tensor
+
+    @staticmethod
+    def of(values: Tensor, weights: Tensor) -> _SortedColumns:
+        ordered, order = torch.sort(values.T.contiguous(), dim=1, stable=True)
+        wide, weight = ordered.double(), weights.double()[order]
+        mean = (weight * wide).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
+        mean = torch.where(wide[:, :1] == wide[:, -1:], wide[:, :1], mean)
+        centred = wide - mean
+        running = torch.zeros(2, *weight.shape[:1], weight.shape[1] + 1, dtype=torch.float64)
+        torch.cumsum(weight, 1, out=running[0, :, 1:])
+        torch.cumsum(weight * centred, 1, out=running[1, :, 1:])
+        spread = (weight * centred.square()).sum(1, keepdim=True)
+        return _SortedColumns(centred, weight, mean, running, spread, (weight * wide.square()).sum(1, keepdim=True))
+
+    def sums_of_codes(self, scale: Tensor, low: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted sums of q, q^2 and q x over all values, for the nearest codes of some scales and lowest levels.
+
+        By boundaries between codes, or by values, whichever are fewer: q is the number of boundaries below a value, and
+        q^2 the sum of the first q odd numbers.
+
+        Args:
+            scale: ``(D, G)``.
+            low: ``(D, G)``, about the mean.
+            levels: 2^k.
+
+        Returns:
+            Each ``(D, G)``.
+        """
+        if levels > self.values.shape[1]:
+            steps = (self.values.unsqueeze(1) - low.unsqueeze(2)) / scale.unsqueeze(2)
+            codes = steps.round_().clamp_(0, levels - 1)
+            weighted = codes * self.weights.unsqueeze(1)
+            return weighted.sum(2), (weighted * codes).sum(2), (weighted * self.values.unsqueeze(1)).sum(2)
+        nth = torch.arange(levels - 1, dtype=torch.float64)
+        boundaries = low.unsqueeze(2) + scale.unsqueeze(2) * (nth + 0.5)
+        places = torch.searchsorted(self.values, boundaries.flatten(1))
+        below, sum_below = (sums.gather(1, places).view_as(boundaries) for sums in self.running)
+        above = self.running[0, :, -1:].unsqueeze(2) - below
+        sum_above = self.running[1, :, -1:] * (levels - 1) - sum_below.sum(2)
+        return above.sum(2), above @ (2 * nth + 1), sum_above
+
+
+@dataclass(frozen=True, eq=False)
+class _Codes:
+    """Scales and shifts ``(D, G)`` as they are stored, what they err by, and the least squares that would be better."""
+
+    scale: Tensor
+    shift: Tensor
+    error: Tensor
+    better_scale: Tensor
+    better_low: Tensor
+
+    def chosen(self, index: Tensor) -> _Codes:
+        """One of the G of every column."""
+        fields = ("scale", "shift", "error", "better_scale", "better_low")
+        return replace(self, **{name: getattr(self, name).gather(1, index) for name in fields})
+
+
+def _best_codes(columns: _SortedColumns, levels: int, narrower: _Codes | None) -> _Codes:
+    """The best of all that was tried; those of fewer levels are among it, so more levels never err by more."""
+    lows, highs = _clipped_ranges(columns, levels)
+    scales = (highs - lows) / (levels - 1)
+    if narrower is not None:
+        scales = torch.cat([scales, narrower.scale], dim=1)
+        lows = torch.cat([lows, narrower.scale * narrower.shift / 2 - columns.mean], dim=1)
+    tried = _rounded(columns, scales, lows, levels)
+    best = tried.chosen(tried.error.argmin(1, keepdim=True))
+    for _ in range(ROUNDS):
+        again = _rounded(columns, best.better_scale, best.better_low, levels)
+        both = (torch.cat([getattr(best, name), getattr(again, name)], dim=1) for name in best.__dataclass_fields__)
+        pair = _Codes(*both)
+        best = pair.chosen(pair.error.argmin(1, keepdim=True))
+    return _constant_where(columns, best)
+
+
+def _clipped_ranges(columns: _SortedColumns, levels: int) -> tuple[Tensor, Tensor]:
+    """Lowest and highest levels to try, about the mean, ``(D, G)`` each: fewer levels clip more."""
+    clips = torch.linspace(*CLIPS[levels], dtype=torch.float64)
+    lowest, highest = columns.values[:, :1], columns.values[:, -1:]
+    reach = torch.maximum((lowest + columns.mean).abs(), (highest + columns.mean).abs())
+    lows = torch.cat([-reach * clips - columns.mean, lowest * clips], dim=1)
+    return lows, torch.cat([reach * clips - columns.mean, highest * clips], dim=1)
+
+
+def _rounded(columns: _SortedColumns, scale: Tensor, low: Tensor, levels: int) -> _Codes:
+    """What scales and lowest levels become when they are stored, and what these err by."""
+    smallest = (2 * (low + columns.mean).abs() / LARGEST_SHIFT).clamp(min=SMALLEST_SCALE)
+    scale = _up_to_bfloat16(torch.maximum(scale, smallest), smallest)
+    shift = (2 * (low + columns.mean) / scale).round_().clamp_(-LARGEST_SHIFT, LARGEST_SHIFT)
+    low = scale * shift / 2 - columns.mean
+    q, q2, qx = columns.sums_of_codes(scale, low, levels)
+    weight, total = columns.running[0, :, -1:], columns.running[1, :, -1:]
+    error = columns.spread - 2 * scale * qx - 2 * low * total
+    error += scale.square() * q2 + 2 * scale * low * q + low.square() * weight
+    determinant = q2 * weight - q.square()
+    solvable = determinant > 1e-12 * q2 * weight
+    better = torch.where(solvable, (qx * weight - q * total) / torch.where(solvable, determinant, 1.0), scale)
+    better_low = torch.where(solvable, (total - better * q) / weight, low)
+    usable = better > 0
+    return _Codes(
+        scale, shift, error.clamp_(min=0), torch.where(usable, better, scale), torch.where(usable, better_low, low)
+    )
+
+
+def _up_to_bfloat16(scale: Tensor, smallest: Tensor) -> Tensor:
+    """The nearest bfloat16, or the next one where that is below the smallest scale that a shift allows."""
+    nearest = scale.clamp(max=LARGEST_SCALE).float().bfloat16().double()
+    next_one = nearest + torch.exp2(torch.frexp(nearest).exponent.double() - 8)
+    return torch.where(nearest < smallest, next_one.clamp(max=LARGEST_SCALE), nearest)
+
+
+def _constant_where(columns: _SortedColumns, found: _Codes) -> _Codes:
+    """Columns of one value get the scale of which half an integer comes nearest to it: code 0 is that value."""
+    value = columns.mean
+    fraction, exponent = torch.frexp(value.abs())
+    scales = (1 + torch.arange(128, dtype=torch.float64) / 128) * torch.exp2(exponent.double() - 14)
+    scales = scales.clamp(SMALLEST_SCALE)
+    shifts = (2 * value / scales).round_()
+    distance = (scales * shifts / 2 - value).abs().masked_fill(shifts.abs() > LARGEST_SHIFT, torch.inf)
+    nearest = distance.argmin(1, keepdim=True)
+    is_zero = fraction == 0
+    scale = torch.where(is_zero, 1.0, scales.gather(1, nearest))
+    shift = torch.where(is_zero, 0.0, shifts.gather(1, nearest))
+    error = (scale * shift / 2 - value).square() * columns.running[0, :, -1:]
+    constant = columns.values[:, :1] == columns.values[:, -1:]
+    return replace(
+        found,
+        scale=torch.where(constant, scale, found.scale),
+        shift=torch.where(constant, shift, found.shift),
+        error=torch.where(constant, error, found.error),
+    )
+
+
+def _of_rows(blocks: Tensor, codes: ColumnCodes) -> tuple[Tensor, Tensor, Tensor]:
+    """(bits as int32, scale, shift) of every value: ``(n, D)`` each; rows of no block have no bits."""
+    num_columns = codes.bits.shape[1]
+    bits = torch.cat([codes.bits.int(), torch.zeros(1, num_columns, dtype=torch.int32)])
+    scale = torch.cat([codes.scale, torch.ones(1, num_columns)])
+    shift = torch.cat([codes.shift.float(), torch.zeros(1, num_columns)])
+    return bits[blocks], scale[blocks], shift[blocks]

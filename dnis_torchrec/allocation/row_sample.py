@@ -1,0 +1,131 @@
+"""A sample of a table's rows, a few thousand of every block: the same on every rank, however the table is sharded.
+
+Rows are drawn with probability proportional to how often they were looked up, the most frequent of a block for certain,
+by systematic sampling: walk the rows, add up their probabilities, take a row wherever the sum passes a half. A drawn
+row weighs its frequency over its probability, so weighted sums estimate those over all rows without bias. Source:
+Sarndal, Swensson, Wretman, "Model assisted survey sampling", 1992, section 3.6.
+
+Shapes: N rows of a table, D embedding_dim, S blocks, n rows of the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.blocks.frequency import ROWS_AT_A_TIME, RowCounts
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.soft_selection.table_shards import TableShard
+
+ROWS_PER_BLOCK = 4096
+UNSEEN_WEIGHT = 0.125
+"""What a row weighs that training never looked up, in look-ups: little, but its codes shall not be garbage."""
+_ROUNDS = 8
+"""Rows that are certain leave more of the sample to the others, which may make further ones certain."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowSample:
+    """Some rows of a table.
+
+    Attributes:
+        rows: ``(n,)`` int64, rising.
+        blocks: ``(n,)`` int64, below S.
+        weights: ``(n,)`` float64.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    weights: Tensor
+
+
+def sample_rows(counts: RowCounts, routing: RowRouting, rows_per_block: int = ROWS_PER_BLOCK) -> RowSample:
+    """Draws rows of every block. Local and deterministic: equal counts and blocks give equal samples.
+
+    Args:
+        counts: of all N rows.
+        routing: their blocks; rows of no block are never drawn.
+        rows_per_block: at most; a block that has no more is taken whole.
+
+    Example:
+        >>> routing = RowRouting(4, 1, boundaries=torch.tensor([0, 4]))
+        >>> sample = sample_rows(torch.tensor([6, 2, 1, 1]), routing, rows_per_block=2)
+        >>> sample.rows.tolist(), sample.weights.tolist()
+        ([0, 1], [6.0, 4.0])
+    """
+    thresholds = _thresholds(counts, routing, rows_per_block)
+    rows, blocks, weights = [], [], []
+    passed = torch.full((routing.num_blocks,), 0.5, dtype=torch.float64)
+    for chunk, of_rows, frequency in _rows_with_blocks(counts, routing):
+        of_each = thresholds[of_rows]
+        probability = torch.where(frequency >= of_each, 0.0, frequency / of_each.clamp(min=UNSEEN_WEIGHT))
+        order = torch.sort(of_rows, stable=True).indices
+        sums = probability[order].cumsum(0)
+        sizes = torch.bincount(of_rows, minlength=routing.num_blocks)
+        ends = torch.cat([torch.zeros(1, dtype=torch.float64), sums])[sizes.cumsum(0)]
+        starts = torch.cat([torch.zeros(1, dtype=torch.float64), ends[:-1]])
+        after = torch.empty_like(sums)
+        after[order] = sums - starts[of_rows[order]] + passed[of_rows[order]]
+        drawn = (after.floor() > (after - probability).floor()) | (frequency >= of_each)
+        passed += ends - starts
+        passed -= passed.floor()
+        rows.append(chunk[drawn])
+        blocks.append(of_rows[drawn])
+        weights.append(torch.maximum(frequency, of_each)[drawn])
+    return RowSample(torch.cat(rows), torch.cat(blocks), torch.cat(weights))
+
+
+def sampled_values(
+    sample: RowSample, shards: Sequence[TableShard], embedding_dim: int, num_copies: int, ranks: Ranks
+) -> Tensor:
+    """The sampled rows themselves. One all_reduce, in which every value comes from one rank and the others add zeros.
+
+    Args:
+        sample: which rows.
+        shards: what this rank holds of the table, perhaps nothing.
+        embedding_dim: D.
+        num_copies: on how many ranks each value is held.
+        ranks: that hold the table; all of them call this.
+
+    Returns:
+        ``(n, D)`` float32 on the CPU, the same bits on every rank.
+    """
+    values = torch.zeros(sample.rows.numel(), embedding_dim)
+    for shard in shards if num_copies == 1 or ranks.is_first else ():
+        first, last = shard.first_row, shard.first_row + len(shard.weight)
+        begin, end = torch.searchsorted(sample.rows, torch.tensor([first, last])).tolist()
+        own = (sample.rows[begin:end] - first).to(shard.weight.device)
+        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+        values[begin:end, columns] = shard.weight[own].float().cpu()
+    return ranks.sum_(values)
+
+
+def _thresholds(counts: RowCounts, routing: RowRouting, rows_per_block: int) -> Tensor:
+    """Per block the frequency from which on rows are certain: ``(S,)`` float64; 0 where all are."""
+    sizes = routing.row_counts()
+    thresholds = torch.full((routing.num_blocks,), torch.inf, dtype=torch.float64)
+    for _ in range(_ROUNDS):
+        certain, others = torch.zeros(2, routing.num_blocks, dtype=torch.float64)
+        for _, of_rows, frequency in _rows_with_blocks(counts, routing):
+            is_certain = frequency >= thresholds[of_rows]
+            certain += torch.bincount(of_rows[is_certain], minlength=routing.num_blocks)
+            others.index_add_(0, of_rows, frequency.masked_fill(is_certain, 0))
+        lower = torch.minimum(thresholds, others / (rows_per_block - certain).clamp(min=1))
+        if lower.equal(thresholds):
+            break
+        thresholds = lower
+    return torch.where(sizes <= rows_per_block, 0.0, thresholds)
+
+
+def _rows_with_blocks(counts: RowCounts, routing: RowRouting) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(rows, their blocks, how often they were looked up as float64) of rows that have a block, some at a time."""
+    for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
+        rows = torch.arange(first, min(first + ROWS_AT_A_TIME, routing.num_embeddings))
+        of_rows = routing.block_of(rows)
+        frequency = counts[first : first + ROWS_AT_A_TIME].double().clamp_(min=UNSEEN_WEIGHT)
+        kept = of_rows < routing.num_blocks
+        yield rows[kept], of_rows[kept], frequency[kept]

@@ -1,0 +1,330 @@
+"""Allocation against brute force, under budgets of served bytes; what it says of bad input."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dnis_torchrec.allocation.allocate import Allocation, allocate
+from dnis_torchrec.allocation.curvature import Curvature
+from dnis_torchrec.allocation.energies import RoundingEnergies, TableEnergies, rounding_energies
+from dnis_torchrec.allocation.hulls import RowOptions, column_steps, lower_hull, row_options, widths_of
+from dnis_torchrec.allocation.spending import Path, Purse
+from dnis_torchrec.blocks.bit_fields import row_strides
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.scheme import fixed_bytes, is_coded, packed_bytes
+from dnis_torchrec.soft_selection.swap import prepare_
+from tests import small_models
+from tests.reference import least_loss_reference
+
+EVERY_WIDTH = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
+GAINS = st.floats(1e-6, 1.0)
+
+
+class Model:
+    """Tables of some sizes, their blocks, a curvature and energies: all that `allocate` is given."""
+
+    def __init__(self, rows: list[int], dims: list[int], num_blocks: int, seed: int, widths: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.configs = [
+            EmbeddingBagConfig(name=f"t{i}", num_embeddings=n, embedding_dim=d, feature_names=[f"f{i}"])
+            for i, (n, d) in enumerate(zip(rows, dims, strict=True))
+        ]
+        drawn = {c.name: torch.randint(0, 9, (c.num_embeddings,), generator=generator) for c in self.configs}
+        self.counts = FrequencyCounts(drawn, {f"f{i}": 1 for i in range(len(rows))}, 100)
+        self.blocks = blocks_from_counts(self.counts, self.configs, num_blocks=num_blocks, scope="table")
+        worth, energies = {}, {}
+        for config in self.configs:
+            shape = (self.blocks.routings[config.name].num_blocks, config.embedding_dim)
+            worth[config.name] = torch.exp(2 * torch.randn(shape, generator=generator, dtype=torch.float64))
+            worth[config.name][torch.rand(shape, generator=generator) < 0.1] = -0.1
+            worth[config.name][0, 0] = 1.0
+            ideal = torch.tensor([4.0**-k if k < 32 else 0.0 for k in widths], dtype=torch.float64)
+            noise = torch.exp(0.5 * torch.rand(*shape, len(widths), generator=generator, dtype=torch.float64))
+            energy = torch.where(torch.tensor(widths) > 0, ideal * noise, 1.0).cummin(2).values
+            ones = torch.ones(*shape, len(widths))
+            energies[config.name] = TableEnergies(energy=energy, scale=ones * 0.5, shift=-(2 * ones).short())
+        self.curvature = Curvature({name: 0 * part for name, part in worth.items()}, worth, 100, 0.1)
+        self.energies = RoundingEnergies(widths, energies)
+        self.collection = EmbeddingBagCollection(tables=self.configs)
+        self.dense_bytes = 4 * sum(n * d for n, d in zip(rows, dims, strict=True))
+
+    def allocate(self, **size: float | int | str | tuple[int, ...]) -> Allocation:
+        given = {"energies": self.energies, "bits": self.energies.bits} | size
+        return allocate(self.collection, self.blocks, self.counts, self.curvature, **given)  # type: ignore[arg-type]
+
+    def loss_of(self, found: Allocation) -> float:
+        """Naively: H / 2 times the energy at the width of every column of every block."""
+        total = 0.0
+        for name, table in found.scheme.tables.items():
+            assert table.bits is not None
+            for block, row in enumerate(table.bits.tolist()):
+                for column, width in enumerate(row):
+                    energy = self.energies.tables[name].energy[block, column, self.energies.bits.index(width)]
+                    total += max(0.0, float(self.curvature.curvature[name][block, column])) / 2 * float(energy)
+        return total
+
+    def bytes_of(self, found: Allocation) -> int:
+        """Naively: fields one after the other, float32 at whole bytes, rows of whole bytes."""
+        total = 0
+        for name, table in found.scheme.tables.items():
+            assert table.bits is not None
+            own = 0
+            for rows, widths in zip(table.routing.row_counts().tolist(), table.bits.tolist(), strict=True):
+                end = 0
+                for width in widths:
+                    end = (math.ceil(end / 8) * 8 if width == 32 else end) + width
+                    own += 4 * (0 < width < 32)
+                own += rows * math.ceil(end / 8)
+            total += own + fixed_bytes(self.blocks.routings[name], table.embedding_dim) if own else 0
+        return total
+
+
+MODELS = st.builds(
+    lambda sizes, num_blocks, seed, widths: Model(
+        [n for n, _ in sizes], [d for _, d in sizes], num_blocks, seed, widths
+    ),
+    sizes=st.lists(st.tuples(st.integers(1, 60), st.sampled_from([1, 3, 8])), min_size=1, max_size=3),
+    num_blocks=st.integers(1, 3),
+    seed=st.integers(0, 10_000),
+    widths=st.sampled_from([(0, 2, 3, 4, 5, 6, 8), (0, 1, 4, 16), EVERY_WIDTH, (0, 32), (0, 3, 32)]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=MODELS, share=st.floats(0.02, 1.2))
+def test_bytes_and_loss_are_those_of_the_scheme_and_within_the_budget(model: Model, share: float) -> None:
+    budget = max(1, int(share * model.dense_bytes))
+    try:
+        found = model.allocate(embedding_bytes=budget)
+    except ValueError as error:
+        smallest = int(str(error).split("at least ")[1].split(" ")[0])
+        assert smallest > budget
+        found = model.allocate(embedding_bytes=smallest)
+        budget = smallest
+    assert found.num_bytes == model.bytes_of(found) == sum(map(packed_bytes, found.scheme.tables.values())) <= budget
+    assert found.predicted_loss_increase == pytest.approx(model.loss_of(found), rel=1e-9, abs=1e-12)
+    assert found.compression == pytest.approx(model.dense_bytes / found.num_bytes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=MODELS, shares=st.lists(st.floats(0.05, 1.2), min_size=2, max_size=5))
+def test_more_bytes_never_predict_more_loss(model: Model, shares: list[float]) -> None:
+    losses = []
+    for share in sorted(shares):
+        try:
+            losses.append(
+                model.allocate(embedding_bytes=max(1, int(share * model.dense_bytes))).predicted_loss_increase
+            )
+        except ValueError as error:
+            assert "expected at least" in str(error)  # noqa: PT017
+            assert not losses
+    assert all(more <= less + 1e-12 for less, more in pairwise(losses))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), num_blocks=st.integers(1, 4), budget=st.integers(0, 60))
+def test_bytes_are_spent_as_well_as_brute_force_would(data: st.DataObject, num_blocks: int, budget: int) -> None:
+    """What is bought has the least loss of all on the hulls that takes so many bytes; at most one step is missing."""
+    costs = [sorted(data.draw(st.sets(st.integers(1, 15), min_size=2, max_size=2))) for _ in range(num_blocks)]
+    gains = [data.draw(st.lists(GAINS, min_size=2, max_size=2)) for _ in range(num_blocks)]
+    num_bytes = torch.tensor([[0, *cost] for cost in costs])
+    loss = torch.tensor([[sum(gain), gain[1], 0.0] for gain in gains], dtype=torch.float64)
+    corner = lower_hull(num_bytes.double(), loss)
+    options = [
+        [(int(n), float(x)) for n, x, kept in zip(num_bytes[b], loss[b], corner[b], strict=True) if kept]
+        for b in range(num_blocks)
+    ]
+    none = torch.zeros(num_blocks, dtype=torch.int64)
+    path = Path.of(row_options_of(num_bytes, loss))
+    spent = Purse(path, none, torch.zeros(1, dtype=torch.int64)).spend(budget)
+    found = float(loss.gather(1, spent.row_bytes[:, None]).sum())
+    assert spent.num_bytes == int(num_bytes.gather(1, spent.row_bytes[:, None]).sum()) <= budget
+    assert found >= least_loss_reference(options, [0] * num_blocks, [0], budget) - 1e-12
+    largest = max((int(c) for c in path.cost), default=0)
+    assert found <= least_loss_reference(options, [0] * num_blocks, [0], max(0, budget - largest)) + 1e-12
+    first_steps = [corners[1][0] for corners in options]
+    assert (spent.num_bytes > 0) == (min(first_steps) <= budget)
+    totals = path.cost.cumsum(0).tolist()
+    if budget in totals:
+        assert found == pytest.approx(least_loss_reference(options, [0] * num_blocks, [0], budget), abs=1e-12)
+
+
+def test_what_opens_a_table_never_makes_more_bytes_worse() -> None:
+    """The steepest step takes 110 bytes with what opens its table; two others save more, and take 109."""
+    num_bytes = torch.tensor([[0, 10], [0, 60], [0, 49]])
+    loss = torch.tensor([[10.0, 0.0], [30.0, 0.0], [20.0, 0.0]], dtype=torch.float64)
+    purse = Purse(Path.of(row_options_of(num_bytes, loss)), torch.tensor([0, 1, 1]), torch.tensor([100, 0]))
+    spent = [purse.spend(budget) for budget in range(230)]
+    losses = [float(loss.gather(1, bought.row_bytes[:, None]).sum()) for bought in spent]
+    assert losses == sorted(losses, reverse=True)
+    assert all(bought.num_bytes <= budget for budget, bought in enumerate(spent))
+    assert losses[219] == 0.0 < losses[218]
+
+
+def row_options_of(num_bytes: torch.Tensor, loss: torch.Tensor) -> RowOptions:
+    """Options as if rows of 0, 1 and 2 bytes took so many bytes and left so much loss."""
+    return RowOptions(num_bytes, loss, torch.zeros_like(num_bytes), torch.zeros(*loss.shape, 0, dtype=torch.bool))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    points=st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=6),
+    first=st.floats(0, 1),
+)
+def test_hulls_are_those_of_naive_search(points: list[tuple[int, float]], first: float) -> None:
+    """A corner lies below every line between two others, and is lower than all before it."""
+    rates, losses = [0, *sorted(p[0] for p in points)], [first, *(p[1] for p in points)]
+    found = lower_hull(torch.tensor([rates]).double(), torch.tensor([losses]).double())[0].tolist()
+    corners = [(r, x) for r, x, kept in zip(rates, losses, found, strict=True) if kept]
+    assert corners == sorted(corners, key=lambda c: -c[1])
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(corners)]
+    assert all(slope < 0 for slope in slopes)
+    assert slopes == sorted(slopes)
+    for rate, loss in zip(rates, losses, strict=True):
+        for (r0, x0), (r1, x1) in pairwise(corners):
+            if r0 <= rate <= r1:
+                assert loss >= x0 + (x1 - x0) * (rate - r0) / (r1 - r0) - 1e-12
+        assert loss >= corners[-1][1] or rate > corners[-1][0]
+
+
+@pytest.mark.parametrize("widths", [(0, 2, 3, 4, 5, 6, 8), (0, 1, 4, 16), EVERY_WIDTH, (0, 3, 32)])
+def test_rows_leave_no_bits_that_a_step_would_fit_in(widths: tuple[int, ...]) -> None:
+    model = Model([50], [8], 2, 3, widths)
+    bits = torch.tensor(widths)
+    loss = model.curvature.curvature["t0"].clamp(min=0)[..., None] / 2 * model.energies.tables["t0"].energy
+    rows = model.blocks.routings["t0"].row_counts()
+    steps = column_steps(loss, rows, bits)
+    options = row_options(steps, loss[..., 0].sum(1), rows)
+    for stride in range(options.loss.shape[1]):
+        chosen = torch.full((2,), stride)
+        index = widths_of(steps, options, chosen, 8)
+        taken = bits[index]
+        assert bool((taken.sum(1) <= 8 * stride).all())
+        expected = loss.gather(2, index[..., None]).sum((1, 2))
+        torch.testing.assert_close(options.loss[:, stride], expected, rtol=1e-9, atol=1e-12)
+        exact = rows * row_strides(taken) + 4 * is_coded(taken).sum(1)
+        assert bool((options.num_bytes[:, stride] >= exact).all())
+        if 32 not in widths:
+            assert torch.equal(options.num_bytes[:, stride], exact)
+        for block in range(2):
+            spare = 8 * stride - int(taken[block].sum())
+            nexts = [
+                bits[corner] - bits[index[block, c]]
+                for c in range(8)
+                for corner in [_next_corner(loss[block, c], bits, int(rows[block]), int(index[block, c]))]
+                if corner is not None
+            ]
+            assert all(int(step) > spare for step in nexts)
+
+
+def _next_corner(loss: torch.Tensor, bits: torch.Tensor, rows: int, index: int) -> int | None:
+    rate = bits + 32 * is_coded(bits) / rows
+    corners = lower_hull(rate[None].double(), loss[None])[0].nonzero().flatten().tolist()
+    return next((corner for corner in corners if corner > index), None)
+
+
+def test_several_sizes_of_one_measurement_and_the_fewest_bytes_for_a_loss() -> None:
+    model = Model([300, 200], [8, 16], 3, 1, (0, 2, 3, 4, 5, 6, 8))
+    sizes = [model.allocate(compression=compression) for compression in (20, 8, 5)]
+    assert [size.compression for size in sizes] == pytest.approx([20, 8, 5], rel=0.07)
+    again = model.allocate(max_loss=sizes[1].predicted_loss_increase)
+    assert again.predicted_loss_increase <= sizes[1].predicted_loss_increase
+    assert again.num_bytes == pytest.approx(sizes[1].num_bytes, rel=0.05)
+
+
+def test_each_table_is_made_smaller_by_the_same_factor_on_request() -> None:
+    model = Model([300, 200], [8, 16], 3, 1, (0, 2, 3, 4, 5, 6, 8))
+    model.curvature.curvature["t1"].mul_(1e-6)
+    everywhere, shared = model.allocate(compression=8), model.allocate(compression=8, scope="table")
+    assert packed_bytes(everywhere.scheme.tables["t1"]) < packed_bytes(shared.scheme.tables["t1"])
+    for name, table in shared.scheme.tables.items():
+        dense = 4 * table.num_embeddings * table.embedding_dim
+        assert 8 <= dense / packed_bytes(table) < 10, name
+    assert everywhere.predicted_loss_increase < shared.predicted_loss_increase
+
+
+def test_codes_are_those_measured_at_the_chosen_bits() -> None:
+    torch.manual_seed(0)
+    model = Model([300], [8], 3, 1, (0, 2, 3, 4, 8, 32))
+    energies = rounding_energies(model.collection, model.blocks, model.counts, bits=model.energies.bits)
+    found = allocate(model.collection, model.blocks, model.counts, model.curvature, compression=5, bits=energies.bits)
+    table, codes = found.scheme.tables["t0"], found.codes["t0"]
+    assert table.bits is not None
+    assert torch.equal(codes.bits, table.bits)
+    assert len(table.bits.unique()) > 2
+    for block, column in [(b, c) for b in range(3) for c in range(8)]:
+        width = int(table.bits[block, column])
+        index, measured = energies.bits.index(width), energies.tables["t0"]
+        is_code = 0 < width < 32
+        assert float(codes.scale[block, column]) == (float(measured.scale[block, column, index]) if is_code else 1)
+        assert int(codes.shift[block, column]) == (int(measured.shift[block, column, index]) if is_code else 0)
+
+
+def test_a_table_that_nobody_looks_up_takes_nothing() -> None:
+    model = Model([300, 200], [8, 16], 3, 1, (0, 2, 3, 4, 8))
+    model.curvature.curvature["t1"].zero_()
+    found = model.allocate(compression=10)
+    assert packed_bytes(found.scheme.tables["t1"]) == 0
+    assert not bool(found.scheme.tables["t1"].retained.any())
+
+
+def test_sizes_that_cannot_be_met_name_the_nearest_that_can() -> None:
+    model = Model([300, 200], [8, 16], 3, 1, (0, 2, 3, 4, 8))
+    with pytest.raises(ValueError, match=r"compression: expected at most \d+\.\d\d for these tables") as error:
+        model.allocate(compression=1000)
+    most = float(str(error.value).split("at most ")[1].split(" ")[0])
+    assert model.allocate(compression=most).compression >= most
+    with pytest.raises(ValueError, match=r"compression: expected at most"):
+        model.allocate(compression=most * 1.02)
+    with pytest.raises(ValueError, match=r"max_loss: expected at least .* allow more loss, or offer more bits"):
+        model.allocate(max_loss=1e-9)
+    with pytest.raises(ValueError, match="dropping all tables"):
+        model.allocate(max_loss=1e9)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "size: expected exactly one of compression, embedding_bytes, max_loss, got none"),
+        ({"compression": 8, "max_loss": 0.1}, "size: expected exactly one"),
+        ({"compression": math.nan}, "compression: expected a finite number above 0"),
+        ({"compression": 8, "scope": "all"}, "scope: expected one of"),
+        ({"max_loss": 0.1, "scope": "table"}, "max_loss: expected scope 'global'"),
+        ({"compression": 8, "bits": (2, 7)}, r"energies: expected those of \[0, 2, 7\] bits, got none of \[7\]"),
+        ({"compression": 8, "energies": None, "bits": (2, 9)}, r"bits: expected some of .*, got \[9\]"),
+    ],
+)
+def test_what_is_no_size_is_refused(given: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Model([30], [8], 3, 1, (0, 2, 3, 4, 8)).allocate(**given)
+
+
+def test_a_curvature_of_other_blocks_or_of_nothing_is_refused() -> None:
+    model = Model([30], [8], 3, 1, (0, 2, 3, 4, 8))
+    worth = model.curvature.curvature["t0"].clone()
+    for other, message in (
+        (worth[:2], r"table 't0': expected curvature of \(S, D\) = \(3, 8\), got \(2, 8\)"),
+        (worth * torch.nan, "table 't0': expected a finite curvature"),
+        (worth * 0, "curvature: expected a column of a table that is worth something"),
+    ):
+        model.curvature = Curvature({"t0": other}, {"t0": other}, 100, 0.1)
+        with pytest.raises(ValueError, match=message):
+            model.allocate(compression=8)
+
+
+def test_a_prepared_model_is_merged_first() -> None:
+    model = small_models.dlrm()
+    blocks: RowBlocks = small_models.blocks_for(model, "table")
+    prepared = prepare_(model, blocks)
+    small_models.randomise_alpha_(prepared)
+    with pytest.raises(RuntimeError, match="call merge_ first"):
+        rounding_energies(prepared, blocks, small_models.counts())
