@@ -35,6 +35,7 @@ from dnis_torchrec.ops.native_build import (
     chosen_instruction_set,
     find_compiler,
 )
+from dnis_torchrec.ops.packed_operator import register_packed_embedding_bag
 
 NAMESPACE, NAME = "dnis_torchrec", "csr_embedding_bag"
 SCHEMA = (
@@ -82,6 +83,7 @@ def _load_operator() -> bool:
             torch.library.impl(f"{NAMESPACE}::{NAME}", "CUDA", implementation)
     torch.library.register_fake(f"{NAMESPACE}::{NAME}", _fake_csr_embedding_bag)
     register_bag_offsets(compiled=compiled)
+    register_packed_embedding_bag(compiled=compiled)
     return compiled
 
 
