@@ -6,6 +6,28 @@
 // Every level gives the same bits: value = number * scale + bias, times the weight, added in the order of the ids, never
 // fused. Whatever ids, offsets, directories and layouts hold, nothing outside the buffers is read or written.
 
+// Which block a row of a record has, and how many rows of that block stand before it there. All words of the planes are
+// counted, because where to end would be a guess.
+template <int64_t num_planes>
+inline int64_t rank_in_record(const uint8_t* planes, int64_t place, int64_t& block) {
+  constexpr int64_t plane_bytes = rows_per_record(num_planes) / 8, words = plane_bytes / 8;
+  uint64_t others[num_planes];
+  for (int64_t p = 0; p < num_planes; ++p) {
+    const uint64_t bit = planes[p * plane_bytes + place / 8] >> place % 8 & 1;
+    block |= static_cast<int64_t>(bit << p);
+    others[p] = bit - 1;
+  }
+  int64_t before = 0;
+  for (int64_t word = 0; word < words; ++word) {
+    const int64_t left = place - 64 * word;
+    uint64_t same = left >= 64 ? ~uint64_t{0} : (uint64_t{1} << (left & 63)) - 1;
+    same &= -static_cast<uint64_t>(left > 0);
+    for (int64_t p = 0; p < num_planes; ++p) same &= read<uint64_t>(planes + p * plane_bytes, word) ^ others[p];
+    before += __builtin_popcountll(same);
+  }
+  return before;
+}
+
 // Where a row stands, or false if the directory makes no sense: which of the table's blocks, and which row of that.
 inline bool locate(const Table& table, int64_t row, int64_t& block, int64_t& position) {
   block = 0;
@@ -22,39 +44,41 @@ inline bool locate(const Table& table, int64_t row, int64_t& block, int64_t& pos
   }
   const uint8_t* record = table.record_of(row);
   const uint8_t* planes = record + COUNT_BYTES * table.num_blocks;
-  const int64_t plane_bytes = table.rows_per_record() / 8, place = row & (table.rows_per_record() - 1);
-  const int64_t word = place / 64 * 8, bit = place % 64;
-  uint64_t same = ~uint64_t{0};
-  for (int64_t p = 0; p < table.num_planes; ++p) {
-    const uint64_t own = read<uint64_t>(planes + p * plane_bytes + word, 0), value = own >> bit & 1;
-    block |= static_cast<int64_t>(value) << p;
-    same &= own ^ (value - 1);
+  const int64_t place = row & (rows_per_record(table.num_planes) - 1);
+  int64_t before;
+  switch (table.num_planes) {
+    case 1: before = rank_in_record<1>(planes, place, block); break;
+    case 2: before = rank_in_record<2>(planes, place, block); break;
+    case 3: before = rank_in_record<3>(planes, place, block); break;
+    case 4: before = rank_in_record<4>(planes, place, block); break;
+    case 5: before = rank_in_record<5>(planes, place, block); break;
+    case 6: before = rank_in_record<6>(planes, place, block); break;
+    case 7: before = rank_in_record<7>(planes, place, block); break;
+    default: before = rank_in_record<8>(planes, place, block);
   }
   if (__builtin_expect(block >= table.num_blocks, 0)) return false;
-  uint64_t before = __builtin_popcountll(same & ((uint64_t{1} << bit) - 1));
-  for (int64_t earlier = 0; earlier < word; earlier += 8) {
-    same = ~uint64_t{0};
-    for (int64_t p = 0; p < table.num_planes; ++p) {
-      same &= read<uint64_t>(planes + p * plane_bytes + earlier, 0) ^ ((static_cast<uint64_t>(block) >> p & 1) - 1);
-    }
-    before += __builtin_popcountll(same);
-  }
   const uint64_t start = read<uint64_t>(table.directory, row / ROWS_PER_START * table.num_blocks + block);
-  position = static_cast<int64_t>(start + read<uint16_t>(record, block) + before);
+  position = static_cast<int64_t>(start + read<uint16_t>(record, block) + static_cast<uint64_t>(before));
   return true;
 }
 
 #if DNIS_LEVEL == 2
-// Bytes of a window that lie in the row, from its beginning; what is masked out is not read.
-inline __mmask64 inside_row(int64_t left) { return left >= WINDOW_BYTES ? ~__mmask64{0} : (__mmask64{1} << left) - 1; }
+// The bytes of a window that lie in the row; what is masked out is not read. Half a window where that is all there is:
+// reading the other half waits for a cache line that nobody asked for, masked out or not.
+inline __m512i bytes_of_window(const uint8_t* window, int64_t left) {
+  if (left <= WINDOW_BYTES / 2) {
+    const __mmask32 inside = static_cast<__mmask32>((uint64_t{1} << left) - 1);
+    return _mm512_zextsi256_si512(_mm256_maskz_loadu_epi8(inside, window));
+  }
+  const __mmask64 inside = left >= WINDOW_BYTES ? ~__mmask64{0} : (__mmask64{1} << left) - 1;
+  return _mm512_maskz_loadu_epi8(inside, window);
+}
 
 // All 16 columns of a group: their bytes are taken out of a window of 64.
 template <bool first>
 inline void add_group(
     float* out, const uint8_t* window, int64_t left, const uint8_t*, const Group& group, float factor, int64_t columns) {
-  const __mmask16 lanes = static_cast<__mmask16>(columns >= LANES ? 0xffff : (1 << columns) - 1);
-  const __m512i bytes = _mm512_maskz_loadu_epi8(inside_row(left), window);
-  const __m512i field = _mm512_permutexvar_epi8(_mm512_loadu_si512(group.wide), bytes);
+  const __m512i field = _mm512_permutexvar_epi8(_mm512_loadu_si512(group.wide), bytes_of_window(window, left));
   const __m512i mask = _mm512_loadu_si512(group.masks);
   const __m512 number = _mm512_cvtepi32_ps(_mm512_and_si512(field, mask));
   __m512 value = _mm512_add_ps(_mm512_mul_ps(number, _mm512_loadu_ps(group.scales)), _mm512_loadu_ps(group.biases));
@@ -63,8 +87,14 @@ inline void add_group(
     value = _mm512_mask_mov_ps(value, is_float, _mm512_castsi512_ps(field));
   }
   value = _mm512_mul_ps(value, _mm512_set1_ps(factor));
-  if constexpr (!first) value = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, out), value);
-  _mm512_mask_storeu_ps(out, lanes, value);
+  if (columns >= LANES) {
+    if constexpr (!first) value = _mm512_add_ps(_mm512_loadu_ps(out), value);
+    _mm512_storeu_ps(out, value);
+  } else {
+    const __mmask16 lanes = static_cast<__mmask16>((1 << columns) - 1);
+    if constexpr (!first) value = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, out), value);
+    _mm512_mask_storeu_ps(out, lanes, value);
+  }
 }
 #else
 // A window that may be read beyond its end: itself, or where the table ends there a copy.
@@ -131,7 +161,9 @@ inline bool add_row(float* out, const Row& row, const uint8_t* end, int64_t embe
   for (int64_t column = 0; column < embedding_dim; column += LANES, ++group) {
     const int64_t columns = embedding_dim - column, left = stride - group->window;
     if (group->kind == Group::EMPTY) {
-      if constexpr (first) __builtin_memset(out + column, 0, sizeof(float) * (columns < LANES ? columns : LANES));
+      if constexpr (first) {
+        for (int64_t k = 0; k < LANES && k < columns; ++k) out[column + k] = 0.0f;
+      }
       continue;
     }
     if (__builtin_expect(!group->is_within(stride), 0)) return false;
@@ -140,42 +172,53 @@ inline bool add_row(float* out, const Row& row, const uint8_t* end, int64_t embe
   return true;
 }
 
-// Finds the rows of `count` ids from `first` on and asks memory for them, and for where the rows of later ids stand.
-inline void find_rows(Row* rows, const Table& table, const Bags& bags, int64_t first, int64_t count, Fault& fault) {
-  for (int64_t k = 0; k < count; ++k) {
-    Row& row = rows[k];
-    row = {};
-    const int64_t id = bags.ids[first + k];
-    if (__builtin_expect(id < 0 || id >= table.num_embeddings, 0)) {
-      if (!bags.zero_unknown) fault.note(Fault::UNKNOWN_ID, first + k);
-      continue;
-    }
-    int64_t index, position;
-    const bool makes_sense = locate(table, id, index, position);
-    const Block* block = makes_sense ? table.blocks + index : nullptr;
-    if (makes_sense && block->groups == nullptr) continue;  // a row that retains nothing
-    if (__builtin_expect(!makes_sense || position < 0 || position >= block->num_rows, 0)) {
-      fault.note(Fault::DIRECTORY, first + k);
-      continue;
-    }
-    row = {block->rows + position * block->stride, block, bags.weights != nullptr ? bags.weights[first + k] : 1.0f};
-    for (int64_t byte = 0; byte < block->stride; byte += LINE) __builtin_prefetch(row.bytes + byte);
-    __builtin_prefetch(row.bytes + block->stride - 1);  // another cache line if the row straddles two
+// Finds the row of id number `at`, and asks memory for it.
+inline void find_row(Row& row, const Table& table, const Bags& bags, int64_t at, Fault& fault) {
+  row = {};
+  const int64_t id = bags.ids[at];
+  if (__builtin_expect(id < 0 || id >= table.num_embeddings, 0)) {
+    if (!bags.zero_unknown) fault.note(Fault::UNKNOWN_ID, at);
+    return;
   }
-  if (table.kind != Directory::RANKS) return;
-  for (int64_t k = first + count; k < first + count + WINDOW && k < bags.num_ids; ++k) {
-    const int64_t id = bags.ids[k];
-    if (id >= 0 && id < table.num_embeddings) table.prefetch(id);
-  }
+  int64_t index, position;
+  if (__builtin_expect(!locate(table, id, index, position), 0)) return fault.note(Fault::DIRECTORY, at);
+  const Block& block = table.blocks[index];
+  if (block.groups == nullptr) return;  // a row that retains nothing
+  if (__builtin_expect(position < 0 || position >= block.num_rows, 0)) return fault.note(Fault::DIRECTORY, at);
+  row = {block.rows + position * block.stride, &block, bags.weights != nullptr ? bags.weights[at] : 1.0f};
+  for (int64_t byte = 0; byte < block.stride; byte += LINE) __builtin_prefetch(row.bytes + byte);
+  // another cache line if the row straddles two, or half a window that begins in it; a number, because no byte need be there
+  const uintptr_t end = reinterpret_cast<uintptr_t>(row.bytes) + block.stride + WINDOW_BYTES / 2;
+  __builtin_prefetch(reinterpret_cast<const void*>(end - 1));
 }
+
+// Rows of ids ahead of the one that is added: each is found, and asked of memory, while earlier ones are added, and
+// where it stands was asked of memory before.
+struct RowsAhead {
+  Row rows[WINDOW];
+  int64_t next = 0;   // the id that is added next
+  int64_t found = 0;  // one past the last id whose row was found
+
+  const Row& row_of(int64_t at, int64_t last_id, const Table& table, const Bags& bags, Fault& fault) {
+    if (__builtin_expect(at != next, 0)) found = at;
+    next = at + 1;
+    for (const int64_t end = at + WINDOW < last_id ? at + WINDOW : last_id; found < end; ++found) {
+      if (table.kind == Directory::RANKS && found + WINDOW < bags.num_ids) {
+        const int64_t id = bags.ids[found + WINDOW];
+        if (id >= 0 && id < table.num_embeddings) table.prefetch(id);
+      }
+      find_row(rows[found % WINDOW], table, bags, found, fault);
+    }
+    return rows[at % WINDOW];
+  }
+};
 
 // Pools bags [first_bag, last_bag) of one feature.
 Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
   const int64_t first_offset = feature.key * bags.batch_size, dim = feature.embedding_dim;
   const int64_t last_id = bags.offsets[first_offset + last_bag];
   const Table& table = *feature.table;
-  Row rows[WINDOW];
-  int64_t window_begin = 0, window_end = 0;
+  RowsAhead ahead;
   Fault fault;
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
     float* out = bags.out + bag * bags.width + feature.first_column;
@@ -184,12 +227,7 @@ Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t 
     if (__builtin_expect(!rising, 0)) fault.note(Fault::OFFSETS, first_offset + bag);
     bool is_first = true;
     for (int64_t i = begin; rising && i < end; ++i) {
-      if (i >= window_end || i < window_begin) {
-        window_begin = i;
-        window_end = i + WINDOW < last_id ? i + WINDOW : last_id;
-        find_rows(rows, table, bags, window_begin, window_end - window_begin, fault);
-      }
-      const Row& row = rows[i - window_begin];
+      const Row& row = ahead.row_of(i, last_id, table, bags, fault);
       if (row.bytes == nullptr) continue;
       const bool is_within =
           is_first ? add_row<true>(out, row, table.end, dim) : add_row<false>(out, row, table.end, dim);

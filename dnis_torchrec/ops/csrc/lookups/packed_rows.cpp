@@ -44,6 +44,12 @@ constexpr int64_t READABLE_BYTES = WINDOW_BYTES + QUAD_BYTES + 4;  // that readi
 // A rank directory, see blocks/row_directory.py.
 constexpr int64_t ROWS_PER_START = 1 << 16, START_BYTES = 8, COUNT_BYTES = 2;
 
+constexpr int64_t log_rows_per_record(int64_t num_planes) {
+  return num_planes < 3 ? 7 : num_planes > 6 ? 10 : 4 + num_planes;
+}
+
+constexpr int64_t rows_per_record(int64_t num_planes) { return int64_t{1} << log_rows_per_record(num_planes); }
+
 constexpr int64_t FEATURE_FIELDS = 4, TABLE_FIELDS = 5, BLOCK_FIELDS = 4;
 
 // Number k of an array that may begin at any byte.
@@ -103,10 +109,8 @@ struct Table {
   const uint8_t* records;
   int64_t record_bytes;
   int64_t num_planes;
-  int64_t log_rows_per_record;
 
-  int64_t rows_per_record() const { return int64_t{1} << log_rows_per_record; }
-  const uint8_t* record_of(int64_t row) const { return records + (row >> log_rows_per_record) * record_bytes; }
+  const uint8_t* record_of(int64_t row) const { return records + (row >> log_rows_per_record(num_planes)) * record_bytes; }
   void prefetch(int64_t row) const {
     const uint8_t* record = record_of(row);
     for (int64_t byte = 0; byte < record_bytes; byte += LINE) __builtin_prefetch(record + byte);
@@ -221,12 +225,12 @@ void set_directory(Table& table, const Tensor& directory) {
   check(table.num_blocks >= 2 && table.num_blocks <= 256, "table_layout", "2 to 256 blocks beside a rank directory");
   table.kind = Directory::RANKS;
   while (int64_t{1} << table.num_planes < table.num_blocks) ++table.num_planes;
-  table.log_rows_per_record = std::min<int64_t>(std::max<int64_t>(7, 4 + table.num_planes), 10);
-  table.record_bytes = COUNT_BYTES * table.num_blocks + table.num_planes * table.rows_per_record() / 8;
+  const int64_t per_record = rows_per_record(table.num_planes);
+  table.record_bytes = COUNT_BYTES * table.num_blocks + table.num_planes * per_record / 8;
   const int64_t limit = std::numeric_limits<int64_t>::max() / 4096;  // so that nothing overflows
   check(table.num_embeddings <= limit, "table_layout", "fewer rows");
   const int64_t num_starts = (table.num_embeddings + ROWS_PER_START - 1) / ROWS_PER_START;
-  const int64_t num_records = (table.num_embeddings + table.rows_per_record() - 1) >> table.log_rows_per_record;
+  const int64_t num_records = (table.num_embeddings + per_record - 1) / per_record;
   const int64_t start_bytes = START_BYTES * table.num_blocks * num_starts;
   const bool fits = directory.numel() == start_bytes + num_records * table.record_bytes;
   check(fits, "tables", "a record of the directory for all rows");
