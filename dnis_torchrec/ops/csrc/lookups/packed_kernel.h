@@ -3,8 +3,8 @@
 // Nothing of the standard library here: a shared inline function compiled for one instruction set could be called on a
 // machine without it.
 //
-// Every level gives the same bits: value = number * scale + bias, times the weight, added in the order of the ids, never
-// fused. Whatever ids, offsets, directories and layouts hold, nothing outside the buffers is read or written.
+// Every level gives the same bits: value = number * scale + bias, times the weight, added in the order of the ids and
+// never fused. Whatever ids, offsets, directories and layouts hold, nothing outside the buffers is read or written.
 
 // Which block a row of a record has, and how many rows of that block stand before it there. All words of the planes are
 // counted, because where to end would be a guess.
@@ -39,7 +39,7 @@ inline bool locate(const Table& table, int64_t row, int64_t& block, int64_t& pos
       if (read<int64_t>(table.directory, block + half) <= row) block += half;
       left -= half;
     }
-    position = row - static_cast<int64_t>(read<uint64_t>(table.directory, block));
+    position = static_cast<int64_t>(static_cast<uint64_t>(row) - read<uint64_t>(table.directory, block));
     return true;
   }
   const uint8_t* record = table.record_of(row);
@@ -77,7 +77,8 @@ inline __m512i bytes_of_window(const uint8_t* window, int64_t left) {
 // All 16 columns of a group: their bytes are taken out of a window of 64.
 template <bool first>
 inline void add_group(
-    float* out, const uint8_t* window, int64_t left, const uint8_t*, const Group& group, float factor, int64_t columns) {
+    float* out, const uint8_t* window, int64_t left, const uint8_t*, const Group& group, float factor,
+    int64_t columns) {
   const __m512i field = _mm512_permutexvar_epi8(_mm512_loadu_si512(group.wide), bytes_of_window(window, left));
   const __m512i mask = _mm512_loadu_si512(group.masks);
   const __m512 number = _mm512_cvtepi32_ps(_mm512_and_si512(field, mask));
@@ -152,8 +153,8 @@ inline void add_group(
 }
 #endif
 
-// out += factor * row, or = on the whole row where it is the first, so that nothing has to be zeroed before. False if the
-// layout has fields beyond the row; then some of it was added.
+// out += weight * row, or = on the whole row where it is the first, so that nothing has to be zeroed before. False if
+// the layout has fields beyond the row; then some of it was added.
 template <bool first>
 inline bool add_row(float* out, const Row& row, const uint8_t* end, int64_t embedding_dim) {
   const Group* group = row.block->groups;
@@ -187,7 +188,7 @@ inline void find_row(Row& row, const Table& table, const Bags& bags, int64_t at,
   if (__builtin_expect(position < 0 || position >= block.num_rows, 0)) return fault.note(Fault::DIRECTORY, at);
   row = {block.rows + position * block.stride, &block, bags.weights != nullptr ? bags.weights[at] : 1.0f};
   for (int64_t byte = 0; byte < block.stride; byte += LINE) __builtin_prefetch(row.bytes + byte);
-  // another cache line if the row straddles two, or half a window that begins in it; a number, because no byte need be there
+  // another cache line if the row straddles two, or half a window does; a number, because no byte need be there
   const uintptr_t end = reinterpret_cast<uintptr_t>(row.bytes) + block.stride + WINDOW_BYTES / 2;
   __builtin_prefetch(reinterpret_cast<const void*>(end - 1));
 }
@@ -225,6 +226,9 @@ Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t 
     const int64_t begin = bags.offsets[first_offset + bag], end = bags.offsets[first_offset + bag + 1];
     const bool rising = begin >= 0 && begin <= end && end <= last_id && last_id <= bags.num_ids;
     if (__builtin_expect(!rising, 0)) fault.note(Fault::OFFSETS, first_offset + bag);
+    if (bag + BAGS_AHEAD < last_bag) {  // bags of one feature lie pages apart, and stores wait in line for their pages
+      for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(out + BAGS_AHEAD * bags.width + d, 1);
+    }
     bool is_first = true;
     for (int64_t i = begin; rising && i < end; ++i) {
       const Row& row = ahead.row_of(i, last_id, table, bags, fault);

@@ -1,8 +1,8 @@
 // dnis_torchrec::packed_embedding_bag: bags of all features of a collection, pooled from rows of bit fields.
 //
 // A table is the rows of its blocks, one block after another, each row of a fixed number of bytes, and a directory that
-// says where every row stands (blocks/row_directory.py). A row's values are codes of mixed width at bit offsets that are
-// the same for all rows of a block; ops/packed_operator.py tells how the layout describes them.
+// says where every row stands (blocks/row_directory.py). A row's values are codes of mixed width at bit offsets that
+// are the same for all rows of a block; ops/packed_operator.py tells how the layout describes them.
 //
 // Shapes: B batch, F features, T tables, N rows of a table, K blocks of a table, D embedding_dim, I ids of a batch.
 
@@ -36,6 +36,7 @@ constexpr const char* OPERATOR = "packed_embedding_bag";
 #include "fused_bags.h"
 
 constexpr int64_t LINE = 64;          // bytes of a cache line
+constexpr int64_t BAGS_AHEAD = 16;    // whose outputs are asked of memory
 constexpr int64_t LANES = 16;         // columns of a group
 constexpr int64_t WINDOW_BYTES = 64;  // that hold the fields of a group: 16 of at most 32 bits
 constexpr int64_t QUAD_BYTES = 16;    // that hold the fields of four columns
@@ -110,7 +111,9 @@ struct Table {
   int64_t record_bytes;
   int64_t num_planes;
 
-  const uint8_t* record_of(int64_t row) const { return records + (row >> log_rows_per_record(num_planes)) * record_bytes; }
+  const uint8_t* record_of(int64_t row) const {
+    return records + (row >> log_rows_per_record(num_planes)) * record_bytes;
+  }
   void prefetch(int64_t row) const {
     const uint8_t* record = record_of(row);
     for (int64_t byte = 0; byte < record_bytes; byte += LINE) __builtin_prefetch(record + byte);
@@ -210,7 +213,8 @@ const Integer* table_rows(const Tensor& tensor, const char* argument, int64_t co
 const Tensor& tensor_at(const std::vector<Tensor>& tensors, int64_t index) {
   check(index < static_cast<int64_t>(tensors.size()), "table_layout", "tensors that exist");
   const Tensor& tensor = tensors[index];
-  check(tensor.dim() == 1 && tensor.is_contiguous() && tensor.is_cpu(), "tables", "one contiguous dimension on the CPU");
+  const bool fits = tensor.dim() == 1 && tensor.is_contiguous() && tensor.is_cpu();
+  check(fits, "tables", "one contiguous dimension on the CPU");
   return tensor;
 }
 
@@ -287,7 +291,8 @@ std::vector<Table> make_tables(
 // Fields of a feature: its table, its first output column, D, 1 for MEAN.
 std::vector<Feature> make_features(
     const Tensor& layout, const Tensor& block_layout, const Tensor& table_layout, const Tensor& groups,
-    const std::vector<Table>& tables, const std::optional<std::vector<int64_t>>& keys, int64_t num_keys, int64_t width) {
+    const std::vector<Table>& tables, const std::optional<std::vector<int64_t>>& keys, int64_t num_keys,
+    int64_t width) {
   const int64_t* fields = table_rows<int64_t>(layout, "feature_layout", FEATURE_FIELDS);
   const int64_t* table_fields = static_cast<const int64_t*>(table_layout.const_data_ptr());
   const int64_t* block_fields = static_cast<const int64_t*>(block_layout.const_data_ptr());
