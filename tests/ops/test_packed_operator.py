@@ -132,7 +132,8 @@ def test_directories_that_point_nowhere() -> None:
     for place, value in ((1, 0xFF), (3, 2**40), (3, -(2**63))):
         arguments, _ = call()
         tables = [table.clone() for table in arguments[3]]
-        tables[place][:24] = value  # of the rank directory the starts of all blocks but the last, which is none
+        # where blocks begin, all but the last, which is that of none
+        tables[place][: 24 // tables[place].itemsize] = value
         arguments[3] = tables
         with pytest.raises(ValueError, match=message):
             look_up(arguments)
