@@ -22,6 +22,8 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.block_collection import BlockLayout
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.logical_tables import LogicalTables
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from tests.packed_reference import packed
 from tests.serving_reference import table_scheme
 
 INTEGERS = (torch.int32, torch.int64)
@@ -172,19 +174,68 @@ def mixed_dimension_bag(random: Random) -> Case:
 
     def check(out: Tensor) -> None:
         factors = torch.ones(len(ids)) if weights is None else weights
-        bounds, parts = offsets_of(lengths), []
-        for table, key in zip(logical.tables, keys, strict=True):
-            pooled = torch.zeros(batch_size, table.embedding_dim)
-            for bag in range(batch_size):
-                begin, end = bounds[key * batch_size + bag], bounds[key * batch_size + bag + 1]
-                for place in range(begin, end):
-                    pooled[bag] += dense[table.name][ids[place]] * factors[place]
-                if table.pooling == "mean":
-                    pooled[bag] /= max(end - begin, 1)
-            parts.append(pooled)
-        same(out, torch.cat(parts, dim=1))
+        tables = [(table, dense[table.name]) for table in logical.tables]
+        same(out, pooled_by_loops(tables, keys, ids, lengths, factors, batch_size))
 
     return Case(arguments, check)
+
+
+def packed_embedding_bag(random: Random) -> Case:
+    """One or two tables of bit fields, whose rows stand by block, in one block, or anyhow; a key that nobody reads."""
+    batch_size = random.randint(1, 4)
+    schemes, stored, dense = {}, {}, {}
+    for name in "tu"[: random.randint(1, 2)]:
+        scheme, _, _ = draw_block_table(random, name, 32)
+        schemes[name], stored[name], dense[name] = packed(scheme, random)
+    module = PackedEmbeddingBagCollection(MixedDimensionScheme(schemes), stored)
+    features = [(f, table) for table in schemes.values() for f in table.feature_names]
+    names = ["f", "g", "x"]
+    random.shuffle(names)
+    rows_of = [min([table.num_embeddings for f, table in features if f == n], default=9) for n in names]
+    lengths = draw_lengths(random, 3 * batch_size, 4)
+    ids = draw_ids(random, lengths, rows_of)
+    weights = torch.randn(len(ids)) if random.random() < 0.5 else None
+    keys = [names.index(feature) for feature, _ in features]
+    arguments = [
+        integers(random, ids),
+        integers(random, offsets_of(lengths)),
+        weights,
+        list(module.tables.buffers()),
+        *module.outputs.buffers(),
+        keys,
+        batch_size,
+        sum(table.embedding_dim for _, table in features),
+        random.random() < 0.3,
+    ]
+    factors = torch.ones(len(ids)) if weights is None else weights
+
+    def check(out: Tensor) -> None:
+        tables = [(table, dense[table.name]) for _, table in features]
+        same(out, pooled_by_loops(tables, keys, ids, lengths, factors, batch_size))
+
+    return Case(arguments, check)
+
+
+def pooled_by_loops(
+    tables: list[tuple[TableScheme, Tensor]],
+    keys: list[int],
+    ids: list[int],
+    lengths: list[int],
+    factors: Tensor,
+    batch_size: int,
+) -> Tensor:
+    """Bags of all features, one id after the other."""
+    bounds, parts = offsets_of(lengths), []
+    for (table, dense), key in zip(tables, keys, strict=True):
+        pooled = torch.zeros(batch_size, table.embedding_dim)
+        for bag in range(batch_size):
+            begin, end = bounds[key * batch_size + bag], bounds[key * batch_size + bag + 1]
+            for place in range(begin, end):
+                pooled[bag] += dense[ids[place]] * factors[place]
+            if table.pooling == "mean":
+                pooled[bag] /= max(end - begin, 1)
+        parts.append(pooled)
+    return torch.cat(parts, dim=1)
 
 
 def bag_offsets(random: Random) -> Case:

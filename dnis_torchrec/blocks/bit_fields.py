@@ -9,6 +9,7 @@ Shapes: S blocks, D embedding_dim.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check
@@ -74,3 +75,28 @@ def _fields(bits: Tensor) -> tuple[Tensor, Tensor]:
         begin = ends[:, column] - widths[:, column]
         ends[:, column:] += (-begin % 8 * (widths[:, column] == FLOAT_BITS)).unsqueeze(1)
     return ends - widths, ends[:, -1]
+
+
+def packed_rows(fields: Tensor, bits: Tensor) -> Tensor:
+    """Rows of one block in bytes.
+
+    Args:
+        fields: ``(n, D)`` int64: codes in ``0 .. 2^bits - 1``, and of float32 columns the bits of the value (``value.
+            view(torch.int32)``); what stands at dropped columns is passed over.
+        bits: ``(D,)`` integers among `WIDTHS`.
+
+    Returns:
+        ``(n, stride)`` uint8.
+
+    Example:
+        >>> packed_rows(torch.tensor([[5, 9, 3]]), torch.tensor([3, 0, 6])).tolist()  # 011101 over 101
+        [[29, 0]]
+    """
+    (offsets,), (stride,) = field_offsets(bits.unsqueeze(0)), row_strides(bits.unsqueeze(0)).tolist()
+    packed = torch.zeros(len(fields), stride, dtype=torch.uint8)
+    for column, (width, offset) in enumerate(zip(bits.tolist(), offsets.tolist(), strict=True)):
+        first, last = offset // 8, (offset + width + 7) // 8
+        field = (fields[:, column].long() & ((1 << width) - 1)) << offset % 8
+        for byte in range(first, last):
+            packed[:, byte] |= (field >> 8 * (byte - first) & 0xFF).to(torch.uint8)
+    return packed

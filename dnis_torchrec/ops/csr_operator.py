@@ -23,6 +23,7 @@ from dnis_torchrec.ops.compact_pointers import num_rows_of, row_bounds
 from dnis_torchrec.ops.interleaved_rows import RowLayout, read_rows
 from dnis_torchrec.ops.mixed_dimension_operator import register_mixed_dimension_bag
 from dnis_torchrec.ops.native_build import LOOKUPS, NAMESPACE, once
+from dnis_torchrec.ops.packed_operator import register_packed_embedding_bag
 
 CSR_EMBEDDING_BAG = "csr_embedding_bag"
 CSR_SCHEMA = (
@@ -65,6 +66,7 @@ def load_operator() -> bool:
     register_bag_offsets(compiled=compiled)
     if compiled:
         register_mixed_dimension_bag()
+    register_packed_embedding_bag(compiled=compiled)
     return compiled
 
 

@@ -8,11 +8,15 @@ if TYPE_CHECKING:
     from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
     from dnis_torchrec.serving.csr_table import CsrTable
     from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
+    from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+    from dnis_torchrec.serving.packed_table import PackedTable
 
 __all__ = [
     "CsrEmbeddingBagCollection",
     "CsrTable",
     "MixedDimensionEmbeddingBagCollection",
+    "PackedEmbeddingBagCollection",
+    "PackedTable",
     "block_tables",
     "load_operator",
 ]
@@ -22,6 +26,8 @@ _HOME = {
     "CsrEmbeddingBagCollection": "dnis_torchrec.serving.csr_collection",
     "CsrTable": "dnis_torchrec.serving.csr_table",
     "MixedDimensionEmbeddingBagCollection": "dnis_torchrec.serving.mixed_dimension",
+    "PackedEmbeddingBagCollection": "dnis_torchrec.serving.packed",
+    "PackedTable": "dnis_torchrec.serving.packed_table",
     "block_tables": "dnis_torchrec.serving.mixed_dimension",
 }
 """Where each public name lives: a server loads the modules of the form that it serves, and no others."""

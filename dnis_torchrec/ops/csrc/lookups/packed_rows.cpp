@@ -1,0 +1,363 @@
+// dnis_torchrec::packed_embedding_bag: bags of all features of a collection, pooled from rows of bit fields.
+//
+// A table is the rows of its blocks, one block after another, each row of a fixed number of bytes, and a directory that
+// says where every row stands (blocks/row_directory.py). A row's values are codes of mixed width at bit offsets that
+// are the same for all rows of a block; ops/packed_operator.py tells how the layout describes them.
+//
+// Shapes: B batch, F features, T tables, N rows of a table, K blocks of a table, D embedding_dim, I ids of a batch.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(DNIS_PORTABLE)
+#define DNIS_X86 1
+#include <immintrin.h>
+#endif
+
+extern "C" const char* dnis_instruction_set(const char* limit);  // of the library, in csr_embedding_bag.cpp
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr const char* OPERATOR = "packed_embedding_bag";
+#include "fused_bags.h"
+
+constexpr int64_t LINE = 64;          // bytes of a cache line
+constexpr int64_t BAGS_AHEAD = 16;    // whose outputs are asked of memory
+constexpr int64_t LANES = 16;         // columns of a group
+constexpr int64_t WINDOW_BYTES = 64;  // that hold the fields of a group: 16 of at most 32 bits
+constexpr int64_t QUAD_BYTES = 16;    // that hold the fields of four columns
+constexpr int64_t READABLE_BYTES = WINDOW_BYTES + QUAD_BYTES + 4;  // that reading some window may touch
+
+// A rank directory, see blocks/row_directory.py.
+constexpr int64_t ROWS_PER_START = 1 << 16, START_BYTES = 8, COUNT_BYTES = 2;
+
+constexpr int64_t log_rows_per_record(int64_t num_planes) {
+  return num_planes < 3 ? 7 : num_planes > 6 ? 10 : 4 + num_planes;
+}
+
+constexpr int64_t rows_per_record(int64_t num_planes) { return int64_t{1} << log_rows_per_record(num_planes); }
+
+constexpr int64_t FEATURE_FIELDS = 4, TABLE_FIELDS = 5, BLOCK_FIELDS = 4;
+
+// Number k of an array that may begin at any byte.
+template <typename Number>
+inline Number read(const uint8_t* numbers, int64_t k) {
+  Number number;
+  __builtin_memcpy(&number, numbers + k * sizeof(Number), sizeof(Number));
+  return number;
+}
+
+inline float float_of_bits(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Sixteen columns of a block. Which bytes a field has is said twice, four to a column: within the group's window for
+// machines that pick from 64 bytes at once, within the window of its four columns for others.
+struct Group {
+  enum Kind : int32_t { EMPTY = 0, CODES = 1, WITH_FLOATS = 2 };
+
+  int32_t wide[LANES];
+  int32_t masks[LANES];  // of a field, where it stands in its bytes; 0: not retained; all bits: a float32
+  float scales[LANES];   // of the masked number
+  float biases[LANES];
+  int32_t narrow[LANES];
+  int32_t window;    // its first byte, from the row's
+  int32_t quads[4];  // first byte of the window of four columns, from the group's
+  int32_t kind;
+  int32_t unused[10];
+
+  bool is_within(int64_t stride) const {
+    uint32_t furthest = 0;
+    for (const int32_t quad : quads) furthest |= static_cast<uint32_t>(quad);
+    return window >= 0 && window <= stride && furthest < WINDOW_BYTES;
+  }
+};
+constexpr int64_t GROUP_FIELDS = sizeof(Group) / sizeof(int32_t);
+static_assert(GROUP_FIELDS == 96);
+
+struct Block {
+  const uint8_t* rows;
+  const Group* groups;  // (ceil(D / 16),), or null where nothing is stored
+  int64_t num_rows;
+  int64_t stride;  // bytes of a row
+};
+
+enum class Directory { NONE, SORTED, RANKS };
+
+struct Table {
+  const Block* blocks;  // (K,)
+  const uint8_t* end;   // of the rows of all blocks
+  const uint8_t* directory;
+  Directory kind;
+  int64_t num_blocks;
+  int64_t num_embeddings;
+  const uint8_t* records;
+  int64_t record_bytes;
+  int64_t num_planes;
+
+  const uint8_t* record_of(int64_t row) const {
+    return records + (row >> log_rows_per_record(num_planes)) * record_bytes;
+  }
+  void prefetch(int64_t row) const {
+    const uint8_t* record = record_of(row);
+    for (int64_t byte = 0; byte < record_bytes; byte += LINE) __builtin_prefetch(record + byte);
+  }
+};
+
+struct Feature {
+  const Table* table;
+  int64_t key;           // its place among the keys of the batch
+  int64_t first_column;  // of the output
+  int64_t embedding_dim;
+  bool is_mean;
+};
+
+struct Row {
+  const uint8_t* bytes;  // null where nothing is stored
+  const Block* block;
+  float weight;
+};
+
+// The first thing found wrong: what, and at which id (OFFSETS: which offset).
+struct Fault {
+  enum Kind { NONE, UNKNOWN_ID, OFFSETS, DIRECTORY, FIELDS };
+  Kind kind = NONE;
+  int64_t position = 0;
+
+  void note(Kind found, int64_t where) {
+    if (kind == NONE) *this = {found, where};
+  }
+};
+
+namespace baseline {
+#define DNIS_LEVEL 0
+#include "packed_kernel.h"
+#undef DNIS_LEVEL
+}  // namespace baseline
+
+#ifdef DNIS_X86
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,popcnt"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,popcnt")
+#endif
+namespace avx2 {
+#define DNIS_LEVEL 1
+#include "packed_kernel.h"
+#undef DNIS_LEVEL
+}  // namespace avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push( \
+    __attribute__((target("avx2,popcnt,bmi2,avx512f,avx512vl,avx512bw,avx512vbmi"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,popcnt,bmi2,avx512f,avx512vl,avx512bw,avx512vbmi")
+#endif
+namespace avx512 {
+#define DNIS_LEVEL 2
+#include "packed_kernel.h"
+#undef DNIS_LEVEL
+}  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // DNIS_X86
+
+using Pool = Fault (*)(const Feature&, const Bags&, int64_t, int64_t);
+
+// The widest loops that the machine has, up to the instruction set that lookups are to run on.
+Pool pool_of_machine() {
+#ifdef DNIS_X86
+  const std::string_view chosen = dnis_instruction_set(nullptr);
+  const bool has_vbmi = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2");
+  if (chosen == "avx512" && has_vbmi) return avx512::pool;
+  if (chosen != "baseline") return avx2::pool;  // a machine with AVX2 has POPCNT
+#endif
+  return baseline::pool;
+}
+
+// Rows of an integer table of so many columns, on the CPU.
+template <typename Integer>
+const Integer* table_rows(const Tensor& tensor, const char* argument, int64_t columns) {
+  const ScalarType dtype = sizeof(Integer) == 8 ? ScalarType::Long : ScalarType::Int;
+  const bool fits = tensor.dim() == 2 && tensor.size(1) == columns && tensor.scalar_type() == dtype &&
+                    tensor.is_contiguous() && tensor.is_cpu();
+  const void* data = tensor.const_data_ptr();
+  check(
+      fits && reinterpret_cast<uintptr_t>(data) % alignof(Integer) == 0, argument,
+      "contiguous integers on the CPU, with the columns that the operator's docstring names");
+  return static_cast<const Integer*>(data);
+}
+
+const Tensor& tensor_at(const std::vector<Tensor>& tensors, int64_t index) {
+  check(index < static_cast<int64_t>(tensors.size()), "table_layout", "tensors that exist");
+  const Tensor& tensor = tensors[index];
+  const bool fits = tensor.dim() == 1 && tensor.is_contiguous() && tensor.is_cpu();
+  check(fits, "tables", "one contiguous dimension on the CPU");
+  return tensor;
+}
+
+void set_directory(Table& table, const Tensor& directory) {
+  table.directory = static_cast<const uint8_t*>(directory.const_data_ptr());
+  if (directory.scalar_type() == ScalarType::Long) {
+    check(directory.numel() == table.num_blocks, "tables", "a boundary for each block and the rows of none");
+    table.kind = Directory::SORTED;
+    return;
+  }
+  check(directory.scalar_type() == ScalarType::Byte, "tables", "directories of int64 or uint8");
+  check(table.num_blocks >= 2 && table.num_blocks <= 256, "table_layout", "2 to 256 blocks beside a rank directory");
+  table.kind = Directory::RANKS;
+  while (int64_t{1} << table.num_planes < table.num_blocks) ++table.num_planes;
+  const int64_t per_record = rows_per_record(table.num_planes);
+  table.record_bytes = COUNT_BYTES * table.num_blocks + table.num_planes * per_record / 8;
+  const int64_t limit = std::numeric_limits<int64_t>::max() / 4096;  // so that nothing overflows
+  check(table.num_embeddings <= limit, "table_layout", "fewer rows");
+  const int64_t num_starts = (table.num_embeddings + ROWS_PER_START - 1) / ROWS_PER_START;
+  const int64_t num_records = (table.num_embeddings + per_record - 1) / per_record;
+  const int64_t start_bytes = START_BYTES * table.num_blocks * num_starts;
+  const bool fits = directory.numel() == start_bytes + num_records * table.record_bytes;
+  check(fits, "tables", "a record of the directory for all rows");
+  table.records = table.directory + start_bytes;
+}
+
+// Fields of a table: N, its first block, K, its rows and its directory among the tensors (-1: none).
+// Fields of a block: its first byte, its rows, the bytes of a row, its first group (-1: nothing is stored).
+std::vector<Table> make_tables(
+    const Tensor& table_layout, const Tensor& block_layout, const Tensor& groups, const std::vector<Tensor>& tensors,
+    std::vector<Block>& blocks) {
+  const int64_t* fields = table_rows<int64_t>(table_layout, "table_layout", TABLE_FIELDS);
+  const int64_t* block_fields = table_rows<int64_t>(block_layout, "block_layout", BLOCK_FIELDS);
+  const Group* all_groups = reinterpret_cast<const Group*>(table_rows<int32_t>(groups, "groups", GROUP_FIELDS));
+  blocks.resize(block_layout.size(0));
+  std::vector<Table> made(table_layout.size(0));
+  int64_t next_block = 0;
+  for (Table& table : made) {
+    const int64_t first = fields[1], num_blocks = fields[2], left = static_cast<int64_t>(blocks.size()) - next_block;
+    const bool is_own = first == next_block && num_blocks > 0 && num_blocks <= left;
+    check(is_own, "table_layout", "blocks that exist, those of one table behind those of another");
+    check(fields[0] >= 0, "table_layout", "no fewer than 0 rows");
+    next_block += num_blocks;
+    table = {};
+    table.blocks = blocks.data() + first;
+    table.num_blocks = num_blocks;
+    table.num_embeddings = fields[0];
+    const uint8_t* rows = nullptr;
+    int64_t num_bytes = 0;
+    if (fields[3] >= 0) {
+      const Tensor& tensor = tensor_at(tensors, fields[3]);
+      check(tensor.scalar_type() == ScalarType::Byte, "tables", "rows of uint8");
+      rows = static_cast<const uint8_t*>(tensor.const_data_ptr());
+      num_bytes = tensor.numel();
+    }
+    table.end = rows + num_bytes;
+    if (fields[4] >= 0) set_directory(table, tensor_at(tensors, fields[4]));
+    check(table.kind != Directory::NONE || num_blocks == 1, "table_layout", "one block where there is no directory");
+    for (int64_t s = first; s < first + num_blocks; ++s) {
+      const int64_t *field = block_fields + BLOCK_FIELDS * s, first_group = field[3];
+      if (first_group < 0) continue;
+      const int64_t begin = field[0], num_rows = field[1], stride = field[2];
+      const bool fits = begin >= 0 && begin <= num_bytes && num_rows >= 0 && stride > 0 &&
+                        num_rows <= (num_bytes - begin) / stride;
+      check(fits, "block_layout", "rows within those of the table");
+      check(first_group < groups.size(0), "block_layout", "groups that exist");
+      blocks[s] = {rows + begin, all_groups + first_group, num_rows, stride};
+    }
+    fields += TABLE_FIELDS;
+  }
+  return made;
+}
+
+// Fields of a feature: its table, its first output column, D, 1 for MEAN.
+std::vector<Feature> make_features(
+    const Tensor& layout, const Tensor& block_layout, const Tensor& table_layout, const Tensor& groups,
+    const std::vector<Table>& tables, const std::optional<std::vector<int64_t>>& keys, int64_t num_keys,
+    int64_t width) {
+  const int64_t* fields = table_rows<int64_t>(layout, "feature_layout", FEATURE_FIELDS);
+  const int64_t* table_fields = static_cast<const int64_t*>(table_layout.const_data_ptr());
+  const int64_t* block_fields = static_cast<const int64_t*>(block_layout.const_data_ptr());
+  check(!keys || static_cast<int64_t>(keys->size()) == layout.size(0), "keys", "one for each feature");
+  check(keys || layout.size(0) == num_keys, "offsets", "bags for each feature and for no other");
+  std::vector<Feature> features(layout.size(0));
+  Columns columns{width};
+  for (size_t f = 0; f < features.size(); ++f, fields += FEATURE_FIELDS) {
+    const int64_t table = fields[0], first_column = fields[1], embedding_dim = fields[2];
+    const int64_t key = keys ? (*keys)[f] : static_cast<int64_t>(f);
+    check(table >= 0 && table < static_cast<int64_t>(tables.size()), "feature_layout", "tables that exist");
+    columns.take(first_column, embedding_dim, "feature_layout");
+    check(key >= 0 && key < num_keys, "offsets", "bags for each feature");
+    const int64_t num_groups = (embedding_dim + LANES - 1) / LANES, first = table_fields[TABLE_FIELDS * table + 1];
+    for (int64_t s = first; s < first + tables[table].num_blocks; ++s) {
+      const int64_t first_group = block_fields[BLOCK_FIELDS * s + 3];
+      check(first_group <= groups.size(0) - num_groups, "block_layout", "groups for all columns");
+    }
+    features[f] = {&tables[table], key, first_column, embedding_dim, fields[3] != 0};
+  }
+  columns.check_all_taken("feature_layout");
+  return features;
+}
+
+std::string describe(const Fault& fault, size_t feature, const Feature& fields, const Bags& bags) {
+  const std::string place = std::string(OPERATOR) + ": feature " + std::to_string(feature) + ": expected ";
+  switch (fault.kind) {
+    case Fault::UNKNOWN_ID:
+      return place + "ids in 0.." + std::to_string(fields.table->num_embeddings - 1) + ", got " +
+             std::to_string(bags.ids[fault.position]);
+    case Fault::OFFSETS:
+      return std::string(OPERATOR) + ": offsets: expected " + RISING;
+    case Fault::DIRECTORY:
+      return place + "a directory of rows that exist, got others for row " + std::to_string(bags.ids[fault.position]);
+    default:
+      return place + "fields within their rows, got others for row " + std::to_string(bags.ids[fault.position]);
+  }
+}
+
+Tensor packed_embedding_bag(
+    const Tensor& ids, const Tensor& offsets, const std::optional<Tensor>& per_sample_weights,
+    const std::vector<Tensor>& tables, const Tensor& feature_layout, const Tensor& table_layout,
+    const Tensor& block_layout, const Tensor& groups, const std::optional<std::vector<int64_t>>& keys,
+    int64_t batch_size, int64_t width, bool zero_unknown) {
+  Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
+  if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
+  std::vector<Block> blocks;
+  const std::vector<Table> made = make_tables(table_layout, block_layout, groups, tables, blocks);
+  const std::vector<Feature> features =
+      make_features(feature_layout, block_layout, table_layout, groups, made, keys, bags.num_keys, width);
+  Tensor out = empty_output(batch_size, width);
+  bags.out = static_cast<float*>(out.mutable_data_ptr());
+  pool_all(features, bags, pool_of_machine(), [](int64_t) {}, describe);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
+  library.def(
+      "packed_embedding_bag(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, "
+      "Tensor feature_layout, Tensor table_layout, Tensor block_layout, Tensor groups, int[]? keys, SymInt batch_size, "
+      "int width, bool zero_unknown) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CPU, library) {
+  library.impl("packed_embedding_bag", TORCH_BOX(&packed_embedding_bag));
+}

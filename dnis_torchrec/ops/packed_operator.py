@@ -1,0 +1,266 @@
+"""The operator ``dnis_torchrec::packed_embedding_bag``: all features of a collection, from rows of bit fields.
+
+Two implementations of one meaning: compiled for the CPU (csrc/lookups/packed_rows.cpp), and from torch's own operators
+for every other device and where nothing can be compiled. A fake one lets torch.export through.
+
+A value of k bits is a number q in 0 .. 2^k - 1 that stands for ``scale * (q + shift / 2)``. A lookup masks the bytes in
+which the field begins, which gives ``q * 2^s`` where the field begins at bit s of a byte, and computes ``(q * 2^s) *
+(scale / 2^s) + scale * shift / 2``: the same in float32, because powers of two and q below 2^16 times a bfloat16 are
+exact.
+
+Shapes: B batch, F features, T tables, N rows of a table, S blocks, K of them that occur, G groups of 16 columns, I ids
+of a batch, D embedding_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, field_offsets
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.ops.batch_checks import INTEGERS
+
+PACKED_EMBEDDING_BAG = "packed_embedding_bag"
+PACKED_SCHEMA = (
+    f"{PACKED_EMBEDDING_BAG}(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, "
+    "Tensor feature_layout, Tensor table_layout, Tensor block_layout, Tensor groups, int[]? keys, SymInt batch_size, "
+    "int width, bool zero_unknown) -> Tensor"
+)
+"""The same as in the C++ source, which defines it where the library is loaded without Python."""
+
+COLUMNS_PER_GROUP = 16
+COLUMNS_PER_QUAD = 4
+GROUP_FIELDS = 96
+"""int32 numbers that describe a group, see `field_groups`."""
+_EMPTY, _CODES, _WITH_FLOATS = 0, 1, 2
+_WINDOW_BYTES, _QUAD_BYTES = 64, 16
+
+
+def register_packed_embedding_bag(*, compiled: bool) -> None:
+    """Makes the operator there; `load_operator` does so, once in a process.
+
+    Args:
+        compiled: whether the library is loaded, which defines it.
+    """
+    name = f"dnis_torchrec::{PACKED_EMBEDDING_BAG}"
+    if not compiled:
+        torch.library.define(name, PACKED_SCHEMA.removeprefix(PACKED_EMBEDDING_BAG))
+    # on the CPU the compiled implementation goes before this one
+    torch.library.impl(name, "CompositeExplicitAutograd", torch_packed_embedding_bag)
+    torch.library.register_fake(name, _fake)
+
+
+def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """What a lookup has to know of the columns of blocks, 16 of them in a group: 24 bytes for each column.
+
+    A group is 96 int32: sixteen of each of the first five, then seven, then zeros.
+
+    - bytes of the field within the 64 from the group's first on, four to a number, lowest first;
+    - mask of the field in these, all bits for a float32, 0 for a dropped column;
+    - scale of what is masked and bias, as the bits of float32;
+    - the bytes of the field again, within the 16 from the first of its four columns on;
+    - first byte of the group from the row's; first byte of its four times four columns from the group's;
+    - 0 if no column is retained, 2 if one is a float32, else 1.
+
+    Args:
+        bits: ``(S, D)`` integers among `WIDTHS`.
+        scale: ``(S, D)`` float32, above 0 and exact in bfloat16; read where there are codes.
+        shift: ``(S, D)`` int16; read where there are codes.
+
+    Returns:
+        ``(S * ceil(D / 16), 96)`` int32.
+
+    Example:
+        >>> groups = field_groups(torch.tensor([[3, 6]]), torch.ones(1, 2), torch.tensor([[0, -63]]))
+        >>> groups[0, 16:18].tolist(), groups[0, 32:50].view(torch.float32)[[0, 1, 16, 17]].tolist()
+        ([7, 504], [1.0, 0.125, 0.0, -31.5])
+    """
+    missing = (0, -bits.shape[1] % COLUMNS_PER_GROUP)
+    offset, width = pad(field_offsets(bits), missing), pad(bits.long(), missing)
+    is_code = (width > 0) & (width < FLOAT_BITS)
+    start, bit = (part.view(-1, COLUMNS_PER_GROUP) for part in (offset // 8, offset % 8))
+    retained = (width > 0).view(-1, COLUMNS_PER_GROUP)
+    window = _first(start, retained)
+    in_window = torch.where(retained, start - window, 0)
+    by_quad = in_window.view(-1, COLUMNS_PER_QUAD)
+    quad = _first(by_quad, retained.view(-1, COLUMNS_PER_QUAD))
+    in_quad = torch.where(retained, (by_quad - quad).view_as(start), 0)
+    mask = ((1 << width) - 1).view_as(start) << torch.where(retained, bit, 0)
+    is_float = (width == FLOAT_BITS).view_as(start)
+    mask = torch.where(is_float, -1, mask)
+    power = torch.where(is_code.view_as(start), bit, 0)
+    scales = torch.where(is_code, pad(scale, missing), 0.0).view(start.shape)
+    biases = scales * (torch.where(is_code, pad(shift, missing), 0).view(start.shape) / 2)
+    kind = torch.where(is_float.any(1), _WITH_FLOATS, torch.where(retained.any(1), _CODES, _EMPTY))
+    integers = [
+        _bytes_from(in_window, _WINDOW_BYTES),
+        mask,
+        (scales / (1 << power)).view(torch.int32),
+        biases.view(torch.int32),
+        _bytes_from(in_quad, _QUAD_BYTES),
+        window,
+        quad.view(-1, COLUMNS_PER_GROUP // COLUMNS_PER_QUAD),
+        kind.unsqueeze(1),
+    ]
+    groups = torch.cat([part.to(torch.int32) for part in integers], dim=1)
+    return pad(groups, (0, GROUP_FIELDS - groups.shape[1]))
+
+
+def _first(start: Tensor, retained: Tensor) -> Tensor:
+    """Where the first retained field of each row of a matrix starts; 0 where there is none."""
+    first = torch.where(retained, start, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
+    return torch.where(retained.any(1, keepdim=True), first, 0)
+
+
+def _bytes_from(start: Tensor, num_bytes: int) -> Tensor:
+    """Four bytes from `start` on, in one number; beyond the window stands what is masked out."""
+    return sum(((start + byte) % num_bytes << 8 * byte for byte in range(4)), start=torch.zeros_like(start))
+
+
+def torch_packed_embedding_bag(
+    ids: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    tables: Sequence[Tensor],
+    feature_layout: Tensor,
+    table_layout: Tensor,
+    block_layout: Tensor,
+    groups: Tensor,
+    keys: Sequence[int] | None,
+    batch_size: int,
+    width: int,
+    zero_unknown: bool,
+) -> Tensor:
+    """The operator's meaning, from torch's own operators; same arguments and result as the compiled one.
+
+    For feature f read from table t, with ids i_1 .. i_L of a bag and weights w (1 if there are none), ``out[bag,
+    first_column + d] = sum over i of w_i * value(i, d)``. A value is scale * (q + shift / 2), the float32 that is
+    stored, or 0 where column d of the block of row i is dropped; MEAN divides by L. The compiled one adds ids in their
+    order, so its result depends neither on the number of threads nor on the instruction set.
+
+    Args:
+        ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
+        offsets: ``(keys * B + 1,)`` int32 or int64: bag b of key k holds ids ``offsets[k * B + b]`` up to the next.
+        per_sample_weights: ``(I,)`` float32, or None.
+        tables: rows of tables, ``(bytes,)`` uint8, the rows of a block one after another, and directories, see
+            `RowDirectory.directory`, in any order.
+        feature_layout: ``(F, 4)`` int64, this and the next three on the CPU for lookups there: per feature its table,
+            its first output column, D, and 1 for MEAN.
+        table_layout: ``(T, 5)`` int64: per table N, its first block, how many it has, and the places of its rows and
+            its directory in `tables` (-1: none). Blocks are those of `RowDirectory.blocks`, or where the directory
+            holds boundaries all S and one more for rows of none; there is one where there is no directory.
+        block_layout: ``(blocks, 4)`` int64: per block the byte of its table's rows where its own begin, how many there
+            are, the bytes of one, and its first group (-1: nothing is stored).
+        groups: ``(groups, 96)`` int32, see `field_groups`; ceil(D / 16) for each block.
+        keys: per feature the position of its key among those of `offsets`; None: the features in order.
+        batch_size: B.
+        width: output columns, the sum of D over features.
+        zero_unknown: ids outside a table contribute zero (and count in L); otherwise they raise.
+
+    Returns:
+        ``(B, width)`` float32.
+
+    Raises:
+        ValueError: for an id outside its table, for offsets or a layout that point out of theirs, and for ids that are
+            no int32 or int64.
+
+    Example:
+        >>> groups = field_groups(torch.tensor([[4, 4]]), torch.ones(1, 2), torch.zeros(1, 2))
+        >>> rows = torch.tensor([0x21, 0x43], dtype=torch.uint8)
+        >>> layout = [torch.tensor([fields]) for fields in ([0, 0, 2, 0], [2, 0, 1, 0, -1], [0, 2, 1, 0])]
+        >>> ids, offsets = torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3])
+        >>> torch_packed_embedding_bag(ids, offsets, None, [rows], *layout, groups, None, 2, 2, False).tolist()
+        [[4.0, 6.0], [3.0, 4.0]]
+    """
+    place = PACKED_EMBEDDING_BAG
+    check(ids.dtype in INTEGERS, f"{place}: ids", "int32 or int64", ids.dtype)
+    bounds = offsets.long()
+    ends = (int(bounds[0]), int(bounds[-1])) if bounds.numel() else None
+    rises = ends == (0, ids.numel()) and bool((bounds.diff() >= 0).all())
+    check(rises, f"{place}: offsets", "them to rise from 0 to the number of ids", "others")
+    num_bags = bounds.numel() - 1
+    fits = keys is not None or not batch_size or num_bags == len(feature_layout) * batch_size
+    check(fits, f"{place}: offsets", "bags for each feature and for no other", num_bags)
+    out = torch.zeros(batch_size, width, device=ids.device)
+    for feature, (table, first_column, embedding_dim, is_mean) in enumerate(feature_layout.tolist()):
+        key = feature if keys is None else keys[feature]
+        bags = bounds[key * batch_size : (key + 1) * batch_size + 1]
+        first, last, lengths = int(bags[0]), int(bags[-1]), bags.diff()
+        fields, rows = table_layout[table].tolist(), ids[first:last].long()
+        is_row = (rows >= 0) & (rows < fields[0])
+        if not zero_unknown and not bool(is_row.all()):
+            requirement = f"ids in 0..{fields[0] - 1}"
+            raise ValueError(describe(f"{place}: feature {feature}", requirement, int(rows[~is_row][0])))
+        known = is_row.nonzero().squeeze(1)
+        values = _rows_of_table(tables, fields, block_layout, groups, rows[known], embedding_dim)
+        if per_sample_weights is not None:
+            values = values * per_sample_weights[first:last][known].unsqueeze(1)
+        bag = torch.repeat_interleave(lengths, output_size=last - first)[known]
+        pooled = out.new_zeros(batch_size, embedding_dim).index_add_(0, bag, values)
+        if is_mean:
+            pooled /= lengths.clamp(min=1).unsqueeze(1)
+        out[:, first_column : first_column + embedding_dim] = pooled
+    return out
+
+
+def _rows_of_table(
+    tables: Sequence[Tensor], fields: Sequence[int], block_layout: Tensor, groups: Tensor, rows: Tensor, dim: int
+) -> Tensor:
+    """The given rows of a table, ``(rows, D)`` float32."""
+    # most lookups are compiled, and need none of it
+    from dnis_torchrec.blocks.row_directory import RowDirectory
+
+    num_rows, first_block, num_blocks, of_rows, of_directory = fields
+    directory = rows.new_empty(0, dtype=torch.uint8) if of_directory < 0 else tables[of_directory]
+    num_known = num_blocks - 1 if directory.dtype == torch.int64 else num_blocks
+    found = RowDirectory(
+        num_embeddings=num_rows, num_blocks=num_known, blocks=tuple(range(num_blocks)), directory=directory
+    )
+    blocks, positions = found.locate(rows)
+    values = torch.zeros(len(rows), dim, device=rows.device)
+    for block in blocks.unique().tolist():
+        begin, size, stride, first_group = block_layout[first_block + block].tolist()
+        if first_group < 0:
+            continue
+        own = (blocks == block).nonzero().squeeze(1)
+        position = positions[own]
+        is_there = (position >= 0) & (position < size)
+        check(bool(is_there.all()), PACKED_EMBEDDING_BAG, "a directory of rows that exist", "others")
+        of_block = groups[first_group : first_group + -(-dim // COLUMNS_PER_GROUP)].to(rows.device)
+        values[own] = _values(tables[of_rows], begin + position * stride, of_block)[:, :dim]
+    return values
+
+
+def _values(rows: Tensor, start: Tensor, groups: Tensor) -> Tensor:
+    """Values of the rows that start at the given bytes: ``(rows, 16 * groups)`` float32."""
+    wide, masks, scales, biases = groups[:, : 4 * COLUMNS_PER_GROUP].split(COLUMNS_PER_GROUP, dim=1)
+    window = groups[:, 5 * COLUMNS_PER_GROUP]
+    byte = (window.unsqueeze(1) + (wide & 0xFF)).flatten().long()
+    four = start.view(-1, 1, 1) + byte.unsqueeze(1) + torch.arange(4, device=rows.device)
+    # what lies beyond the last row is masked out
+    field = rows[four.clamp(max=rows.numel() - 1)].int() << torch.arange(0, 32, 8, device=rows.device).int()
+    field = field.sum(2, dtype=torch.int64).to(torch.int32)
+    masks, scales, biases = masks.flatten(), scales.view(torch.float32).flatten(), biases.view(torch.float32).flatten()
+    values = (field & masks).float() * scales + biases
+    return torch.where(masks == -1, field.view(torch.float32), values)
+
+
+def _fake(
+    ids: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    tables: Sequence[Tensor],
+    feature_layout: Tensor,
+    table_layout: Tensor,
+    block_layout: Tensor,
+    groups: Tensor,
+    keys: Sequence[int] | None,
+    batch_size: int,
+    width: int,
+    zero_unknown: bool,
+) -> Tensor:
+    return ids.new_empty((batch_size, width), dtype=torch.float32)

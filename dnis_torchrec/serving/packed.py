@@ -1,0 +1,214 @@
+"""PackedEmbeddingBagCollection: a drop-in for an EmbeddingBagCollection over tables of bit fields.
+
+The form for columns of mixed precision: every column of every block of rows takes bits of its own, none where it is
+dropped, and one operator pools the bags of all features, straight into the columns of the output.
+
+Shapes: B batch, F features, T tables, I ids of a batch, N rows of a table, S blocks, D embedding_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dnis_torchrec.blocks.bit_fields import row_strides
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.ops.packed_operator import field_groups
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.held_buffers import HeldBuffers
+from dnis_torchrec.serving.logical_tables import OperatorCollection
+from dnis_torchrec.serving.packed_table import PackedTable, column_bits
+
+
+class _Layout(NamedTuple):
+    """What the operator wants to know of features, tables, blocks and groups of columns; see `packed_operator`."""
+
+    features: Tensor
+    tables: Tensor
+    blocks: Tensor
+    groups: Tensor
+
+
+class PackedEmbeddingBagCollection(OperatorCollection):
+    """Looks bags up in tables of bit fields; same keys and dims as the uncompressed collection.
+
+    For a bag with ids i_1 .. i_L and weights w (1 if unweighted), ``pooled = sum over i of w_i * v_i``. Column d of v_i
+    is ``scale * (q + shift / 2)`` with scale and shift of that column in the block of row i, the float32 that is
+    stored, or 0 where the column is dropped. MEAN divides by L, the length of the whole bag, as FBGEMM does also for
+    weighted bags. Rows of no block contribute zero.
+
+    Ids are added in their order, so the result depends neither on the number of threads nor on the instruction set.
+    Serving only: tables are buffers, nothing has a gradient. Safe to call from several threads at once. Beside the
+    tables, 24 bytes for each column of each block are made when the module is built.
+
+    Args:
+        scheme: the tables of ONE collection of a model.
+        tables: table name -> its rows. Buffers are taken as they are, memory-mapped ones too.
+        unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
+
+    Shape:
+        - Input: at least the collection's features in any order, ids int32 or int64, stride B.
+        - Output: KeyedTensor of ``(B, sum of D over features)``, keys as the uncompressed collection's: the feature, or
+          ``"feature@table"`` where several tables read it.
+
+    Raises:
+        ValueError: if the scheme holds no table, or tables of several collections; if a table is missing or has
+            other rows, columns or bits than the scheme says.
+
+    Example:
+        >>> from dnis_torchrec.blocks.row_routing import RowRouting
+        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
+        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 1, boundaries=torch.tensor([0, 3])),
+        ...     retained=torch.ones(1, 2).bool(), num_retained=6, bits=torch.tensor([[4, 4]], dtype=torch.uint8))
+        >>> rows = torch.tensor([[0x01], [0x24], [0x48]], dtype=torch.uint8)
+        >>> scale, shift = torch.tensor([[1.0, 0.5]]), torch.tensor([[0, -1]])
+        >>> packed = PackedTable.from_blocks(table, {0: rows}, scale, shift)
+        >>> ebc = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": table}), {"t": packed})
+        >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 2, 1]), lengths=torch.tensor([2, 1]))
+        >>> ebc(kjt).to_dict()["f"].tolist()
+        [[9.0, 1.5], [4.0, 0.75]]
+    """
+
+    def __init__(
+        self, scheme: MixedDimensionScheme, tables: Mapping[str, PackedTable], *, unknown_ids: str = "error"
+    ) -> None:
+        super().__init__(scheme, unknown_ids=unknown_ids)
+        buffers: dict[str, Tensor] = {}
+        for name, table in scheme.tables.items():
+            check_known("table", name, tables)
+            _check_table(table, tables[name])
+            parts = {"rows": tables[name].rows, "directory": tables[name].directory.directory}
+            buffers |= {f"{name}/{part}": tensor for part, tensor in parts.items() if tensor.numel()}
+        load_operator()
+        self._dims = self._logical.dims
+        self._width = sum(self._dims)
+        self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
+        self._table_bytes = sum(tables[name].num_bytes for name in scheme.tables)
+        # never none: AOTInductor hands an empty list of tensors over as None, which no operator takes
+        self.tables = HeldBuffers(buffers or {"none": torch.zeros(1, dtype=torch.uint8)})
+        self.outputs = HeldBuffers(self._output_layout(tables, list(buffers))._asdict(), persistent=False)
+
+    def _output_layout(self, packed: Mapping[str, PackedTable], buffers: list[str]) -> _Layout:
+        place_of = {name: place for place, name in enumerate(buffers)}
+        table_rows: list[list[int]] = []
+        block_rows: list[list[int]] = []
+        groups: list[Tensor] = []
+        position_of: dict[str, int] = {}
+        num_groups = 0
+        for table in self._logical.tables:
+            if table.name in position_of:
+                continue
+            position_of[table.name] = len(table_rows)
+            of_table = packed[table.name]
+            of_blocks = field_groups(of_table.bits, *of_table.scale_and_shift())
+            rows = _block_rows(of_table, num_groups, len(of_blocks) // table.routing.num_blocks)
+            places = [place_of.get(f"{table.name}/{part}", -1) for part in ("rows", "directory")]
+            table_rows.append([table.num_embeddings, len(block_rows), len(rows), *places])
+            block_rows += rows
+            groups.append(of_blocks)
+            num_groups += len(of_blocks)
+        features = [
+            [position_of[table.name], first, table.embedding_dim, int(table.pooling == "mean")]
+            for table, first in zip(self._logical.tables, self._logical.first_columns, strict=True)
+        ]
+        return _Layout(
+            features=torch.tensor(features),
+            tables=torch.tensor(table_rows),
+            blocks=torch.tensor(block_rows),
+            groups=torch.cat(groups),
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks bags up.
+
+        Args:
+            features: the bags, with weights if the collection is weighted. Keys may stand in any order and need not
+                be permuted; keys that nobody reads are passed over.
+
+        Returns:
+            Pooled embeddings, D per key.
+
+        Raises:
+            ValueError: if a feature or the weights are missing, the bags are not those of the ids (see `check_bags`),
+                or an id is unknown and ``"error"`` wanted.
+            TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
+            NotImplementedError: if the features of the batch differ in stride.
+        """
+        pooled = self._of_batch(features)
+        return KeyedTensor(keys=self._logical.names, length_per_key=self._dims, values=pooled)
+
+    def lookup(self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no KeyedJaggedTensor.
+
+        Args:
+            ids: ``(I,)`` int32 or int64: the bags of the first feature, then those of the second, and so on.
+            offsets: ``(F * B + 1,)`` int32 or int64: where each bag begins, and the number of ids.
+            per_sample_weights: ``(I,)`` float32.
+
+        Returns:
+            ``(B, sum of D over features)`` float32.
+
+        Raises:
+            ValueError: if an id is unknown and ``"error"`` wanted, `offsets` are no whole number of bags per feature
+                or do not rise from 0 to the number of ids, or weights are missing or not wanted.
+            TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
+        """
+        batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
+        return self._pooled(ids, offsets, per_sample_weights, None, batch_size, self._logical.features)
+
+    def _by_operator(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
+    ) -> Tensor:
+        if self._needs_int64 and ids.dtype == torch.int32:
+            requirement = "int64 ids, because a table has more than 2^31 rows"
+            raise TypeError(describe("KeyedJaggedTensor", requirement, ids.dtype, "hash to int64"))
+        # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
+        tables: Any = self._modules["tables"]
+        layout: Any = self._modules["outputs"]
+        return torch.ops.dnis_torchrec.packed_embedding_bag.default(
+            ids.contiguous(),
+            offsets.contiguous(),
+            None if weights is None else weights.contiguous(),
+            list(tables._buffers.values()),
+            *layout._buffers.values(),
+            keys,
+            batch_size,
+            self._width,
+            self._zero_unknown,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes the operator there in a process that received the module from another."""
+        super().__setstate__(state)
+        load_operator()
+
+    def table_bytes(self) -> int:
+        """Bytes of all tables: rows, scales, shifts, bits and directories."""
+        return self._table_bytes
+
+
+def _block_rows(table: PackedTable, first_group: int, groups_per_block: int) -> list[list[int]]:
+    """Rows of the operator's table of blocks: those that a directory may name, and for boundaries that of no rows."""
+    begins, counts = table.first_bytes().tolist(), table.row_counts.tolist()
+    strides, num_blocks = row_strides(table.bits).tolist(), table.directory.num_blocks
+    named = range(num_blocks + 1) if table.directory.is_sorted else table.directory.blocks
+    return [
+        [begins[s], counts[s], strides[s], first_group + s * groups_per_block]
+        if s < num_blocks and strides[s] * counts[s]
+        else [0, 0, 0, -1]
+        for s in named
+    ]
+
+
+def _check_table(table: TableScheme, packed: PackedTable) -> None:
+    place, shape = f"table {table.name!r}", (table.num_embeddings, *table.retained.shape)
+    received = (packed.directory.num_embeddings, *packed.bits.shape)
+    check(received == shape, place, f"rows, blocks and columns {shape}", received)
+    check(packed.bits.equal(column_bits(table)), place, "the bits of the scheme", "others")
+    counts = table.routing.row_counts()
+    check(packed.row_counts.equal(counts), place, f"blocks of {counts.tolist()} rows", "others")

@@ -1,0 +1,148 @@
+"""PackedTable: one table whose blocks store every column in bits of its own.
+
+Shapes: N rows, S blocks, D embedding_dim, C coded columns of all blocks (retained, and not in float32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, check_widths, row_strides
+from dnis_torchrec.blocks.row_directory import RowDirectory
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.scheme import TableScheme
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedTable:
+    """A table in bit fields: a value of k bits is a number q in 0 .. 2^k - 1 that stands for scale * (q + shift / 2).
+
+    Only shapes and dtypes are checked, and scales and shifts, which are few, so that a memory-mapped table is not read
+    before it is used; lookups check whatever else they rely on.
+
+    Attributes:
+        bits: ``(S, D)`` uint8 among `dnis_torchrec.blocks.bit_fields.WIDTHS`: of a value of column d of block s.
+        directory: where every row stands.
+        rows: ``(bytes,)`` uint8: the rows of block 0, one after another, those of block 1, and so on. A row's fields
+            stand where `dnis_torchrec.blocks.bit_fields.field_offsets` says.
+        scales: ``(C,)`` bfloat16, above 0: of the coded columns of block 0, rising, those of block 1, and so on.
+        shifts: ``(C,)`` int16, in the same order: in half steps.
+        row_counts: ``(S,)`` int64, rows of every block.
+
+    Raises:
+        ValueError: if the arrays do not describe N rows of D columns in S blocks.
+        TypeError: for other dtypes.
+    """
+
+    bits: Tensor
+    directory: RowDirectory
+    rows: Tensor
+    scales: Tensor
+    shifts: Tensor
+    row_counts: Tensor
+
+    def __post_init__(self) -> None:
+        dtypes = {"bits": torch.uint8, "rows": torch.uint8, "scales": torch.bfloat16, "shifts": torch.int16}
+        for name, dtype in dtypes.items():
+            received = getattr(self, name).dtype
+            if received != dtype:
+                raise TypeError(describe(f"PackedTable.{name}", f"{dtype}", received))
+        check_widths(self.bits, "PackedTable.bits")
+        num_blocks = self.directory.num_blocks
+        received = (*self.bits.shape[:1], *self.row_counts.shape)
+        check(received == (num_blocks,) * 2, "PackedTable", f"bits and row counts of {num_blocks}", received)
+        ends = self.first_bytes()[-1] + self.row_counts[-1:] * row_strides(self.bits)[-1:]
+        shapes = {"rows": int(ends), "scales": self.num_coded, "shifts": self.num_coded}
+        for name, size in shapes.items():
+            shape = tuple(getattr(self, name).shape)
+            check(shape == (size,), f"PackedTable.{name}", f"{size} of them", shape)
+        sound = bool((self.scales > 0).all()) and bool(self.scales.isfinite().all())
+        check(sound, "PackedTable.scales", "finite ones above 0", "others")
+
+    @classmethod
+    def from_blocks(cls, table: TableScheme, blocks: Mapping[int, Tensor], scale: Tensor, shift: Tensor) -> PackedTable:
+        """Puts the rows of blocks together.
+
+        Args:
+            table: scheme of the table; where it has no bits, all retained columns are float32.
+            blocks: block -> its rows, ``(rows, stride)`` uint8, for every block that has rows and retains a column.
+            scale: ``(S, D)``, above 0 and exact in bfloat16 where a column is coded.
+            shift: ``(S, D)`` integers within int16.
+
+        Raises:
+            ValueError: if a block is missing or has another shape.
+
+        Example:
+            >>> from dnis_torchrec.blocks.row_routing import RowRouting
+            >>> table = TableScheme(name="t", collection="ebc", num_embeddings=2, embedding_dim=2, pooling="sum",
+            ...     feature_names=("f",), is_weighted=False, routing=RowRouting(2, 1, boundaries=torch.tensor([0, 2])),
+            ...     retained=torch.ones(1, 2).bool(), num_retained=4, bits=torch.tensor([[4, 4]], dtype=torch.uint8))
+            >>> rows = torch.tensor([[0x21], [0x43]], dtype=torch.uint8)
+            >>> PackedTable.from_blocks(table, {0: rows}, torch.ones(1, 2), torch.zeros(1, 2)).num_bytes
+            12
+        """
+        bits, counts = column_bits(table), table.routing.row_counts()
+        strides, parts = row_strides(bits).tolist(), []
+        for block, (num_rows, stride) in enumerate(zip(counts.tolist(), strides, strict=True)):
+            if num_rows * stride:
+                place, rows = f"table {table.name!r}, block {block}", blocks.get(block)
+                received = "none" if rows is None else f"{rows.dtype} {tuple(rows.shape)}"
+                fits = rows is not None and tuple(rows.shape) == (num_rows, stride) and rows.dtype == torch.uint8
+                check(fits, place, f"rows: uint8 of shape {(num_rows, stride)}", received)
+                parts.append(blocks[block].reshape(-1))
+        is_code = coded_columns(bits)
+        return cls(
+            bits=bits,
+            directory=RowDirectory.of(table.routing),
+            rows=torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8),
+            scales=scale[is_code].bfloat16(),
+            shifts=shift[is_code].to(torch.int16),
+            row_counts=counts,
+        )
+
+    @property
+    def num_coded(self) -> int:
+        """C."""
+        return int(coded_columns(self.bits).sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of rows, scales, shifts, bits and directory; 0 where nothing is retained."""
+        if not bool(self.bits.any()):
+            return 0
+        parts = (self.rows, self.scales, self.shifts, self.bits, self.directory.directory)
+        return sum(part.nbytes for part in parts)
+
+    def first_bytes(self) -> Tensor:
+        """Where the rows of every block begin, ``(S,)`` int64."""
+        sizes = self.row_counts * row_strides(self.bits)
+        return sizes.cumsum(0) - sizes
+
+    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """Of every column of every block, ``(S, D)`` float32 and int16; 1 and 0 where there are no codes."""
+        is_code = coded_columns(self.bits)
+        scale, shift = torch.ones(self.bits.shape), torch.zeros(self.bits.shape, dtype=torch.int16)
+        scale[is_code], shift[is_code] = self.scales.float(), self.shifts
+        return scale, shift
+
+
+def column_bits(table: TableScheme) -> Tensor:
+    """Bits of every column of every block, ``(S, D)`` uint8; float32 for all that is retained where none are given.
+
+    Args:
+        table: scheme of the table.
+    """
+    return table.retained.to(torch.uint8) * FLOAT_BITS if table.bits is None else table.bits
+
+
+def coded_columns(bits: Tensor) -> Tensor:
+    """Which columns hold codes, of the shape of `bits`: neither dropped nor float32.
+
+    Args:
+        bits: integers among `WIDTHS`.
+    """
+    return (bits > 0) & (bits < FLOAT_BITS)

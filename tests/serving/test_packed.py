@@ -1,0 +1,258 @@
+"""PackedEmbeddingBagCollection against rows packed and pooled by hand, compiled and from torch's own operators."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import itertools
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dnis_torchrec.blocks.bit_fields import WIDTHS, packed_rows
+from dnis_torchrec.blocks.row_directory import directory_bytes
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.jobs.packaging import Signature, export_graph
+from dnis_torchrec.jobs.packaging.torchscript import to_torchscript
+from dnis_torchrec.ops import csr_operator
+from dnis_torchrec.ops.packed_operator import torch_packed_embedding_bag
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.serving import PackedEmbeddingBagCollection, PackedTable, load_operator
+from tests.packed_reference import draw_fields, packed, packed_by_hand, packed_case
+from tests.serving_reference import Case, cases, keyed_jagged_tensor, table_scheme, two_tables
+
+needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
+
+
+def arguments_of(module: PackedEmbeddingBagCollection, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> list:
+    """What the operator is given for the features in order."""
+    buffers = [list(part._buffers.values()) for part in (module.tables, module.outputs)]
+    batch_size = (offsets.numel() - 1) // len(module._logical.features)
+    return [ids, offsets, weights, buffers[0], *buffers[1], None, batch_size, module._width, module._zero_unknown]
+
+
+def large(dim: int, *, is_weighted: bool = False, blocks: int = 9) -> tuple[PackedEmbeddingBagCollection, Tensor]:
+    """One table of rows of every width in no order, and all of it dense."""
+    routing = RowRouting.from_map(torch.randint(blocks + 1, (3_000,)), blocks)
+    scheme = table_scheme("t", routing, torch.ones(blocks, dim).bool(), pooling="mean", is_weighted=is_weighted)
+    scheme, stored, dense = packed(scheme, Random(dim))
+    return PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored}), dense
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(0, 2**31), st.booleans())
+def test_pools_what_the_rows_stand_for(case: Case, seed: int, compiled: bool) -> None:
+    case, stored = packed_case(case, seed)
+    module = PackedEmbeddingBagCollection(case.scheme, stored)
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(torch.ops.dnis_torchrec.packed_embedding_bag, "default", torch_packed_embedding_bag)
+        pooled = module(case.kjt()).to_dict()
+    assert list(pooled) == list(case.expected())
+    for name, expected in case.expected().items():
+        torch.testing.assert_close(pooled[name], expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=40), st.integers(0, 2**31))
+def test_rows_are_packed_as_by_hand(bits: list[int], seed: int) -> None:
+    fields = draw_fields(Random(seed), 3, bits)
+    expected = [packed_by_hand(of_row, bits) for of_row in fields]
+    assert packed_rows(torch.tensor(fields), torch.tensor(bits)).tolist() == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", [1, 7, 16, 17, 40, 64, 100])
+def test_a_bag_of_one_id_gives_the_bits_of_its_row_on_every_instruction_set(dim: int) -> None:
+    torch.manual_seed(dim)
+    module, dense = large(dim)
+    ids = torch.randperm(3_000)
+    widest = csr_operator.instruction_set()
+    try:
+        for limit in csr_operator.INSTRUCTION_SETS:
+            csr_operator.instruction_set(limit=limit)
+            assert module.lookup(ids, torch.arange(3_001)).equal(dense[ids])
+    finally:
+        csr_operator.instruction_set(limit=widest)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", [5, 24, 64])
+def test_instruction_sets_and_threads_give_the_same_bits(dim: int) -> None:
+    torch.manual_seed(dim)
+    module, _ = large(dim, is_weighted=True)
+    lengths = torch.randint(0, 30, (800,))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids, weights = torch.randint(3_000, (int(offsets[-1]),)), torch.randn(int(offsets[-1]))
+    expected = torch_packed_embedding_bag(*arguments_of(module, ids, offsets, weights))
+    widest, found = csr_operator.instruction_set(), []
+    try:
+        for limit in csr_operator.INSTRUCTION_SETS:
+            csr_operator.instruction_set(limit=limit)
+            found.append(module.lookup(ids, offsets, weights))
+    finally:
+        csr_operator.instruction_set(limit=widest)
+    torch.set_num_threads(2)
+    try:
+        found.append(module.lookup(ids, offsets, weights))
+    finally:
+        torch.set_num_threads(1)
+    assert all(pooled.equal(found[0]) for pooled in found)
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+    with ThreadPoolExecutor(2) as pool:
+        at_once = [pool.submit(module.lookup, ids, offsets, weights) for _ in range(4)]
+        assert all(one.result().equal(found[0]) for one in at_once)
+
+
+@needs_compiler
+def test_nothing_behind_the_last_row_is_read() -> None:
+    """Rows end where memory does, as at the end of a mapped file: to read on would end the process."""
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + mmap.PAGESIZE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
+    widest = csr_operator.instruction_set()
+    for dim, seed in itertools.product((1, 3, 16, 30, 64), range(4)):
+        scheme = table_scheme("t", RowRouting(3, 1, boundaries=torch.tensor([0, 3])), torch.ones(1, dim).bool())
+        scheme, stored, dense = packed(scheme, Random(seed))
+        size = stored.rows.numel()
+        rows = torch.frombuffer(pages, dtype=torch.uint8, count=mmap.PAGESIZE)[mmap.PAGESIZE - size :]
+        rows.copy_(stored.rows)
+        tables = {"t": replace(stored, rows=rows)}
+        module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), tables)
+        try:
+            for limit in csr_operator.INSTRUCTION_SETS:
+                csr_operator.instruction_set(limit=limit)
+                assert module.lookup(torch.arange(3), torch.arange(4)).equal(dense)
+        finally:
+            csr_operator.instruction_set(limit=widest)
+
+
+def one_table(**options: Any) -> tuple[PackedEmbeddingBagCollection, Tensor]:
+    """Ten rows in three blocks, some in none."""
+    torch.manual_seed(0)
+    _, scheme = two_tables()
+    scheme_of_table, stored, dense = packed(scheme.tables["movie/seen"], Random(1))
+    scheme = MixedDimensionScheme({"movie/seen": scheme_of_table})
+    return PackedEmbeddingBagCollection(scheme, {"movie/seen": stored}, **options), dense
+
+
+def test_unknown_ids_are_named_or_contribute_zero() -> None:
+    module, dense = one_table()
+    with pytest.raises(ValueError, match=r"table 'movie/seen', feature 'movie': expected ids in 0\.\.9 .*got id 10"):
+        module(keyed_jagged_tensor({"movie": [[(3, 1.0)], [(10, 1.0)]]}))
+    module, dense = one_table(unknown_ids="zero")
+    pooled = module(keyed_jagged_tensor({"movie": [[(3, 1.0), (-1, 1.0)], [(10, 1.0)]]})).values()
+    assert pooled.equal(torch.stack([dense[3] / 2, torch.zeros(5)]))  # MEAN counts them
+    with pytest.raises(ValueError, match="unknown_ids: expected one of"):
+        one_table(unknown_ids="ignore")
+
+
+def test_int32_ids_of_a_table_with_more_rows_than_they_tell_apart_are_refused() -> None:
+    module, _ = one_table()
+    module._needs_int64 = True
+    with pytest.raises(TypeError, match="expected int64 ids, because a table has more than"):
+        module.lookup(torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1]))
+
+
+def test_bytes_are_those_of_the_form() -> None:
+    routing = RowRouting.from_map(torch.arange(1_000) % 3, 3)
+    bits = torch.tensor([[8, 4, 0, 32], [0, 0, 3, 3], [0, 0, 0, 0]], dtype=torch.uint8)
+    scheme = replace(table_scheme("t", routing, bits > 0), bits=bits)
+    blocks = {0: torch.zeros(334, 6, dtype=torch.uint8), 1: torch.zeros(333, 1, dtype=torch.uint8)}
+    stored = PackedTable.from_blocks(scheme, blocks, torch.ones(3, 4), torch.zeros(3, 4))
+    expected = 334 * 6 + 333 * 1 + 4 * 4 + 3 * 4 + directory_bytes(routing)
+    assert stored.num_bytes == expected
+    module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
+    assert module.table_bytes() == expected
+    assert {name.split("/")[-1] for name in module.state_dict()} == {"rows", "directory"}
+
+
+def test_a_table_in_which_nothing_is_retained() -> None:
+    routing = RowRouting.from_map(torch.tensor([0, 1, 0]), 2)
+    scheme = table_scheme("t", routing, torch.zeros(2, 3).bool())
+    stored = PackedTable.from_blocks(scheme, {}, torch.ones(2, 3), torch.zeros(2, 3))
+    module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
+    assert stored.num_bytes == module.table_bytes() == 0
+    assert module.lookup(torch.tensor([0, 2, 1]), torch.tensor([0, 1, 3])).equal(torch.zeros(2, 3))
+
+
+class Model(nn.Module):
+    """A collection and a layer."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection, self.out = collection, nn.Linear(5, 1)
+
+    def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
+        return self.out(self.collection(sparse_features).values()).squeeze(1)
+
+
+def test_packages_take_it() -> None:
+    """By torch.export, and from there by TorchScript, with any batch size; the module serves on."""
+    module, _ = one_table()
+    model, signature = Model(module), Signature(feature_names=("movie",), num_dense=1, is_weighted=False)
+    program = export_graph(model, signature)
+    ids, lengths = torch.tensor([1, 4, 6, 9]), torch.tensor([[1, 0, 2, 1, 0]], dtype=torch.int32)
+    bags = keyed_jagged_tensor({"movie": [[(1, 1.0)], [], [(4, 1.0), (6, 1.0)], [(9, 1.0)], []]})
+    with torch.no_grad():
+        expected = model(torch.zeros(5, 1), bags)
+        assert program.module()(torch.zeros(5, 1), ids, lengths).allclose(expected)
+        assert to_torchscript(program)(torch.zeros(5, 1), ids, lengths).allclose(expected)
+
+
+def test_a_copy_and_what_came_from_another_process_serve() -> None:
+    module, dense = one_table()
+    for other in (copy.deepcopy(module), torch.multiprocessing.reducer.ForkingPickler.loads(_pickled(module))):
+        assert other.lookup(torch.arange(10), torch.arange(11)).equal(dense)
+
+
+def _pickled(module: nn.Module) -> bytes:
+    return bytes(torch.multiprocessing.reducer.ForkingPickler.dumps(module))
+
+
+def test_parts_that_do_not_fit() -> None:
+    module, _ = one_table()
+    scheme = module._logical.tables[0]
+    _, stored, _ = packed(scheme, Random(1))
+    for field, message in (
+        ({"rows": stored.rows[:-1]}, r"PackedTable.rows: expected \d+ of them"),
+        ({"scales": -stored.scales}, "PackedTable.scales: expected finite ones above 0"),
+        ({"scales": stored.scales * torch.inf}, "PackedTable.scales: expected finite ones above 0"),
+        ({"shifts": stored.shifts[1:]}, r"PackedTable.shifts: expected \d+ of them"),
+        ({"bits": stored.bits[1:]}, "expected bits and row counts of 3"),
+        ({"bits": stored.bits * 0 + 9}, "PackedTable.bits: expected bits among"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(stored, **field)
+    with pytest.raises(TypeError, match=r"PackedTable.shifts: expected torch.int16, got torch.int64"):
+        replace(stored, shifts=stored.shifts.long())
+    with pytest.raises(ValueError, match="table 'movie/seen', block 0: expected rows: uint8 of shape"):
+        PackedTable.from_blocks(replace(scheme, bits=None), {}, torch.ones(3, 5), torch.zeros(3, 5))
+
+
+def test_tables_that_do_not_fit_the_scheme() -> None:
+    module, _ = one_table()
+    scheme = module._logical.tables[0]
+    _, stored, _ = packed(scheme, Random(1))
+    tables = MixedDimensionScheme({scheme.name: scheme})
+    with pytest.raises(ValueError, match="movie/seen"):
+        PackedEmbeddingBagCollection(tables, {})
+    plain = MixedDimensionScheme({scheme.name: replace(scheme, bits=None)})
+    with pytest.raises(ValueError, match="table 'movie/seen': expected the bits of the scheme"):
+        PackedEmbeddingBagCollection(plain, {scheme.name: stored})
+    other = RowRouting.from_map(torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 2, 3]), 3)
+    area = int((other.row_counts() * scheme.dims).sum())
+    moved = MixedDimensionScheme({scheme.name: replace(scheme, routing=other, num_retained=area)})
+    with pytest.raises(ValueError, match=r"table 'movie/seen': expected blocks of \[5, 3, 1\] rows"):
+        PackedEmbeddingBagCollection(moved, {scheme.name: stored})
+    wide = table_scheme(scheme.name, scheme.routing, torch.ones(3, 6).bool())
+    with pytest.raises(ValueError, match=r"expected rows, blocks and columns \(10, 3, 6\)"):
+        PackedEmbeddingBagCollection(MixedDimensionScheme({scheme.name: wide}), {scheme.name: stored})
