@@ -11,10 +11,11 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, check_widths, row_strides
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, check_widths, is_coded, row_strides
+from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.row_directory import directory_bytes
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.checks import check
+from dnis_torchrec.checks import check, describe
 
 FORMS = ("dense_fp32", "csr_fp32", "mixed_dimension_fp32")
 """Export forms whose size a scheme can tell before anything is written."""
@@ -50,6 +51,8 @@ class TableScheme:
         num_retained: number of retained values; less than the area of `retained` when single elements were pruned.
         bits: ``(S, D)`` uint8: bits in which a value of column d of block s is stored, among
             `dnis_torchrec.blocks.bit_fields.WIDTHS`, 0 where it is not retained; None: all retained ones in float32.
+        scale: ``(S, D)`` float32, see `dnis_torchrec.blocks.column_codes.ColumnCodes`; None where values have no codes.
+        shift: ``(S, D)`` int16, likewise.
     """
 
     name: str
@@ -63,6 +66,8 @@ class TableScheme:
     retained: Tensor
     num_retained: int
     bits: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
 
     def __post_init__(self) -> None:
         place = f"table {self.name!r}"
@@ -89,6 +94,21 @@ class TableScheme:
             requirement = f"bits of shape {shape}, above 0 where a column is retained and nowhere else"
             check(agrees, place, requirement, "others")
             check(self.is_block_structured, place, "whole columns of blocks beside bits", "single values")
+        if self.scale is not None or self.shift is not None:
+            check(self.bits is not None, place, "bits beside scales and shifts", "none")
+            _ = self.codes
+
+    @property
+    def codes(self) -> ColumnCodes:
+        """How retained values are stored.
+
+        Raises:
+            ValueError: if bits, scales or shifts are missing.
+        """
+        place, remedy = f"table {self.name!r}", "allocate bits first"
+        if self.bits is None or self.scale is None or self.shift is None:
+            raise ValueError(describe(place, "bits, scales and shifts of its columns", "none", remedy))
+        return ColumnCodes(self.bits, self.scale, self.shift)
 
     @property
     def dims(self) -> Tensor:
@@ -214,8 +234,8 @@ class MixedDimensionScheme:
         tensors: dict[str, Tensor] = {}
         for name, table in self.tables.items():
             tensors[f"{name}/retained"] = table.retained
-            if table.bits is not None:
-                tensors[f"{name}/bits"] = table.bits
+            stored = {"bits": table.bits, "scale": table.scale, "shift": table.shift}
+            tensors |= {f"{name}/{part}": value for part, value in stored.items() if value is not None}
             tensors |= {f"{name}/{key}": value for key, value in table.routing.to_tensors().items()}
         return tensors
 
@@ -250,7 +270,7 @@ class MixedDimensionScheme:
                 routing=RowRouting.from_tensors(fields["num_embeddings"], fields["num_blocks"], routing_tensors),
                 retained=tensors[f"{name}/retained"],
                 num_retained=fields["num_retained"],
-                bits=tensors.get(f"{name}/bits"),
+                **{part: tensors.get(f"{name}/{part}") for part in ("bits", "scale", "shift")},
             )
         return MixedDimensionScheme(tables)
 
@@ -303,15 +323,6 @@ def fixed_bytes(routing: RowRouting, embedding_dim: int) -> int:
         32
     """
     return routing.num_blocks * embedding_dim + directory_bytes(routing)
-
-
-def is_coded(bits: Tensor) -> Tensor:
-    """Which columns are stored in codes, with a scale and a shift: neither dropped nor float32.
-
-    Args:
-        bits: any shape, integers among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
-    """
-    return (bits > 0) & (bits < FLOAT_BITS)
 
 
 VALUES_PER_CHUNK = 2**22

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import PoolingType
 
-from dnis_torchrec.allocation.codes import ColumnCodes
 from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import BITS, BlockedTable, RoundingEnergies, blocked_tables, rounding_energies
 from dnis_torchrec.allocation.hulls import ColumnSteps, RowOptions, column_steps, row_options, widths_of
 from dnis_torchrec.allocation.spending import Path, Purse, Spent
 from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, fixed_bytes, packed_bytes
@@ -39,14 +39,12 @@ class Allocation:
     """How every column of every block is stored. The same on every rank.
 
     Attributes:
-        scheme: with the bits of every table that has blocks.
-        codes: table -> scales and shifts at these bits.
+        scheme: with bits, scales and shifts of every table that has blocks.
         predicted_loss_increase: over the loss of the model as it is, to second order.
         num_bytes: served, all tables together.
     """
 
     scheme: MixedDimensionScheme
-    codes: Mapping[str, ColumnCodes]
     predicted_loss_increase: float
     num_bytes: int
 
@@ -197,15 +195,13 @@ class _Problem:
         """Scheme and codes of what was bought."""
         index = widths_of(self.steps, self.options, spent.row_bytes, max(t.config.embedding_dim for t in self.tables))
         sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
-        schemes, codes = {}, {}
+        schemes = {}
         for table, of_table in zip(self.tables, self.bits[index].split(sizes), strict=True):
             bits = of_table[:, : table.config.embedding_dim].contiguous()
-            schemes[table.config.name] = _scheme_of(table, self.blocks, bits.to(torch.uint8))
-            codes[table.config.name] = energies.codes(table.config.name, bits)
+            schemes[table.config.name] = _scheme_of(table, self.blocks, energies.codes(table.config.name, bits))
         loss = self.options.loss.gather(1, spent.row_bytes[:, None])
         return Allocation(
             scheme=MixedDimensionScheme(schemes),
-            codes=codes,
             predicted_loss_increase=max(0.0, float(loss.sum())),
             num_bytes=sum(map(packed_bytes, schemes.values())),
         )
@@ -236,8 +232,8 @@ def _predicted_losses(
     return losses
 
 
-def _scheme_of(table: BlockedTable, blocks: RowBlocks, bits: Tensor) -> TableScheme:
-    config, routing = table.config, blocks.routings[table.config.name]
+def _scheme_of(table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes) -> TableScheme:
+    config, routing, bits = table.config, blocks.routings[table.config.name], codes.bits
     return TableScheme(
         name=config.name,
         collection=table.collection,
@@ -249,7 +245,7 @@ def _scheme_of(table: BlockedTable, blocks: RowBlocks, bits: Tensor) -> TableSch
         routing=routing,
         retained=bits > 0,
         num_retained=int((routing.row_counts() * (bits > 0).sum(1)).sum()),
-        bits=bits,
+        **vars(codes),
     )
 
 

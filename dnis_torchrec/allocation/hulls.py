@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS
-from dnis_torchrec.scheme import COLUMN_BYTES, is_coded
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
+from dnis_torchrec.scheme import COLUMN_BYTES
 
 LOOK_AHEAD = 24
 """Steps that are tried for what is left of a row."""

@@ -48,6 +48,7 @@ SAFETENSORS_DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "U16": torch.uint16,
+    "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
     "F16": torch.float16,

@@ -33,6 +33,15 @@ def check_widths(bits: Tensor, place: str) -> None:
     check(not others, place, f"bits among {WIDTHS}", others)
 
 
+def is_coded(bits: Tensor) -> Tensor:
+    """Which columns are stored in codes, with a scale and a shift: neither dropped nor float32.
+
+    Args:
+        bits: any shape, integers among `WIDTHS`.
+    """
+    return (bits > 0) & (bits < FLOAT_BITS)
+
+
 def field_offsets(bits: Tensor) -> Tensor:
     """First bit of every field in its row.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, check_widths, row_strides
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, check_widths, is_coded, row_strides
 from dnis_torchrec.blocks.row_directory import RowDirectory
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.scheme import TableScheme
@@ -94,7 +94,7 @@ class PackedTable:
                 fits = rows is not None and tuple(rows.shape) == (num_rows, stride) and rows.dtype == torch.uint8
                 check(fits, place, f"rows: uint8 of shape {(num_rows, stride)}", received)
                 parts.append(blocks[block].reshape(-1))
-        is_code = coded_columns(bits)
+        is_code = is_coded(bits)
         return cls(
             bits=bits,
             directory=RowDirectory.of(table.routing),
@@ -107,7 +107,7 @@ class PackedTable:
     @property
     def num_coded(self) -> int:
         """C."""
-        return int(coded_columns(self.bits).sum())
+        return int(is_coded(self.bits).sum())
 
     @property
     def num_bytes(self) -> int:
@@ -124,7 +124,7 @@ class PackedTable:
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor]:
         """Of every column of every block, ``(S, D)`` float32 and int16; 1 and 0 where there are no codes."""
-        is_code = coded_columns(self.bits)
+        is_code = is_coded(self.bits)
         scale, shift = torch.ones(self.bits.shape), torch.zeros(self.bits.shape, dtype=torch.int16)
         scale[is_code], shift[is_code] = self.scales.float(), self.shifts
         return scale, shift
@@ -137,12 +137,3 @@ def column_bits(table: TableScheme) -> Tensor:
         table: scheme of the table.
     """
     return table.retained.to(torch.uint8) * FLOAT_BITS if table.bits is None else table.bits
-
-
-def coded_columns(bits: Tensor) -> Tensor:
-    """Which columns hold codes, of the shape of `bits`: neither dropped nor float32.
-
-    Args:
-        bits: integers among `WIDTHS`.
-    """
-    return (bits > 0) & (bits < FLOAT_BITS)

@@ -17,10 +17,10 @@ from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import RoundingEnergies, TableEnergies, rounding_energies
 from dnis_torchrec.allocation.hulls import RowOptions, column_steps, lower_hull, row_options, widths_of
 from dnis_torchrec.allocation.spending import Path, Purse
-from dnis_torchrec.blocks.bit_fields import row_strides
+from dnis_torchrec.blocks.bit_fields import is_coded, row_strides
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.scheme import fixed_bytes, is_coded, packed_bytes
+from dnis_torchrec.scheme import fixed_bytes, packed_bytes
 from dnis_torchrec.soft_selection.swap import prepare_
 from tests import small_models
 from tests.reference import least_loss_reference
@@ -257,7 +257,7 @@ def test_codes_are_those_measured_at_the_chosen_bits() -> None:
     model = Model([300], [8], 3, 1, (0, 2, 3, 4, 8, 32))
     energies = rounding_energies(model.collection, model.blocks, model.counts, bits=model.energies.bits)
     found = allocate(model.collection, model.blocks, model.counts, model.curvature, compression=5, bits=energies.bits)
-    table, codes = found.scheme.tables["t0"], found.codes["t0"]
+    table, codes = found.scheme.tables["t0"], found.scheme.tables["t0"].codes
     assert table.bits is not None
     assert torch.equal(codes.bits, table.bits)
     assert len(table.bits.unique()) > 2

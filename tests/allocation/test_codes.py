@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dnis_torchrec.allocation.codes import ColumnCodes, decode, encode, fit_codes
+from dnis_torchrec.allocation.codes import fit_codes
+from dnis_torchrec.blocks.column_codes import ColumnCodes, decode_rows, encode_rows
 from tests.reference import rounded_reference, rounding_error_reference
 
 BITS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32]
@@ -92,7 +93,9 @@ def test_constant_columns_are_exact(value: float) -> None:
         codes = ColumnCodes(torch.tensor([[width]]).byte(), fitted.scale[index, None], fitted.shift[index, None])
         block = torch.zeros(5, dtype=torch.int64)
         if width:
-            torch.testing.assert_close(decode(encode(values, block, codes), block, codes), values, rtol=5e-7, atol=0)
+            torch.testing.assert_close(
+                decode_rows(encode_rows(values, block, codes), block, codes), values, rtol=5e-7, atol=0
+            )
 
 
 def test_a_huge_outlier_is_kept_where_that_errs_least() -> None:
@@ -115,8 +118,8 @@ def test_codes_are_the_nearest_ones(data: st.DataObject, blocks: int, columns: i
     codes = ColumnCodes(bits, scale, shift)
     values = drawn([-9.3, -1.01, 0.0, 0.3, 0.77, 5.2], rows).float()
     of_rows = torch.tensor(data.draw(st.lists(st.integers(0, blocks), min_size=rows, max_size=rows)), dtype=torch.int64)
-    encoded = encode(values, of_rows, codes)
-    decoded = decode(encoded, of_rows, codes)
+    encoded = encode_rows(values, of_rows, codes)
+    decoded = decode_rows(encoded, of_rows, codes)
     assert encoded.dtype == torch.int32
     for row in range(rows):
         for column in range(columns):
@@ -138,4 +141,4 @@ def test_values_that_are_none_are_refused() -> None:
     codes = ColumnCodes(torch.full((2, 2), 4).byte(), torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.int16))
     values = torch.tensor([[0.0, 1.0], [2.0, torch.nan]])
     with pytest.raises(ValueError, match=r"codes: expected finite values, got nan in block 1, column 1"):
-        encode(values, torch.tensor([0, 1]), codes)
+        encode_rows(values, torch.tensor([0, 1]), codes)

@@ -1,0 +1,116 @@
+r"""Column codes: how the values of a block's columns are stored, in k bits a value.
+
+.. math:: x \approx s (q + m / 2), \quad q \in \{0, .., 2^k - 1\}
+
+The scale s is a bfloat16, the shift m an int16 in half steps. Codes are symmetric at :math:`m = -(2^k - 1)`: all levels
+are used, none of them is 0. Columns of 32 bits are float32 as they are, those of 0 bits are 0.
+
+Shapes: n rows, D embedding_dim, S blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
+from dnis_torchrec.checks import check
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnCodes:
+    """How the columns of a table's blocks are stored.
+
+    Attributes:
+        bits: ``(S, D)`` uint8, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
+        scale: ``(S, D)`` float32, each a bfloat16 above 0; 1 where a column has no codes.
+        shift: ``(S, D)`` int16, half steps; 0 where a column has no codes.
+    """
+
+    bits: Tensor
+    scale: Tensor
+    shift: Tensor
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("bits", torch.uint8), ("scale", torch.float32), ("shift", torch.int16)):
+            value = getattr(self, name)
+            fits = value.dtype == dtype and value.shape == self.bits.shape
+            check(
+                fits,
+                f"ColumnCodes.{name}",
+                f"{dtype} of shape {tuple(self.bits.shape)}",
+                f"{value.dtype} {tuple(value.shape)}",
+            )
+
+
+def encode_rows(chunk: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
+    """Codes of some rows. Local.
+
+    Args:
+        chunk: ``(n, D)`` float32, rows of a table.
+        blocks: ``(n,)`` int64, the block of each row, S for none.
+        codes: of the whole table.
+
+    Returns:
+        ``(n, D)`` int32: codes, a float32's own bits at 32 bits, and 0 for dropped columns and rows of no block.
+
+    Raises:
+        ValueError: for NaN or infinity, naming the block and the column.
+
+    Example:
+        >>> one = torch.ones(1, 2)
+        >>> codes = ColumnCodes(torch.tensor([[2, 32]]).byte(), one, torch.tensor([[-3, 0]]).short())
+        >>> encoded = encode_rows(torch.tensor([[0.4, 7.0], [9.0, 7.0]]), torch.tensor([0, 1]), codes)
+        >>> encoded[:, 0].tolist(), decode_rows(encoded, torch.tensor([0, 1]), codes).tolist()
+        ([2, 0], [[0.5, 7.0], [0.0, 0.0]])
+    """
+    check_finite(chunk, blocks, "codes")
+    bits, scale, shift = _of_rows(blocks, codes)
+    largest = torch.where(is_coded(bits), (1 << bits.clamp(max=16)) - 1, 0)
+    nearest = torch.minimum((chunk / scale - shift / 2).round_().clamp_(min=0), largest.float()).int()
+    return torch.where(bits == FLOAT_BITS, chunk.contiguous().view(torch.int32), nearest)
+
+
+def decode_rows(encoded: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
+    """The values that codes stand for. Local.
+
+    Args:
+        encoded: ``(n, D)`` int32, see `encode_rows`.
+        blocks: ``(n,)`` int64, the block of each row, S for none.
+        codes: of the whole table.
+
+    Returns:
+        ``(n, D)`` float32; 0 in dropped columns and rows of no block.
+    """
+    bits, scale, shift = _of_rows(blocks, codes)
+    values = scale * encoded + scale * (shift / 2)
+    values = torch.where(is_coded(bits), values, 0.0)
+    return torch.where(bits == FLOAT_BITS, encoded.contiguous().view(torch.float32), values)
+
+
+def check_finite(chunk: Tensor, blocks: Tensor, place: str) -> None:
+    """Checks that rows hold no NaN and no infinity.
+
+    Args:
+        chunk: ``(n, D)``.
+        blocks: ``(n,)``, the block of each row.
+        place: whose rows they are, for the error.
+
+    Raises:
+        ValueError: naming the block and the column of the first.
+    """
+    if not bool(chunk.isfinite().all()):
+        row, column = (~chunk.isfinite()).nonzero()[0].tolist()
+        received = f"{chunk[row, column].item()} in block {int(blocks[row])}, column {column}"
+        check(False, place, "finite values", received, "go back to the last good checkpoint")
+
+
+def _of_rows(blocks: Tensor, codes: ColumnCodes) -> tuple[Tensor, Tensor, Tensor]:
+    """(bits as int32, scale, shift) of every value: ``(n, D)`` each; rows of no block have no bits."""
+    num_columns = codes.bits.shape[1]
+    bits = torch.cat([codes.bits.int(), torch.zeros(1, num_columns, dtype=torch.int32)])
+    scale = torch.cat([codes.scale, torch.ones(1, num_columns)])
+    shift = torch.cat([codes.shift.float(), torch.zeros(1, num_columns)])
+    return bits[blocks], scale[blocks], shift[blocks]
