@@ -158,6 +158,17 @@ def test_bytes_are_spent_as_well_as_brute_force_would(data: st.DataObject, num_b
         assert found == pytest.approx(least_loss_reference(options, [0] * num_blocks, [0], budget), abs=1e-12)
 
 
+def test_what_is_left_buys_the_next_steps_that_fit() -> None:
+    """Steps of 50, 30 and 7 bytes, in the order of their slopes."""
+    num_bytes = torch.tensor([[0, 50], [0, 30], [0, 7]])
+    loss = torch.tensor([[100.0, 0.0], [30.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+    none = torch.zeros(3, dtype=torch.int64)
+    purse = Purse(Path.of(row_options_of(num_bytes, loss)), none, none[:1])
+    bought = {budget: purse.spend(budget).num_bytes for budget in (6, 7, 29, 30, 37, 49, 50, 56, 57, 79, 80, 87)}
+    assert bought == {6: 0, 7: 7, 29: 7, 30: 30, 37: 37, 49: 37, 50: 50, 56: 50, 57: 57, 79: 57, 80: 80, 87: 87}
+    assert purse.spend(0).smallest == 7
+
+
 def test_what_opens_a_table_never_makes_more_bytes_worse() -> None:
     """The steepest step takes 110 bytes with what opens its table; two others save more, and take 109."""
     num_bytes = torch.tensor([[0, 10], [0, 60], [0, 49]])
