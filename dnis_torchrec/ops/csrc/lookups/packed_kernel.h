@@ -3,8 +3,9 @@
 // Nothing of the standard library here: a shared inline function compiled for one instruction set could be called on a
 // machine without it.
 //
-// Every level gives the same bits: value = number * scale + bias, times the weight, added in the order of the ids and
-// never fused. Whatever ids, offsets, directories and layouts hold, nothing outside the buffers is read or written.
+// Every level gives the same bits: value = number * scale + bias, times the weight if there is one, added to zero in
+// the order of the ids, never fused. Whatever ids, offsets, directories and layouts hold, nothing outside the buffers is
+// read or written.
 
 // Which block a row of a record has, and how many rows of that block stand before it there. All words of the planes are
 // counted, because where to end would be a guess.
@@ -63,6 +64,23 @@ inline bool locate(const Table& table, int64_t row, int64_t& block, int64_t& pos
 }
 
 #if DNIS_LEVEL == 2
+using Sums = __m512;  // of the 16 columns of a group
+
+inline Sums no_sums() { return _mm512_setzero_ps(); }
+
+inline __mmask16 lanes_of(int64_t columns) {
+  return static_cast<__mmask16>(columns >= LANES ? 0xffff : (1 << columns) - 1);
+}
+
+inline Sums load_sums(const float* out, int64_t columns) { return _mm512_maskz_loadu_ps(lanes_of(columns), out); }
+
+inline void store_sums(float* out, int64_t columns, Sums sums) {
+  if (columns >= LANES) return _mm512_storeu_ps(out, sums);
+  _mm512_mask_storeu_ps(out, lanes_of(columns), sums);
+}
+
+inline bool is_within(const Group& group, int64_t stride) { return group.window >= 0 && group.window <= stride; }
+
 // The bytes of a window that lie in the row; what is masked out is not read. Half a window where that is all there is:
 // reading the other half waits for a cache line that nobody asked for, masked out or not.
 inline __m512i bytes_of_window(const uint8_t* window, int64_t left) {
@@ -75,10 +93,9 @@ inline __m512i bytes_of_window(const uint8_t* window, int64_t left) {
 }
 
 // All 16 columns of a group: their bytes are taken out of a window of 64.
-template <bool first>
+template <bool is_weighted>
 inline void add_group(
-    float* out, const uint8_t* window, int64_t left, const uint8_t*, const Group& group, float factor,
-    int64_t columns) {
+    Sums& sums, const uint8_t* window, int64_t left, const uint8_t*, const Group& group, float weight) {
   const __m512i field = _mm512_permutexvar_epi8(_mm512_loadu_si512(group.wide), bytes_of_window(window, left));
   const __m512i mask = _mm512_loadu_si512(group.masks);
   const __m512 number = _mm512_cvtepi32_ps(_mm512_and_si512(field, mask));
@@ -87,17 +104,16 @@ inline void add_group(
     const __mmask16 is_float = _mm512_cmpeq_epi32_mask(mask, _mm512_set1_epi32(-1));
     value = _mm512_mask_mov_ps(value, is_float, _mm512_castsi512_ps(field));
   }
-  value = _mm512_mul_ps(value, _mm512_set1_ps(factor));
-  if (columns >= LANES) {
-    if constexpr (!first) value = _mm512_add_ps(_mm512_loadu_ps(out), value);
-    _mm512_storeu_ps(out, value);
-  } else {
-    const __mmask16 lanes = static_cast<__mmask16>((1 << columns) - 1);
-    if constexpr (!first) value = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, out), value);
-    _mm512_mask_storeu_ps(out, lanes, value);
-  }
+  if constexpr (is_weighted) value = _mm512_mul_ps(value, _mm512_set1_ps(weight));
+  sums = _mm512_add_ps(sums, value);
 }
 #else
+inline bool is_within(const Group& group, int64_t stride) {
+  uint32_t furthest = 0;
+  for (const int32_t quad : group.quads) furthest |= static_cast<uint32_t>(quad);
+  return group.window >= 0 && group.window <= stride && furthest < WINDOW_BYTES;
+}
+
 // A window that may be read beyond its end: itself, or where the table ends there a copy.
 inline const uint8_t* readable(const uint8_t* window, int64_t left, const uint8_t* end, uint8_t* copy) {
   if (__builtin_expect(end - window >= READABLE_BYTES, 1)) return window;
@@ -106,22 +122,47 @@ inline const uint8_t* readable(const uint8_t* window, int64_t left, const uint8_
   return copy;
 }
 
-template <bool first>
+#if DNIS_LEVEL == 1
+struct Sums {  // of the 16 columns of a group
+  __m256 halves[2];
+};
+
+inline Sums no_sums() { return {{_mm256_setzero_ps(), _mm256_setzero_ps()}}; }
+
+inline __m256i lanes_of(int64_t columns) {
+  const int32_t count = columns >= 8 ? 8 : columns < 0 ? 0 : static_cast<int32_t>(columns);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+inline Sums load_sums(const float* out, int64_t columns) {
+  return {{_mm256_maskload_ps(out, lanes_of(columns)), _mm256_maskload_ps(out + 8, lanes_of(columns - 8))}};
+}
+
+inline void store_sums(float* out, int64_t columns, const Sums& sums) {
+  for (int64_t half = 0; half < 2; ++half, out += 8, columns -= 8) {
+    if (columns >= 8) {
+      _mm256_storeu_ps(out, sums.halves[half]);
+    } else if (columns > 0) {
+      _mm256_maskstore_ps(out, lanes_of(columns), sums.halves[half]);
+    }
+  }
+}
+
+// Eight columns at a time, four in each half of a register: their bytes are taken out of a window of 16.
+template <bool is_weighted>
 inline void add_group(
-    float* out, const uint8_t* window, int64_t left, const uint8_t* end, const Group& group, float factor,
-    int64_t columns) {
+    Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end, const Group& group, float weight) {
   uint8_t copy[READABLE_BYTES];
   const uint8_t* bytes = readable(window, left, end, copy);
-#if DNIS_LEVEL == 1
-  // Eight columns at a time, four in each half: their bytes are taken out of a window of 16.
-  for (int64_t column = 0; column < LANES && column < columns; column += 8) {
-    const uint8_t* quads[2] = {bytes + group.quads[column / 4], bytes + group.quads[column / 4 + 1]};
-    const __m256i halves = _mm256_inserti128_si256(
+  for (int64_t half = 0; half < 2; ++half) {
+    const int64_t column = 8 * half;
+    const uint8_t* quads[2] = {bytes + group.quads[2 * half], bytes + group.quads[2 * half + 1]};
+    const __m256i both = _mm256_inserti128_si256(
         _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(quads[0]))),
         _mm_loadu_si128(reinterpret_cast<const __m128i*>(quads[1])), 1);
     const __m256i shuffle = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.narrow + column));
     const __m256i mask = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.masks + column));
-    const __m256i field = _mm256_shuffle_epi8(halves, shuffle);
+    const __m256i field = _mm256_shuffle_epi8(both, shuffle);
     const __m256 number = _mm256_cvtepi32_ps(_mm256_and_si256(field, mask));
     const __m256 scales = _mm256_loadu_ps(group.scales + column), biases = _mm256_loadu_ps(group.biases + column);
     __m256 value = _mm256_add_ps(_mm256_mul_ps(number, scales), biases);
@@ -129,49 +170,42 @@ inline void add_group(
       const __m256i is_float = _mm256_cmpeq_epi32(mask, _mm256_set1_epi32(-1));
       value = _mm256_blendv_ps(value, _mm256_castsi256_ps(field), _mm256_castsi256_ps(is_float));
     }
-    value = _mm256_mul_ps(value, _mm256_set1_ps(factor));
-    if (columns - column >= 8) {
-      if constexpr (!first) value = _mm256_add_ps(_mm256_loadu_ps(out + column), value);
-      _mm256_storeu_ps(out + column, value);
-    } else {
-      const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-      const __m256i lanes = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(columns - column)), lane);
-      if constexpr (!first) value = _mm256_add_ps(_mm256_maskload_ps(out + column, lanes), value);
-      _mm256_maskstore_ps(out + column, lanes, value);
-    }
+    if constexpr (is_weighted) value = _mm256_mul_ps(value, _mm256_set1_ps(weight));
+    sums.halves[half] = _mm256_add_ps(sums.halves[half], value);
   }
+}
 #else
-  for (int64_t column = 0; column < LANES && column < columns; ++column) {
+struct Sums {  // of the 16 columns of a group
+  float columns[LANES];
+};
+
+inline Sums no_sums() { return {}; }
+
+inline Sums load_sums(const float* out, int64_t columns) {
+  Sums sums{};
+  __builtin_memcpy(sums.columns, out, sizeof(float) * (columns < LANES ? columns : LANES));
+  return sums;
+}
+
+inline void store_sums(float* out, int64_t columns, const Sums& sums) {
+  __builtin_memcpy(out, sums.columns, sizeof(float) * (columns < LANES ? columns : LANES));
+}
+
+template <bool is_weighted>
+inline void add_group(
+    Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end, const Group& group, float weight) {
+  uint8_t copy[READABLE_BYTES];
+  const uint8_t* bytes = readable(window, left, end, copy);
+  for (int64_t column = 0; column < LANES; ++column) {
     const uint8_t* start = bytes + group.quads[column / 4] + (group.narrow[column] & (QUAD_BYTES - 1));
     const uint32_t field = read<uint32_t>(start, 0), mask = static_cast<uint32_t>(group.masks[column]);
     float value = static_cast<float>(static_cast<int32_t>(field & mask)) * group.scales[column] + group.biases[column];
     if (group.kind == Group::WITH_FLOATS && mask == ~uint32_t{0}) value = float_of_bits(field);
-    value *= factor;
-    out[column] = first ? value : out[column] + value;
+    sums.columns[column] += is_weighted ? value * weight : value;
   }
-#endif
 }
 #endif
-
-// out += weight * row, or = on the whole row where it is the first, so that nothing has to be zeroed before. False if
-// the layout has fields beyond the row; then some of it was added.
-template <bool first>
-inline bool add_row(float* out, const Row& row, const uint8_t* end, int64_t embedding_dim) {
-  const Group* group = row.block->groups;
-  const int64_t stride = row.block->stride;
-  for (int64_t column = 0; column < embedding_dim; column += LANES, ++group) {
-    const int64_t columns = embedding_dim - column, left = stride - group->window;
-    if (group->kind == Group::EMPTY) {
-      if constexpr (first) {
-        for (int64_t k = 0; k < LANES && k < columns; ++k) out[column + k] = 0.0f;
-      }
-      continue;
-    }
-    if (__builtin_expect(!group->is_within(stride), 0)) return false;
-    add_group<first>(out + column, row.bytes + group->window, left, end, *group, row.weight, columns);
-  }
-  return true;
-}
+#endif
 
 // Finds the row of id number `at`, and asks memory for it.
 inline void find_row(Row& row, const Table& table, const Bags& bags, int64_t at, Fault& fault) {
@@ -193,33 +227,67 @@ inline void find_row(Row& row, const Table& table, const Bags& bags, int64_t at,
   __builtin_prefetch(reinterpret_cast<const void*>(end - 1));
 }
 
-// Rows of ids ahead of the one that is added: each is found, and asked of memory, while earlier ones are added, and
-// where it stands was asked of memory before.
+// Rows of ids ahead of those that are added: each is found, and asked of memory, while earlier ones are added; where it
+// stands was asked of memory before.
 struct RowsAhead {
   Row rows[WINDOW];
   int64_t next = 0;   // the id that is added next
   int64_t found = 0;  // one past the last id whose row was found
 
-  const Row& row_of(int64_t at, int64_t last_id, const Table& table, const Bags& bags, Fault& fault) {
-    if (__builtin_expect(at != next, 0)) found = at;
-    next = at + 1;
-    for (const int64_t end = at + WINDOW < last_id ? at + WINDOW : last_id; found < end; ++found) {
+  // Finds the rows of ids [first, last), at most WINDOW, and of some that follow.
+  void find(int64_t first, int64_t last, int64_t last_id, const Table& table, const Bags& bags, Fault& fault) {
+    if (__builtin_expect(first != next, 0)) found = first;
+    next = last;
+    for (const int64_t end = first + WINDOW < last_id ? first + WINDOW : last_id; found < end; ++found) {
       if (table.kind == Directory::RANKS && found + WINDOW < bags.num_ids) {
         const int64_t id = bags.ids[found + WINDOW];
         if (id >= 0 && id < table.num_embeddings) table.prefetch(id);
       }
       find_row(rows[found % WINDOW], table, bags, found, fault);
     }
-    return rows[at % WINDOW];
   }
+  const Row& operator[](int64_t at) const { return rows[at % WINDOW]; }
 };
 
-// Pools bags [first_bag, last_bag) of one feature.
-Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
+// Adds the rows of ids [first, last) to some groups of columns of the output, which stay in registers meanwhile.
+template <bool is_weighted>
+inline void add_rows(
+    float* out, int64_t columns, int64_t first_group, bool is_begun, const RowsAhead& rows, int64_t first, int64_t last,
+    const uint8_t* end, Fault& fault) {
+  Sums sums[GROUPS_AT_A_TIME];
+#pragma GCC unroll 4
+  for (int64_t g = 0; g < GROUPS_AT_A_TIME; ++g) {
+    const bool is_there = is_begun && LANES * g < columns;
+    sums[g] = is_there ? load_sums(out + LANES * g, columns - LANES * g) : no_sums();
+  }
+  for (int64_t i = first; i < last; ++i) {
+    const Row& row = rows[i];
+    if (row.bytes == nullptr) continue;
+    const Group* groups = row.block->groups + first_group;
+    const int64_t stride = row.block->stride;
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < GROUPS_AT_A_TIME; ++g) {
+      if (LANES * g >= columns || groups[g].kind == Group::EMPTY) continue;
+      if (__builtin_expect(!is_within(groups[g], stride), 0)) {
+        fault.note(Fault::FIELDS, i);
+        continue;
+      }
+      const int64_t window = groups[g].window;
+      add_group<is_weighted>(sums[g], row.bytes + window, stride - window, end, groups[g], row.weight);
+    }
+  }
+#pragma GCC unroll 4
+  for (int64_t g = 0; g < GROUPS_AT_A_TIME; ++g) {
+    if (LANES * g < columns) store_sums(out + LANES * g, columns - LANES * g, sums[g]);
+  }
+}
+
+template <bool is_weighted>
+Fault pool_bags(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
   const int64_t first_offset = feature.key * bags.batch_size, dim = feature.embedding_dim;
   const int64_t last_id = bags.offsets[first_offset + last_bag];
   const Table& table = *feature.table;
-  RowsAhead ahead;
+  RowsAhead rows;
   Fault fault;
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
     float* out = bags.out + bag * bags.width + feature.first_column;
@@ -229,20 +297,24 @@ Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t 
     if (bag + BAGS_AHEAD < last_bag) {  // bags of one feature lie pages apart, and stores wait in line for their pages
       for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(out + BAGS_AHEAD * bags.width + d, 1);
     }
-    bool is_first = true;
-    for (int64_t i = begin; rising && i < end; ++i) {
-      const Row& row = ahead.row_of(i, last_id, table, bags, fault);
-      if (row.bytes == nullptr) continue;
-      const bool is_within =
-          is_first ? add_row<true>(out, row, table.end, dim) : add_row<false>(out, row, table.end, dim);
-      if (__builtin_expect(!is_within, 0)) fault.note(Fault::FIELDS, i);
-      is_first = false;
+    if (!rising || begin == end) __builtin_memset(out, 0, sizeof(float) * dim);
+    for (int64_t first = begin; rising && first < end; first += ROWS_AT_A_TIME) {
+      const int64_t last = end - first < ROWS_AT_A_TIME ? end : first + ROWS_AT_A_TIME;
+      rows.find(first, last, last_id, table, bags, fault);
+      for (int64_t d = 0; d < dim; d += LANES * GROUPS_AT_A_TIME) {
+        add_rows<is_weighted>(out + d, dim - d, d / LANES, first > begin, rows, first, last, table.end, fault);
+      }
     }
-    if (is_first) __builtin_memset(out, 0, sizeof(float) * dim);
     if (feature.is_mean && rising && end - begin > 1) {
       const float length = static_cast<float>(end - begin);
       for (int64_t d = 0; d < dim; ++d) out[d] /= length;
     }
   }
   return fault;
+}
+
+// Pools bags [first_bag, last_bag) of one feature.
+Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
+  return bags.weights != nullptr ? pool_bags<true>(feature, bags, first_bag, last_bag)
+                                 : pool_bags<false>(feature, bags, first_bag, last_bag);
 }

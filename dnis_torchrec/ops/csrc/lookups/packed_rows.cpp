@@ -38,6 +38,7 @@ constexpr const char* OPERATOR = "packed_embedding_bag";
 constexpr int64_t LINE = 64;          // bytes of a cache line
 constexpr int64_t BAGS_AHEAD = 16;    // whose outputs are asked of memory
 constexpr int64_t LANES = 16;         // columns of a group
+constexpr int64_t GROUPS_AT_A_TIME = 4, ROWS_AT_A_TIME = 16;  // that are added together
 constexpr int64_t WINDOW_BYTES = 64;  // that hold the fields of a group: 16 of at most 32 bits
 constexpr int64_t QUAD_BYTES = 16;    // that hold the fields of four columns
 constexpr int64_t READABLE_BYTES = WINDOW_BYTES + QUAD_BYTES + 4;  // that reading some window may touch
@@ -81,12 +82,6 @@ struct Group {
   int32_t quads[4];  // first byte of the window of four columns, from the group's
   int32_t kind;
   int32_t unused[10];
-
-  bool is_within(int64_t stride) const {
-    uint32_t furthest = 0;
-    for (const int32_t quad : quads) furthest |= static_cast<uint32_t>(quad);
-    return window >= 0 && window <= stride && furthest < WINDOW_BYTES;
-  }
 };
 constexpr int64_t GROUP_FIELDS = sizeof(Group) / sizeof(int32_t);
 static_assert(GROUP_FIELDS == 96);
