@@ -28,10 +28,9 @@ from dnis_torchrec.allocation.spending import Path, Purse, Spent
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.settings import SCOPES
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, fixed_bytes, packed_bytes
-
-SCOPES = ("global", "table")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

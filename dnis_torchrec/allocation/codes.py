@@ -21,7 +21,7 @@ from torch import Tensor
 from dnis_torchrec.blocks.bit_fields import FLOAT_BITS
 
 LARGEST_SHIFT = 2**15 - 1
-SMALLEST_SCALE = 2.0**-120
+LEAST_SCALE = 2.0**-120
 """Values below it are 0 in any float32 that anybody trains."""
 LARGEST_SCALE = float(torch.finfo(torch.bfloat16).max)
 ROUNDS = 2
@@ -188,7 +188,7 @@ def _clipped_ranges(columns: _SortedColumns, levels: int) -> tuple[Tensor, Tenso
 
 def _rounded(columns: _SortedColumns, scale: Tensor, low: Tensor, levels: int) -> _Codes:
     """What scales and lowest levels become when they are stored, and what these err by."""
-    smallest = (2 * (low + columns.mean).abs() / LARGEST_SHIFT).clamp(min=SMALLEST_SCALE)
+    smallest = (2 * (low + columns.mean).abs() / LARGEST_SHIFT).clamp(min=LEAST_SCALE)
     scale = _up_to_bfloat16(torch.maximum(scale, smallest), smallest)
     shift = (2 * (low + columns.mean) / scale).round_().clamp_(-LARGEST_SHIFT, LARGEST_SHIFT)
     low = scale * shift / 2 - columns.mean
@@ -218,7 +218,7 @@ def _constant_where(columns: _SortedColumns, found: _Codes) -> _Codes:
     value = columns.mean
     fraction, exponent = torch.frexp(value.abs())
     scales = (1 + torch.arange(128, dtype=torch.float64) / 128) * torch.exp2(exponent.double() - 14)
-    scales = scales.clamp(SMALLEST_SCALE)
+    scales = scales.clamp(LEAST_SCALE)
     shifts = (2 * value / scales).round_()
     distance = (scales * shifts / 2 - value).abs().masked_fill(shifts.abs() > LARGEST_SHIFT, torch.inf)
     nearest = distance.argmin(1, keepdim=True)

@@ -56,7 +56,7 @@ from dnis_torchrec.soft_selection.table_shards import collections, ranks_of, tab
 
 logger = logging.getLogger(__name__)
 
-NUM_SAMPLES = 1 << 16
+ENOUGH_SAMPLES = 1 << 16
 """Samples that are enough: the error of the sum of H is then about a hundredth, and a pass takes seconds."""
 BYTES_AT_A_TIME = 1 << 26
 """What a pass holds beside the model's own activations, about: larger batches are cut."""
@@ -92,7 +92,7 @@ def curvature(
     blocks: RowBlocks,
     *,
     loss: Loss,
-    num_samples: int | None = NUM_SAMPLES,
+    num_samples: int | None = ENOUGH_SAMPLES,
 ) -> Curvature:
     """Measures gradient and curvature of the loss in alpha, at alpha = 1, per table, block and column.
 

@@ -29,7 +29,7 @@ MOST_BLOCKS = 255
 """S of a rank directory."""
 ROWS_PER_START = 1 << 16
 """So many rows a uint16 counts."""
-START_BYTES, COUNT_BYTES = 8, 2
+BYTES_OF_START, COUNT_BYTES = 8, 2
 
 _BITS_OF_BYTE = torch.tensor([value.bit_count() for value in range(256)], dtype=torch.uint8)
 
@@ -70,7 +70,7 @@ class RecordLayout:
         Args:
             num_rows: N.
         """
-        return START_BYTES * self.num_blocks * -(-num_rows // ROWS_PER_START)
+        return BYTES_OF_START * self.num_blocks * -(-num_rows // ROWS_PER_START)
 
     def num_bytes(self, num_rows: int) -> int:
         """Bytes of a directory.

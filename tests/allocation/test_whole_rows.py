@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.allocation import whole_rows as module
+from dnis_torchrec import scheme
 from dnis_torchrec.allocation.whole_rows import whole_rows
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.soft_selection.table_shards import TableShard
@@ -38,7 +38,7 @@ def test_rows_are_read_once_and_written_back_where_they_lie(
     others = [TableShard("other", torch.ones(2, 3))]
     rows = whole_rows([*shards, *others], {"t": (table.shape[0], table.shape[1])}, Ranks())["t"]
     seen = torch.zeros_like(table)
-    with mock.patch.object(module, "VALUES_PER_CHUNK", values_per_chunk):
+    with mock.patch.object(scheme, "VALUES_PER_CHUNK", values_per_chunk):
         for chunk in rows.chunks():
             seen[chunk.rows] += chunk.values.float()
             chunk.write_(chunk.values * 2 + 1)

@@ -38,5 +38,5 @@ def test_every_method_trains_with_the_penalty_of_its_recipe(
         return forward(task, batch)
 
     monkeypatch.setattr(TrainTask, "forward", watched)
-    METHODS[name](make_task(tmp_path, 3, make=build, num_trials=1, max_epochs=3))
+    METHODS[name](make_task(tmp_path, 3, make=build, trials=1, max_epochs=3))
     assert used == {L2}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dnis_torchrec.blocks.bit_fields import WIDTHS, field_offsets
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.ops import csr_operator
+from dnis_torchrec.ops.native_build import LOOKUPS
 from dnis_torchrec.ops.packed_operator import GROUP_FIELDS, PACKED_SCHEMA, field_groups, torch_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, load_operator
@@ -117,13 +117,13 @@ def test_layouts_that_lead_outside(field: str, row: int, column: int, value: int
     if field == "groups":
         changed[:, column] = value
     arguments[PLACES[field]] = changed
-    widest = csr_operator.instruction_set()
-    csr_operator.instruction_set(limit=limit)
+    widest = LOOKUPS.instruction_set()
+    LOOKUPS.instruction_set(limit=limit)
     try:
         with pytest.raises(ValueError, match=r"packed_embedding_bag: .*expected"):
             look_up(arguments)
     finally:
-        csr_operator.instruction_set(limit=widest)
+        LOOKUPS.instruction_set(limit=widest)
 
 
 @needs_compiler

@@ -22,7 +22,7 @@ from dnis_torchrec.blocks.row_directory import directory_bytes
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.jobs.packaging import Signature, export_graph
 from dnis_torchrec.jobs.packaging.torchscript import to_torchscript
-from dnis_torchrec.ops import csr_operator
+from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, LOOKUPS
 from dnis_torchrec.ops.packed_operator import torch_packed_embedding_bag
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection, PackedTable, load_operator
@@ -75,13 +75,13 @@ def test_a_bag_of_one_id_gives_the_bits_of_its_row_on_every_instruction_set(dim:
     torch.manual_seed(dim)
     module, dense = large(dim)
     ids = torch.randperm(3_000)
-    widest = csr_operator.instruction_set()
+    widest = LOOKUPS.instruction_set()
     try:
-        for limit in csr_operator.INSTRUCTION_SETS:
-            csr_operator.instruction_set(limit=limit)
+        for limit in INSTRUCTION_SETS:
+            LOOKUPS.instruction_set(limit=limit)
             assert module.lookup(ids, torch.arange(3_001)).equal(dense[ids])
     finally:
-        csr_operator.instruction_set(limit=widest)
+        LOOKUPS.instruction_set(limit=widest)
 
 
 @needs_compiler
@@ -93,13 +93,13 @@ def test_instruction_sets_and_threads_give_the_same_bits(dim: int) -> None:
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids, weights = torch.randint(3_000, (int(offsets[-1]),)), torch.randn(int(offsets[-1]))
     expected = torch_packed_embedding_bag(*arguments_of(module, ids, offsets, weights))
-    widest, found = csr_operator.instruction_set(), []
+    widest, found = LOOKUPS.instruction_set(), []
     try:
-        for limit in csr_operator.INSTRUCTION_SETS:
-            csr_operator.instruction_set(limit=limit)
+        for limit in INSTRUCTION_SETS:
+            LOOKUPS.instruction_set(limit=limit)
             found.append(module.lookup(ids, offsets, weights))
     finally:
-        csr_operator.instruction_set(limit=widest)
+        LOOKUPS.instruction_set(limit=widest)
     torch.set_num_threads(2)
     try:
         found.append(module.lookup(ids, offsets, weights))
@@ -118,7 +118,7 @@ def test_nothing_behind_the_last_row_is_read() -> None:
     pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     behind = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + mmap.PAGESIZE
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
-    widest = csr_operator.instruction_set()
+    widest = LOOKUPS.instruction_set()
     for dim, seed in itertools.product((1, 3, 16, 30, 64), range(4)):
         scheme = table_scheme("t", RowRouting(3, 1, boundaries=torch.tensor([0, 3])), torch.ones(1, dim).bool())
         scheme, stored, dense = packed(scheme, Random(seed))
@@ -128,11 +128,11 @@ def test_nothing_behind_the_last_row_is_read() -> None:
         tables = {"t": replace(stored, rows=rows)}
         module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), tables)
         try:
-            for limit in csr_operator.INSTRUCTION_SETS:
-                csr_operator.instruction_set(limit=limit)
+            for limit in INSTRUCTION_SETS:
+                LOOKUPS.instruction_set(limit=limit)
                 assert module.lookup(torch.arange(3), torch.arange(4)).equal(dense)
         finally:
-            csr_operator.instruction_set(limit=widest)
+            LOOKUPS.instruction_set(limit=widest)
 
 
 def one_table(**options: Any) -> tuple[PackedEmbeddingBagCollection, Tensor]:
