@@ -44,7 +44,7 @@ NUM_EMBEDDINGS = (
 EMBEDDING_DIM, NUM_DENSE = 64, 13
 DIMS_OF_BLOCKS = (20, 10, 6, 4, 3, 2)
 BATCH_SIZES = (1, 64, 1024, 4096)
-FORMS = ("csr", "mixed_dimension", "csr_int8")
+FORMS = ("csr_fp32", "mixed_dimension_fp32", "csr_int8")
 
 Models = dict[str, Callable[..., Tensor]]
 """Name -> model of flat inputs."""

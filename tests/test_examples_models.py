@@ -388,7 +388,7 @@ def test_every_model_can_be_packaged(tmp_path: Path, name: str) -> None:
     """A server may have no FBGEMM, which KeyedJaggedTensor's `features[name]` would call."""
     pruned, served = recipe_of(name).model, recipe_of(name, seed=1)
     scheme = uniform_scheme_(pruned, {table.name: 3 for table in table_configs(pruned)})
-    model = drop_in_(served.model, export(pruned, scheme, tmp_path / "artifact"), form="csr").eval()
+    model = drop_in_(served.model, export(pruned, scheme, tmp_path / "artifact"), form="csr_fp32").eval()
     batch = next(iter(served.data.test))
     signature = Signature.of_batch(batch)
     with torch.no_grad():

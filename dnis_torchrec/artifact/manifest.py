@@ -25,8 +25,10 @@ from dnis_torchrec.storage.json_files import NotNegative, Positive, conform, par
 from dnis_torchrec.storage.whole_folders import FolderKind
 
 FORMAT = "dnis-torchrec-artifact"
-FORMAT_VERSION = "1.0"
-"""Readers accept every minor version of their major one."""
+FORMAT_VERSION = "2.0"
+"""Readers accept every minor version of their major one, and the major ones before it."""
+_FORMS_OF_1 = {"csr": "csr_fp32", "mixed_dimension": "mixed_dimension_fp32"}
+"""Form as format 1 spells it -> as it is spelt since."""
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 2_000_000_000
 """What no file of an artifact exceeds, by default."""
@@ -178,11 +180,19 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     intact = intact and stated == hashlib.sha256(_with_digits(content, stated, _UNHASHED)).hexdigest()
     check(intact, place, "expected the sha256 that it states of itself", "another", "it was damaged; export again")
     conform(manifest, _Manifest, place, remedy="export again")
+    _spell_forms_(manifest)
     for name, entry in manifest["files"].items():
         place = f"artifact {str(path)!r}, file {name!r}"
         size = file_inside(folder, name, place).stat().st_size
         check(size == entry["bytes"], place, f"expected {entry['bytes']} bytes", size, "it was damaged; export again")
     return manifest
+
+
+def _spell_forms_(manifest: dict[str, Any]) -> None:
+    """Gives the forms of a manifest of format 1 the names that they have since; those of later ones have them."""
+    manifest["forms"] = [_FORMS_OF_1.get(form, form) for form in manifest["forms"]]
+    for table in manifest["tables"].values():
+        table["shards"] = {_FORMS_OF_1.get(form, form): shards for form, shards in table["shards"].items()}
 
 
 def file_inside(folder: Path, name: str, place: str, remedy: str = "export again") -> Path:
@@ -292,7 +302,7 @@ def _check_version(version: object, place: str) -> None:
     check(
         re.fullmatch("[0-9]{1,9}", major) is not None,
         place,
-        "expected a format_version like '1.0'",
+        "expected a format_version like '2.0'",
         repr(version),
         "export again",
     )

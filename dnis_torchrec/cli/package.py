@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from dnis_torchrec.artifact import read_manifest
-from dnis_torchrec.artifact.forms import form_named
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import shown
 from dnis_torchrec.cli.app import (
@@ -22,6 +21,7 @@ from dnis_torchrec.cli.app import (
 )
 from dnis_torchrec.cli.terminal import fail, say
 from dnis_torchrec.data.users_code import named_errors
+from dnis_torchrec.forms import CANONICAL_FORM, form_named
 from dnis_torchrec.jobs import load_recorded
 from dnis_torchrec.jobs.packaging import KINDS, run_package
 from dnis_torchrec.jobs.packaging.of_artifact import check_packaged_form
@@ -34,7 +34,9 @@ def package(
     out: OutOption,
     data: DataOption = None,
     recipe: RecipeOption = None,
-    form: Annotated[str, typer.Option(help="How tables are served: `csr`, `mixed_dimension` or another form.")] = "csr",
+    form: Annotated[
+        str, typer.Option(help="How tables are served: `csr_fp32`, `mixed_dimension_fp32` or another form.")
+    ] = CANONICAL_FORM,
     package_format: Annotated[
         str, typer.Option("--format", help="`aoti` (compiled, constants memory-mapped) or `torchscript` (for Triton).")
     ] = "aoti",

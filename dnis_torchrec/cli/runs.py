@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dnis_torchrec.artifact import read_scheme
 from dnis_torchrec.artifact.predictions import forms_table
-from dnis_torchrec.artifact.writing import ARTIFACT_FORMS, check_forms
+from dnis_torchrec.artifact.writing import check_forms
 from dnis_torchrec.blocks.blocking import STRATEGIES
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_first_settings, shown, url_of_ranks
@@ -35,6 +35,7 @@ from dnis_torchrec.cli.app import (
 )
 from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.data.recipe import load_recipe
+from dnis_torchrec.forms import WRITTEN_BY_DEFAULT
 from dnis_torchrec.jobs import (
     SearchJob,
     check_prune_out,
@@ -221,7 +222,7 @@ def export(
     run: RunArgument,
     out: OutOption,
     form: Annotated[
-        list[str] | None, typer.Option(help="`mixed_dimension`, `csr`, `csr_int8`, ...; these two if not given.")
+        list[str] | None, typer.Option(help="`csr_int8`, ...; `mixed_dimension_fp32` and `csr_fp32` if not given.")
     ] = None,
     scipy: Annotated[list[str] | None, typer.Option(help="Also write scipy `.npz` files: `csr`, `coo`.")] = None,
     regroup: Annotated[
@@ -240,7 +241,7 @@ def export(
             "choose another --out, or --overwrite",
         )
         check(regroup is None or regroup >= 1, "--regroup", "expected a number of groups >= 1", regroup)
-        forms, scipy_formats = form or ARTIFACT_FORMS, scipy or ()
+        forms, scipy_formats = form or WRITTEN_BY_DEFAULT, scipy or ()
         check_forms(forms, scipy_formats)
     run_export(run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup)
     _print_forms(out)

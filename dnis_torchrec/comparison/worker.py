@@ -130,7 +130,7 @@ def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.d
         method=task.cell.row_name,
         compression_ratio=uncompressed / max(1, made.scheme.parameters),
         parameters=made.scheme.parameters,
-        bytes=made.scheme.form_bytes(),
+        bytes=made.scheme.exact_bytes(),
         metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), test, recipe.loss, device),
         seed=task.cell.seed,
         seconds=made.seconds,

@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 from dnis_torchrec.checks import check_known, describe
-from dnis_torchrec.user_folders import user_cache_folder
 
 COMPILERS = ("c++", "g++", "clang++")
 """Names tried where the variable CXX gives none."""
@@ -211,6 +210,9 @@ def find_compiler() -> str | None:
 
 def cache_folder() -> Path:
     """Where libraries are kept: ``$XDG_CACHE_HOME/dnis_torchrec``, by default ``~/.cache/dnis_torchrec``."""
+    # serving needs nothing else of storage, and this only where no library was loaded yet
+    from dnis_torchrec.storage.user_folders import user_cache_folder
+
     return user_cache_folder() / "dnis_torchrec"
 
 

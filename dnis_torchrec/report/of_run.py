@@ -166,7 +166,7 @@ def scheme_row(
         method=method,
         compression_ratio=scheme.finite_compression_ratio,
         parameters=scheme.parameters,
-        bytes=scheme.form_bytes(),
+        bytes=scheme.exact_bytes(),
         metrics=metrics,
         seed=seed,
         seconds=seconds,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.scheme import column_bytes, pointer_bytes
+from dnis_torchrec.forms import column_bytes, pointer_bytes
 
 UNSPENT_SHARE = 0.03
 """Share of a budget that may be left unspent before a worse but better fitting choice is taken."""

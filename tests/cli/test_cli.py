@@ -18,9 +18,9 @@ import typer
 from typer.testing import CliRunner
 
 from dnis_torchrec.artifact import read_manifest
-from dnis_torchrec.artifact.forms import FORMS
 from dnis_torchrec.cli import main
 from dnis_torchrec.cli.app import ORDER, app
+from dnis_torchrec.forms import FORMS
 from tests.tiny_artifact import write_tiny_artifact
 
 ROOT = Path(__file__).parents[2]
@@ -190,8 +190,12 @@ def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ("export", ["--form", "crs"], "form 'crs': expected a known form, got 'crs'; did you mean 'csr'"),
-        ("export", ["--form", "csr", "--form", "csr"], "forms: expected each once"),
+        (
+            "export",
+            ["--form", "crs_int8"],
+            "form 'crs_int8': expected a known form, got 'crs_int8'; did you mean",
+        ),
+        ("export", ["--form", "csr_fp32", "--form", "csr_fp32"], "forms: expected each once"),
         ("export", ["--scipy", "cso"], "scipy format 'cso': expected a known scipy format, got 'cso'; did you mean"),
         ("prune", ["--compression", 8, "--structure", "blok"], "structure: expected one of ('element', 'block')"),
         ("prune", ["--compression", 8, "--scope", "all"], "scope: expected 'global' or 'table', got 'all'"),
@@ -211,7 +215,7 @@ def test_arguments_that_do_not_fit_a_run_exit_with_2(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--form", "crs"], "form 'crs': expected a known form, got 'crs'; did you mean 'csr'"),
+        (["--form", "crs_int8"], "form 'crs_int8': expected a known form, got 'crs_int8'; did you mean"),
         (["--form", "dense_int8"], "form 'dense_int8': supported are forms whose lookup is an operator of"),
         (["--name", "a/b"], "name: expected letters, digits, _ and -, got 'a/b'"),
     ],
@@ -226,8 +230,8 @@ def test_arguments_that_do_not_fit_an_artifact_exit_with_2(options: list[str], m
 def test_a_form_may_be_one_that_the_module_of_the_artifacts_recipe_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = "from dnis_torchrec.artifact.forms import FORMS\nfrom tests.tiny import demo as demo\n"
-    (tmp_path / "own_forms.py").write_text(own + 'FORMS["own"] = FORMS["csr"]\n')
+    own = "from dnis_torchrec.forms import FORMS\nfrom tests.tiny import demo as demo\n"
+    (tmp_path / "own_forms.py").write_text(own + 'FORMS["own"] = FORMS["csr_fp32"]\n')
     artifact = write_tiny_artifact(tmp_path / "artifact")
     manifest = read_manifest(artifact)
     packaged = []

@@ -59,7 +59,8 @@ def make_result(cell: Cell, loss: float, num_bytes: int, **changes: object) -> C
     )
     fields = {"form": "dense_fp32", "embedding_bytes": num_bytes, "extra_bytes": 0, "selection_loss": loss}
     fields |= {"trials": 4, "seconds_of_trials": 40.0, "settings": {"dim": 2.0}, "device": "cpu", "cells_at_once": 2}
-    fields["resident_bytes"] = {"csr": num_bytes + cell.seed} | ({"dense_int4": num_bytes // 8} if cell.seed else {})
+    in_int4 = {"dense_int4": num_bytes // 8} if cell.seed else {}
+    fields["resident_bytes"] = {"csr_fp32": num_bytes + cell.seed} | in_int4
     trained = TrainedCell(**({"row": row, "dense_bytes": 4096} | fields | changes))
     return CellResult(cell=cell, rules={"patience": 3}, versions={"torch": "2"}, trained=trained)
 
@@ -396,7 +397,7 @@ def test_rows_hold_means_spread_and_differences_within_each_seed() -> None:
     assert (row["seconds"], row["seconds_of_trials"]) == (11.0, 40.0)
     assert (row["form"], row["embedding_bytes"], row["bytes_ratio"]) == ("dense_fp32", 1024, 4.0)
     assert row["bytes"] == {"dense_fp32": 1024, "csr_fp32": 1027}
-    assert row["resident_bytes"] == {"csr": 1025, "dense_int4": 128}, "means over the seeds that have the form"
+    assert row["resident_bytes"] == {"csr_fp32": 1025, "dense_int4": 128}, "means over the seeds that have the form"
     assert "reason" not in row
     assert "missing" not in row
     on_front = {key for key, value in rows.items() if value["pareto"]}

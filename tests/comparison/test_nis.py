@@ -118,7 +118,7 @@ def test_the_grid_tells_the_bytes_of_the_scheme(kind: str, num_blocks: int) -> N
         if grid.cost(picked) == 0:
             continue
         scheme = keep_columns_(make_collection(), blocks, counts, grid.retained(picked))
-        assert 1200 - budget.amount + grid.cost(picked) == scheme.form_bytes()["mixed_dimension_fp32"]
+        assert 1200 - budget.amount + grid.cost(picked) == scheme.served_bytes("mixed_dimension_fp32")
 
 
 def test_grids_refuse_shared_blocks_and_no_dimension_block() -> None:

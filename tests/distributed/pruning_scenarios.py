@@ -176,7 +176,7 @@ def export_all(kind: str, rank: Rank) -> dict[str, Any]:
         scheme = prune(whole, blocks(), counts(), size=Size(compression_ratio=3), structure=structure)
         target = rank.folder / f"{kind}_{structure}"
         export(whole, scheme, target, run={"metrics": {"auc": 0.5}})
-        export(whole, scheme, target, forms=("csr",), overwrite=True) if structure == "element" else None
+        export(whole, scheme, target, forms=("csr_fp32",), overwrite=True) if structure == "element" else None
     again = outcome_of(lambda: export(whole, scheme, target))
     scipy = outcome_of(lambda: export(whole, scheme, rank.folder / "scipy", scipy_formats=("coo",)))
     return {"again": again, "scipy": scipy}

@@ -173,7 +173,7 @@ def test_a_job_on_two_ranks_writes_a_run_that_one_process_exports_and_evaluates(
     first, second = both[0]["jobs"]
     assert first["metrics"] == second["metrics"]
     run = both[0].folder / "run"
-    artifact = run_export(run, tmp_path / "artifact", forms=("mixed_dimension", "csr"))
+    artifact = run_export(run, tmp_path / "artifact", forms=("mixed_dimension_fp32", "csr_fp32"))
     for path in (run, artifact):
         assert run_evaluate(path, None)["metrics"] == pytest.approx(first["metrics"], abs=1e-6)
     parts = {"model.rank0.safetensors", "model.rank1.safetensors"}

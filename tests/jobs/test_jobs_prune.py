@@ -185,12 +185,12 @@ def kill(*_, **__):
 
 def export():
     whole_folders._flush = kill
-    run_export(run, out / "artifact", forms=("csr",))
+    run_export(run, out / "artifact", forms=("csr_fp32",))
 
 
 def replace():
     whole_folders._move_into_place, move = (lambda *given: (move(*given), kill())), whole_folders._move_into_place
-    run_export(run, out / "older", forms=("csr",), overwrite=True)
+    run_export(run, out / "older", forms=("csr_fp32",), overwrite=True)
 
 
 def fine_tune():
@@ -219,11 +219,11 @@ for act in (export, replace, fine_tune, write, report):
 
 def test_what_was_killed_leaves_nothing_once_the_same_is_done_again(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
-    run_export(run, tmp_path / "older", forms=("mixed_dimension",))
+    run_export(run, tmp_path / "older", forms=("mixed_dimension_fp32",))
     subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(run), str(tmp_path)], check=True)
     assert len(list(tmp_path.rglob("*.partial"))) == 2  # each has removed what the one before it left
     before = files_of(tmp_path / "older")
-    run_export(run, tmp_path / "artifact", forms=("csr",))
+    run_export(run, tmp_path / "artifact", forms=("csr_fp32",))
     assert files_of(tmp_path / "older") == before  # the new one, which was in its place when its writer was killed
     run_prune(run, None, tmp_path / "pruned", size=EIGHTH, max_epochs=0)
     run_report(tmp_path / "run")

@@ -357,7 +357,7 @@ def test_what_ranks_have_put_at_a_url_goes_with_the_run(gloo, tmp_path: Path, mo
 def test_a_run_from_another_embedding_dim_is_exported_and_evaluated_as_such(gloo, tmp_path: Path) -> None:
     out, artifact = tmp_path / "run", tmp_path / "artifact"
     run_search(job(out, embedding_dim=4, size=Size(compression_ratio=2)))
-    run_export(out, artifact, forms=("mixed_dimension",))
+    run_export(out, artifact, forms=("mixed_dimension_fp32",))
     expected = run_evaluate(out, None)["metrics"]
     assert run_evaluate(artifact, None)["metrics"] == pytest.approx(expected, abs=1e-6)
 
@@ -383,7 +383,7 @@ def test_links_in_a_run_are_named_before_anything_is_read_or_written_through_the
     for act in (
         lambda: run_report(run),
         lambda: run_evaluate(run, None),
-        lambda: run_export(run, tmp_path / "artifact", forms=("csr",)),
+        lambda: run_export(run, tmp_path / "artifact", forms=("csr_fp32",)),
         lambda: run_prune(run, None, tmp_path / "pruned", size=Size(compression_ratio=8), max_epochs=0),
         lambda: run_search(job(run, overwrite=True)),
         lambda: run_search(job(run, saving=Saving(resume=True))),

@@ -165,7 +165,7 @@ def test_csr_bytes_are_never_exceeded_and_met_within_a_value(case: Case, extra: 
     except SizeOutOfReachError:
         assert scope == "table" or not any(table.any() for table in before)
         return
-    spent = scheme.form_bytes()["csr_fp32"]
+    spent = scheme.served_bytes("csr_fp32")
     assert spent == pointers + 5 * scheme.parameters
     assert spent <= size.embedding_bytes
     if scope == "global" and scheme.parameters < sum(int(table.count_nonzero()) for table in before):
@@ -177,7 +177,7 @@ def test_csr_of_wide_tables_takes_two_bytes_per_column() -> None:
     size = Size(embedding_bytes=4 * 5 + 6 * 100 + 5, form="csr_fp32")
     scheme = prune(model, blocks, counts, size=size, structure="element")
     assert scheme.parameters == 100
-    assert scheme.form_bytes()["csr_fp32"] == size.embedding_bytes - 5
+    assert scheme.served_bytes("csr_fp32") == size.embedding_bytes - 5
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30), st.data())
@@ -266,7 +266,7 @@ def test_block_keeps_the_best_whole_columns_within_the_budget(case: Case, size: 
     if scheme is None:
         return
     if size.embedding_bytes is not None:
-        assert scheme.form_bytes()[size.form] <= size.embedding_bytes
+        assert scheme.served_bytes(size.form) <= size.embedding_bytes
     elif size.parameters is not None:
         assert scheme.parameters <= size.parameters
     else:
@@ -330,7 +330,7 @@ def test_dropping_the_most_frequent_block_needs_no_id_remap() -> None:
     table = prune(model, blocks, counts, threshold=0.0).tables["a"]
     assert table.routing.boundaries.tolist() == [0, 2, 4]
     assert table.dims.tolist() == [0, 2]
-    assert table.form_bytes()["mixed_dimension_fp32"] == 4 * 4 + 2 * 2 + 8 * 3
+    assert table.served_bytes("mixed_dimension_fp32") == 4 * 4 + 2 * 2 + 8 * 3
 
 
 def test_never_seen_rows_in_the_middle_stay_within_the_bytes() -> None:
@@ -339,7 +339,7 @@ def test_never_seen_rows_in_the_middle_stay_within_the_bytes() -> None:
         model, blocks, counts = simple(counts=(3, 0, 2), dim=8, num_blocks=1)
         table = prune(model, blocks, counts, size=Size(embedding_bytes=embedding_bytes)).tables["a"]
         assert table.routing.all_blocks().tolist() == [0, 1, 0]
-        assert table.form_bytes()["mixed_dimension_fp32"] <= embedding_bytes
+        assert table.served_bytes("mixed_dimension_fp32") <= embedding_bytes
         assert int(table.dims) == min(8, (embedding_bytes - 28) // 10)
 
 
@@ -435,7 +435,7 @@ def test_the_smallest_csr_size_that_is_named_can_be_met() -> None:
     model, blocks, counts = simple()
     scheme = prune(model, blocks, counts, size=Size(embedding_bytes=17, form="csr_fp32"), structure="element")
     assert scheme.parameters == 1
-    assert scheme.form_bytes()["csr_fp32"] == 17
+    assert scheme.served_bytes("csr_fp32") == 17
 
 
 def test_bytes_of_other_forms_are_for_blocks() -> None:

@@ -115,7 +115,7 @@ def test_lands_on_the_requested_size(gloo, tmp_path: Path, size: Size) -> None:
     outcome = search(make_recipe(), SearchConfig(size=size, **SHORT), tmp_path, CPU)
     scheme = outcome.scheme
     if size.embedding_bytes:
-        got, asked, column = scheme.form_bytes()["mixed_dimension_fp32"], size.embedding_bytes, 4 * LARGEST_BLOCK + 4
+        got, asked, column = scheme.served_bytes("mixed_dimension_fp32"), size.embedding_bytes, 4 * LARGEST_BLOCK + 4
     else:
         asked = size.parameters or scheme.dense_parameters / size.compression_ratio
         got, column = scheme.parameters, LARGEST_BLOCK

@@ -205,7 +205,7 @@ def test_forged_manifest_of_an_artifact(tmp_path: Path) -> None:
     assert_refused_or_read(
         document,
         write,
-        lambda: load(artifact, form="csr"),
+        lambda: load(artifact, form="csr_fp32"),
         lambda: recipe_of_artifact(artifact, None) if isinstance(held[-1], dict) and held[-1].get("run") != run else "",
     )
 

@@ -13,8 +13,8 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.comparison.methods.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, keep_columns_, row_blocks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.forms import column_bytes, pointer_bytes
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.scheme import column_bytes, pointer_bytes
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.pruning import keep_largest_, num_elements, prune
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables

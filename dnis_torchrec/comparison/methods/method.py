@@ -16,7 +16,8 @@ from torch import nn
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
+from dnis_torchrec.forms import form_named
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import dense_parameters
 
 MAX_EPOCHS = 60
@@ -81,7 +82,7 @@ class MethodResult:
     Attributes:
         model: the plain, unsharded model, called as `Recipe.model` is; pruned values are exactly zero.
         scheme: the retained dims of its tables.
-        form: the export form whose bytes are compared, one of `dnis_torchrec.scheme.FORMS`.
+        form: the form whose bytes are compared, one of `dnis_torchrec.forms.FORMS`.
         embedding_dim: what `MethodTask.build` made the model with, None for the recipe's own; who serves the result
             builds the recipe with it.
         extra_bytes: bytes that serving needs beside that form, such as learned projections.
@@ -104,11 +105,11 @@ class MethodResult:
     settings: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check(self.form in FORMS, "form", f"expected one of {FORMS}", repr(self.form))
+        form_named(self.form)
 
     def embedding_bytes(self) -> int:
         """Bytes of the tables as they are served in `form`, everything beside them counted."""
-        return self.scheme.form_bytes()[self.form] + self.extra_bytes
+        return self.scheme.served_bytes(self.form) + self.extra_bytes
 
 
 class SizeNotMetError(ValueError):

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
+from dnis_torchrec.forms import column_bytes, pointer_bytes
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import column_bytes, pointer_bytes
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.pruning.tables import PrunedTable
 from dnis_torchrec.soft_selection.table_shards import TableShard
