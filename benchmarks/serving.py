@@ -333,7 +333,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     quick = "7 rounds, not 200, of batches above 64; several tables: pooling 1"
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--artifact", type=Path, help="an artifact with form csr, measured too, table by table")
+    parser.add_argument("--artifact", type=Path, help="an artifact with form csr_fp32, measured too, table by table")
     parser.add_argument("--device", type=torch.device, default="cpu", help="what serves: cpu, or cuda, one GPU")
     parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)

@@ -348,7 +348,10 @@ class Csr(Form):
 
     def fixed_bytes(self, routing: RowRouting, embedding_dim: int) -> int:
         """Row pointers, and the scales of int8."""
-        num_rows = routing.num_embeddings
+        return self.row_index_bytes(routing.num_embeddings, embedding_dim)
+
+    def row_index_bytes(self, num_rows: int, embedding_dim: int) -> int:
+        """Row pointers, and the scales of int8, of n rows of fewer than 2^31 values."""
         return pointer_bytes(num_rows, embedding_dim) + num_rows * self._scale_bytes()
 
     def bytes_per_column(self, rows: Tensor, embedding_dim: int) -> Tensor:

@@ -186,16 +186,6 @@ class MixedDimensionScheme:
         """
         return 4 * self.dense_parameters / self.served_bytes(form)
 
-    @property
-    def compression_ratio(self) -> float:
-        """Uncompressed over retained parameters; infinite if nothing is retained."""
-        return self.dense_parameters / self.parameters if self.parameters else float("inf")
-
-    @property
-    def finite_compression_ratio(self) -> float:
-        """The same for reports, whose JSON knows no infinity: the uncompressed parameters if nothing is retained."""
-        return self.dense_parameters / max(1, self.parameters)
-
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors, ready for json.dumps; `to_tensors` gives the rest."""
         return {

@@ -63,7 +63,7 @@ CUTS = tuple(name for name in STRATEGIES if name != "explicit")
 
 CompressionOption = Annotated[
     float | None,
-    typer.Option("--compression", help="Parameters of the uncompressed tables over those wanted, above 1."),
+    typer.Option("--compression", help="Bytes of the float32 tables over those wanted in form --form, above 1."),
 ]
 BytesOption = Annotated[
     int | None, typer.Option("--embedding-bytes", help="Instead of --compression: bytes of all tables in form --form.")
@@ -72,7 +72,7 @@ FormOption = Annotated[
     str | None,
     typer.Option(
         "--form",
-        help="Of --embedding-bytes, index bytes counted: mixed_dimension_fp32 (if not given) or csr_fp32.",
+        help="Of which the size counts the bytes: mixed_dimension_fp32 (if not given), csr_fp32, ...",
     ),
 ]
 BaselineOption = Annotated[
@@ -178,22 +178,21 @@ def prune(
     structure: Annotated[
         str, typer.Option(help="`block`: whole columns of blocks; `element`: single values.")
     ] = "block",
-    scope: Annotated[
-        str, typer.Option(help="`global`: one budget; `table`: every table to the same ratio.")
-    ] = "global",
+    per_table: Annotated[
+        bool, typer.Option("--per-table", help="Bring every table to the same ratio, instead of one budget for all.")
+    ] = False,
     fine_tune_epochs: Annotated[int, typer.Option(help="Epochs at most of masked fine-tuning; 0 for none.")] = 10,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Prunes a finished RUN further, fine-tunes what is left with the mask held, and writes a new run."""
     with arguments():
         check(
-            (threshold is None) or (compression is None and embedding_bytes is None),
+            (threshold is None) or (compression is None and embedding_bytes is None and form is None),
             "--threshold",
             "expected no size",
             "one",
         )
-        check_pruning(structure=structure, scope=scope, threshold=threshold)
-        _check_form(embedding_bytes, form)
+        check_pruning(structure=structure, threshold=threshold)
         size = None if threshold is not None else _size(compression, embedding_bytes, form)
         requirement, remedy = "expected an integer >= 0", "say 0 for no fine-tuning"
         check(fine_tune_epochs >= 0, "--fine-tune-epochs", requirement, fine_tune_epochs, remedy)
@@ -209,7 +208,7 @@ def prune(
         size=size,
         threshold=threshold,
         structure=structure,
-        scope=scope,
+        per_table=per_table,
         max_epochs=fine_tune_epochs,
         overwrite=overwrite,
     )
@@ -295,19 +294,13 @@ def report(
     say(f"report: {shown(runs[0])}/report.html")
 
 
-def _check_form(embedding_bytes: int | None, form: str | None) -> None:
-    fits = form is None or embedding_bytes is not None
-    check(fits, "--form", "expected --embedding-bytes beside it", repr(form), "only a size in bytes is one of a form")
-
-
 def _size(compression: float | None, embedding_bytes: int | None, form: str | None) -> Size:
-    _check_form(embedding_bytes, form)
     given = sum(value is not None for value in (compression, embedding_bytes))
     place, received = "--compression, --embedding-bytes", ("none", "one", "both")[given]
     check(given == 1, place, "expected one of the two", received, "say --compression 5, for example")
     is_fit = compression is None or (math.isfinite(compression) and compression > 1)
     check(is_fit, "--compression", "expected a finite number above 1", compression)
-    return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form or Size.form)
+    return Size(compression=compression, embedding_bytes=embedding_bytes, form=form or Size.form)
 
 
 def _print_forms(artifact: Path) -> None:

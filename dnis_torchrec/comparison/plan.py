@@ -44,7 +44,7 @@ class Comparison:
             trained on the same address, wherever its copy lay; else in the same folder.
         out: folder of the comparison; an older one of the same rules goes on.
         methods: names of the registry.
-        sizes: compression ratios, bytes of the uncompressed float32 tables over bytes wanted, each above 1.
+        sizes: compressions, bytes of the uncompressed float32 tables over bytes wanted, each above 1.
         seeds: each gives its own splits and initial weights.
         patience: epochs without a better selection loss before any training stops.
         max_epochs: epochs of one training at most.
@@ -78,7 +78,7 @@ class Comparison:
             check(bool(values), place, "expected at least one", "none")
             check(len(set(values)) == len(values), place, "expected each once", list(values))
         for size in self.sizes:
-            check(math.isfinite(size) and size > 1, "sizes", "expected compression ratios above 1", size)
+            check(math.isfinite(size) and size > 1, "sizes", "expected compressions above 1", size)
         for seed in self.seeds:
             check(seed >= 0, "seeds", "expected integers >= 0", seed)
         for place in ("patience", "max_epochs", "trials", "jobs"):

@@ -99,7 +99,7 @@ def _method(task: CellTask, device: torch.device, work: Path) -> tuple[Method, M
     return load_registry(task.registry)[cell.method], MethodTask(
         build=(lambda embedding_dim: train_on_validation(build(embedding_dim))) if cell.with_validation else build,
         build_for_search=build if cell.with_validation else None,
-        compression_ratio=1 if cell.size is None else cell.size,
+        compression=1 if cell.size is None else cell.size,
         seed=cell.seed,
         device=device,
         folder=work,
@@ -128,8 +128,9 @@ def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.d
     uncompressed, test = dense_parameters(recipe.model), NotedBatches(recipe.data.test)
     row = ReportRow(
         method=task.cell.row_name,
-        compression_ratio=uncompressed / max(1, made.scheme.parameters),
+        compression=4 * uncompressed / max(1, made.embedding_bytes()),
         parameters=made.scheme.parameters,
+        dense_parameters=uncompressed,
         bytes=made.scheme.exact_bytes(),
         metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), test, recipe.loss, device),
         seed=task.cell.seed,

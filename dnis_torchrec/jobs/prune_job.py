@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.forms import DEFAULT_FORM
 from dnis_torchrec.jobs.model_parts import load_state_
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
@@ -67,7 +68,7 @@ def run_prune(
     size: Size | None = None,
     threshold: float | None = None,
     structure: str = "block",
-    scope: str = "global",
+    per_table: bool = False,
     max_epochs: int = 10,
     overwrite: bool = False,
 ) -> ReportRow:
@@ -84,7 +85,7 @@ def run_prune(
         size: see `prune`.
         threshold: see `prune`.
         structure: see `prune`.
-        scope: see `prune`.
+        per_table: see `prune`.
         max_epochs: epochs of fine-tuning at most; 0 prunes only.
         overwrite: replace a run that stands at `out`.
 
@@ -104,8 +105,11 @@ def run_prune(
     built = build_recorded(run_path, head, data, recipe)
     load_state_(built.model, source.state(), str(run_path))
     counts, blocks = source.counts(), source.blocks()
+    form = DEFAULT_FORM if size is None else size.form
     started = time.monotonic()
-    scheme = prune(built.model, blocks, counts, size=size, threshold=threshold, structure=structure, scope=scope)
+    scheme = prune(
+        built.model, blocks, counts, size=size, threshold=threshold, structure=structure, per_table=per_table
+    )
     with process_group() as device, errors_of_its_code(spec):
         torch.manual_seed(head["seed"])
         task = TrainTask(built.model, built.loss)
@@ -115,7 +119,7 @@ def run_prune(
                 place.new.mkdir()
                 task = _fine_tune(task, built, device, max_epochs, place.new)
         metrics = evaluate(task.to(device), built.data.test, built.loss, device)
-    row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started)
+    row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started, form)
     fields = {name: value for name, value in head.items() if name not in ("format", "format_version", "status")}
     try:
         with RunFolder.whole(out, overwrite=overwrite) as run:

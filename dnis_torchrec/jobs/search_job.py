@@ -25,7 +25,7 @@ from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_si
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.of_run import scheme_row
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.search import Saving, SearchOutcome, search
 from dnis_torchrec.storage.access import StorageError
@@ -117,7 +117,7 @@ def run_search(job: SearchJob) -> list[ReportRow]:
             rows = list(on_rank_zero(run.rows))
             missing = [name for name in BASELINES if name in job.baselines and name not in {r.method for r in rows}]
             if missing:  # on one process, as was checked
-                for row in _baselines(job, missing, run.scheme(), config.patience, device):
+                for row in _baselines(job, missing, run.scheme(), config, device):
                     rows.append(row)
                     run.write_rows(rows)
     return rows
@@ -164,7 +164,7 @@ def _search(
     task = TrainTask(outcome.model, recipe.loss)
     test = split_over_ranks(recipe.data, Ranks.everyone()).test
     metrics = evaluate(task, test, recipe.loss, device)
-    rows = [scheme_row("dnis", outcome.scheme, metrics, job.seed, seconds)]
+    rows = [scheme_row("dnis", outcome.scheme, metrics, job.seed, seconds, config.size.form)]
     try:
         run.save_model(outcome.model, outcome.scheme, outcome.alpha)
         with together():
@@ -200,14 +200,14 @@ def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
 
 
 def _baselines(
-    job: SearchJob, names: list[str], scheme: MixedDimensionScheme, patience: int, device: torch.device
+    job: SearchJob, names: list[str], scheme: MixedDimensionScheme, config: SearchConfig, device: torch.device
 ) -> Iterator[ReportRow]:
     """Rows of the baselines at the size that the search came to, each as soon as it is trained."""
 
     def build(embedding_dim: int | None) -> Recipe:
         return build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=embedding_dim or job.embedding_dim)
 
-    ratio = scheme.compression_ratio
+    patience, num_bytes = config.patience, scheme.served_bytes(config.size.form)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if {"dense", "magnitude"} & set(names):
@@ -215,12 +215,13 @@ def _baselines(
             if "dense" in names:
                 yield pruning.dense_row()
             if "magnitude" in names:
-                yield pruning.pruned_row(ratio)
+                with suppress(SizeOutOfReachError):  # row pointers alone may take more than small tables come to
+                    yield pruning.pruned_row(num_bytes)
         if "uniform" in names:
             yield nearest_uniform_row(
                 MethodTask(
                     build=build,
-                    compression_ratio=ratio,
+                    compression=scheme.compression(config.size.form),
                     seed=job.seed,
                     device=device,
                     folder=folder,

@@ -11,7 +11,7 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.alpha_optimizer import Pressure
 from dnis_torchrec.search.budget import Size, check_compresses
-from dnis_torchrec.search.pruning import STRUCTURES
+from dnis_torchrec.search.pruning import STRUCTURES, check_form_of_elements
 from dnis_torchrec.soft_selection.table_shards import dense_parameters
 from dnis_torchrec.streaming import CountLimits
 
@@ -91,6 +91,8 @@ class SearchConfig:
         check(0 < decay <= 1, "release_decay", "expected a number above 0 and at most 1", decay)
         check(self.scope in SCOPES, "scope", f"expected one of {SCOPES}", repr(self.scope))
         check(self.structure in STRUCTURES, "structure", f"expected one of {STRUCTURES}", repr(self.structure))
+        if self.structure == "element":
+            check_form_of_elements(self.size.form)
         CountLimits(exact_rows=self.exact_count_rows)
         self.pressure_over(1)
 
@@ -120,7 +122,7 @@ class SearchConfig:
 
         Example:
             >>> parts = {"warm_up_epochs": 2, "ramp_epochs": 8, "release_epochs": 10}
-            >>> short = SearchConfig(size=Size(compression_ratio=2), **parts).within(10)
+            >>> short = SearchConfig(size=Size(compression=2), **parts).within(10)
             >>> short.warm_up_epochs, short.ramp_epochs, short.release_epochs
             (1, 4, 5)
         """

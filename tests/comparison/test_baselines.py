@@ -31,7 +31,7 @@ def test_nearest_dim_counts_every_table(tmp_path: Path, ratio: float, dim: int) 
         recipe = make_recipe()
         return dataclasses.replace(recipe, model=EmbeddingBagCollection(tables=tables))
 
-    task = MethodTask(build=build, compression_ratio=ratio, seed=0, device=CPU, folder=tmp_path)
+    task = MethodTask(build=build, compression=ratio, seed=0, device=CPU, folder=tmp_path)
     assert nearest_dim(task) == dim
 
 
@@ -42,9 +42,9 @@ def test_uniform_tables_report_their_own_size_also_where_kernels_train_wider_one
     def build(embedding_dim: int | None) -> Recipe:
         return make_recipe(embedding_dim=embedding_dim, optimizer=optimizer)
 
-    task = MethodTask(build=build, compression_ratio=2.7, seed=3, device=CPU, folder=tmp_path, patience=1, max_epochs=2)
+    task = MethodTask(build=build, compression=2.7, seed=3, device=CPU, folder=tmp_path, patience=1, max_epochs=2)
     row = nearest_uniform_row(task)
-    assert (row.method, row.seed, row.parameters, row.compression_ratio) == ("uniform", 3, 3 * 52, 8 / 3)
+    assert (row.method, row.seed, row.parameters, row.compression) == ("uniform", 3, 3 * 52, 8 / 3)
     assert row.bytes == {"dense_fp32": 4 * 3 * 52}
     assert 0 < row.metrics["logloss"] < 1
 

@@ -43,7 +43,7 @@ def run(
         task = MethodTask(
             build=build,
             build_for_search=None if searches is None else lambda dim: replace(build(dim), data=searches),
-            compression_ratio=ratio,
+            compression=ratio,
             seed=0,
             device=device,
             folder=folder,

@@ -46,7 +46,7 @@ def build(embedding_dim: int | None, **how) -> Recipe:
 def make_task(folder: Path, ratio: float, *, make: Callable[[int | None], Recipe] = build, **fields) -> MethodTask:
     """A cell that trains in a fraction of a second."""
     defaults = {"seed": 0, "patience": 1, "max_epochs": 2, "num_trials": 2}
-    return MethodTask(build=make, compression_ratio=ratio, device=CPU, folder=folder, **defaults | fields)
+    return MethodTask(build=make, compression=ratio, device=CPU, folder=folder, **defaults | fields)
 
 
 def saying_otherwise(batch: Batch) -> Batch:

@@ -270,7 +270,7 @@ def test_tables_that_share_no_blocks_have_random_sequences_of_their_own() -> Non
     counts = FrequencyCounts({"a": torch.tensor([9, 7, 2, 1]), "b": torch.tensor([9, 7, 2, 1])}, {}, 38)
     configs = [EmbeddingBagConfig(name=n, num_embeddings=4, embedding_dim=8, feature_names=[n]) for n in counts.counts]
     blocks = blocks_from_counts(counts, configs, num_blocks=2, scope="table")
-    budget = Budget.of(Size(parameters=24), blocks)
+    budget = Budget.of(Size(embedding_bytes=2 * 8 * 3 + 12 * 10), blocks)
     drawn = [random_dims(blocks, budget, torch.Generator().manual_seed(seed)) for seed in range(40)]
     of_a = sum(int(dims["a"].sum() > dims["b"].sum()) for dims in drawn)
     of_b = sum(int(dims["a"].sum() < dims["b"].sum()) for dims in drawn)

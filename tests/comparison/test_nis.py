@@ -75,9 +75,7 @@ def make_task(tmp_path: Path, ratio: float, *, seed: int = 0, loss: nn.Module | 
         data = replace(recipe.data, test=BagsOnly())
         return replace(recipe, data=data, warm_up_epochs=1, ramp_epochs=2, loss=loss or recipe.loss)
 
-    return MethodTask(
-        build=build, compression_ratio=ratio, seed=seed, device=CPU, folder=tmp_path, patience=1, max_epochs=2
-    )
+    return MethodTask(build=build, compression=ratio, seed=seed, device=CPU, folder=tmp_path, patience=1, max_epochs=2)
 
 
 @pytest.mark.parametrize("num_parts", [1, 3, 4, 20])

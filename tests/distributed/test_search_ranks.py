@@ -78,7 +78,7 @@ def test_both_ranks_find_the_same(both, optimizer: str) -> None:
         assert [name for name in first[part] if not torch.equal(first[part][name], second[part][name])] == []
     tensors = first["scheme"]["tensors"]
     assert [name for name in tensors if not torch.equal(tensors[name], second["scheme"]["tensors"][name])] == []
-    assert 4 <= first["compression_ratio"] <= 4 * 1.03
+    assert 4 <= first["compression"] <= 4 * 1.03
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -105,7 +105,7 @@ def test_ranks_estimate_together(both) -> None:
     for own in (first, second):
         assert all(rows.equal(first["counts"][name]) for name, rows in own["counts"].items())
         assert all(rows.equal(first["blocks"][name]) for name, rows in own["blocks"].items())
-        assert own["compression_ratio"] >= 4
+        assert own["compression"] >= 4
 
 
 def assert_learnt_alike(history: list[dict], alone: SearchOutcome) -> None:
@@ -154,7 +154,7 @@ def test_two_ranks_with_half_batches_learn_as_one_process_does(both, optimizer: 
     found, alone = both[0][f"search {optimizer}"][0], both[1][optimizer]
     assert found["steps_per_epoch"] == [10]
     assert_learnt_alike(found["history"], alone)
-    assert found["compression_ratio"] == pytest.approx(alone.scheme.compression_ratio, rel=0.05)
+    assert found["compression"] == pytest.approx(alone.scheme.compression(), rel=0.05)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -237,7 +237,7 @@ def test_what_one_rank_meets_stops_all_before_training(both) -> None:
     for own in (good, bad):
         assert own["order"].startswith(f"ValueError: train stream: {order}, got others; let")
         assert own["small"].startswith(f"ValueError: test batch 0: {small}, got 1; choose a batch size")
-        assert own["size"].startswith("SizeOutOfReachError: compression_ratio: expected at most ")
+        assert own["size"].startswith("SizeOutOfReachError: compression: expected at most ")
         assert own["candidates"].startswith(
             "ValueError: test split, query 0: expected at least k=10 candidates, got 9; "
         )

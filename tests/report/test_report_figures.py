@@ -98,7 +98,7 @@ def make_point(method: str, ratio: float, mean: float, deviation: float = 0.01) 
         mean=mean,
         deviation=0.5,
         num_seeds=3,
-        compression_ratio=ratio,
+        compression=ratio,
         seconds=1.0,
         difference=difference,
     )

@@ -45,7 +45,7 @@ from tests.tiny import ROWS, Repeatable, make_batch, make_collection, make_recip
 CPU = torch.device("cpu")
 SHORT = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
-SEARCH = SearchConfig(size=Size(compression_ratio=4), num_blocks=3, **SHORT)
+SEARCH = SearchConfig(size=Size(compression=4), num_blocks=3, **SHORT)
 
 
 def changed(batch: Batch, **parts: Any) -> Batch:
@@ -243,7 +243,7 @@ def test_ids_of_any_width_are_trained_plainly_alike(gloo, tmp_path: Path, optimi
         def build(embedding_dim: int | None, dtype: torch.dtype = dtype) -> Recipe:
             return everywhere(make_recipe(optimizer=optimizer, embedding_dim=embedding_dim), narrow(dtype))
 
-        task = MethodTask(build=build, compression_ratio=1, seed=0, device=CPU, folder=folder, max_epochs=2)
+        task = MethodTask(build=build, compression=1, seed=0, device=CPU, folder=folder, max_epochs=2)
         results.append(dense(task).selection_loss)
     assert len(set(results)) == 1
 

@@ -9,14 +9,18 @@ from typing import cast
 import torch
 from torch import nn
 
-from dnis_torchrec.checks import check
 from dnis_torchrec.comparison.methods.method import MAX_EPOCHS, MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, keep_columns_, row_blocks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.forms import column_bytes, pointer_bytes
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
-from dnis_torchrec.search.pruning import keep_largest_, num_elements, prune
+from dnis_torchrec.search.pruning import (
+    affordable_values,
+    check_form_of_elements,
+    keep_largest_,
+    num_elements,
+    prune,
+)
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.swap import unshard_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
@@ -71,19 +75,18 @@ class MagnitudePruning:
         load_checkpoint(self._folder / "dense", self._model)
         return self._row("dense", self._dense_parameters, self._dense.seconds)
 
-    def pruned_row(self, compression_ratio: float) -> ReportRow:
+    def pruned_row(self, num_bytes: int) -> ReportRow:
         """Prunes the dense model to a size, fine-tunes what is left, and evaluates it.
 
         Args:
-            compression_ratio: parameters of the uncompressed tables over those retained; met to the value.
+            num_bytes: what the tables may take as compressed sparse rows.
 
         Raises:
-            ValueError: if that is less than one value.
+            SizeOutOfReachError: if that does not pay for a value.
         """
+        shapes = [(part.weight.shape[0], part.weight.shape[1]) for part in self._shards]
+        num_keep = affordable_values(Size(embedding_bytes=num_bytes, form=FORM), shapes)
         load_checkpoint(self._folder / "dense", self._model)
-        num_keep = int(self._dense_parameters / compression_ratio)
-        requirement = f"expected at most {self._dense_parameters} for these tables"
-        check(num_keep >= 1, "compression_ratio", requirement, compression_ratio)
         trained = self.prune_(num_keep)
         return self._row("magnitude", num_keep, self._dense.seconds + trained.seconds)
 
@@ -115,16 +118,18 @@ class MagnitudePruning:
         )
 
     def _row(self, method: str, parameters: int, seconds: float) -> ReportRow:
-        csr = 0
+        form, dense_bytes = check_form_of_elements(FORM), 4 * self._dense_parameters
+        served = 0
         for part in self._shards:
             num_rows, dim = part.weight.shape
-            csr += int((part.weight != 0).sum()) * (4 + column_bytes(dim)) + pointer_bytes(num_rows, dim)
-        sizes = {"dense_fp32": 4 * self._dense_parameters} | ({} if method == "dense" else {FORM: csr})
+            served += int((part.weight != 0).sum()) * form.bytes_per_value(dim) + form.row_index_bytes(num_rows, dim)
+        is_dense = method == "dense"
         return ReportRow(
             method=method,
-            compression_ratio=self._dense_parameters / parameters,
+            compression=1 if is_dense else dense_bytes / served,
             parameters=parameters,
-            bytes=sizes,
+            dense_parameters=self._dense_parameters,
+            bytes={"dense_fp32": dense_bytes} | ({} if is_dense else {FORM: served}),
             metrics=evaluate(self._model, self._recipe.data.test, self._recipe.loss, self._device),
             seed=self._seed,
             seconds=seconds,

@@ -32,7 +32,7 @@ class MethodTask:
             every time.
         build_for_search: the same, its training split without the validation split, where that of `build` holds it;
             None where it does not. See `for_search`.
-        compression_ratio: bytes of the uncompressed float32 tables over bytes wanted, above 1; 1 for no compression.
+        compression: bytes of the uncompressed float32 tables over bytes wanted, above 1; 1 for no compression.
             A result's bytes, in its own form and with index bytes, come to at most the budget of `embedding_bytes`;
             only `uniform` and `low-rank` are rounded up to the next embedding_dim.
         seed: of everything random.
@@ -46,7 +46,7 @@ class MethodTask:
     """
 
     build: Callable[[int | None], Recipe]
-    compression_ratio: float
+    compression: float
     seed: int
     device: torch.device
     folder: Path
@@ -58,7 +58,7 @@ class MethodTask:
     build_for_search: Callable[[int | None], Recipe] | None = None
 
     def __post_init__(self) -> None:
-        check(self.compression_ratio >= 1, "compression_ratio", "expected a number >= 1", self.compression_ratio)
+        check(self.compression >= 1, "compression", "expected a number >= 1", self.compression)
         check(self.num_trials is None or self.num_trials >= 1, "num_trials", "expected at least 1", self.num_trials)
         check(self.processes >= 1, "processes", "expected at least 1", self.processes)
 
@@ -68,7 +68,7 @@ class MethodTask:
 
     def embedding_bytes(self) -> int:
         """Bytes that the compressed tables may take."""
-        return int(self.dense_bytes() / self.compression_ratio)
+        return int(self.dense_bytes() / self.compression)
 
     def for_search(self) -> MethodTask:
         """The task of a part that learns on the validation split: its weights never train on that split."""

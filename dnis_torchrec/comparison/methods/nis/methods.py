@@ -96,7 +96,7 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
 def _check_size(grid: Grid, embedding_bytes: int) -> None:
     smallest = embedding_bytes - grid.budget.amount + grid.smallest_cost
     if smallest > embedding_bytes:
-        requirement, remedy = f"expected at least {smallest:.0f} bytes for NIS", "ask for a lower compression ratio"
+        requirement, remedy = f"expected at least {smallest:.0f} bytes for NIS", "ask for a lower compression"
         raise SizeNotMetError(describe("embedding_bytes", requirement, embedding_bytes, remedy))
 
 
