@@ -193,12 +193,12 @@ def replace():
 
 def fine_tune():
     prune_job.train_plainly = kill
-    run_prune(run, None, out / "pruned", size=SMALLER, max_epochs=1)
+    run_prune(run, None, out / "pruned", size=Size(compression=5.5), max_epochs=1)
 
 
 def write():
     RunFolder.write_rows = kill
-    run_prune(run, None, out / "pruned", size=SMALLER, max_epochs=0)
+    run_prune(run, None, out / "pruned", size=Size(compression=5.5), max_epochs=0)
 
 
 def report():

@@ -28,7 +28,7 @@ from dnis_torchrec.soft_selection.table_shards import TableShard, collections, l
 from dnis_torchrec.training.retained_mask import RetainedMask
 from tests import small_models
 from tests.reference import elementwise_keep_reference
-from tests.sizes import size_of_values
+from tests.sizes import affordable, size_of_values
 from tests.small_models import SHARDING_TYPES, shard_as
 
 Case = tuple[nn.Module, RowBlocks, FrequencyCounts]
@@ -118,16 +118,6 @@ def pruned(case: Case, expected: list[torch.Tensor], **options) -> MixedDimensio
 # Element structure
 
 
-def affordable(tables: list[torch.Tensor], share: float) -> tuple[int, Size]:
-    """A share of the values that sparse rows of no more bytes than the dense tables can hold, and their size."""
-    shapes = [tuple(table.shape) for table in tables]
-    dense_bytes = 4 * sum(table.numel() for table in tables)
-    most = (dense_bytes - sum(pointer_bytes(rows, dim) for rows, dim in shapes)) // 5
-    assume(most >= 1)
-    num_values = max(1, int(share * most))
-    return num_values, size_of_values(num_values, shapes)
-
-
 @given(cases(dims=(2, 3)), st.floats(0, 1))
 def test_element_keeps_exactly_the_largest_magnitudes(case: Case, share: float) -> None:
     before = seen_tables(case[0], case[2])
@@ -148,8 +138,7 @@ def test_element_by_compression(case: Case, compression: float) -> None:
     assume(num_values >= 1)
     kept = elementwise_keep_reference(before, num_values)
     expected = [table * mask for table, mask in zip(before, kept, strict=True)]
-    size = Size(compression=compression, form="csr_fp32")
-    scheme = pruned(case, expected, size=size, structure="element")
+    scheme = pruned(case, expected, size=Size(compression=compression, form="csr_fp32"), structure="element")
     if scheme is not None:
         assert scheme.parameters == min(num_values, nonzero)
         assert scheme.compression("csr_fp32") >= compression
@@ -250,14 +239,11 @@ def whole_columns(case: Case, kept: dict[str, torch.Tensor]) -> list[torch.Tenso
     return [table * kept[name][blocks.routings[name].all_blocks()] for name, table in named]
 
 
-@given(
-    cases(dims=(3, 9)),
-    st.sampled_from(["compression", "embedding_bytes"]),
-    st.sampled_from(["mixed_dimension_fp32", "csr_fp32", "csr_int8"]),
-    st.floats(0, 1),
-    st.booleans(),
-)
-def test_block_keeps_the_best_whole_columns_within_the_budget(
+KINDS, FORMS = ("compression", "embedding_bytes"), ("mixed_dimension_fp32", "csr_fp32", "csr_int8")
+
+
+@given(cases(dims=(3, 9)), st.sampled_from(KINDS), st.sampled_from(FORMS), st.floats(0, 1), st.booleans())
+def test_block_keeps_the_best_columns_within_the_budget(
     case: Case, kind: str, form: str, share: float, per_table: bool
 ) -> None:
     model, blocks, counts = case
