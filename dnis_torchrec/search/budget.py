@@ -69,7 +69,7 @@ class Size:
             dense_parameters: parameters of the uncompressed tables: the sum of N D.
         """
         if self.compression is not None:
-            return 4 * dense_parameters / self.compression
+            return round(4 * dense_parameters / self.compression, 6)  # 6864 / 8.8 is 779.9999999999999
         return self.given[1]
 
     def pressed_to(self, compression: float, dense_parameters: int) -> Size:
@@ -141,8 +141,7 @@ class Budget:
         """
         form, dims = form_named(size.form), blocks.embedding_dims
         costs = {table: form.bytes_per_column(rows, dims[table]) for table, rows in blocks.seen_rows.items()}
-        affordable = size.num_bytes(_dense_parameters(blocks)) * (1 + 1e-12)  # 1716 / 8.8 is 194.999...
-        return Budget(affordable - _fixed_bytes(size, blocks), costs)
+        return Budget(size.num_bytes(_dense_parameters(blocks)) - _fixed_bytes(size, blocks), costs)
 
     def share(self, blocks: RowBlocks) -> float:
         """The budget as a share of what all columns of all blocks together cost.

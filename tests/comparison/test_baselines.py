@@ -52,9 +52,10 @@ def test_uniform_tables_report_their_own_size_also_where_kernels_train_wider_one
 def test_magnitude_pruning_meets_each_size_to_the_value_from_the_same_dense_model(gloo, tmp_path: Path) -> None:
     pruning = MagnitudePruning(make_recipe(), seed=0, device=CPU, folder=tmp_path, patience=1)
     dense = pruning.dense_row()
-    rows = [pruning.pruned_row(ratio) for ratio in (2, 8, 2)]
+    pointers = (40 + 8) + (12 + 8)
+    rows = [pruning.pruned_row(pointers + 5 * num_values) for num_values in (208, 52, 208)]
     assert [row.parameters for row in rows] == [208, 52, 208]
     assert rows[0].metrics == rows[2].metrics  # nothing of the size before is left
     assert pruning.dense_row().metrics == dense.metrics
-    assert rows[0].bytes["csr_fp32"] == 208 * 5 + (40 + 8) + (12 + 8)
+    assert rows[0].bytes["csr_fp32"] == 208 * 5 + pointers
     assert dense.parameters == DENSE_PARAMETERS

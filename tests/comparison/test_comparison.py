@@ -205,7 +205,7 @@ def test_a_cell_measures_what_the_method_made_against_the_uncompressed_tables(gl
     result = run_task(tmp_path, cell, artifact=True)
     trained = result.trained
     assert trained is not None
-    assert (trained.row.parameters, trained.row.compression, trained.dense_bytes) == (104, 4.0, 4 * 416)
+    assert (trained.row.parameters, trained.row.compression, trained.dense_bytes) == (104, 1664 / 420, 4 * 416)
     assert (trained.form, trained.embedding_bytes, trained.extra_bytes) == ("dense_fp32", 4 * 104 + 4, 4)
     narrow = make_recipe(embedding_dim=2).model
     assert trained.network_bytes == 4 * sum(p.numel() for p in narrow.parameters()) - 4 * 104 - 4

@@ -341,7 +341,7 @@ def test_bytes_over_the_budget_are_what_the_controller_learns_to_avoid(gloo, mon
     assert within[1] > 0.95
 
 
-@pytest.mark.parametrize(("method", "ratio"), [(nis_se, 2), (nis_me, 2), (nis_se, 4), (nis_me, 4), (nis_me, 5.3)])
+@pytest.mark.parametrize(("method", "ratio"), [(nis_se, 2), (nis_me, 2), (nis_se, 4), (nis_me, 4), (nis_me, 5.2)])
 def test_a_run_is_within_the_budget_and_serves_what_it_trained(
     gloo, tmp_path: Path, method: Method, ratio: float
 ) -> None:
@@ -373,7 +373,7 @@ def test_ratings_are_searched_too_and_the_same_seed_gives_the_same_result(gloo, 
 def test_a_size_below_the_smallest_choice_is_not_met(gloo, tmp_path: Path) -> None:
     with pytest.raises(SizeNotMetError, match=r"embedding_bytes: expected at least \d+ for these tables"):
         nis_se(make_task(tmp_path, 10))
-    with pytest.raises(SizeNotMetError, match="embedding_bytes: expected at least 308 bytes for NIS, got 300"):
+    with pytest.raises(SizeNotMetError, match="embedding_bytes: expected at least 316 bytes for NIS, got 300"):
         nis_me(make_task(tmp_path, DENSE_BYTES / 300))
 
 

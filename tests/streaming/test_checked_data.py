@@ -307,16 +307,16 @@ def test_what_lookups_take_is_left_as_it_is(dtype: torch.dtype, is_weighted: boo
 def test_more_blocks_than_rows_are_refused_before_counting(
     gloo, tmp_path: Path, num_blocks: int, scope: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = make_recipe()
+    recipe, size = make_recipe(), Size(compression=2)
     with monkeypatch.context() as patch:
         patch.setattr(search_module, "read_before_training", None)
-        config = SearchConfig.of(recipe, SEARCH.size, {"num_blocks": num_blocks, "scope": scope})
+        config = SearchConfig.of(recipe, size, {"num_blocks": num_blocks, "scope": scope})
         message = (
             rf"^num_blocks: expected at most {most} blocks for the rows of these tables, got {num_blocks}; take fewer"
         )
         with pytest.raises(ValueError, match=message):
             search(recipe, config, tmp_path, CPU)
-    fits = SearchConfig.of(recipe, SEARCH.size, {"num_blocks": most, "scope": scope, "strategy": "equal_mass"} | SHORT)
+    fits = SearchConfig.of(recipe, size, {"num_blocks": most, "scope": scope, "strategy": "equal_mass"} | SHORT)
     assert search(recipe, fits, tmp_path, CPU).scheme.parameters > 0
 
 

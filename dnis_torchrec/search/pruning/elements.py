@@ -163,7 +163,7 @@ def affordable_values(size: Size, shapes: Sequence[tuple[int, int]], *, at_least
     form, total = check_form_of_elements(size.form), sum(num_rows * dim for num_rows, dim in shapes)
     fixed = sum(form.row_index_bytes(num_rows, dim) for num_rows, dim in shapes)
     per_value = max(form.bytes_per_value(dim) for _, dim in shapes)
-    affordable = int(size.num_bytes(total) * (1 + 1e-12) - fixed) // per_value
+    affordable = int(size.num_bytes(total) - fixed) // per_value
     if affordable < at_least:
         (name, received), smallest = size.given, fixed + at_least * per_value
         limit = f"at least {smallest}"
