@@ -72,14 +72,15 @@ def test_search_writes_what_others_rely_on(run: Path) -> None:
     rows = json.loads((run / "report.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["dnis", "dense", "magnitude", "uniform"]
     first = rows[0]
-    assert 4 <= first["compression"] <= 4.13
-    assert first["parameters"] == round(416 / first["compression"])
+    served = first["bytes"]["mixed_dimension_fp32"]
+    assert 4 <= first["compression"] == 1664 / served <= 4 * 1.25
+    assert first["dense_parameters"] == 416
     assert set(first["bytes"]) == {"dense_fp32", "csr_fp32", "mixed_dimension_fp32"}
     assert {"auc", "logloss"} <= set(first["metrics"])
     assert first["seed"] == 0
     assert first["seconds"] > 0
     assert list((run / "tensorboard").glob("events*"))
-    assert rows[2]["parameters"] == 416 * first["parameters"] // 416
+    assert rows[2]["parameters"] == (served - (40 + 8) - (12 + 8)) // 5
 
 
 def test_export_and_evaluate_agree_to_the_digit(run: Path, tmp_path: Path) -> None:
@@ -103,10 +104,11 @@ def test_export_and_evaluate_agree_to_the_digit(run: Path, tmp_path: Path) -> No
 
 def test_prune_goes_on_from_a_run(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "smaller"
-    done = dnis("prune", run, "--compression", 8, "--structure", "element", "--fine-tune-epochs", 2, "--out", out)
+    element = ("--structure", "element", "--form", "csr_fp32")
+    done = dnis("prune", run, "--compression", 8, *element, "--fine-tune-epochs", 2, "--out", out)
     assert done.returncode == 0, done.stderr
     rows = json.loads((out / "report.json").read_text())["rows"]
-    assert rows[0]["parameters"] == 416 // 8
+    assert rows[0]["parameters"] == (1664 // 8 - (40 + 8) - (12 + 8)) // 5
     assert rows[1:] == json.loads((run / "report.json").read_text())["rows"]
     assert dnis("evaluate", out).returncode == 0
 

@@ -78,7 +78,7 @@ def test_both_ranks_find_the_same(both, optimizer: str) -> None:
         assert [name for name in first[part] if not torch.equal(first[part][name], second[part][name])] == []
     tensors = first["scheme"]["tensors"]
     assert [name for name in tensors if not torch.equal(tensors[name], second["scheme"]["tensors"][name])] == []
-    assert 4 <= first["compression"] <= 4 * 1.03
+    assert 4 <= first["compression"] <= 4 * 1.25  # a column of the largest block is 18 % of the bytes
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

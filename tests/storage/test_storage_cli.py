@@ -46,12 +46,12 @@ def test_a_session_on_storage(remote: MemoryFileSystem, tmp_path: Path) -> None:
     assert before.keys() == set(remote.find("/cli/run"))
     assert all(remote.cat_file(name) == content for name, content in before.items() if not name.endswith("/lock"))
     for place in (run, f"{run}/", "memory:///cli/run"):
-        over = dnis("prune", run, "--compression", 8, "--fine-tune-epochs", 0, "--out", place, "--overwrite", *data)
+        over = dnis("prune", run, "--compression", 5, "--fine-tune-epochs", 0, "--out", place, "--overwrite", *data)
         assert over.returncode == 2
         assert f"error: run folder {place}: expected another folder than that of the run to prune" in over.stderr
     assert all(remote.cat_file(name) == content for name, content in before.items() if not name.endswith("/lock"))
     steps = (
-        ("prune", run, "--compression", 8, "--fine-tune-epochs", 0, "--out", pruned, *data),
+        ("prune", run, "--compression", 5, "--fine-tune-epochs", 0, "--out", pruned, *data),
         ("export", pruned, "--out", artifact),
         ("evaluate", artifact, *data),
         ("plan", artifact, "--hbm", "1GB"),
