@@ -27,7 +27,7 @@ from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.storage.whole_files import write_json
 
-FORMS = ("csr", "csr_int8", "mixed_dimension")
+FORMS = ("csr_fp32", "csr_int8", "mixed_dimension_fp32")
 EMBEDDING_DIM, RETAINED = 32, 16
 BYTES_PER_ROW = 4 * RETAINED
 """Of values in float32: a form's files take at least this, but for int8."""

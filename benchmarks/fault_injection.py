@@ -95,7 +95,7 @@ def work(folder: Path) -> None:
             read_all(checkpoints)
         torch.manual_seed(0)
         own = recipe()
-        config = SearchConfig.of(own, Size(compression_ratio=4))
+        config = SearchConfig.of(own, Size(compression=4))
         saving = Saving(checkpoint_every=CHECKPOINT_EVERY, resume=True)
         outcome = search(own, config, checkpoints, device, SearchEvents(on_step=on_step), saving)
         if rank == 0:

@@ -44,7 +44,7 @@ NUM_EMBEDDINGS = (
 EMBEDDING_DIM, NUM_DENSE = 64, 13
 DIMS_OF_BLOCKS = (20, 10, 6, 4, 3, 2)
 BATCH_SIZES = (1, 64, 1024, 4096)
-FORMS = ("csr", "mixed_dimension", "csr_int8")
+FORMS = ("csr_fp32", "mixed_dimension_fp32", "csr_int8")
 
 Models = dict[str, Callable[..., Tensor]]
 """Name -> model of flat inputs."""
@@ -153,7 +153,7 @@ def rows_of(models: Models, scheme: MixedDimensionScheme, rounds: int) -> list[d
 def main(argv: Sequence[str] | None = None) -> None:
     """Packages, measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="form csr alone, 30 rounds, not 200")
+    parser.add_argument("--quick", action="store_true", help="form csr_fp32 alone, 30 rounds, not 200")
     parser.add_argument("--artifact", type=Path, help="an artifact of examples.criteo:dlrm instead of made-up tables")
     parser.add_argument("--data", type=Path, help="folder of its data")
     parser.add_argument("--json", type=output_file, help="file to write")

@@ -69,7 +69,7 @@ def measure(rank: int, arguments: argparse.Namespace, sharding: str, structure: 
         shard.weight.normal_(generator=torch.Generator().manual_seed(rank))
     counts = FrequencyCounts({"t": torch.arange(arguments.rows, 0, -1)}, {"f": 1}, arguments.rows)
     blocks = blocks_from_counts(counts, [config], num_blocks=4)
-    size = Size(compression_ratio=arguments.compression)
+    size = Size(compression=arguments.compression, form="csr_fp32")  # in which both structures are counted
     schemes = []
     rises = {
         "prune": rise_of_memory(lambda: schemes.append(prune(sharded, blocks, counts, size=size, structure=structure))),

@@ -75,13 +75,13 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_size(text: str) -> float:
-    """A compression ratio.
+    """A compression.
 
     Raises:
         argparse.ArgumentTypeError: if it is no number above 1.
     """
     try:
-        return Size(compression_ratio=float(text)).given[1]
+        return Size(compression=float(text)).given[1]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected a number above 1, got {text!r}") from error
 
@@ -107,7 +107,7 @@ def measure_plain(arguments: argparse.Namespace, seed: int) -> dict[str, float]:
     with process_group() as device, tempfile.TemporaryDirectory() as folder:
         task = MethodTask(
             build=lambda dim: build_recipe(arguments.recipe, arguments.data, seed=seed, embedding_dim=dim),
-            compression_ratio=1,
+            compression=1,
             seed=seed,
             device=device,
             folder=Path(folder),
@@ -121,7 +121,7 @@ def measure_plain(arguments: argparse.Namespace, seed: int) -> dict[str, float]:
 def measure_search(arguments: argparse.Namespace, setting: str, seed: int) -> dict[str, float]:
     """One search with the epochs of a setting."""
     recipe = build_recipe(arguments.recipe, arguments.data, seed=seed)
-    config = SearchConfig.of(recipe, Size(compression_ratio=arguments.size), settings_of(setting))
+    config = SearchConfig.of(recipe, Size(compression=arguments.size), settings_of(setting))
     with process_group() as device, tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(seed)
         started = time.monotonic()
@@ -158,7 +158,7 @@ def quality_against_time(
     Args:
         rows: the plain training first, then searches, as `main` measures them.
         metric: its name.
-        size: compression ratio of the searches.
+        size: compression of the searches.
         higher_is_better: its direction; the line joins the searches that no quicker one beats.
     """
     figure = Figure(figsize=(FIGURE_WIDTH, 3.8), layout="constrained")
@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="module:function")
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--size", type=parse_size, default=4.0, help="compression ratio in parameters")
+    parser.add_argument("--size", type=parse_size, default=4.0, help="compression in parameters")
     parser.add_argument("--seeds", type=parse_seeds, default="0", help="which, commas between them")
     parser.add_argument("--settings", type=parse_settings, default=SETTINGS, help="see above, commas between them")
     parser.add_argument("--json", type=output_file, dest="json_file")

@@ -37,8 +37,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
 from dnis_torchrec.artifact import Shard, load_csr, read_manifest, read_scheme
-from dnis_torchrec.artifact.forms import form_named
+from dnis_torchrec.artifact.forms import codec_of
 from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.forms import FORMS, form_named
 from dnis_torchrec.ops.native_build import LOOKUPS
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection, load_operator
@@ -50,9 +51,7 @@ BATCH_SIZES, POOLINGS, THREADS = (1, 64, 1024, 4096), (1, 20), (1, 2)
 BLOCK_ENDS, BLOCK_DIMS = (0.001, 0.005, 0.02, 0.1, 0.4, 1.0), (64, 48, 24, 8, 4, 2)
 """`simulated_blocks`: where blocks of rows end, as a share of N, and the columns that they retain: 94 % pruned."""
 
-CSR_FORMS = ("csr", "csr_fp16", "csr_int8")
-EXACT_FORMS = {"csr": "csr_fp32", "mixed_dimension": "mixed_dimension_fp32"}
-"""Forms without loss, and what the rows call them."""
+CSR_FORMS = ("csr_fp32", "csr_fp16", "csr_int8")
 ROUNDS, QUICK_ROUNDS, SMALL_BATCH = 200, 7, 64
 """Rounds; fewer with ``--quick``, but for batches up to the small one, which take no time and vary most."""
 CALLS_PER_TURN, BAGS_PER_TURN = 4, 32
@@ -143,11 +142,12 @@ def modules_of(
     modules = {}
     for name in forms:
         form, shards = form_named(name), {}
+        codec = codec_of(form)
         for table, fields in scheme.tables.items():
             weight, num_rows = tables[table], fields.num_embeddings
-            tensors = form.encode(fields, lambda first, last, weight=weight: weight[first:last], 0, num_rows)
+            tensors = codec.encode(form, fields, lambda first, last, weight=weight: weight[first:last], 0, num_rows)
             shards[table] = [Shard(place=table, first_row=0, num_rows=num_rows, tensors=tensors)]
-        modules[EXACT_FORMS.get(name, name)] = form.build(scheme, shards, device=device, unknown_ids="error")
+        modules[name] = codec.build(form, scheme, shards, device=device, unknown_ids="error")
     return modules
 
 
@@ -277,7 +277,7 @@ def check_equal(case: Case) -> None:
     batch = batch.to(case.device)
     expected = dense_collection(case)(batch).values()
     for form, module in case.forms.items():
-        if form in EXACT_FORMS.values():
+        if form in FORMS and FORMS[form].is_exact:
             torch.testing.assert_close(module(batch).values(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -333,7 +333,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     quick = "7 rounds, not 200, of batches above 64; several tables: pooling 1"
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--artifact", type=Path, help="an artifact with form csr, measured too, table by table")
+    parser.add_argument("--artifact", type=Path, help="an artifact with form csr_fp32, measured too, table by table")
     parser.add_argument("--device", type=torch.device, default="cpu", help="what serves: cpu, or cuda, one GPU")
     parser.add_argument("--json", type=output_file, help="file to write")
     arguments = parser.parse_args(argv)
@@ -349,11 +349,11 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows = rows_of(simulated(1, NUM_EMBEDDINGS, CSR_FORMS, device), POOLINGS, threads, rounds)
     torch.set_num_threads(1)
-    many = simulated(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr", "csr_int8"], device)
+    many = simulated(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr_fp32", "csr_int8"], device)
     rows += rows_of(many, poolings_of_many, threads, rounds)
     del many
     torch.set_num_threads(1)
-    blocks = simulated_blocks(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr", "mixed_dimension"], device)
+    blocks = simulated_blocks(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr_fp32", "mixed_dimension_fp32"], device)
     rows += rows_of(blocks, poolings_of_many, threads, rounds)
     if arguments.artifact:
         for case in of_artifact(arguments.artifact, device):

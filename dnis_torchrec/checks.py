@@ -20,7 +20,7 @@ def describe(place: str, requirement: str, received: object, remedy: str = "") -
     """Words one error.
 
     Args:
-        place: where it is wrong, as in ``"table 'movie'"`` or ``"compression_ratio"``.
+        place: where it is wrong, as in ``"table 'movie'"`` or ``"compression"``.
         requirement: what has to hold, as in ``"a number above 1"``; or what is supported, as in
             ``"supported is one process"``.
         received: the value that was given.

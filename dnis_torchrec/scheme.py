@@ -16,9 +16,7 @@ from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.row_directory import directory_bytes
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check, describe
-
-FORMS = ("dense_fp32", "csr_fp32", "mixed_dimension_fp32")
-"""Export forms whose size a scheme can tell before anything is written."""
+from dnis_torchrec.forms import DEFAULT_FORM, FORMS, form_named
 
 
 class DescribedTable(TypedDict):
@@ -147,25 +145,20 @@ class TableScheme:
             return self
         return replace(self, routing=routing.with_unassigned_in(int(keeping[-1])))
 
-    def form_bytes(self) -> dict[str, int]:
-        """Bytes of this table in every form, index bytes counted.
+    def served_bytes(self, form: str) -> int:
+        """Bytes that lookups of this table read in a form, index bytes counted.
 
-        - ``dense_fp32``: 4 N D.
-        - ``csr_fp32``: 4 per value, 1 (D <= 256) or 2 per column, 1.14 per row pointer (D <= 255; else 4, or 8 from
-          2^31 values on), as lookups read it; the file of an artifact holds plain row pointers as well.
-        - ``mixed_dimension_fp32``: 4 per value of the blocks' tables, 2 per retained column of a block, 8 per boundary,
-          and 4 per row for the id remap where rows are not sorted by block.
+        Args:
+            form: a name in `dnis_torchrec.forms.FORMS`.
+
+        Raises:
+            ValueError: for another one, or one that does not fit the table's D.
         """
-        pointers = pointer_bytes(self.num_embeddings, self.embedding_dim, self.num_retained)
-        remap_bytes = 0 if self.routing.boundaries is not None else 4 * self.num_embeddings
-        return {
-            "dense_fp32": 4 * self.num_embeddings * self.embedding_dim,
-            "csr_fp32": self.num_retained * (4 + column_bytes(self.embedding_dim)) + pointers,
-            "mixed_dimension_fp32": 4 * self.block_area
-            + 2 * int(self.dims.sum())
-            + 8 * (self.routing.num_blocks + 1)
-            + remap_bytes,
-        }
+        known = form_named(form)
+        place, multiple = f"table {self.name!r}, form {form!r}", known.dim_multiple
+        fits = self.embedding_dim % multiple == 0
+        check(fits, place, f"an embedding_dim that is a multiple of {multiple}", self.embedding_dim)
+        return known.served_bytes(self)
 
 
 @dataclass(frozen=True)
@@ -182,8 +175,8 @@ class MixedDimensionScheme:
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=8, embedding_dim=4, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=routing, retained=retained, num_retained=14)
         >>> scheme = MixedDimensionScheme({"t": table})
-        >>> scheme.parameters, round(scheme.compression_ratio, 3)
-        (14, 2.286)
+        >>> scheme.parameters, scheme.served_bytes("mixed_dimension_fp32"), round(scheme.compression("csr_int8"), 2)
+        (14, 90, 2.13)
     """
 
     tables: Mapping[str, TableScheme] = field(default_factory=dict)
@@ -198,20 +191,31 @@ class MixedDimensionScheme:
         """Values of the uncompressed tables: the sum of N times D."""
         return sum(table.num_embeddings * table.embedding_dim for table in self.tables.values())
 
-    @property
-    def compression_ratio(self) -> float:
-        """Uncompressed over retained parameters; infinite if nothing is retained."""
-        return self.dense_parameters / self.parameters if self.parameters else float("inf")
+    def served_bytes(self, form: str) -> int:
+        """Bytes that lookups of all tables read in a form, index bytes counted.
 
-    @property
-    def finite_compression_ratio(self) -> float:
-        """The same for reports, whose JSON knows no infinity: the uncompressed parameters if nothing is retained."""
-        return self.dense_parameters / max(1, self.parameters)
+        Args:
+            form: a name in `dnis_torchrec.forms.FORMS`.
 
-    def form_bytes(self) -> dict[str, int]:
-        """Bytes of all tables in every form."""
-        per_table = [table.form_bytes() for table in self.tables.values()]
-        return {form: sum(sizes[form] for sizes in per_table) for form in FORMS}
+        Raises:
+            ValueError: for another one, or one that does not fit a table's D.
+        """
+        return sum(table.served_bytes(form) for table in self.tables.values())
+
+    def exact_bytes(self) -> dict[str, int]:
+        """Form -> bytes, for every form that holds the values bit for bit."""
+        return {name: self.served_bytes(name) for name, form in FORMS.items() if form.is_exact}
+
+    def compression(self, form: str = DEFAULT_FORM) -> float:
+        """Bytes of the float32 tables over bytes served.
+
+        Args:
+            form: in which they are served.
+
+        Raises:
+            ValueError: as `served_bytes`.
+        """
+        return 4 * self.dense_parameters / self.served_bytes(form)
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors, ready for json.dumps; `to_tensors` gives the rest."""
@@ -343,53 +347,3 @@ def rows_per_chunk(embedding_dim: int) -> int:
         65536
     """
     return max(1, VALUES_PER_CHUNK // embedding_dim)
-
-
-RECORD_BYTES = 64
-"""A record of compact row pointers."""
-START_BYTES = 8
-ROWS_PER_RECORD = RECORD_BYTES - START_BYTES
-LARGEST_LENGTH = 255
-"""Values that a row of compact row pointers may have, so the largest D that they serve."""
-
-
-def compact_bytes(num_rows: int) -> int:
-    """Bytes of the compact row pointers of n rows.
-
-    Example:
-        >>> compact_bytes(56), compact_bytes(57)
-        (64, 73)
-    """
-    return num_rows + START_BYTES * -(-num_rows // ROWS_PER_RECORD)
-
-
-def has_compact_pointers(embedding_dim: int) -> bool:
-    """Whether lookups read compact row pointers: up to D = 255.
-
-    Example:
-        >>> has_compact_pointers(255), has_compact_pointers(256)
-        (True, False)
-    """
-    return embedding_dim <= LARGEST_LENGTH
-
-
-def column_bytes(embedding_dim: int) -> int:
-    """Bytes of the column of a value."""
-    return 1 if embedding_dim <= 256 else 2
-
-
-def pointer_bytes(num_rows: int, embedding_dim: int, num_values: int = 0) -> int:
-    """Bytes of a table's row pointers as lookups read them.
-
-    Args:
-        num_rows: n.
-        embedding_dim: D; up to 255 row pointers are compact.
-        num_values: plain ones take eight bytes instead of four from 2^31 values on.
-
-    Example:
-        >>> pointer_bytes(56, 64), pointer_bytes(56, 256), pointer_bytes(56, 256, 2**31)
-        (64, 228, 456)
-    """
-    if has_compact_pointers(embedding_dim):
-        return compact_bytes(num_rows)
-    return (num_rows + 1) * (4 if num_values < 2**31 else 8)

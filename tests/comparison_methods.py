@@ -37,7 +37,7 @@ def out_of(task: MethodTask) -> Path:
 
 def count(task: MethodTask, name: str) -> None:
     with (out_of(task) / "calls").open("a") as file:
-        file.write(f"{name} {task.compression_ratio:g} {task.seed}\n")
+        file.write(f"{name} {task.compression:g} {task.seed}\n")
 
 
 def full_scheme(recipe: Recipe) -> MixedDimensionScheme:
@@ -63,7 +63,7 @@ def full_scheme(recipe: Recipe) -> MixedDimensionScheme:
 def uniform(task: MethodTask) -> MethodResult:
     """Untrained uniform tables of the size."""
     count(task, "uniform")
-    recipe = task.build(int(EMBEDDING_DIM / task.compression_ratio))
+    recipe = task.build(int(EMBEDDING_DIM / task.compression))
     return MethodResult(
         model=recipe.model,
         scheme=full_scheme(recipe),
@@ -73,14 +73,14 @@ def uniform(task: MethodTask) -> MethodResult:
         seconds=1.5,
         trials=task.trials or 2,
         seconds_of_trials=3.0,
-        settings={"embedding_dim": EMBEDDING_DIM / task.compression_ratio},
+        settings={"embedding_dim": EMBEDDING_DIM / task.compression},
     )
 
 
 def modest(task: MethodTask) -> MethodResult:
     """Cannot go beyond a compression of 4."""
-    if task.compression_ratio > 4:
-        raise SizeNotMetError("compression_ratio: expected at most 4, got 8")
+    if task.compression > 4:
+        raise SizeNotMetError("compression: expected at most 4, got 8")
     return uniform(task)
 
 

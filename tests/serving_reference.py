@@ -18,8 +18,8 @@ ROUTINGS = {
     "movie/seen": RowRouting.from_map(torch.tensor([2, 0, 1, 0, 2, 1, 1, 3, 0, 2]), 3),
     "user": RowRouting(10, 3, boundaries=torch.tensor([0, 2, 6, 9])),
 }
-MIXED_FILE = "mixed_dimension/000_movie_seen.safetensors"
-CSR_FILE = "csr/000_movie_seen.safetensors"
+MIXED_FILE = "mixed_dimension_fp32/000_movie_seen.safetensors"
+CSR_FILE = "csr_fp32/000_movie_seen.safetensors"
 
 
 @dataclass

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "dnis_torchrec"
 LAYERS = (
     {"_dependencies", "checks", "ranks"},
-    {"user_folders"},
     {"storage"},
     {"blocks"},
+    {"forms"},
     {"data", "scheme"},
     {"ops", "report", "streaming"},
     {"serving", "soft_selection"},
@@ -36,7 +36,7 @@ LAYERS = (
 """Rooms of the package, and loose modules, from the ground up: each imports only from the sets before its own."""
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 
-SERVING_NEEDS = {"_dependencies", "blocks", "checks", "ops", "scheme", "serving", "storage", "user_folders"}
+SERVING_NEEDS = {"_dependencies", "blocks", "checks", "forms", "ops", "scheme", "serving", "storage"}
 """All of the package that a serving module may load: nothing that trains."""
 
 OUTSIDE = {"benchmarks", "examples", "tests", "torchx_components"}
@@ -309,9 +309,9 @@ def test_few_modules_stand_loose() -> None:
         "__main__.py",
         "_dependencies.py",
         "checks.py",
+        "forms.py",
         "ranks.py",
         "scheme.py",
-        "user_folders.py",
     ]
 
 

@@ -36,8 +36,9 @@ def write_cells(out: Path, metrics: Mapping[str, tuple[Mapping[str, float], ...]
             )
             row = ReportRow(
                 method=row_name,
-                compression_ratio=1,
+                compression=1,
                 parameters=1,
+                dense_parameters=1,
                 bytes={"csr_fp32": 4},
                 metrics=values,
                 seed=seed,

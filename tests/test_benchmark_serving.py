@@ -54,14 +54,14 @@ def test_rows_of_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     }
     forms = {row["form"] for row in rows if row["case"] == "artifact:ebc:user"}
     assert forms == {"csr_fp32", "csr_fp16", "csr_int8", "mixed_dimension_fp32"}
-    assert set(read_manifest(artifact)["forms"]) == {"csr", "mixed_dimension"}
+    assert set(read_manifest(artifact)["forms"]) == {"csr_fp32", "mixed_dimension_fp32"}
     assert {row["pooling"] for row in rows if row["tables"] == 1 and row["case"] == "simulated"} == {1, 20}
     exact = next(row for row in rows if (row["case"], row["form"], row["tables"]) == ("simulated", "csr_fp32", 1))
     assert 1 < exact["bytes_over_floor"] < 2
 
 
 def test_the_floor_is_four_bytes_per_value_and_the_entropy_of_the_mask() -> None:
-    case = serving.simulated(1, 1000, ["csr"], torch.device("cpu"))
+    case = serving.simulated(1, 1000, ["csr_fp32"], torch.device("cpu"))
     values = int(case.tables["t0"].count_nonzero())
     share = values / (1000 * 64)
     column_shares = (case.tables["t0"] != 0).double().mean(dim=0)

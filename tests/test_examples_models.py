@@ -364,9 +364,9 @@ WHOLE_WAY += [("neumf", "rowwise_adagrad"), ("fm_weighted", "rowwise_adagrad")]
 def test_goes_all_the_way(gloo, tmp_path: Path, name: str, optimizer: str) -> None:
     """prepare_, BilevelTrainPipeline, merge_, prune, export, load: what is served predicts what was pruned."""
     recipe = recipe_of(name, optimizer=optimizer)
-    config = SearchConfig(size=Size(compression_ratio=3), warm_up_epochs=1, ramp_epochs=3, release_epochs=1)
+    config = SearchConfig(size=Size(compression=3), warm_up_epochs=1, ramp_epochs=3, release_epochs=1)
     outcome = search(recipe, config, tmp_path, CPU)
-    assert 3 <= outcome.scheme.compression_ratio < 3.5
+    assert 3 <= outcome.scheme.compression() < 3.5
     assert any(0 < int(dim) < 8 for table in outcome.scheme.tables.values() for dim in table.dims)
 
     expected = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
@@ -388,7 +388,7 @@ def test_every_model_can_be_packaged(tmp_path: Path, name: str) -> None:
     """A server may have no FBGEMM, which KeyedJaggedTensor's `features[name]` would call."""
     pruned, served = recipe_of(name).model, recipe_of(name, seed=1)
     scheme = uniform_scheme_(pruned, {table.name: 3 for table in table_configs(pruned)})
-    model = drop_in_(served.model, export(pruned, scheme, tmp_path / "artifact"), form="csr").eval()
+    model = drop_in_(served.model, export(pruned, scheme, tmp_path / "artifact"), form="csr_fp32").eval()
     batch = next(iter(served.data.test))
     signature = Signature.of_batch(batch)
     with torch.no_grad():

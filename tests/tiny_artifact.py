@@ -56,7 +56,7 @@ RECIPES = {
 }
 
 
-def write_tiny_artifact(path: Path, *, recipe: str = "tests.tiny:demo", forms: tuple[str, ...] = ("csr",)) -> Path:
+def write_tiny_artifact(path: Path, *, recipe: str = "tests.tiny:demo", forms: tuple[str, ...] = ("csr_fp32",)) -> Path:
     """Prunes a recipe's model at random, evaluates it, and exports it.
 
     Args:

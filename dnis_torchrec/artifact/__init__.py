@@ -1,7 +1,7 @@
 """Export: artifacts of pruned tables, and what reads them back."""
 
 from dnis_torchrec.artifact import csr_forms, dense_forms, mixed_dimension_form
-from dnis_torchrec.artifact.forms import FORMS, Form, Shard, register
+from dnis_torchrec.artifact.forms import CODECS, Codec, Shard, register_codec
 from dnis_torchrec.artifact.loading import load, load_csr, load_dense_state, read_scheme
 from dnis_torchrec.artifact.manifest import read_manifest, verify_files
 from dnis_torchrec.artifact.predictions import FormPrediction, predict_forms, recommended_form, serve
@@ -9,8 +9,8 @@ from dnis_torchrec.artifact.regrouping import regroup
 from dnis_torchrec.artifact.writing import write_artifact
 
 __all__ = [
-    "FORMS",
-    "Form",
+    "CODECS",
+    "Codec",
     "FormPrediction",
     "Shard",
     "csr_forms",
@@ -23,7 +23,7 @@ __all__ = [
     "read_manifest",
     "read_scheme",
     "recommended_form",
-    "register",
+    "register_codec",
     "regroup",
     "serve",
     "verify_files",

@@ -1,4 +1,4 @@
-"""The forms ``"dense_fp16"``, ``_int8``, ``_int4`` and ``"row_pruned_int8"``, ``_int4``: tables D columns wide.
+"""The forms ``"dense_fp32"``, ``_fp16``, ``_int8``, ``_int4`` and ``"row_pruned_int8"``, ``_int4``: D columns wide.
 
 Row-pruned ones leave out the rows that retain nothing. FBGEMM's own inference kernels are all that serving needs.
 
@@ -13,38 +13,34 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.artifact.forms import Form, Rows, Shard, register
+from dnis_torchrec.artifact.forms import Codec, Rows, Shard, register_codec
 from dnis_torchrec.artifact.mixed_dimension_form import chunks_of
 from dnis_torchrec.checks import check
+from dnis_torchrec.forms import Dense, Form, RowPruned
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection, dense_rows, kept_rows
-from dnis_torchrec.serving.quantized_rows import PRECISIONS
-
-DENSE_FORMS = {f"dense_{precision}": precision for precision in ("fp16", "int8", "int4")}
-"""Form -> precision of all N rows."""
-ROW_PRUNED_FORMS = {f"row_pruned_{precision}": precision for precision in ("int8", "int4")}
-"""Form -> precision of the K rows that retain something."""
 
 
-def _form(name: str, precision: str, *, drops_rows: bool) -> Form:
-    def encode(table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
-        chunks = chunks_of(table, rows, first, last)
+def _codec(*, drops_rows: bool) -> Codec:
+    def encode(form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
+        chunks, precision = chunks_of(table, rows, first, last), form.precision.name
         return {"rows": dense_rows(table, chunks, precision=precision, drops_rows=drops_rows, first_row=first)}
 
     def build(
+        form: Form,
         scheme: MixedDimensionScheme,
         shards: Mapping[str, Sequence[Shard]],
         *,
         device: torch.device | str,
         unknown_ids: str,
     ) -> EmbeddingBagCollectionInterface:
-        rows = {name: _rows_of(table, shards[name]) for name, table in scheme.tables.items()}
+        rows = {name: _rows_of(form, table, shards[name]) for name, table in scheme.tables.items()}
         return DenseEmbeddingBagCollection(
-            scheme, rows, precision=precision, drops_rows=drops_rows, device=device, unknown_ids=unknown_ids
+            scheme, rows, precision=form.precision.name, drops_rows=drops_rows, device=device, unknown_ids=unknown_ids
         )
 
-    def _rows_of(table: TableScheme, shards: Sequence[Shard]) -> Tensor:
-        kept, width = kept_rows(table), PRECISIONS[precision].row_bytes(table.embedding_dim)
+    def _rows_of(form: Form, table: TableScheme, shards: Sequence[Shard]) -> Tensor:
+        kept, width = kept_rows(table), form.precision.row_bytes(table.embedding_dim)
         for shard in shards:
             shard.check_names({"rows"})
             of_shard, found = kept[shard.first_row : shard.first_row + shard.num_rows], shard.tensors["rows"]
@@ -53,12 +49,8 @@ def _form(name: str, precision: str, *, drops_rows: bool) -> Form:
             check(fits, shard.place, f"uint8 of shape {shape}", f"{found.dtype} {tuple(found.shape)}", "export again")
         return torch.cat([shard.tensors["rows"] for shard in shards])
 
-    def predicted_bytes(table: TableScheme) -> int:
-        num_rows = int(kept_rows(table).sum()) if drops_rows else table.num_embeddings
-        return num_rows * PRECISIONS[precision].row_bytes(table.embedding_dim)
-
-    return Form(name=name, encode=encode, build=build, predicted_bytes=predicted_bytes)
+    return Codec(encode=encode, build=build)
 
 
-for _name, _precision in (DENSE_FORMS | ROW_PRUNED_FORMS).items():
-    register(_form(_name, _precision, drops_rows=_name in ROW_PRUNED_FORMS))
+register_codec(Dense.layout, _codec(drops_rows=False))
+register_codec(RowPruned.layout, _codec(drops_rows=True))

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from dnis_torchrec.artifact.over_ranks import write_over_ranks
-from dnis_torchrec.artifact.writing import ARTIFACT_FORMS, write_artifact
+from dnis_torchrec.artifact.writing import write_artifact
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.forms import WRITTEN_BY_DEFAULT
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import (
     TableShard,
@@ -28,7 +29,7 @@ def export(
     scheme: MixedDimensionScheme,
     path: Path | str,
     *,
-    forms: Sequence[str] = ARTIFACT_FORMS,
+    forms: Sequence[str] = WRITTEN_BY_DEFAULT,
     run: Mapping[str, Any] | None = None,
     scipy_formats: Sequence[str] = (),
     overwrite: bool = False,

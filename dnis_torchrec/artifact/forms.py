@@ -1,7 +1,8 @@
-"""What a form of the artifact is: how rows are written, how a serving module is made of them, and what they weigh.
+"""How the rows of each layout are written, and how a serving module is made of them: a codec per layout.
 
-A form that is registered here is written by `write_artifact`, read by `load`, and derived from ``"csr"`` where an
-artifact does not hold it. See docs/artifact.md.
+Which forms there are, and what they take in bytes, is in `dnis_torchrec.forms`. A form whose layout has a codec here is
+written by `write_artifact`, read by `load`, and made of the canonical form where an artifact does not hold it. See
+docs/artifact.md.
 
 Shapes: N rows of a table, D embedding_dim, n rows of a shard.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.forms import Form
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 Rows = Callable[[int, int], Tensor]
@@ -64,7 +66,7 @@ class Shard:
 class Encode(Protocol):
     """Writes rows ``first <= i < last`` of a table as the tensors of one shard; reads them a chunk at a time."""
 
-    def __call__(self, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]: ...
+    def __call__(self, form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]: ...
 
 
 class Build(Protocol):
@@ -72,6 +74,7 @@ class Build(Protocol):
 
     def __call__(
         self,
+        form: Form,
         scheme: MixedDimensionScheme,
         shards: Mapping[str, Sequence[Shard]],
         *,
@@ -81,51 +84,44 @@ class Build(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """One form of the artifact.
+class Codec:
+    """What writes and serves the forms of one layout.
 
     Attributes:
-        name: as in the manifest, in ``load(form=...)`` and as the folder of its files.
         encode: rows of a table -> tensors of a shard. They may not share memory.
         build: shards -> serving module. Shapes, dtypes and names are to be checked, values need not be.
-        predicted_bytes: bytes of a table's tensors, told from its scheme alone.
     """
 
-    name: str
     encode: Encode
     build: Build
-    predicted_bytes: Callable[[TableScheme], int]
 
 
-FORMS: dict[str, Form] = {}
-"""Name -> form, in the order of registration."""
+CODECS: dict[str, Codec] = {}
+"""Layout -> codec."""
 
 
-def register(form: Form) -> Form:
-    """Makes a form known to `write_artifact` and `load`.
-
-    Args:
-        form: with a name of its own.
-
-    Returns:
-        `form`.
-
-    Raises:
-        ValueError: if another form has its name.
-    """
-    check(form.name not in FORMS, f"form {form.name!r}", "a new name", "one that is taken")
-    FORMS[form.name] = form
-    return form
-
-
-def form_named(name: str) -> Form:
-    """The registered form of that name.
+def register_codec(layout: str, codec: Codec) -> None:
+    """Makes `write_artifact` and `load` know how a layout is written and served.
 
     Args:
-        name: as in the manifest.
+        layout: `Form.layout` of its forms, with a name of its own.
+        codec: writes and serves them.
 
     Raises:
-        ValueError: if there is none; shows the nearest.
+        ValueError: if another codec has the layout.
     """
-    check_known("form", name, FORMS)
-    return FORMS[name]
+    check(layout not in CODECS, f"layout {layout!r}", "a new name", "one that is taken")
+    CODECS[layout] = codec
+
+
+def codec_of(form: Form) -> Codec:
+    """What writes and serves a form.
+
+    Args:
+        form: of a layout that has a codec.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    check_known("layout", form.layout, CODECS)
+    return CODECS[form.layout]

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.artifact.csr_forms import CSR, VALUE_DTYPES, csr_of_shard
-from dnis_torchrec.artifact.forms import Form, Shard, form_named
+from dnis_torchrec.artifact.csr_forms import VALUE_DTYPES, csr_of_shard
+from dnis_torchrec.artifact.forms import Shard, codec_of
 from dnis_torchrec.artifact.manifest import MANIFEST, read_artifact_file, read_manifest
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.forms import CANONICAL_FORM, DEFAULT_FORM, Form, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable
@@ -41,7 +42,7 @@ def read_scheme(path: Path | str) -> MixedDimensionScheme:
 def load(
     path: Path | str,
     *,
-    form: Literal["csr", "csr_fp16", "csr_int8"],
+    form: Literal["csr_fp32", "csr_fp16", "csr_int8"],
     collection: str | None = None,
     device: torch.device | str = "cpu",
     unknown_ids: str = "error",
@@ -54,7 +55,7 @@ def load(
 def load(
     path: Path | str,
     *,
-    form: Literal["mixed_dimension"] = "mixed_dimension",
+    form: Literal["mixed_dimension_fp32"] = "mixed_dimension_fp32",
     collection: str | None = None,
     device: torch.device | str = "cpu",
     unknown_ids: str = "error",
@@ -73,13 +74,13 @@ def load(
     unknown_ids: str = "error",
     verify: bool = False,
 ) -> EmbeddingBagCollectionInterface:
-    """Serves any registered form."""
+    """Serves any form."""
 
 
 def load(
     path: Path | str,
     *,
-    form: str = "mixed_dimension",
+    form: str = DEFAULT_FORM,
     collection: str | None = None,
     device: torch.device | str = "cpu",
     unknown_ids: str = "error",
@@ -92,7 +93,7 @@ def load(
 
     Args:
         path: the artifact's folder.
-        form: ``"mixed_dimension"``, ``"csr"``, ``"csr_fp16"``, ``"csr_int8"`` or another registered form.
+        form: one of `dnis_torchrec.forms.FORMS`.
         collection: FQN of the collection in the model; needed only if the artifact holds several.
         device: where the tables go.
         unknown_ids: ids that are no rows raise (``"error"``) or contribute zero (``"zero"``; they count in the length).
@@ -103,14 +104,14 @@ def load(
         A drop-in for the model's EmbeddingBagCollection.
 
     Raises:
-        ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor ``"csr"``, or `collection`
-            is needed or unknown.
+        ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor ``"csr_fp32"``, or
+            `collection` is needed or unknown.
     """
     known = form_named(form)
     manifest = read_manifest(path)
     scheme = _of_collection(path, _scheme_of(path, manifest), collection)
     shards = {name: _shards_in_form(path, manifest, table, known, verify) for name, table in scheme.tables.items()}
-    return known.build(scheme, shards, device=device, unknown_ids=unknown_ids)
+    return codec_of(known).build(known, scheme, shards, device=device, unknown_ids=unknown_ids)
 
 
 def load_csr(path: Path | str, table: str) -> CsrTable:
@@ -193,10 +194,10 @@ def _shards_in_form(
 ) -> list[Shard]:
     """A table's shards as the artifact holds them, or one that is made of its exact sparse rows."""
     held = manifest["tables"][table.name]["shards"]
-    if form.name in held or CSR not in held:
+    if form.name in held or CANONICAL_FORM not in held:
         return _read_shards(path, manifest, table, form.name, verify)
     sparse = _read_csr(path, manifest, table, verify=verify)
-    tensors = form.encode(table, sparse.rows, 0, table.num_embeddings)
+    tensors = codec_of(form).encode(form, table, sparse.rows, 0, table.num_embeddings)
     place = f"artifact {str(path)!r}, table {table.name!r}, form {form.name!r}"
     return [Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=tensors)]
 
@@ -220,8 +221,8 @@ def _read_shards(
 
 def _read_csr(path: Path | str, manifest: Mapping[str, Any], table: TableScheme, *, verify: bool) -> CsrTable:
     """The exact sparse rows as one table that was read and checked throughout."""
-    shards = _read_shards(path, manifest, table, CSR, verify)
-    sparse = CsrTable.concatenate([csr_of_shard(table, shard, VALUE_DTYPES[CSR]) for shard in shards])
+    shards = _read_shards(path, manifest, table, CANONICAL_FORM, verify)
+    sparse = CsrTable.concatenate([csr_of_shard(table, shard, VALUE_DTYPES["fp32"]) for shard in shards])
     try:
         sparse.check_rows()
     except ValueError as error:

@@ -25,8 +25,10 @@ from dnis_torchrec.storage.json_files import NotNegative, Positive, conform, par
 from dnis_torchrec.storage.whole_folders import FolderKind
 
 _FORMAT = "dnis-torchrec-artifact"
-_FORMAT_VERSION = "1.0"
+_FORMAT_VERSION = "1.1"
 """Readers accept every minor version of their major one."""
+_FORMS_OF_1_0 = {"csr": "csr_fp32", "mixed_dimension": "mixed_dimension_fp32"}
+"""Form as format 1.0 spells it -> as it is spelt since."""
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 2_000_000_000
 """What no file of an artifact exceeds, by default."""
@@ -179,11 +181,19 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     intact = intact and stated == hashlib.sha256(_with_digits(content, stated, _UNHASHED)).hexdigest()
     check(intact, place, "the sha256 that it states of itself", "another", "it was damaged; export again")
     conform(manifest, _Manifest, place, remedy="export again")
+    _spell_forms_(manifest)
     for name, entry in manifest["files"].items():
         place = f"artifact {str(path)!r}, file {name!r}"
         size = file_inside(folder, name, place).stat().st_size
         check(size == entry["bytes"], place, f"{entry['bytes']} bytes", size, "it was damaged; export again")
     return manifest
+
+
+def _spell_forms_(manifest: dict[str, Any]) -> None:
+    """Gives the forms of a manifest of format 1.0 the names that they have since; later ones have them already."""
+    manifest["forms"] = [_FORMS_OF_1_0.get(form, form) for form in manifest["forms"]]
+    for table in manifest["tables"].values():
+        table["shards"] = {_FORMS_OF_1_0.get(form, form): shards for form, shards in table["shards"].items()}
 
 
 def file_inside(folder: Path, name: str, place: str, remedy: str = "export again") -> Path:
@@ -293,7 +303,7 @@ def _check_version(version: object, place: str) -> None:
     check(
         re.fullmatch("[0-9]{1,9}", major) is not None,
         place,
-        "a format_version like '1.0'",
+        "a format_version like '1.1'",
         repr(version),
         "export again",
     )

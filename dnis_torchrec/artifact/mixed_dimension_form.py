@@ -1,4 +1,4 @@
-"""The forms ``"mixed_dimension"``, ``"mixed_dimension_fp16"``, ``_int8`` and ``_int4``: a table per block of rows.
+"""The forms ``"mixed_dimension_fp32"``, ``_fp16``, ``_int8`` and ``_int4``: a table per block of rows.
 
 Each is as wide as the block's retained dims. The first is float32 and trains; the others are to serve.
 
@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.artifact.forms import Form, Rows, Shard, register
+from dnis_torchrec.artifact.forms import Codec, Rows, Shard, register_codec
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check
+from dnis_torchrec.forms import Form, MixedDimension, stored_blocks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.block_collection import stored_blocks, stored_width
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
 from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection, quantized_block_rows
-from dnis_torchrec.serving.quantized_rows import PRECISIONS
-
-MIXED_DIMENSION = "mixed_dimension"
 
 
 def chunks_of(table: TableScheme, rows: Rows, first: int, last: int) -> Iterator[Tensor]:
@@ -66,18 +63,23 @@ def _blocks_of_shards(
     return {s: found[0] if len(found) == 1 else torch.cat(found) for s, found in parts.items()}
 
 
-def _encode(table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
+def _encode(form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
     blocks = block_tables(_of_rows(table, first, last), chunks_of(table, rows, first, last))
-    return {f"b{s}": weight for s, weight in blocks.items()}
+    if not form.is_exact:
+        blocks = quantized_block_rows(table, blocks, form.precision.name)
+    return {f"b{s}": stored for s, stored in blocks.items()}
 
 
 def _build(
+    form: Form,
     scheme: MixedDimensionScheme,
     shards: Mapping[str, Sequence[Shard]],
     *,
     device: torch.device | str,
     unknown_ids: str,
 ) -> EmbeddingBagCollectionInterface:
+    if not form.is_exact:
+        return _build_quantized(form, scheme, shards, device=device, unknown_ids=unknown_ids)
     module = MixedDimensionEmbeddingBagCollection(scheme, device="meta", unknown_ids=unknown_ids)
     for name, table in scheme.tables.items():
         widths = {s: dim for s, (_, dim) in stored_blocks(table).items()}
@@ -86,49 +88,23 @@ def _build(
     return module.to(device)
 
 
-def _predicted_bytes(table: TableScheme) -> int:
-    return 4 * table.block_area
+def _build_quantized(
+    form: Form,
+    scheme: MixedDimensionScheme,
+    shards: Mapping[str, Sequence[Shard]],
+    *,
+    device: torch.device | str,
+    unknown_ids: str,
+) -> EmbeddingBagCollectionInterface:
+    stored = form.precision
+    rows: dict[str, Tensor] = {}
+    for name, table in scheme.tables.items():
+        widths = {s: stored.row_bytes(stored.stored_width(dim)) for s, (_, dim) in stored_blocks(table).items()}
+        blocks = _blocks_of_shards(table, shards[name], widths, torch.uint8)
+        rows |= {f"{name}/b{s}": of_block for s, of_block in blocks.items()}
+    return QuantizedMixedDimensionEmbeddingBagCollection(
+        scheme, rows, precision=stored.name, device=device, unknown_ids=unknown_ids
+    )
 
 
-def row_bytes(table: TableScheme, precision: str) -> dict[int, int]:
-    """Bytes of a row of every stored block.
-
-    Args:
-        table: scheme of the table.
-        precision: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``.
-    """
-    stored = PRECISIONS[precision]
-    return {s: stored.row_bytes(stored_width(dim, stored.dim_multiple)) for s, (_, dim) in stored_blocks(table).items()}
-
-
-def _quantized_form(precision: str) -> Form:
-    def encode(table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
-        blocks = block_tables(_of_rows(table, first, last), chunks_of(table, rows, first, last))
-        return {f"b{s}": stored for s, stored in quantized_block_rows(table, blocks, precision).items()}
-
-    def build(
-        scheme: MixedDimensionScheme,
-        shards: Mapping[str, Sequence[Shard]],
-        *,
-        device: torch.device | str,
-        unknown_ids: str,
-    ) -> EmbeddingBagCollectionInterface:
-        rows = {
-            f"{name}/b{s}": stored
-            for name, table in scheme.tables.items()
-            for s, stored in _blocks_of_shards(table, shards[name], row_bytes(table, precision), torch.uint8).items()
-        }
-        return QuantizedMixedDimensionEmbeddingBagCollection(
-            scheme, rows, precision=precision, device=device, unknown_ids=unknown_ids
-        )
-
-    def predicted_bytes(table: TableScheme) -> int:
-        shapes = stored_blocks(table)
-        return sum(shapes[s][0] * of_row for s, of_row in row_bytes(table, precision).items())
-
-    return Form(name=f"{MIXED_DIMENSION}_{precision}", encode=encode, build=build, predicted_bytes=predicted_bytes)
-
-
-register(Form(name=MIXED_DIMENSION, encode=_encode, build=_build, predicted_bytes=_predicted_bytes))
-for _precision in ("fp16", "int8", "int4"):
-    register(_quantized_form(_precision))
+register_codec(MixedDimension.layout, Codec(encode=_encode, build=_build))

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact.forms import Rows, form_named
+from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.artifact.manifest import ARTIFACT, MAX_FILE_BYTES, write_manifest
 from dnis_torchrec.artifact.writing import Files, Shards, as_json, count_values, manifest_of, write_packed, write_shards
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.forms import form_named
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.soft_selection.table_shards import TableShard, num_copies

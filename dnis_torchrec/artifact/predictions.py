@@ -1,6 +1,6 @@
 """What every serving form of a scheme would weigh and cost, told before anything is written.
 
-Predictions are pure: a scheme goes in, numbers come out. Bytes are exact (the modules' own, `table_bytes`); latency is
+Predictions are pure: a scheme goes in, numbers come out. Bytes are exact (`Form.served_bytes`); latency is
 an estimate. `serve` builds any of the forms, for those who want to measure.
 
 Shapes: N rows of a table, D embedding_dim, S blocks, R retained dims of a block, V retained values.
@@ -16,22 +16,12 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.artifact.csr_forms import VALUE_DTYPES, lookup_bytes
-from dnis_torchrec.artifact.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
-from dnis_torchrec.artifact.forms import Shard, form_named, rows_of
-from dnis_torchrec.artifact.mixed_dimension_form import MIXED_DIMENSION
+from dnis_torchrec.artifact.forms import Shard, codec_of, rows_of
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.forms import FORMS, PRECISIONS, Csr, Form, MixedDimension, form_named, stored_blocks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving.block_collection import stored_blocks, stored_width
-from dnis_torchrec.serving.dense import kept_rows
-from dnis_torchrec.serving.quantized_rows import PRECISIONS
 
 DENSE_INT4 = "dense_int4"
-MIXED_FORMS = {MIXED_DIMENSION: "fp32"} | {f"{MIXED_DIMENSION}_{p}": p for p in ("fp16", "int8", "int4")}
-"""Form -> precision of the blocks' tables."""
-SERVING_FORMS = (*VALUE_DTYPES, *MIXED_FORMS, *ROW_PRUNED_FORMS, *DENSE_FORMS)
-"""All forms that `load` serves, in the order in which they are shown."""
-
 LATENCY_CLASSES = {"faster": 0.9, "similar": 1.5}
 """Class -> the largest latency it stands for, as a multiple of torchrec's fp32 collection; beyond: ``"slower"``."""
 NANOSECONDS_PER_ID, NANOSECONDS_PER_VALUE = 15.0, {"csr": 0.7, "mixed": 0.5, "int4": 0.6}
@@ -46,8 +36,7 @@ class FormPrediction:
 
     Attributes:
         form: name, as `load` takes it.
-        resident_bytes: of all tables and of the maps and pointers that lookups find rows in them with; None if the
-            form cannot hold them.
+        resident_bytes: served bytes of all tables, see `Form.served_bytes`; None if the form cannot hold them.
         padding: stored over retained values; None like `resident_bytes`, and where nothing is retained.
         latency_ratio: estimated latency of a batch of single ids as a multiple of torchrec's fp32 collection, for the
             widest rows of each table, on a CPU with the compiled operators.
@@ -69,15 +58,15 @@ class FormPrediction:
         return asdict(self)
 
 
-def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] = SERVING_FORMS) -> list[FormPrediction]:
+def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] | None = None) -> list[FormPrediction]:
     """Bytes, padding and latency class of every form, for this scheme.
 
     Args:
         scheme: the retained dims of all tables.
-        forms: which forms.
+        forms: which forms, by name; all of `FORMS` if not given.
 
     Returns:
-        One prediction per form, in the order of `forms`. A form that is larger than the dense tables in int4 is warned
+        One prediction per form, in their order. A form that is larger than the dense tables in int4 is warned
         of: those need no search at all.
 
     Raises:
@@ -90,14 +79,14 @@ def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] = SERVING_F
         ...     feature_names=("f",), is_weighted=False, routing=RowRouting(100, 1, boundaries=torch.tensor([0, 100])),
         ...     retained=torch.arange(8).unsqueeze(0) < 1, num_retained=100)
         >>> found = {p.form: p for p in predict_forms(MixedDimensionScheme({"t": table}))}
-        >>> found["mixed_dimension"].resident_bytes, found["csr"].resident_bytes, found["dense_int4"].resident_bytes
-        (400, 616, 800)
+        >>> [found[form].resident_bytes for form in ("mixed_dimension_fp32", "csr_fp32", "dense_int4")]
+        [418, 616, 800]
         >>> found["dense_int8"].warning
         'larger than the dense tables in int4'
     """
     tables = list(scheme.tables.values())
     int4_bytes = sum(table.num_embeddings * _int4_row_bytes(table) for table in tables)
-    return [_predict(form, tables, int4_bytes) for form in forms]
+    return [_predict(form_named(name), tables, int4_bytes) for name in (FORMS if forms is None else forms)]
 
 
 def recommended_form(predictions: Iterable[FormPrediction], *, exact: bool = False) -> str | None:
@@ -166,7 +155,7 @@ def serve(
     Args:
         scheme: the tables of one collection.
         tables: table name -> ``(N, D)``, merged and pruned.
-        form: name of a registered form.
+        form: one of `FORMS`.
         device: where to serve.
         unknown_ids: ids that are no rows raise (``"error"``) or contribute zero (``"zero"``).
 
@@ -182,78 +171,50 @@ def serve(
         check_known("table", name, tables)
         shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
         check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", tuple(weight.shape))
-        encoded = known.encode(table, rows_of(weight), 0, table.num_embeddings)
+        encoded = codec_of(known).encode(known, table, rows_of(weight), 0, table.num_embeddings)
         place = f"table {name!r}, form {form!r}"
         shards[name] = [Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=encoded)]
-    return known.build(scheme, shards, device=device, unknown_ids=unknown_ids)
+    return codec_of(known).build(known, scheme, shards, device=device, unknown_ids=unknown_ids)
 
 
-def _predict(form: str, tables: list[TableScheme], int4_bytes: int) -> FormPrediction:
-    form_named(form)
-    multiple = PRECISIONS[form.removeprefix("dense_").removeprefix("row_pruned_")].dim_multiple if _is_wide(form) else 1
-    misfits = [table.name for table in tables if table.embedding_dim % multiple]
+def _predict(form: Form, tables: list[TableScheme], int4_bytes: int) -> FormPrediction:
+    misfits = [table.name for table in tables if table.embedding_dim % form.dim_multiple]
     ratio = sum(_cost(form, table) for table in tables) / sum(_dense_cost(table) for table in tables)
     latency = next((name for name, limit in LATENCY_CLASSES.items() if ratio <= limit), "slower")
     size, padding, warning = None, None, ""
     if misfits:
-        warning = f"needs an embedding_dim that is a multiple of {multiple}: not so in table {misfits[0]!r}"
+        warning = f"needs an embedding_dim that is a multiple of {form.dim_multiple}: not so in table {misfits[0]!r}"
     else:
-        size = sum(_resident_bytes(form, table) for table in tables)
+        size = sum(form.served_bytes(table) for table in tables)
         retained = sum(table.num_retained for table in tables)
-        padding = sum(_stored_values(form, table) for table in tables) / retained if retained else None
-        if size > int4_bytes and form != DENSE_INT4:
+        padding = sum(form.stored_values(table) for table in tables) / retained if retained else None
+        if size > int4_bytes and form.name != DENSE_INT4:
             warning = "larger than the dense tables in int4"
     return FormPrediction(
-        form=form,
+        form=form.name,
         resident_bytes=size,
         padding=None if padding is None else round(padding, 4),
         latency_ratio=round(ratio, 3),
         latency_class=latency,
-        is_exact=form in ("csr", MIXED_DIMENSION),
+        is_exact=form.is_exact,
         warning=warning,
     )
 
 
-def _is_wide(form: str) -> bool:
-    return form in DENSE_FORMS or form in ROW_PRUNED_FORMS
-
-
 def _int4_row_bytes(table: TableScheme) -> int:
     stored = PRECISIONS["int4"]
-    return stored.row_bytes(stored_width(table.embedding_dim, stored.dim_multiple))
+    return stored.row_bytes(stored.stored_width(table.embedding_dim))
 
 
-def _resident_bytes(form: str, table: TableScheme) -> int:
-    """Bytes of the form's tensors that lookups read, and of the map that serving makes to find rows in them."""
-    if form in VALUE_DTYPES:
-        return lookup_bytes(form, table)
-    size = form_named(form).predicted_bytes(table)
-    map_bytes = 4 * (table.num_embeddings + 1)
-    if form in MIXED_FORMS and table.routing.boundaries is None:
-        size += map_bytes
-    if form in ROW_PRUNED_FORMS and not bool(kept_rows(table).all()):
-        size += map_bytes * len(table.feature_names)
-    return size
-
-
-def _stored_values(form: str, table: TableScheme) -> int:
-    if form in MIXED_FORMS:
-        multiple = PRECISIONS[MIXED_FORMS[form]].dim_multiple
-        return sum(rows * stored_width(dim, multiple) for rows, dim in stored_blocks(table).values())
-    if form in ROW_PRUNED_FORMS:
-        return int(kept_rows(table).sum()) * table.embedding_dim
-    return table.num_embeddings * table.embedding_dim if form in DENSE_FORMS else table.num_retained
-
-
-def _cost(form: str, table: TableScheme) -> float:
+def _cost(form: Form, table: TableScheme) -> float:
     """Nanoseconds of a lookup of one of the widest rows, which frequent ids mostly are."""
-    if _is_wide(form):
+    if not isinstance(form, Csr | MixedDimension):
         return BATCHED_PER_ID + BATCHED_PER_VALUE * table.embedding_dim
     widest = max((dim for _, dim in stored_blocks(table).values()), default=0)
-    if form in VALUE_DTYPES:
+    if isinstance(form, Csr):
         share = table.num_retained / table.block_area if table.block_area else 0.0
         return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE["csr"] * widest * share
-    return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE["int4" if MIXED_FORMS[form] == "int4" else "mixed"] * widest
+    return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE["int4" if form.precision.bits == 4 else "mixed"] * widest
 
 
 def _dense_cost(table: TableScheme) -> float:

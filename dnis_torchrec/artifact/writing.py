@@ -1,4 +1,4 @@
-"""Writes pruned tables as an artifact, in the forms of `form_registry`, in files of bounded size.
+"""Writes pruned tables as an artifact, in any forms, in files of bounded size.
 
 Shapes: N rows, D embedding_dim, S blocks, R retained dims of a block.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec._dependencies import versions
-from dnis_torchrec.artifact.forms import Rows, form_named, rows_of
+from dnis_torchrec.artifact.forms import Rows, codec_of, rows_of
 from dnis_torchrec.artifact.manifest import (
     ARTIFACT,
     MAX_FILE_BYTES,
@@ -29,13 +29,11 @@ from dnis_torchrec.artifact.manifest import (
 )
 from dnis_torchrec.artifact.predictions import describe_forms
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.forms import WRITTEN_BY_DEFAULT, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.storage.json_files import conform
 from dnis_torchrec.storage.whole_folders import new_folder
-
-ARTIFACT_FORMS = ("mixed_dimension", "csr")
-"""Forms that are written unless others are asked for."""
 
 Shards = dict[str, list[dict[str, Any]]]
 """Form -> shards of a table, as the manifest lists them."""
@@ -48,7 +46,7 @@ def write_artifact(
     scheme: MixedDimensionScheme,
     path: Path | str,
     *,
-    forms: Sequence[str] = ARTIFACT_FORMS,
+    forms: Sequence[str] = WRITTEN_BY_DEFAULT,
     dense_state: Mapping[str, Tensor] | None = None,
     run: Mapping[str, Any] | None = None,
     scipy_formats: Sequence[str] = (),
@@ -63,8 +61,8 @@ def write_artifact(
         tables: table name -> ``(N, D)``, merged and pruned: zero outside the retained dims. Views are enough.
         scheme: the retained dims of all tables.
         path: folder to write; missing parents are made.
-        forms: names of registered forms: ``"mixed_dimension"`` (a table per block), ``"csr"`` (exact sparse rows, from
-            which every other form can be made), ``"csr_fp16"``, ``"csr_int8"``.
+        forms: some of `dnis_torchrec.forms.FORMS`, by name. From ``"csr_fp32"``, the canonical one, every other can be
+            made.
         dense_state: the model's other weights, for `load_dense_state`.
         run: configuration and figures of the search; any JSON.
         scipy_formats: ``"coo"``, ``"csr"``: scipy.sparse ``.npz`` files beside, for other programs; never read here.
@@ -135,7 +133,7 @@ def write_shards(
 
     Args:
         folder: the artifact's folder.
-        form: name of a registered form.
+        form: one of `dnis_torchrec.forms.FORMS`.
         index: number of the table, for the names of files.
         table: scheme of the table.
         rows: gives its dense rows, within `span`.
@@ -149,17 +147,17 @@ def write_shards(
         ValueError: if a single row does not fit into a file.
         OSError: if a file cannot be written.
     """
-    (first, last), encode = span, form_named(form).encode
+    (first, last), known = span, form_named(form)
     if first == last:  # a rank that holds none of the table's rows
         return [], {}
-    predicted = form_named(form).predicted_bytes(table) * (last - first) / table.num_embeddings
+    predicted = known.file_bytes(table) * (last - first) / table.num_embeddings
     step = math.ceil((last - first) / max(1, math.ceil(predicted / max_file_bytes)))
     shards: list[dict[str, Any]] = []
     files: Files = {}
     spans = deque((begin, min(begin + step, last)) for begin in range(first, last, step))
     while spans:
         begin, end = spans.popleft()
-        tensors = encode(table, rows, begin, end)
+        tensors = codec_of(known).encode(known, table, rows, begin, end)
         if file_bytes(tensors) > max_file_bytes:
             place, requirement = f"table {table.name!r}, form {form!r}", f"a row within {max_file_bytes} bytes"
             check(end - begin > 1, place, requirement, file_bytes(tensors), "raise max_file_bytes")
@@ -235,7 +233,7 @@ def manifest_of(
         "scheme": list(scheme_files),
         "dense_state": list(dense_files),
         "parameters": scheme.parameters,
-        "bytes": scheme.form_bytes(),
+        "bytes": scheme.exact_bytes(),
         "serving_forms": describe_forms(scheme),
         "bytes_on_disk": on_disk,
         "run": run,
@@ -268,7 +266,7 @@ def check_forms(forms: Sequence[str], scipy_formats: Sequence[str] = ()) -> None
     Raises:
         ValueError: for no form, one that is there twice, or one that is unknown.
     """
-    check(bool(forms), "forms", f"some, such as {ARTIFACT_FORMS}", "none")
+    check(bool(forms), "forms", f"some, such as {WRITTEN_BY_DEFAULT}", "none")
     check(len(set(forms)) == len(forms), "forms", "each once", tuple(forms))
     for form in forms:
         form_named(form)

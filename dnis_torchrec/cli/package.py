@@ -28,7 +28,9 @@ def package(
     out: OutOption,
     data: DataOption = None,
     recipe: RecipeOption = None,
-    form: Annotated[str, typer.Option(help="How tables are served: `csr`, `mixed_dimension` or another form.")] = "csr",
+    form: Annotated[
+        str, typer.Option(help="How tables are served: `csr_fp32`, `mixed_dimension_fp32` or another form.")
+    ] = "csr_fp32",
     package_format: Annotated[
         str, typer.Option("--format", help="`aoti` (compiled, constants memory-mapped) or `torchscript` (for Triton).")
     ] = "aoti",
@@ -41,7 +43,7 @@ def package(
     model before it appears.
     """
     from dnis_torchrec.artifact import read_manifest
-    from dnis_torchrec.artifact.forms import form_named
+    from dnis_torchrec.forms import form_named
     from dnis_torchrec.jobs.packaging import KINDS, run_package
     from dnis_torchrec.jobs.packaging.of_artifact import check_packaged_form
     from dnis_torchrec.jobs.packaging.package import check_name

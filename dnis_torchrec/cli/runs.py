@@ -41,7 +41,7 @@ FORMS_WIDTH = 100
 
 CompressionOption = Annotated[
     float | None,
-    typer.Option("--compression", help="Parameters of the uncompressed tables over those wanted, above 1."),
+    typer.Option("--compression", help="Bytes of the float32 tables over those wanted in form --form, above 1."),
 ]
 BytesOption = Annotated[
     int | None, typer.Option("--embedding-bytes", help="Instead of --compression: bytes of all tables in form --form.")
@@ -50,7 +50,7 @@ FormOption = Annotated[
     str | None,
     typer.Option(
         "--form",
-        help="Of --embedding-bytes, index bytes counted: mixed_dimension_fp32 (if not given) or csr_fp32.",
+        help="Of which the size counts the bytes: mixed_dimension_fp32 (if not given), csr_fp32, ...",
     ),
 ]
 BaselineOption = Annotated[
@@ -126,9 +126,8 @@ def prune(
 ) -> None:
     """Prunes a finished RUN further, fine-tunes what is left with the mask held, and writes a new run."""
     with arguments():
-        is_clear = settings.threshold is None or (compression is None and embedding_bytes is None)
-        check(is_clear, "--threshold", "no size", "one")
-        _check_form(embedding_bytes, form)
+        has_size = any(given is not None for given in (compression, embedding_bytes, form))
+        check(settings.threshold is None or not has_size, "--threshold", "no size", "one")
         size = None if settings.threshold is not None else _size(compression, embedding_bytes, form)
 
     from dnis_torchrec.jobs.prune_job import check_prune_out, check_source_kept, run_prune
@@ -150,7 +149,7 @@ def export(
     run: RunArgument,
     out: OutOption,
     form: Annotated[
-        list[str] | None, typer.Option(help="`mixed_dimension`, `csr`, `csr_int8`, ...; these two if not given.")
+        list[str] | None, typer.Option(help="`csr_int8`, ...; `mixed_dimension_fp32` and `csr_fp32` if not given.")
     ] = None,
     scipy: Annotated[list[str] | None, typer.Option(help="Also write scipy `.npz` files: `csr`, `coo`.")] = None,
     regroup: Annotated[
@@ -159,7 +158,8 @@ def export(
     overwrite: OverwriteOption = False,
 ) -> None:
     """Exports a finished RUN as an artifact, ready to serve, and prints what every serving form of it would come to."""
-    from dnis_torchrec.artifact.writing import ARTIFACT_FORMS, check_forms
+    from dnis_torchrec.artifact.writing import check_forms
+    from dnis_torchrec.forms import WRITTEN_BY_DEFAULT
     from dnis_torchrec.jobs.artifact_jobs import run_export
     from dnis_torchrec.jobs.run_folder import RunFolder
 
@@ -173,7 +173,7 @@ def export(
             "choose another --out, or --overwrite",
         )
         check(regroup is None or regroup >= 1, "--regroup", "a number of groups >= 1", regroup)
-        forms, scipy_formats = form or ARTIFACT_FORMS, scipy or ()
+        forms, scipy_formats = form or WRITTEN_BY_DEFAULT, scipy or ()
         check_forms(forms, scipy_formats)
     run_export(run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup)
     _print_forms(out)
@@ -235,13 +235,7 @@ def report(
     say(f"report: {shown(runs[0])}/report.html")
 
 
-def _check_form(embedding_bytes: int | None, form: str | None) -> None:
-    fits = form is None or embedding_bytes is not None
-    check(fits, "--form", "--embedding-bytes beside it", repr(form), "only a size in bytes is one of a form")
-
-
 def _size(compression: float | None, embedding_bytes: int | None, form: str | None) -> Size:
-    _check_form(embedding_bytes, form)
     given = sum(value is not None for value in (compression, embedding_bytes))
     place, received = "--compression, --embedding-bytes", ("none", "one", "both")[given]
     check(given == 1, place, "one of the two", received, "say --compression 5, for example")
@@ -249,7 +243,7 @@ def _size(compression: float | None, embedding_bytes: int | None, form: str | No
     check(is_fit, "--compression", "a finite number above 1", compression)
     from dnis_torchrec.search.budget import Size
 
-    return Size(compression_ratio=compression, embedding_bytes=embedding_bytes, form=form or Size.form)
+    return Size(compression=compression, embedding_bytes=embedding_bytes, form=form or Size.form)
 
 
 def _print_forms(artifact: Path) -> None:

@@ -45,7 +45,7 @@ class Comparison(CompareSettings):
             trained on the same address, wherever its copy lay; else in the same folder.
         out: folder of the comparison; an older one of the same rules goes on.
         methods: names of the registry.
-        sizes: compression ratios, bytes of the uncompressed float32 tables over bytes wanted, each above 1.
+        sizes: compressions, bytes of the uncompressed float32 tables over bytes wanted, each above 1.
         seeds: each gives its own splits and initial weights.
         registry: ``module:name`` of the mapping from method name to `Method`.
 
@@ -70,7 +70,7 @@ class Comparison(CompareSettings):
             check(bool(values), place, "at least one", "none")
             check(len(set(values)) == len(values), place, "each once", list(values))
         for size in self.sizes:
-            check(math.isfinite(size) and size > 1, "sizes", "compression ratios above 1", size)
+            check(math.isfinite(size) and size > 1, "sizes", "compressions above 1", size)
         for seed in self.seeds:
             check(seed >= 0, "seeds", "integers >= 0", seed)
         is_file = self.out.exists() and not self.out.is_dir()

@@ -84,7 +84,6 @@ def _row(
         extra_bytes=statistics.fmean(value.extra_bytes for value in measured),
         network_bytes=statistics.fmean(value.network_bytes for value in measured),
         resident_bytes=_mean_of_each([value.resident_bytes for value in measured]),
-        bytes_ratio=statistics.fmean(value.dense_bytes / max(1, value.embedding_bytes) for value in measured),
         trials=statistics.fmean(value.trials for value in measured),
         seconds_of_trials=statistics.fmean(value.seconds_of_trials for value in measured),
         cells_at_once=max(value.cells_at_once for value in measured),

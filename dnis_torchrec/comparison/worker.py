@@ -99,7 +99,7 @@ def _method(task: CellTask, device: torch.device, work: Path) -> tuple[Method, M
     return load_registry(task.registry)[cell.method], MethodTask(
         build=(lambda embedding_dim: train_on_validation(build(embedding_dim))) if cell.with_validation else build,
         build_for_search=build if cell.with_validation else None,
-        compression_ratio=1 if cell.size is None else cell.size,
+        compression=1 if cell.size is None else cell.size,
         seed=cell.seed,
         device=device,
         folder=work,

@@ -14,6 +14,7 @@ from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.comparison.methods.projected import project_as_exported_
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.forms import DEFAULT_FORM
 from dnis_torchrec.jobs.model_parts import check_shapes, load_state_
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder
@@ -75,7 +76,8 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) ->
         recipe: ``module:function``; None for the recorded one, where that is the user's own code.
 
     Returns:
-        ``{"path", "kind", "recipe", "seed", "compression_ratio", "parameters", "bytes", "metrics"}``.
+        ``{"path", "kind", "recipe", "seed", "compression", "parameters", "bytes", "metrics"}``; compression in the form
+        mixed_dimension_fp32.
 
     Raises:
         ValueError: if `path` is neither, is damaged, or does not fit the recipe's model, and as `load_recorded`.
@@ -98,9 +100,9 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) ->
         "kind": "artifact" if is_artifact else "run",
         "recipe": spec,
         "seed": head.get("seed", 0),
-        "compression_ratio": scheme.finite_compression_ratio,
+        "compression": scheme.compression(),
         "parameters": scheme.parameters,
-        "bytes": scheme.form_bytes(),
+        "bytes": scheme.exact_bytes(),
         "metrics": metrics,
     }
 
@@ -147,7 +149,7 @@ def _check_features(collection: nn.Module, scheme: MixedDimensionScheme, fqn: st
         check(fits, f"{artifact}, table {name!r}", requirement, list(held.get(name, ())), "use the model of the run")
 
 
-def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension") -> nn.Module:
+def drop_in_(model: nn.Module, artifact: Path, *, form: str = DEFAULT_FORM) -> nn.Module:
     """Puts an artifact's serving modules and dense weights into a model in place of its EmbeddingBagCollections.
 
     A model of TorchRec's whose tables were turned has axes beside its weights; a fresh one gets them (`with_axes_`).

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.forms import DEFAULT_FORM
 from dnis_torchrec.jobs.model_parts import load_state_
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
@@ -99,9 +100,16 @@ def run_prune(
     built = build_recorded(run_path, head, data, recipe)
     load_state_(built.model, source.state(), str(run_path))
     counts, blocks = source.counts(), source.blocks()
+    form = DEFAULT_FORM if size is None else size.form
     started = time.monotonic()
     scheme = prune(
-        built.model, blocks, counts, size=size, threshold=how.threshold, structure=how.structure, scope=how.scope
+        built.model,
+        blocks,
+        counts,
+        size=size,
+        threshold=how.threshold,
+        structure=how.structure,
+        per_table=how.per_table,
     )
     with process_group() as device, errors_of_its_code(spec):
         torch.manual_seed(head["seed"])
@@ -112,7 +120,7 @@ def run_prune(
                 place.new.mkdir()
                 task = _fine_tune(task, built, device, how.fine_tune_epochs, place.new)
         metrics = evaluate(task.to(device), built.data.test, built.loss, device)
-    row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started)
+    row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started, form)
     fields = {name: value for name, value in head.items() if name not in ("format", "format_version", "status")}
     try:
         with RunFolder.whole(out, overwrite=overwrite) as run:

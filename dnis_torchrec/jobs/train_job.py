@@ -112,8 +112,9 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
     metrics = evaluate(model, recipe.data.test, recipe.loss, device)
     row = ReportRow(
         method=METHOD,
-        compression_ratio=1.0,
+        compression=1.0,
         parameters=scheme.parameters,
+        dense_parameters=scheme.dense_parameters,
         bytes={"dense_fp32": 4 * scheme.parameters},
         metrics=metrics,
         seed=job.seed,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.scheme import LARGEST_LENGTH, RECORD_BYTES, ROWS_PER_RECORD, START_BYTES, compact_bytes
+from dnis_torchrec.forms import LARGEST_LENGTH, RECORD_BYTES, ROWS_PER_RECORD, START_BYTES, compact_bytes
 
 _RECORDS_PER_CHUNK = 2**16
 

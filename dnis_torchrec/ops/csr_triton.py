@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.forms import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES
 from dnis_torchrec.ops.compact_pointers import num_rows_of
 from dnis_torchrec.ops.interleaved_rows import RowLayout
-from dnis_torchrec.scheme import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES
 
 try:
     import triton

@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 
 from dnis_torchrec.checks import check_known, describe
-from dnis_torchrec.user_folders import user_cache_folder
 
 NAMESPACE = "dnis_torchrec"
 """Of all operators, as in ``torch.ops.dnis_torchrec``."""
@@ -234,6 +233,9 @@ def find_compiler() -> str | None:
 
 def library_folder() -> Path:
     """Where libraries are kept: ``$XDG_CACHE_HOME/dnis_torchrec``, by default ``~/.cache/dnis_torchrec``."""
+    # serving needs nothing else of storage, and this only where no library was loaded yet
+    from dnis_torchrec.storage.user_folders import user_cache_folder
+
     return user_cache_folder() / "dnis_torchrec"
 
 

@@ -19,7 +19,7 @@ class ComparisonRow:
 
     Attributes:
         method: its name; ``"<method>+validation"`` trained on the alpha-validation split as well.
-        size: the compression ratio asked for, in bytes; None for a method without size.
+        size: the compression asked for, in bytes; None for a method without size.
         group: a row per seed that finished; none of them in an empty row.
         missing: seed -> why it is not in `group`.
         forms: the export forms whose bytes are compared, one unless seeds differ in it.
@@ -27,7 +27,6 @@ class ComparisonRow:
         extra_bytes: how many of them lie beside the form.
         network_bytes: of the model's other weights, which are not counted among them; 0 if not known.
         resident_bytes: serving form -> bytes of all tables in memory; a form that cannot hold them is left out.
-        bytes_ratio: bytes of the uncompressed float32 tables over `embedding_bytes`.
         trials: runs that it took to choose the one reported.
         seconds_of_trials: wall time of all of them, added up; `group.seconds` is that of the one reported.
         cells_at_once: how many cells at most shared the machine while it was timed.
@@ -45,7 +44,6 @@ class ComparisonRow:
     extra_bytes: float = 0.0
     network_bytes: float = 0.0
     resident_bytes: Mapping[str, float] = field(default_factory=dict)
-    bytes_ratio: float = 0.0
     trials: float = 0.0
     seconds_of_trials: float = 0.0
     cells_at_once: int = 1
@@ -85,7 +83,7 @@ class ComparisonRow:
             bytes=self.embedding_bytes,
             mean=mean,
             deviation=self.group.deviation(metric),
-            compression_ratio=self.bytes_ratio,
+            compression=self.group.compression,
             num_seeds=len(self.group.rows),
             seconds=self.group.seconds,
             form=", ".join(self.forms),
@@ -112,7 +110,7 @@ class ComparisonRow:
         metrics = metric_names(self.group.rows)
         spread = {name: self.group.deviation(name) for name in metrics}
         row = {
-            "compression_ratio": self.group.compression_ratio,
+            "compression": self.group.compression,
             "parameters": round(self.group.parameters),
             "bytes": self.bytes(),
             "metrics": {name: self.group.mean(name) for name in metrics},
@@ -125,7 +123,6 @@ class ComparisonRow:
             "extra_bytes": round(self.extra_bytes),
             "network_bytes": round(self.network_bytes),
             "resident_bytes": {form: round(size) for form, size in self.resident_bytes.items()},
-            "bytes_ratio": self.bytes_ratio,
             "trials": round(self.trials),
             "seconds_of_trials": self.seconds_of_trials,
             "cells_at_once": self.cells_at_once,

@@ -29,7 +29,7 @@ class ComparedLine:
 
     Attributes:
         row: what is printed.
-        size: the compression ratio asked for.
+        size: the compression asked for.
         parameters: retained values of the tables.
         megabytes: bytes in the form that is compared.
         form: that form.
@@ -114,7 +114,7 @@ def lines_of_size(content: ComparisonContent, size: float | None) -> list[Compar
                 parameters=format_count(row.group.parameters),
                 megabytes=format_megabytes(row.embedding_bytes),
                 form=", ".join(row.forms),
-                ratio=format_ratio(row.bytes_ratio),
+                ratio=format_ratio(row.group.compression),
                 metrics=tuple((_metric(row, name), row in best[name]) for name in metrics),
                 difference=difference,
                 tone=tone,

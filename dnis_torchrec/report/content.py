@@ -26,7 +26,7 @@ DENSE, NO_EMBEDDINGS = "dense", "no-embeddings"
 WITH_VALIDATION = "+validation"
 """What the name of a row ends with whose method was trained on the alpha-validation split as well."""
 SAME_SIZE_RATIO = 1.05
-"""Rows of one method whose compression ratios differ by no more than this factor are seeds of the same experiment."""
+"""Rows of one method whose compressions differ by no more than this factor are seeds of the same experiment."""
 
 
 def base_method(name: str) -> str:
@@ -67,9 +67,9 @@ class ReportRow:
 
     Attributes:
         method: ``"dnis"``, ``"uniform"``, ``"magnitude"``, ``"dense"`` (the uncompressed model), or any other name.
-        compression_ratio: parameters of the uncompressed tables over `parameters`; for a model whose tables retain
-            nothing, the uncompressed parameters themselves (JSON knows no infinity).
+        compression: bytes of the float32 tables over bytes served, in the form in which the method is compared.
         parameters: retained values of all tables; not what a method learns beside them, such as MDE's projections.
+        dense_parameters: values of the uncompressed tables.
         bytes: export form -> bytes of all tables, index bytes counted.
         metrics: metric name -> value; a metric that could not be computed is left out.
         seed: the seed of the data split and the initial weights.
@@ -80,15 +80,16 @@ class ReportRow:
         ValueError: if a name is empty, a metric is not finite, or a number is below its bound.
 
     Example:
-        >>> row = ReportRow(method="dnis", compression_ratio=4, parameters=10, bytes={"csr_fp32": 90},
+        >>> row = ReportRow(method="dnis", compression=4, parameters=10, dense_parameters=90, bytes={"csr_fp32": 90},
         ...     metrics={"auc": 0.8}, seed=0, seconds=1.5)
         >>> ReportRow.from_json(row.to_json()) == row
         True
     """
 
     method: str
-    compression_ratio: float
+    compression: float
     parameters: int
+    dense_parameters: int
     bytes: dict[str, int]
     metrics: dict[str, float]
     seed: int
@@ -96,8 +97,9 @@ class ReportRow:
 
     def __post_init__(self) -> None:
         _check_name("ReportRow.method", self.method)
-        _check_number("ReportRow.compression_ratio", self.compression_ratio, above_zero=True)
+        _check_number("ReportRow.compression", self.compression, above_zero=True)
         _check_number("ReportRow.parameters", self.parameters, integer=True)
+        _check_number("ReportRow.dense_parameters", self.dense_parameters, integer=True)
         _check_named_numbers("ReportRow.bytes", self.bytes)
         for form, size in self.bytes.items():
             _check_number(f"ReportRow.bytes[{form!r}]", size, integer=True)
@@ -114,8 +116,9 @@ class ReportRow:
         """The row as report.json holds it."""
         return {
             "method": self.method,
-            "compression_ratio": float(self.compression_ratio),
+            "compression": float(self.compression),
             "parameters": self.parameters,
+            "dense_parameters": self.dense_parameters,
             "bytes": dict(self.bytes),
             "metrics": {name: float(value) for name, value in self.metrics.items()},
             "seed": self.seed,
@@ -220,14 +223,19 @@ class RowGroup:
     rows: tuple[ReportRow, ...]
 
     @property
-    def compression_ratio(self) -> float:
+    def compression(self) -> float:
         """Mean over the seeds."""
-        return statistics.fmean(row.compression_ratio for row in self.rows)
+        return statistics.fmean(row.compression for row in self.rows)
 
     @property
     def parameters(self) -> float:
         """Mean over the seeds."""
         return statistics.fmean(row.parameters for row in self.rows)
+
+    @property
+    def dense_parameters(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(row.dense_parameters for row in self.rows)
 
     @property
     def seconds(self) -> float:
@@ -269,28 +277,28 @@ class RowGroup:
 
 
 def seed_groups(rows: Iterable[ReportRow]) -> tuple[RowGroup, ...]:
-    """Groups rows of one method, of the same size within 5 %, and of different seeds; sorted by compression ratio.
+    """Groups rows of one method, of the same size within 5 %, and of different seeds; sorted by compression.
 
     Args:
         rows: of any methods, sizes and seeds, in any order. Two of the same seed are never in one group.
 
     Example:
-        >>> row = dict(method="dnis", parameters=1, bytes={}, metrics={}, seconds=0)
-        >>> rows = [ReportRow(compression_ratio=r, seed=s, **row) for r, s in ((2.0, 0), (8.0, 0), (2.02, 1))]
-        >>> [(round(group.compression_ratio, 2), group.seeds) for group in seed_groups(rows)]
+        >>> row = dict(method="dnis", parameters=1, dense_parameters=8, bytes={}, metrics={}, seconds=0)
+        >>> rows = [ReportRow(compression=r, seed=s, **row) for r, s in ((2.0, 0), (8.0, 0), (2.02, 1))]
+        >>> [(round(group.compression, 2), group.seeds) for group in seed_groups(rows)]
         [(2.01, (0, 1)), (8.0, (0,))]
     """
     groups: dict[str, list[list[ReportRow]]] = {}
-    for row in sorted(rows, key=lambda row: (row.compression_ratio, row.seed)):
+    for row in sorted(rows, key=lambda row: (row.compression, row.seed)):
         for group in groups.setdefault(row.method, []):
-            near = row.compression_ratio <= SAME_SIZE_RATIO * group[0].compression_ratio
+            near = row.compression <= SAME_SIZE_RATIO * group[0].compression
             if near and all(row.seed != other.seed for other in group):
                 group.append(row)
                 break
         else:
             groups[row.method].append([row])
     merged = [RowGroup(method=method, rows=tuple(rows)) for method, parts in groups.items() for rows in parts]
-    return tuple(sorted(merged, key=lambda group: (group.compression_ratio, group.method)))
+    return tuple(sorted(merged, key=lambda group: (group.compression, group.method)))
 
 
 @dataclass(frozen=True, kw_only=True)

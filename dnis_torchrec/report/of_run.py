@@ -148,7 +148,7 @@ def _retained_dims(table: TableScheme, tables: Mapping[str, Tensor]) -> Tensor:
 
 
 def scheme_row(
-    method: str, scheme: MixedDimensionScheme, metrics: dict[str, float], seed: int, seconds: float
+    method: str, scheme: MixedDimensionScheme, metrics: dict[str, float], seed: int, seconds: float, form: str
 ) -> ReportRow:
     """The row of a model whose tables follow a scheme.
 
@@ -158,15 +158,17 @@ def scheme_row(
         metrics: metric -> value on the test split.
         seed: of splits and initial weights.
         seconds: wall time of the training, search included.
+        form: in which the tables are compared.
 
     Raises:
         TypeError, ValueError: as `ReportRow`.
     """
     return ReportRow(
         method=method,
-        compression_ratio=scheme.finite_compression_ratio,
+        compression=scheme.compression(form),
         parameters=scheme.parameters,
-        bytes=scheme.form_bytes(),
+        dense_parameters=scheme.dense_parameters,
+        bytes=scheme.exact_bytes(),
         metrics=metrics,
         seed=seed,
         seconds=seconds,

@@ -36,7 +36,7 @@ from dnis_torchrec.storage.foreign_folders import make_folder
 from dnis_torchrec.storage.whole_files import write_text
 
 SAME_SIZE_LIMIT = 1.25
-"""A uniform table counts as a rival of the same size up to this factor between the compression ratios."""
+"""A uniform table counts as a rival of the same size up to this factor between the compressions."""
 FIGURES = (
     "quality",
     "pruning-rate",
@@ -171,7 +171,7 @@ def draw_figures(content: ReportContent) -> dict[str, Figure]:
 def _dense_group(content: ReportContent) -> RowGroup | None:
     """The uncompressed model: method ``"dense"``, else a uniform table of ratio 1."""
     groups = [group for group in content.groups if group.method == "dense"]
-    groups += [group for group in content.groups if group.method == "uniform" and group.compression_ratio <= 1.001]
+    groups += [group for group in content.groups if group.method == "uniform" and group.compression <= 1.001]
     return groups[0] if groups else None
 
 
@@ -179,24 +179,18 @@ def _rival_group(content: ReportContent) -> RowGroup | None:
     """The uniform tables closest in size to the subject, if any are close enough to compare with."""
 
     def distance(group: RowGroup) -> float:
-        return abs(math.log(group.compression_ratio / content.subject.compression_ratio))
+        return abs(math.log(group.compression / content.subject.compression))
 
     uniform = [group for group in content.groups if group.method == "uniform"]
     rival = min(uniform, key=distance, default=None)
     return rival if rival is not None and distance(rival) <= math.log(SAME_SIZE_LIMIT) else None
 
 
-def _uncompressed(group: RowGroup) -> float:
-    """Parameters of the uncompressed tables, see `ReportRow.compression_ratio`."""
-    return max(1, group.parameters) * group.compression_ratio
-
-
 def _sentence(content: ReportContent) -> str:
     subject, metric = content.subject, content.primary_metric
-    uncompressed = _uncompressed(subject)
     sentence = (
         f"The {subject.method} tables of {content.recipe} hold {format_count(subject.parameters)} parameters"
-        f" instead of {format_count(uncompressed)} ({format_ratio(subject.compression_ratio)} compression)"
+        f" instead of {format_count(subject.dense_parameters)} ({format_ratio(subject.compression)} compression)"
     )
     if subject.parameters == 0:
         sentence = f"The {subject.method} tables of {content.recipe} hold no parameters at all"
@@ -207,9 +201,8 @@ def _sentence(content: ReportContent) -> str:
 
 def _key_numbers(content: ReportContent) -> list[KeyNumber]:
     subject, metric = content.subject, content.primary_metric
-    uncompressed = _uncompressed(subject)
-    detail = f"{format_count(subject.parameters)} of {format_count(uncompressed)} parameters"
-    numbers = [KeyNumber(label="Compression", value=format_ratio(subject.compression_ratio), detail=detail)]
+    detail = f"{format_count(subject.parameters)} of {format_count(subject.dense_parameters)} parameters"
+    numbers = [KeyNumber(label="Compression", value=format_ratio(subject.compression), detail=detail)]
     mean, deviation = subject.mean(metric), subject.deviation(metric)
     direction = f"{'higher' if content.higher_is_better else 'lower'} is better"
     if deviation is not None:
@@ -237,7 +230,7 @@ def _comparison(content: ReportContent, other: RowGroup, label: str) -> list[Key
     if difference is None:
         return []
     change, num_pairs = difference
-    detail = f"{group_metric(other, content.primary_metric)} at {format_ratio(other.compression_ratio)}"
+    detail = f"{group_metric(other, content.primary_metric)} at {format_ratio(other.compression)}"
     if num_pairs > 1:
         detail += f"; mean of {num_pairs} paired seeds"
     elif len(content.subject.rows) > 1:
@@ -261,7 +254,7 @@ def _quality_table(content: ReportContent) -> dict[str, list]:
         {
             "method": group.method,
             "is_subject": group == content.subject,
-            "ratio": format_ratio(group.compression_ratio),
+            "ratio": format_ratio(group.compression),
             "parameters": format_count(group.parameters),
             "smallest": _smallest_form(group),
             "metrics": [(*_mean_and_deviation(group, name), index in best[name]) for name in metrics],

@@ -76,7 +76,7 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
     """The chart as a piece of HTML, to be put into a page as it is.
 
     The stair is the Pareto front: what can be had at most for so many bytes. Pointing at a mark, or reaching it with
-    the Tab key, shows method, bytes, metric and deviation, compression ratio, seeds and time.
+    the Tab key, shows method, bytes, metric and deviation, compression, seeds and time.
 
     Args:
         points: what to draw.
@@ -87,7 +87,7 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
         ValueError: if there are no points.
 
     Example:
-        >>> point = ParetoPoint(method="dnis", bytes=1e6, mean=0.8, compression_ratio=4, seconds=9)
+        >>> point = ParetoPoint(method="dnis", bytes=1e6, mean=0.8, compression=4, seconds=9)
         >>> chart = pareto_chart([point], "auc", higher_is_better=True)
         >>> "dnis" in chart, "<script" in chart
         (True, False)
@@ -233,7 +233,7 @@ def _mark(
             ("metric", _with_deviation(format_metric(point.mean), point.deviation)),
             *_difference(point),
             ("tables", size),
-            ("compression", format_ratio(point.compression_ratio)),
+            ("compression", format_ratio(point.compression)),
             ("seeds", str(point.num_seeds)),
             ("time of one run", format_seconds(point.seconds)),
         ],

@@ -53,7 +53,7 @@ class ParetoPoint:
         bytes: bytes of all embedding tables as served, index bytes counted.
         mean: mean of the metric over the seeds.
         deviation: standard deviation over the seeds, None for a single one.
-        compression_ratio: as the row tells it.
+        compression: as the row tells it.
         num_seeds: number of seeds.
         seconds: mean wall time of one run.
         form: the export form that `bytes` belongs to; empty to leave it out.
@@ -66,7 +66,7 @@ class ParetoPoint:
     method: str
     bytes: float
     mean: float
-    compression_ratio: float
+    compression: float
     seconds: float
     deviation: float | None = None
     num_seeds: int = 1
@@ -114,7 +114,7 @@ def pareto_points(groups: Iterable[RowGroup], metric: str) -> tuple[ParetoPoint,
                 bytes=sum(measured) / len(measured),
                 mean=mean,
                 deviation=group.deviation(metric),
-                compression_ratio=group.compression_ratio,
+                compression=group.compression,
                 num_seeds=len(group.rows),
                 seconds=group.seconds,
                 form=form,
@@ -134,7 +134,7 @@ def pareto_front(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tu
         Positions, by rising bytes; of equal points the first.
 
     Example:
-        >>> at = dict(method="m", compression_ratio=1, seconds=0)
+        >>> at = dict(method="m", compression=1, seconds=0)
         >>> points = [ParetoPoint(bytes=b, mean=m, **at) for b, m in ((4, 0.8), (2, 0.7), (3, 0.6), (4, 0.7))]
         >>> pareto_front(points, higher_is_better=True)
         (1, 0)
@@ -164,7 +164,7 @@ def metric_range(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tu
         Lower and upper end, the former below the latter.
 
     Example:
-        >>> at = dict(method="m", bytes=1, compression_ratio=1, seconds=0)
+        >>> at = dict(method="m", bytes=1, compression=1, seconds=0)
         >>> points = [ParetoPoint(mean=mean, **at) for mean in (0.70, 0.71, 0.72, 0.73, 0.74, 0.74, 0.99)]
         >>> [round(end, 2) for end in metric_range(points, higher_is_better=False)]
         [0.7, 0.74]

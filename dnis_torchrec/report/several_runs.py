@@ -119,7 +119,7 @@ def _of_shared_seeds(points: Sequence[tuple[int, ReportRow]]) -> tuple[tuple[int
 
 
 def _ratio(row: ReportRow) -> float:
-    return row.compression_ratio
+    return row.compression
 
 
 def _distinct(items: Any) -> tuple[Any, ...]:

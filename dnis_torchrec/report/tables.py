@@ -36,17 +36,17 @@ def rows_frame(rows: Iterable[ReportRow]) -> pd.DataFrame:
         rows: in the order of the lines.
 
     Example:
-        >>> row = ReportRow(method="dnis", compression_ratio=4.0, parameters=10, bytes={"csr_fp32": 90},
+        >>> row = ReportRow(method="dnis", compression=4.0, parameters=10, dense_parameters=90, bytes={"csr_fp32": 90},
         ...     metrics={"auc": 0.8}, seed=0, seconds=1.5)
         >>> list(rows_frame([row]))  # doctest: +NORMALIZE_WHITESPACE
-        ['method', 'seed', 'compression_ratio', 'parameters', 'seconds', 'bytes.csr_fp32', 'metrics.auc']
+        ['method', 'seed', 'compression', 'parameters', 'seconds', 'bytes.csr_fp32', 'metrics.auc']
     """
     rows = list(rows)
     lines = [
         {
             "method": row.method,
             "seed": row.seed,
-            "compression_ratio": float(row.compression_ratio),
+            "compression": float(row.compression),
             "parameters": row.parameters,
             "seconds": float(row.seconds),
         }
@@ -54,7 +54,7 @@ def rows_frame(rows: Iterable[ReportRow]) -> pd.DataFrame:
         | {f"metrics.{name}": float(value) for name, value in row.metrics.items()}
         for row in rows
     ]
-    columns = ["method", "seed", "compression_ratio", "parameters", "seconds"]
+    columns = ["method", "seed", "compression", "parameters", "seconds"]
     columns += [f"bytes.{form}" for form in form_names(rows)] + [f"metrics.{name}" for name in metric_names(rows)]
     return pd.DataFrame(lines, columns=columns)
 
@@ -81,7 +81,7 @@ def rows_table(rows: Iterable[ReportRow], metrics: Sequence[str] | None = None) 
         cells = [cell(group_metric(group, name), "bold" if index in best.get(name, ()) else "") for name in metrics]
         table.add_row(
             cell(group.method),
-            format_ratio(group.compression_ratio),
+            format_ratio(group.compression),
             format_count(group.parameters),
             smallest_form(group),
             *cells,
@@ -206,7 +206,7 @@ def format_difference(value: float) -> str:
 
 
 def format_ratio(value: float) -> str:
-    """A compression ratio.
+    """A compression.
 
     Example:
         >>> [format_ratio(value).replace(TIMES, " times") for value in (5.3333, 1, 123.4, 1333)]

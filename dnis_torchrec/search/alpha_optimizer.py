@@ -78,7 +78,7 @@ class Pressure:
             `column_order`.
 
     Example:
-        >>> Pressure(size=Size(compression_ratio=4), ramp_steps=2000).ramp_steps
+        >>> Pressure(size=Size(compression=4), ramp_steps=2000).ramp_steps
         2000
     """
 

@@ -1,7 +1,7 @@
 """Budget: a requested size, and what each retained column of a block costs of it.
 
-The user names a size once, as a compression ratio, a number of parameters or bytes of a named export form; the search
-and pruning both spend it column by column.
+The user names a size once, as a compression or as bytes, of a form; the search and pruning both spend it column by
+column.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.scheme import column_bytes, pointer_bytes
+from dnis_torchrec.forms import DEFAULT_FORM, FORMS, form_named
 
 UNSPENT_SHARE = 0.03
 """Share of a budget that may be left unspent before a worse but better fitting choice is taken."""
-
-BYTE_FORMS = ("mixed_dimension_fp32", "csr_fp32")
 
 
 class SizeOutOfReachError(ValueError):
@@ -29,67 +27,69 @@ class SizeOutOfReachError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A requested size of all tables together: exactly one of the three.
+    """A requested size of all tables together: bytes of a form, told in one of two ways.
 
     Attributes:
-        compression_ratio: uncompressed over retained parameters, above 1.
-        parameters: retained parameters.
-        embedding_bytes: bytes of the form `form`, index bytes counted.
-        form: ``"mixed_dimension_fp32"`` or ``"csr_fp32"``; used with `embedding_bytes`.
+        compression: bytes of the float32 tables over those of the form `form`, index bytes counted; above 1.
+        embedding_bytes: the bytes themselves.
+        form: of `dnis_torchrec.forms.FORMS` one in which every column costs the same whatever else is retained.
 
     Raises:
-        ValueError: if not exactly one is given, or it is out of range.
+        ValueError: if not exactly one of the two is given, it is out of range, or the form is another.
 
     Example:
-        >>> Size(compression_ratio=10).given
-        ('compression_ratio', 10)
+        >>> Size(compression=10).given, Size(compression=10).num_bytes(dense_parameters=1000)
+        (('compression', 10), 400.0)
     """
 
-    compression_ratio: float | None = None
-    parameters: int | None = None
+    compression: float | None = None
     embedding_bytes: int | None = None
-    form: str = "mixed_dimension_fp32"
+    form: str = DEFAULT_FORM
 
     def __post_init__(self) -> None:
         given = self._all_given()
-        check(len(given) == 1, "size", "one of compression_ratio, parameters, embedding_bytes", given or "none")
+        check(len(given) == 1, "size", "one of compression, embedding_bytes", given or "none")
         name, value = self.given
-        above = 1 if name == "compression_ratio" else 0
+        above = 1 if name == "compression" else 0
         is_fit = math.isfinite(value) and value > above
         check(is_fit, name, f"a finite number above {above}", value)
-        check(self.form in BYTE_FORMS, "form", f"one of {BYTE_FORMS}", repr(self.form))
+        by_column = [form for form, known in FORMS.items() if known.has_column_bytes]
+        check(self.form in by_column, "form", f"one of {by_column}", repr(self.form))
 
     @property
     def given(self) -> tuple[str, float]:
-        """Which of the three is given, and its value."""
+        """Which of the two is given, and its value."""
         ((name, value),) = self._all_given().items()
         return name, value
+
+    def num_bytes(self, dense_parameters: int) -> float:
+        """Bytes that the tables may take.
+
+        Args:
+            dense_parameters: parameters of the uncompressed tables: the sum of N D.
+        """
+        if self.compression is not None:
+            return round(4 * dense_parameters / self.compression, 6)  # 6864 / 8.8 is 779.9999999999999
+        return self.given[1]
 
     def pressed_to(self, compression: float, dense_parameters: int) -> Size:
         """This size, or that of a compression where this one is larger.
 
         Args:
-            compression: of parameters, or of float32 bytes, as this size is given.
+            compression: bytes of the float32 tables over those of the form.
             dense_parameters: parameters of the uncompressed tables.
 
         Example:
-            >>> Size(compression_ratio=2).pressed_to(6, 1200), Size(parameters=100).pressed_to(6, 1200).parameters
-            (Size(compression_ratio=6, parameters=None, embedding_bytes=None, form='mixed_dimension_fp32'), 100)
+            >>> Size(compression=2).pressed_to(6, 1200).given, Size(embedding_bytes=300).pressed_to(6, 1200).given
+            (('compression', 6), ('embedding_bytes', 300))
         """
-        if self.compression_ratio is not None:
-            return replace(self, compression_ratio=max(self.compression_ratio, compression))
-        if self.parameters is not None:
-            return replace(self, parameters=min(self.parameters, int(dense_parameters / compression)))
-        _, num_bytes = self.given
-        return replace(self, embedding_bytes=min(int(num_bytes), int(4 * dense_parameters / compression)))
+        if self.compression is not None:
+            return replace(self, compression=max(self.compression, compression))
+        return replace(self, embedding_bytes=min(int(self.given[1]), int(4 * dense_parameters / compression)))
 
     def _all_given(self) -> dict[str, float]:
-        three = {
-            "compression_ratio": self.compression_ratio,
-            "parameters": self.parameters,
-            "embedding_bytes": self.embedding_bytes,
-        }
-        return {name: value for name, value in three.items() if value is not None}
+        both = {"compression": self.compression, "embedding_bytes": self.embedding_bytes}
+        return {name: value for name, value in both.items() if value is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,15 +97,13 @@ class Budget:
     """What may be spent, and what each column costs.
 
     Attributes:
-        amount: parameters or bytes left for values, fixed index bytes taken off.
-        column_costs: table -> ``(S,)`` float64, the cost of retaining one column of each block: its seen rows
-            (never-seen rows are not stored), or their bytes.
-        unit: ``"parameters"`` or ``"bytes"``.
+        amount: bytes left for columns, those that the tables take without any taken off.
+        column_costs: table -> ``(S,)`` float64, bytes of one retained column of each block: of its seen rows, because
+            never-seen rows are not stored.
     """
 
     amount: float
     column_costs: Mapping[str, Tensor]
-    unit: str
 
     @staticmethod
     def of(size: Size, blocks: RowBlocks, *, by_alpha_row: bool = False) -> Budget:
@@ -141,10 +139,9 @@ class Budget:
             size: what the user asked for.
             blocks: the blocks that are retained or dropped.
         """
-        costs, fixed, unit = _costs(size, blocks)
-        name, value = size.given
-        within = _dense_parameters(blocks) / value * (1 + 1e-12)  # 1716 / 8.8 is 194.999...
-        return Budget(float(within if name == "compression_ratio" else value - fixed), costs, unit)
+        form, dims = form_named(size.form), blocks.embedding_dims
+        costs = {table: form.bytes_per_column(rows, dims[table]) for table, rows in blocks.seen_rows.items()}
+        return Budget(size.num_bytes(_dense_parameters(blocks)) - _fixed_bytes(size, blocks), costs)
 
     def share(self, blocks: RowBlocks) -> float:
         """The budget as a share of what all columns of all blocks together cost.
@@ -211,21 +208,10 @@ def _exchange_one_(kept: Tensor, scores: Tensor, costs: Tensor, left: float) -> 
         kept[best[2]], kept[best[3]] = False, True
 
 
-def _costs(size: Size, blocks: RowBlocks) -> tuple[dict[str, Tensor], float, str]:
-    """(cost of a column per block, fixed index bytes, unit)."""
-    seen = {table: rows.double() for table, rows in blocks.seen_rows.items()}
-    if size.embedding_bytes is None:
-        return seen, 0.0, "parameters"
-    costs, fixed = {}, 0.0
-    for table, routing in blocks.routings.items():
-        num_rows = routing.num_embeddings
-        if size.form == "csr_fp32":
-            costs[table] = seen[table] * (4 + column_bytes(blocks.embedding_dims[table]))
-            fixed += pointer_bytes(num_rows, blocks.embedding_dims[table])
-        else:
-            costs[table] = seen[table] * 4 + 2
-            fixed += 8 * (routing.num_blocks + 1) + (0 if routing.boundaries is not None else 4 * num_rows)
-    return costs, fixed, "bytes"
+def _fixed_bytes(size: Size, blocks: RowBlocks) -> int:
+    """Bytes that the tables take if nothing of them is retained."""
+    form = form_named(size.form)
+    return sum(form.fixed_bytes(routing, blocks.embedding_dims[t]) for t, routing in blocks.routings.items())
 
 
 def _dense_parameters(blocks: RowBlocks) -> int:
@@ -241,19 +227,20 @@ def out_of_reach(size: Size, blocks: RowBlocks, amount: float) -> SizeOutOfReach
         amount: the smallest `Budget.amount` that buys a column.
     """
     name, received = size.given
-    if name == "compression_ratio":
-        limit = math.floor(100 * _dense_parameters(blocks) / amount) / 100  # rounded up, it could not be met
-        return SizeOutOfReachError(describe(name, f"at most {limit:.2f} for these tables and blocks", received))
-    _, fixed, _ = _costs(size, blocks)
-    smallest = math.ceil((fixed + amount) * (1 - 1e-12))
-    return SizeOutOfReachError(describe(name, f"at least {smallest} for these tables and blocks", received))
+    smallest = _fixed_bytes(size, blocks) + amount
+    if name == "compression":
+        limit = math.floor(100 * 4 * _dense_parameters(blocks) / smallest) / 100  # rounded up, it could not be met
+        requirement = f"at most {limit:.2f} for these tables and blocks"
+    else:
+        requirement = f"at least {math.ceil(smallest * (1 - 1e-12))} for these tables and blocks"
+    return SizeOutOfReachError(describe(name, requirement, received))
 
 
 def check_compresses(size: Size, dense_parameters: int) -> None:
-    """Checks that a size in parameters or bytes is none above that of the uncompressed tables.
+    """Checks that a size in bytes is none above that of the uncompressed tables.
 
     Args:
-        size: what the user asked for; a compression ratio is above 1 in any case.
+        size: what the user asked for; a compression is above 1 in any case.
         dense_parameters: of the uncompressed tables: the sum of N D.
 
     Raises:
@@ -262,8 +249,7 @@ def check_compresses(size: Size, dense_parameters: int) -> None:
     Example:
         >>> check_compresses(Size(embedding_bytes=4000), dense_parameters=1000)
     """
-    limits = {"parameters": dense_parameters, "embedding_bytes": 4 * dense_parameters}
     name, value = size.given
-    if name in limits:
-        requirement = f"at most {limits[name]}, what the uncompressed tables take"
-        check(value <= limits[name], name, requirement, value, "ask for less")
+    limit = 4 * dense_parameters
+    if name == "embedding_bytes":
+        check(value <= limit, name, f"at most {limit}, what the uncompressed tables take", value, "ask for less")

@@ -10,6 +10,7 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search.alpha_optimizer import Pressure
 from dnis_torchrec.search.budget import Size, check_compresses
+from dnis_torchrec.search.pruning import check_form_of_elements
 from dnis_torchrec.search.settings import STRUCTURES, SearchSettings
 from dnis_torchrec.soft_selection.table_shards import dense_parameters
 
@@ -72,6 +73,8 @@ class SearchConfig(SearchSettings):
         decay = self.release_decay
         check(0 < decay <= 1, "release_decay", "a number above 0 and at most 1", decay)
         check(self.structure in STRUCTURES, "structure", f"one of {STRUCTURES}", repr(self.structure))
+        if self.structure == "element":
+            check_form_of_elements(self.size.form)
         self.pressure_over(1)
 
     @property
@@ -100,7 +103,7 @@ class SearchConfig(SearchSettings):
 
         Example:
             >>> parts = {"warm_up_epochs": 2, "ramp_epochs": 8, "release_epochs": 10}
-            >>> short = SearchConfig(size=Size(compression_ratio=2), **parts).within(10)
+            >>> short = SearchConfig(size=Size(compression=2), **parts).within(10)
             >>> short.warm_up_epochs, short.ramp_epochs, short.release_epochs
             (1, 4, 5)
         """

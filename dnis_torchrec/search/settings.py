@@ -47,26 +47,24 @@ class PruneSettings:
 
     threshold: Annotated[float | None, "Instead of a size: drop magnitudes up to this."] = None
     structure: Annotated[str, "`block`: whole columns of blocks; `element`: single values."] = "block"
-    scope: Annotated[str, "`global`: one budget; `table`: every table to the same ratio."] = "global"
+    per_table: Annotated[bool, "Bring every table to the same ratio, instead of one budget for all."] = False
     fine_tune_epochs: Annotated[int, "Epochs at most of masked fine-tuning; 0 for none."] = 10
 
     def __post_init__(self) -> None:
-        check_pruning(structure=self.structure, scope=self.scope, threshold=self.threshold)
+        check_pruning(structure=self.structure, threshold=self.threshold)
         remedy = "say 0 for no fine-tuning"
         check(self.fine_tune_epochs >= 0, "fine_tune_epochs", "an integer >= 0", self.fine_tune_epochs, remedy)
 
 
-def check_pruning(*, structure: str, scope: str, threshold: float | None) -> None:
+def check_pruning(*, structure: str, threshold: float | None) -> None:
     """Checks arguments of `prune` that need no model for it.
 
     Args:
         structure: see `prune`.
-        scope: see `prune`.
         threshold: see `prune`.
 
     Raises:
-        ValueError: for an unknown structure or scope, or a threshold that is negative or NaN.
+        ValueError: for an unknown structure, or a threshold that is negative or NaN.
     """
     check(structure in STRUCTURES, "structure", f"one of {STRUCTURES}", repr(structure))
-    check(scope in SCOPES, "scope", f"one of {SCOPES}", repr(scope))
     check(threshold is None or threshold >= 0, "threshold", "a number >= 0", threshold)

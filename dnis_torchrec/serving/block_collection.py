@@ -16,38 +16,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.forms import block_index_bytes, rounded_up, stored_blocks
 from dnis_torchrec.ops.csr_operator import load_operator
 from dnis_torchrec.ops.mixed_dimension_operator import LANES
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.bag_routing import BagRouter
 from dnis_torchrec.serving.logical_tables import LogicalTables, OperatorCollection
-
-
-def stored_blocks(table: TableScheme) -> dict[int, tuple[int, int]]:
-    """Blocks that the mixed-dimension form stores: those with rows and retained dims.
-
-    Args:
-        table: scheme of the table.
-
-    Returns:
-        Block -> shape ``(rows, R)`` of its table.
-    """
-    rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
-    return {s: (rows[s], dims[s]) for s in range(table.routing.num_blocks) if rows[s] and dims[s]}
-
-
-def stored_width(dim: int, multiple: int) -> int:
-    """Columns that a block of R retained dims takes in a kernel that wants multiples.
-
-    Args:
-        dim: R, at least 0.
-        multiple: at least 1.
-
-    Example:
-        >>> stored_width(5, 4), stored_width(8, 4)
-        (8, 8)
-    """
-    return -(-dim // multiple) * multiple
 
 
 class BlockCollection(OperatorCollection):
@@ -86,7 +60,7 @@ class BlockCollection(OperatorCollection):
             EmbeddingBagConfig(
                 name=f"{name}/b{s}",
                 num_embeddings=shapes[name][s][0],
-                embedding_dim=stored_width(shapes[name][s][1], dim_multiple),
+                embedding_dim=rounded_up(shapes[name][s][1], dim_multiple),
                 feature_names=[
                     f"{self._logical.names[index]}/b{s}"
                     for index, table in enumerate(self._logical.tables)
@@ -195,11 +169,12 @@ class BlockCollection(OperatorCollection):
         return self._physical
 
     def table_bytes(self) -> int:
-        """Bytes of all tables on whatever device, and of the maps that tell where a row is; of a rank's own shards."""
-        tables, maps = self._stock_tables(), {id(map_): map_ for map_ in self.router.positions if map_ is not None}
+        """Bytes of all tables on whatever device, of a rank's own shards, and of what tells where values are."""
+        tables = self._stock_tables()
         if tables is None:
             tables = self._tables_elsewhere()
-        return sum(tensor.nbytes for tensor in [*tables, *maps.values()])
+        index = sum(block_index_bytes(table) for table in self._scheme.tables.values())
+        return sum(table.nbytes for table in tables) + index
 
     def _tables_elsewhere(self) -> list[Tensor]:
         """The stored tables where `_stock_tables` gives none."""
@@ -233,7 +208,7 @@ class BlockMerge(nn.Module):
             of_block = logical.tables[feature].columns(s)
             columns.append(first_columns[feature] + of_block)
             kept.append(first + torch.arange(len(of_block)))
-            first += stored_width(len(of_block), dim_multiple)
+            first += rounded_up(len(of_block), dim_multiple)
         none = [torch.empty(0, dtype=torch.int64)]
         self.register_buffer("columns", torch.cat(columns or none), persistent=False)
         is_whole = first == self.columns.numel()

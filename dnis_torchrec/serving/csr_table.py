@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.forms import compact_bytes, has_compact_pointers
 from dnis_torchrec.ops.compact_pointers import compacted
 from dnis_torchrec.ops.interleaved_rows import RowLayout, interleaved
-from dnis_torchrec.scheme import compact_bytes, has_compact_pointers, rows_per_chunk
+from dnis_torchrec.scheme import rows_per_chunk
 
 CSR_VALUE_DTYPES = (torch.float32, torch.float16, torch.int8)
 """What values may be stored as."""

@@ -17,15 +17,10 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.forms import Precision, precision_named
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.logical_tables import LogicalCollection, checked_bags
-from dnis_torchrec.serving.quantized_rows import (
-    Precision,
-    precision_named,
-    quantized_collection,
-    quantized_rows,
-    stored_rows,
-)
+from dnis_torchrec.serving.quantized_rows import data_type_of, quantized_collection, quantized_rows, stored_rows
 
 
 def kept_rows(table: TableScheme) -> Tensor:
@@ -143,7 +138,7 @@ class DenseEmbeddingBagCollection(LogicalCollection):
             num_embeddings_post_pruning=None if remap is None else int((remap >= 0).sum()),
             embedding_dim=table.embedding_dim,
             feature_names=[name for name, other in readers if other.name == table.name],
-            data_type=stored.data_type,
+            data_type=data_type_of(stored),
         )
 
     @classmethod
@@ -211,7 +206,7 @@ def _check_dim(table: TableScheme, stored: Precision) -> None:
     multiple = stored.dim_multiple
     requirement = f"an embedding_dim that is a multiple of {multiple} for {stored.name}"
     fits = table.embedding_dim % multiple == 0
-    remedy = "take form 'mixed_dimension', which rounds up by itself, or another precision"
+    remedy = "take a mixed_dimension form, which rounds up by itself, or another precision"
     check(fits, f"table {table.name!r}", requirement, table.embedding_dim, remedy)
 
 

@@ -18,15 +18,9 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.forms import stored_blocks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.block_collection import BlockCollection, stored_blocks
-
-__all__ = [
-    "MixedDimensionEmbeddingBagCollection",
-    "block_tables",
-    "rows_per_chunk",
-    "stored_blocks",
-]
+from dnis_torchrec.serving.block_collection import BlockCollection
 
 
 def block_tables(table: TableScheme, chunks: Iterable[Tensor]) -> dict[int, Tensor]:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from dnis_torchrec.checks import check_known
+from dnis_torchrec.forms import precision_named
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.block_collection import BlockCollection
 from dnis_torchrec.serving.mixed_dimension import block_tables
-from dnis_torchrec.serving.quantized_rows import precision_named, quantized_collection, quantized_rows, stored_rows
+from dnis_torchrec.serving.quantized_rows import data_type_of, quantized_collection, quantized_rows, stored_rows
 
 
 class QuantizedMixedDimensionEmbeddingBagCollection(BlockCollection):
@@ -69,7 +70,7 @@ class QuantizedMixedDimensionEmbeddingBagCollection(BlockCollection):
         super().__init__(
             scheme,
             dim_multiple=stored.dim_multiple,
-            data_type=stored.data_type,
+            data_type=data_type_of(stored),
             bits=stored.bits,
             unknown_ids=unknown_ids,
         )
@@ -160,7 +161,7 @@ class _PackedBlocks(BlockCollection):
         super().__init__(
             source._scheme,
             dim_multiple=stored.dim_multiple,
-            data_type=stored.data_type,
+            data_type=data_type_of(stored),
             bits=stored.bits,
             unknown_ids="zero" if source._zero_unknown else "error",
         )

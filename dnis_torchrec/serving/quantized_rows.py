@@ -6,7 +6,6 @@ Shapes: n rows, R columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,60 +13,12 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from dnis_torchrec.checks import check, check_known
-
-SCALE_BYTES = 4
-"""Scale and bias of a row of int8 or int4, a float16 each."""
+from dnis_torchrec.forms import PRECISIONS, SCALE_BYTES, Precision
 
 
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """How values are stored.
-
-    Attributes:
-        name: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``.
-        data_type: TorchRec's name for it.
-        bits: of a value.
-        dim_multiple: what the kernels want the number of columns to be a multiple of.
-    """
-
-    name: str
-    data_type: DataType
-    bits: int
-    dim_multiple: int
-
-    def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of so many columns, a multiple of `dim_multiple`; scale and bias are counted.
-
-        Args:
-            columns: of the row, those that fill up the multiple counted.
-
-        Example:
-            >>> PRECISIONS["int8"].row_bytes(64), PRECISIONS["int4"].row_bytes(64), PRECISIONS["fp32"].row_bytes(64)
-            (68, 36, 256)
-        """
-        return columns * self.bits // 8 + (SCALE_BYTES if self.bits < 16 else 0)
-
-
-PRECISIONS = {
-    "fp32": Precision(name="fp32", data_type=DataType.FP32, bits=32, dim_multiple=1),
-    "fp16": Precision(name="fp16", data_type=DataType.FP16, bits=16, dim_multiple=1),
-    "int8": Precision(name="int8", data_type=DataType.INT8, bits=8, dim_multiple=2),
-    "int4": Precision(name="int4", data_type=DataType.INT4, bits=4, dim_multiple=4),
-}
-"""Name -> precision."""
-
-
-def precision_named(name: str) -> Precision:
-    """The precision of that name.
-
-    Args:
-        name: a key of `PRECISIONS`.
-
-    Raises:
-        ValueError: for another one.
-    """
-    check_known("precision", name, PRECISIONS)
-    return PRECISIONS[name]
+def data_type_of(precision: Precision) -> DataType:
+    """TorchRec's name for a precision."""
+    return DataType[precision.name.upper()]
 
 
 def quantized_rows(weight: Tensor, precision: Precision, *, place: str) -> Tensor:
@@ -212,7 +163,7 @@ def quantized_collection(
     weights = {}
     for config in configs:
         check_known("table", config.name, rows)
-        precision = next(p for p in PRECISIONS.values() if p.data_type == config.data_type)
+        precision = PRECISIONS[config.data_type.name.lower()]
         count = getattr(config, "num_embeddings_post_pruning", None) or config.num_embeddings
         shape, received = (count, precision.row_bytes(config.embedding_dim)), rows[config.name]
         fits = tuple(received.shape) == shape and received.dtype == torch.uint8

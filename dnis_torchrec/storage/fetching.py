@@ -18,8 +18,8 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.storage.access import filesystem, local_path, retrying, version_of
 from dnis_torchrec.storage.foreign_folders import check_plain, is_plain_file, make_folder
 from dnis_torchrec.storage.json_files import read_json
+from dnis_torchrec.storage.user_folders import user_cache_folder
 from dnis_torchrec.storage.whole_files import write_json, written_whole
-from dnis_torchrec.user_folders import user_cache_folder
 
 CACHE_VARIABLE = "DNIS_CACHE"
 FETCHED = ".fetched.json"

@@ -17,23 +17,18 @@ from hypothesis import strategies as st
 from scipy import sparse as scipy_sparse
 
 from dnis_torchrec.artifact import (
-    FORMS,
-    Form,
     load,
     load_csr,
     load_dense_state,
     read_manifest,
     read_scheme,
-    register,
     write_artifact,
 )
-from dnis_torchrec.artifact import forms as form_registry
 from dnis_torchrec.artifact import manifest as artifact
 from dnis_torchrec.artifact import writing as exporting
-from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving import CsrEmbeddingBagCollection
+from dnis_torchrec.forms import FORMS
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.storage import whole_folders
 from tests.serving_reference import (
     CSR_FILE,
@@ -59,7 +54,7 @@ def written(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "artifact"))
 
 
-FORMS_HERE = ("mixed_dimension", "csr", "csr_fp16", "csr_int8")
+FORMS_HERE = ("mixed_dimension_fp32", "csr_fp32", "csr_fp16", "csr_int8")
 
 
 def left_in(folder: Path) -> list[str]:
@@ -75,7 +70,7 @@ def test_both_forms_give_the_pruned_tables(tmp_path: Path, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_folders, "_flush", lambda folder: None)  # the disk's time, fifty times over
         path = write_artifact(case.tables, case.scheme, tmp_path / "artifact", overwrite=True)
-        only_csr = write_artifact(case.tables, case.scheme, tmp_path / "csr", forms=["csr"], overwrite=True)
+        only_csr = write_artifact(case.tables, case.scheme, tmp_path / "csr_fp32", forms=["csr_fp32"], overwrite=True)
     expected = case.expected()
     for folder in (path, only_csr):
         out = load(folder)(case.kjt())
@@ -112,10 +107,10 @@ def test_dense_state_round_trip(tmp_path: Path, written: Path) -> None:
 def test_manifest_tells_everything(written: Path) -> None:
     _, scheme = two_tables()
     manifest = read_manifest(written)
-    assert (manifest["format"], manifest["format_version"]) == ("dnis-torchrec-artifact", "1.0")
-    assert manifest["forms"] == ["mixed_dimension", "csr"]
+    assert (manifest["format"], manifest["format_version"]) == ("dnis-torchrec-artifact", "1.1")
+    assert manifest["forms"] == ["mixed_dimension_fp32", "csr_fp32"]
     assert manifest["run"] == {"seed": 3}
-    assert manifest["bytes"] == scheme.form_bytes()
+    assert manifest["bytes"] == scheme.exact_bytes()
     assert manifest["parameters"] == scheme.parameters
     assert {"dnis-torchrec", "torch", "torchrec", "python"} < manifest["versions"].keys()
     movie = manifest["tables"]["movie/seen"]
@@ -123,20 +118,23 @@ def test_manifest_tells_everything(written: Path) -> None:
     assert (movie["num_embeddings"], movie["embedding_dim"], movie["is_weighted"]) == (10, 5, False)
     assert movie["blocks"][1] == {"rows": 3, "embedding_dim": 2, "columns": [1, 3]}
     whole = {"first_row": 0, "num_rows": 10}
-    assert movie["shards"] == {"mixed_dimension": [{"file": MIXED_FILE, **whole}], "csr": [{"file": CSR_FILE, **whole}]}
+    assert movie["shards"] == {
+        "mixed_dimension_fp32": [{"file": MIXED_FILE, **whole}],
+        "csr_fp32": [{"file": CSR_FILE, **whole}],
+    }
     assert (manifest["scheme"], manifest["dense_state"]) == (["scheme.safetensors"], ["dense_state.safetensors"])
     on_disk = {p.relative_to(written).as_posix() for p in written.rglob("*") if p.is_file()}
     assert set(manifest["files"]) == on_disk - {"manifest.json"}
     for name, entry in manifest["files"].items():
         content = (written / name).read_bytes()
         assert (entry["bytes"], entry["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
-    csr_files = [name for name in on_disk if name.startswith("csr/")]
-    assert manifest["bytes_on_disk"]["csr"] == sum((written / name).stat().st_size for name in csr_files)
+    csr_files = [name for name in on_disk if name.startswith("csr_fp32/")]
+    assert manifest["bytes_on_disk"]["csr_fp32"] == sum((written / name).stat().st_size for name in csr_files)
 
 
 def test_scipy_files_on_request(tmp_path: Path) -> None:
     tables, scheme = two_tables()
-    path = write_artifact(tables, scheme, tmp_path / "a", forms=["mixed_dimension"], scipy_formats=["coo", "csr"])
+    path = write_artifact(tables, scheme, tmp_path / "a", forms=["mixed_dimension_fp32"], scipy_formats=["coo", "csr"])
     for scipy_format in ("coo", "csr"):
         name = f"scipy/001_user.{scipy_format}.npz"
         assert name in read_manifest(path)["files"]
@@ -144,7 +142,7 @@ def test_scipy_files_on_request(tmp_path: Path) -> None:
         assert matrix.format == scipy_format
         assert torch.from_numpy(matrix.toarray()).equal(tables["user"])
     torch.testing.assert_close(load(path)(all_rows()).to_dict()["user"], tables["user"])
-    with pytest.raises(ValueError, match="table 'user': expected form 'csr'"):
+    with pytest.raises(ValueError, match="table 'user': expected form 'csr_fp32'"):
         load_csr(path, "user")
 
 
@@ -257,28 +255,28 @@ def test_a_table_is_cut_where_its_bytes_are(tmp_path: Path) -> None:
     retained = torch.tensor([[True] * 8, [True] + [False] * 7])
     weight = torch.randn(400, 8) * retained[routing.all_blocks()]
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
-    path = write_artifact({"t": weight}, scheme, tmp_path / "a", max_file_bytes=6000, forms=["csr", "csr_int8"])
+    path = write_artifact({"t": weight}, scheme, tmp_path / "a", max_file_bytes=6000, forms=["csr_fp32", "csr_int8"])
     manifest = read_manifest(path)
     shards = manifest["tables"]["t"]["shards"]
-    rows = [(shard["first_row"], shard["num_rows"]) for shard in shards["csr"]]
+    rows = [(shard["first_row"], shard["num_rows"]) for shard in shards["csr_fp32"]]
     assert rows == [(0, 33), (33, 34), (67, 67), (134, 134), (268, 132)]  # three by prediction, of which one too large
     sizes = [manifest["files"][shard["file"]]["bytes"] for of_form in shards.values() for shard in of_form]
     assert max(sizes) <= 6000
     ids = torch.randint(0, 400, (50,))
-    assert load(path, form="csr").lookup(ids, torch.arange(51)).equal(weight[ids])
+    assert load(path, form="csr_fp32").lookup(ids, torch.arange(51)).equal(weight[ids])
     kjt = keyed_jagged_tensor({"f": [[(int(i), 1.0)] for i in ids]})
-    assert load(path, form="mixed_dimension")(kjt).values().equal(weight[ids])
+    assert load(path, form="mixed_dimension_fp32")(kjt).values().equal(weight[ids])
 
 
 def test_forms_that_are_not_held_are_made_of_csr(tmp_path: Path) -> None:
     tables, scheme = two_tables()
     held = write_artifact(tables, scheme, tmp_path / "held", forms=FORMS_HERE)
-    made = write_artifact(tables, scheme, tmp_path / "made", forms=["csr"])
+    made = write_artifact(tables, scheme, tmp_path / "made", forms=["csr_fp32"])
     for form in FORMS_HERE:
         assert load(made, form=form)(all_rows()).values().equal(load(held, form=form, verify=True)(all_rows()).values())
     assert read_manifest(held)["bytes_on_disk"].keys() == set(FORMS_HERE)
     without = write_artifact(tables, scheme, tmp_path / "without", forms=["csr_fp16"])
-    with pytest.raises(ValueError, match=r"expected form 'mixed_dimension', got \['csr_fp16'\]"):
+    with pytest.raises(ValueError, match=r"expected form 'mixed_dimension_fp32', got \['csr_fp16'\]"):
         load(without)
 
 
@@ -289,41 +287,19 @@ def test_bytes_of_a_form_are_predicted(tmp_path: Path) -> None:
     for name, table in scheme.tables.items():
         for form, shards in manifest["tables"][name]["shards"].items():
             (tensors,) = [artifact.read_artifact_file(path, manifest, shard["file"]) for shard in shards]
-            assert FORMS[form].predicted_bytes(table) == sum(tensor.nbytes for tensor in tensors.values())
+            assert FORMS[form].file_bytes(table) == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_policy_for_unknown_ids(tmp_path: Path) -> None:
     tables, scheme = two_tables()
     path = write_artifact(tables, scheme, tmp_path / "a")
     kjt = keyed_jagged_tensor({"user": [[(10, 1.0)]], "movie": [[(-1, 1.0)]]})
-    assert load(path, form="csr", unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
+    assert load(path, form="csr_fp32", unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
     with pytest.raises(ValueError, match=r"expected ids in 0\.\.9"):
-        load(path, form="csr")(kjt)
+        load(path, form="csr_fp32")(kjt)
     for form in FORMS:
         if form not in ("dense_int8", "dense_int4", "row_pruned_int8", "row_pruned_int4"):  # D = 5 does not fit them
             assert load(path, form=form, unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
-
-
-def test_a_form_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registered, it is written, read, and derived from CSR."""
-    with pytest.raises(ValueError, match="form 'csr': expected a new name"):
-        register(FORMS["csr"])
-    monkeypatch.setattr(form_registry, "FORMS", dict(FORMS))
-
-    def encode(table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, torch.Tensor]:
-        return {"rows": rows(first, last).clone()}
-
-    def build(scheme: MixedDimensionScheme, shards: Mapping, **options: object) -> CsrEmbeddingBagCollection:
-        dense = {name: torch.cat([shard.tensors["rows"] for shard in shards[name]]) for name in scheme.tables}
-        return CsrEmbeddingBagCollection.from_tables(scheme, dense)
-
-    register(Form(name="dense", encode=encode, build=build, predicted_bytes=lambda t: 20 * t.num_embeddings))
-    tables, scheme = two_tables()
-    expected = load(write_artifact(tables, scheme, tmp_path / "csr"), form="csr")(all_rows()).values()
-    path = write_artifact(tables, scheme, tmp_path / "dense", forms=["dense"], max_file_bytes=350)
-    assert len(read_manifest(path)["tables"]["user"]["shards"]["dense"]) > 1
-    for folder in (path, tmp_path / "csr"):
-        assert load(folder, form="dense")(all_rows()).values().equal(expected)
 
 
 def test_dense_state_in_several_files(tmp_path: Path) -> None:
@@ -383,8 +359,8 @@ def test_other_bad_input(tmp_path: Path) -> None:
     refused("table 'user': expected floating", TypeError, tables=tables | {"user": torch.zeros(10, 5).long()})
     refused("scheme: expected at least one table", scheme=MixedDimensionScheme())
     refused("forms: expected some, such as", forms=[])
-    refused("forms: expected each once", forms=["csr", "csr"])
-    refused("form 'cst': expected a known form, got 'cst'; did you mean 'csr'", forms=["cst"])
+    refused("forms: expected each once", forms=["csr_fp32", "csr_fp32"])
+    refused("form 'cst': expected a known form, got 'cst'; did you mean 'csr_", forms=["cst"])
     refused("scipy format 'npz': expected a known scipy format", scipy_formats=["npz"])
     refused("run: expected values that JSON can hold", run={"loss": float("nan")})
     refused("run: expected values that JSON can hold", run={"path": tmp_path})

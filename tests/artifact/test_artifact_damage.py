@@ -151,8 +151,8 @@ def test_linked_file_is_refused(written: Path, tmp_path: Path) -> None:
 
 
 def test_linked_folder_is_refused(written: Path, tmp_path: Path) -> None:
-    (written / "csr").rename(tmp_path / "outside")
-    (written / "csr").symlink_to(tmp_path / "outside")
+    (written / "csr_fp32").rename(tmp_path / "outside")
+    (written / "csr_fp32").symlink_to(tmp_path / "outside")
     with pytest.raises(ValueError, match="expected a plain file, got a link or a folder"):
         read_manifest(written)
 
@@ -168,7 +168,7 @@ def test_path_out_of_the_folder_is_refused(written: Path, name: str) -> None:
 
 
 def test_table_may_not_name_an_unlisted_file(written: Path) -> None:
-    restate(written, lambda m: m["tables"]["user"]["shards"]["mixed_dimension"][0].update(file="../outside"))
+    restate(written, lambda m: m["tables"]["user"]["shards"]["mixed_dimension_fp32"][0].update(file="../outside"))
     with pytest.raises(ValueError, match=r"file '../outside': expected a known file"):
         load(written)
 
@@ -205,7 +205,7 @@ def test_no_folder(tmp_path: Path) -> None:
     [
         ("2.0", r"file 'manifest.json': expected a format_version up to 1\.x, got '2\.0'; update"),
         ("10", r"up to 1\.x, got '10'"),
-        (1, "expected a format_version like '1.0', got 1"),
+        (1, "expected a format_version like '1.1', got 1"),
         (None, "expected a format_version like"),
         ("new", "expected a format_version like"),
         ("9" * 5000, "expected a format_version like"),
@@ -281,13 +281,13 @@ def test_scheme_that_does_not_fit_is_refused(written: Path) -> None:
 
 
 def test_sparse_rows_that_do_not_fit_are_refused(written: Path) -> None:
-    shutil.rmtree(written / "mixed_dimension")
+    shutil.rmtree(written / "mixed_dimension_fp32")
 
     def only_csr(manifest: dict) -> None:
-        manifest["forms"] = ["csr"]
-        manifest["files"] = {k: v for k, v in manifest["files"].items() if not k.startswith("mixed_dimension")}
+        manifest["forms"] = ["csr_fp32"]
+        manifest["files"] = {k: v for k, v in manifest["files"].items() if not k.startswith("mixed_dimension_fp32/")}
         for table in manifest["tables"].values():
-            del table["shards"]["mixed_dimension"]
+            del table["shards"]["mixed_dimension_fp32"]
 
     restate(written, only_csr)
     load(written)
@@ -298,7 +298,7 @@ def test_sparse_rows_that_do_not_fit_are_refused(written: Path) -> None:
     }
     save_file(tensors, written / CSR_FILE)
     restate_file(written, CSR_FILE)
-    for read in (load, lambda path: load(path, form="csr"), lambda path: load_csr(path, "movie/seen")):
+    for read in (load, lambda path: load(path, form="csr_fp32"), lambda path: load_csr(path, "movie/seen")):
         with pytest.raises(ValueError, match=f"file '{CSR_FILE}': expected 10 rows, got 1"):
             read(written)
 
@@ -325,7 +325,7 @@ def test_other_sparse_tensors_are_refused_before_they_are_used(
     save_file(tensors | changes, written / CSR_FILE)
     restate_file(written, CSR_FILE)
     with pytest.raises(ValueError, match=f"file '{CSR_FILE}': {message}"):
-        load(written, form="csr")
+        load(written, form="csr_fp32")
 
 
 def test_forged_rows_are_refused_where_they_are_read_as_a_whole(written: Path) -> None:
@@ -339,23 +339,23 @@ def test_forged_rows_are_refused_where_they_are_read_as_a_whole(written: Path) -
         with pytest.raises(ValueError, match=rf"file '{CSR_FILE}': CsrTable.columns: expected 0\.\.4"):
             read(written)
     with pytest.raises(ValueError, match="expected columns below embedding_dim"):
-        load(written, form="csr")(all_rows())
+        load(written, form="csr_fp32")(all_rows())
 
 
 @pytest.mark.parametrize("brought", [set(), {"compact_row_pointers"}, {"interleaved_rows"}])
 def test_what_lookups_read_is_made_where_an_artifact_does_not_bring_it(written: Path, brought: set[str]) -> None:
-    expected = load(written, form="csr")(all_rows()).values()
+    expected = load(written, form="csr_fp32")(all_rows()).values()
     tensors = {key: tensor.clone() for key, tensor in load_file(written / CSR_FILE).items()}
     for name in {"compact_row_pointers", "interleaved_rows"} - brought:
         del tensors[name]
     save_file(tensors, written / CSR_FILE)
     restate_file(written, CSR_FILE)
-    assert load(written, form="csr")(all_rows()).values().equal(expected)
+    assert load(written, form="csr_fp32")(all_rows()).values().equal(expected)
     tensors["row_pointers"][3] = 20
     save_file(tensors, written / CSR_FILE)
     restate_file(written, CSR_FILE)
     with pytest.raises(ValueError, match=rf"file '{CSR_FILE}': row pointers: expected rising ones"):
-        load(written, form="csr")
+        load(written, form="csr_fp32")
 
 
 @pytest.mark.parametrize(
@@ -388,8 +388,9 @@ def test_what_contradicts_the_canonical_arrays_is_refused(written: Path, name: s
     ],
 )
 def test_shards_that_are_not_all_rows_in_order_are_refused(written: Path, shards: object) -> None:
-    restate(written, lambda manifest: manifest["tables"]["movie/seen"]["shards"].update(csr=shards))
-    form = r"field tables\.'movie/seen'\.shards\.csr.*: expected|expected a?.*shards? of table 'movie/seen', form 'csr'"
+    restate(written, lambda manifest: manifest["tables"]["movie/seen"]["shards"].update(csr_fp32=shards))
+    where = r"field tables\.'movie/seen'\.shards\.csr_fp32.*: expected"
+    form = rf"{where}|expected a?.*shards? of table 'movie/seen', form 'csr_fp32'"
     with pytest.raises(ValueError, match=form):
         load(written)
 
@@ -439,3 +440,24 @@ def test_forged_manifest_is_read_or_refused(written: Path, forged: object) -> No
             load_csr(written, "user")
         except ValueError:
             continue
+
+
+def test_artifacts_of_format_1_0_are_read(written: Path) -> None:
+    """Their forms had other names."""
+    exact = load(written, form="csr_fp32")(all_rows()).values()
+    spelt = {"csr_fp32": "csr", "mixed_dimension_fp32": "mixed_dimension"}
+
+    def as_before(manifest: dict) -> None:
+        manifest["format_version"] = "1.0"
+        manifest["forms"] = [spelt[form] for form in manifest["forms"]]
+        for table in manifest["tables"].values():
+            table["shards"] = {spelt[form]: shards for form, shards in table["shards"].items()}
+
+    restate(written, as_before)
+    assert read_manifest(written)["forms"] == ["mixed_dimension_fp32", "csr_fp32"]
+    for form in ("csr_fp32", "mixed_dimension_fp32", "dense_fp16"):
+        torch.testing.assert_close(load(written, form=form)(all_rows()).values(), exact, rtol=1e-3, atol=1e-4)
+    assert load_csr(written, "movie/seen").num_embeddings == 10
+    verify_files(written)
+    with pytest.raises(ValueError, match="form 'csr': expected a known form"):
+        load(written, form="csr")

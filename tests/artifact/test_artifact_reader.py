@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from dnis_torchrec.artifact import FORMS, write_artifact
+from dnis_torchrec.artifact import write_artifact
 from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.forms import FORMS
 from dnis_torchrec.scheme import MixedDimensionScheme
 from tests.serving_reference import table_scheme
 
@@ -51,6 +52,8 @@ def unpacked(row: np.ndarray, form: str, count: int) -> np.ndarray:
     """The values of a packed row."""
     if row.dtype == np.float32:
         return row
+    if form.endswith("fp32"):
+        return row.view("<f4")
     if form.endswith("fp16"):
         return row.view("<f2").astype(np.float32)
     scale, bias = row[-4:].copy().view("<f2").astype(np.float32)
@@ -61,7 +64,7 @@ def unpacked(row: np.ndarray, form: str, count: int) -> np.ndarray:
 
 
 class Reader:
-    """Reads an artifact of format 1.x."""
+    """Reads an artifact of format 2.x."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,8 +72,8 @@ class Reader:
         self.manifest: dict[str, Any] = json.loads(content)
         if self.manifest["format"] != "dnis-torchrec-artifact":
             raise ValueError("another format")
-        if int(self.manifest["format_version"].split(".")[0]) > 1:
-            raise ValueError("a newer version")
+        if int(self.manifest["format_version"].split(".")[0]) != 2:
+            raise ValueError("another version")
         digits = self.manifest["sha256"].encode()
         before, _, after = content.rpartition(digits)
         if hashlib.sha256(before + 64 * b"0" + after).hexdigest().encode() != digits:
@@ -188,14 +191,14 @@ def test_the_document_is_enough_to_read_an_artifact(tmp_path: Path, max_file_byt
     for name, table in tables.items():
         weight = table.numpy()
         bound = np.abs(weight).max(axis=1, keepdims=True)
-        for form in ("csr", "mixed_dimension"):
+        for form in ("csr_fp32", "mixed_dimension_fp32", "dense_fp32"):
             assert (reader.dense(name, form) == weight).all()
         assert (np.abs(reader.dense(name, "csr_fp16") - weight) <= np.abs(weight) * 2**-11 + 2**-25).all()
         assert (np.abs(reader.dense(name, "csr_int8") - weight) <= 0.004 * bound).all()
         for form, steps in PACKED.items():
             spread = weight.max(axis=1, keepdims=True) - weight.min(axis=1, keepdims=True)
             assert (np.abs(reader.dense(name, form) - weight) <= spread / steps + 0.002 * bound + 1e-6).all(), form
-    assert set(FORMS) == {"csr", "csr_fp16", "csr_int8", "mixed_dimension", *PACKED}
+    assert set(FORMS) == {"csr_fp32", "csr_fp16", "csr_int8", "mixed_dimension_fp32", "dense_fp32", *PACKED}
     shards = [len(of_form) for fields in reader.manifest["tables"].values() for of_form in fields["shards"].values()]
     assert (max(shards) > 1) == (max_file_bytes == 6000)
     sizes = [entry["bytes"] for entry in reader.manifest["files"].values()]
@@ -210,6 +213,6 @@ def test_the_document_names_every_field(tmp_path: Path) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     table = next(iter(manifest["tables"].values()))
     file = manifest["files"]["dense_state.safetensors"]
-    shard, tensor = table["shards"]["csr"][0], file["tensors"]["x"]
+    shard, tensor = table["shards"]["csr_fp32"][0], file["tensors"]["x"]
     for field in [*manifest, *table, *file, *shard, *tensor, *table["blocks"][0], *table["shards"], *NUMPY_DTYPES]:
         assert f"`{field}`" in text or f'"{field}"' in text, field

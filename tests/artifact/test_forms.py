@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec import forms
+from dnis_torchrec.artifact import Codec, load, read_manifest, register_codec, write_artifact
+from dnis_torchrec.artifact import forms as artifact_forms
+from dnis_torchrec.artifact.forms import CODECS, Rows
 from dnis_torchrec.artifact.predictions import (
-    SERVING_FORMS,
     FormPrediction,
     describe_forms,
     forms_table,
@@ -20,7 +25,9 @@ from dnis_torchrec.artifact.predictions import (
 )
 from dnis_torchrec.artifact.regrouping import regroup
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.forms import FORMS, PRECISIONS, Dense, Form, register
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving import CsrEmbeddingBagCollection
 from tests.serving_reference import Case, all_rows, cases, pruned, table_scheme, two_tables
 
 
@@ -48,9 +55,9 @@ def predictions(scheme: MixedDimensionScheme) -> dict[str, FormPrediction]:
 
 def test_every_form_is_told_of() -> None:
     found = predictions(blocks_of([64, 16, 4, 2]))
-    assert tuple(found) == SERVING_FORMS
-    assert [form for form, p in found.items() if p.is_exact] == ["csr", "mixed_dimension"]
-    assert found["mixed_dimension"].padding == 1.0
+    assert list(found) == list(FORMS)
+    assert [form for form, p in found.items() if p.is_exact] == ["csr_fp32", "mixed_dimension_fp32", "dense_fp32"]
+    assert found["mixed_dimension_fp32"].padding == 1.0
     assert found["mixed_dimension_int4"].padding == round((64 + 16 + 4 + 4) / 86, 4)
     assert found["dense_int8"].padding == round(4 * 64 / 86, 4)
 
@@ -63,23 +70,23 @@ def test_what_is_larger_than_dense_int4_is_warned_of() -> None:
         "dense_int4",
     }
     assert all(p.warning == "larger than the dense tables in int4" for p in wide.values() if p.warning)
-    assert not narrow["mixed_dimension"].warning
+    assert not narrow["mixed_dimension_fp32"].warning
     assert narrow["dense_fp16"].warning
 
 
 def test_recommends_the_smallest_that_is_fast() -> None:
     found = predict_forms(blocks_of([16, 4, 2, 1]))
     assert recommended_form(found) == "mixed_dimension_int8"
-    assert recommended_form(found, exact=True) == "mixed_dimension"
+    assert recommended_form(found, exact=True) == "mixed_dimension_fp32"
     assert recommended_form([p for p in found if p.form.startswith("dense")]) == "dense_int8"
     assert recommended_form([p for p in found if p.form.endswith("int4")]) is None
 
 
 def test_latency_classes_follow_the_width() -> None:
     narrow, wide = predictions(blocks_of([8, 4])), predictions(blocks_of([64, 64]))
-    assert narrow["csr"].latency_class == narrow["mixed_dimension"].latency_class == "faster"
-    assert wide["csr"].latency_class == wide["mixed_dimension_int4"].latency_class == "similar"
-    assert narrow["csr"].latency_ratio < wide["csr"].latency_ratio
+    assert narrow["csr_fp32"].latency_class == narrow["mixed_dimension_fp32"].latency_class == "faster"
+    assert wide["csr_fp32"].latency_class == wide["mixed_dimension_int4"].latency_class == "similar"
+    assert narrow["csr_fp32"].latency_ratio < wide["csr_fp32"].latency_ratio
 
 
 def test_forms_that_cannot_hold_the_tables() -> None:
@@ -99,22 +106,22 @@ def test_single_values_pruned() -> None:
     retained = torch.ones(1, 64, dtype=torch.bool)
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained, num_retained=int(weight.count_nonzero()))})
     before, after = predictions(scheme), predictions(regroup(scheme, {"t": weight}))
-    assert before["mixed_dimension"].padding > 10
-    assert after["mixed_dimension"].padding < 1.2
-    assert recommended_form(before.values(), exact=True) == "csr"
-    assert after["mixed_dimension"].resident_bytes < before["mixed_dimension"].resident_bytes / 8
+    assert before["mixed_dimension_fp32"].padding > 10
+    assert after["mixed_dimension_fp32"].padding < 1.2
+    assert recommended_form(before.values(), exact=True) == "csr_fp32"
+    assert after["mixed_dimension_fp32"].resident_bytes < before["mixed_dimension_fp32"].resident_bytes / 8
     # rows of three values: where each of them is takes less in csr than a map from rows to blocks
-    assert recommended_form(after.values(), exact=True) == "csr"
+    assert recommended_form(after.values(), exact=True) == "csr_fp32"
 
 
 def test_is_shown_and_kept() -> None:
     scheme = blocks_of([16, 4, 2, 1])
     rows = forms_table(scheme)
-    assert [row[0] for row in rows[1:]] == list(SERVING_FORMS)
+    assert [row[0] for row in rows[1:]] == list(FORMS)
     assert [row[0] for row in rows if row[-1] == "recommended"] == ["mixed_dimension_int8"]
     described = json.loads(json.dumps(describe_forms(scheme), allow_nan=False))
     assert described["recommended"] == "mixed_dimension_int8"
-    assert [form["form"] for form in described["forms"]] == list(SERVING_FORMS)
+    assert [form["form"] for form in described["forms"]] == list(FORMS)
 
 
 def test_nothing_retained() -> None:
@@ -123,8 +130,8 @@ def test_nothing_retained() -> None:
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
     weight = pruned(torch.randn(10, 8), routing, retained)
     found = predictions(scheme)
-    assert found["mixed_dimension"].resident_bytes == 0
-    assert found["csr"].padding is None
+    assert found["mixed_dimension_fp32"].resident_bytes == 2 * 8
+    assert found["csr_fp32"].padding is None
     assert found["row_pruned_int8"].resident_bytes == serve(scheme, {"t": weight}, "row_pruned_int8").table_bytes()
 
 
@@ -135,7 +142,7 @@ def test_ids_that_are_no_integers_are_named(mode: type, dtype: torch.dtype) -> N
     scheme = blocks_of([4], rows=10, dim=8)
     weight = torch.randn(10, 8) * (torch.arange(8) < 4)
     batch = KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 2]).to(dtype), lengths=torch.tensor([1, 1]))
-    for form in SERVING_FORMS:
+    for form in FORMS:
         module = serve(scheme, {"t": weight}, form)
         with mode(), pytest.raises(TypeError, match="feature 'f': expected integer ids, got torch"):
             module(batch)
@@ -146,7 +153,7 @@ def test_lengths_that_ask_for_other_ids_than_there_are_are_named(mode: type) -> 
     """In every form, compiled or not; tests/ops/test_batch_checks.py has all the ways to be wrong."""
     scheme = blocks_of([4], rows=10, dim=8)
     weight = torch.randn(10, 8) * (torch.arange(8) < 4)
-    for form in SERVING_FORMS:
+    for form in FORMS:
         module = serve(scheme, {"t": weight}, form)
         for lengths in ([1, 9], [3, -1], [1, 0]):
             batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor(lengths, dtype=torch.int32))
@@ -161,7 +168,7 @@ def test_unknown_forms() -> None:
 
 def test_serves_every_form() -> None:
     tables, scheme = two_tables()
-    expected = serve(scheme, tables, "csr")(all_rows()).values()
+    expected = serve(scheme, tables, "csr_fp32")(all_rows()).values()
     for prediction in predict_forms(scheme):
         if prediction.resident_bytes is None:
             with pytest.raises(
@@ -172,9 +179,9 @@ def test_serves_every_form() -> None:
             module = serve(scheme, tables, prediction.form, unknown_ids="zero")
             torch.testing.assert_close(module(all_rows()).values(), expected, rtol=0, atol=0.3)
     with pytest.raises(ValueError, match="table 'user': expected a known table"):
-        serve(scheme, {"movie/seen": tables["movie/seen"]}, "csr")
+        serve(scheme, {"movie/seen": tables["movie/seen"]}, "csr_fp32")
     with pytest.raises(ValueError, match=r"table 'movie/seen': expected shape \(10, 5\)"):
-        serve(scheme, tables | {"movie/seen": torch.zeros(10, 4)}, "csr")
+        serve(scheme, tables | {"movie/seen": torch.zeros(10, 4)}, "csr_fp32")
 
 
 def test_an_incomplete_description_of_a_scheme_is_refused() -> None:
@@ -187,3 +194,34 @@ def test_an_incomplete_description_of_a_scheme_is_refused() -> None:
         fewer = {"t": {key: value for key, value in described["t"].items() if key != field}}
         with pytest.raises(ValueError, match=rf"table 't': expected a complete description, got none of \['{field}'\]"):
             MixedDimensionScheme.from_parts(fewer, tensors)
+
+
+def test_a_form_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered, it is written, read, and derived from CSR."""
+    with pytest.raises(ValueError, match="form 'csr_fp32': expected a new name"):
+        register(FORMS["csr_fp32"])
+    with pytest.raises(ValueError, match="layout 'csr': expected a new name"):
+        register_codec("csr", CODECS["csr"])
+    monkeypatch.setattr(forms, "FORMS", dict(FORMS))
+    monkeypatch.setattr(artifact_forms, "CODECS", dict(CODECS))
+
+    class Plain(Dense):
+        layout = "plain"
+
+    def encode(form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, torch.Tensor]:
+        return {"rows": rows(first, last).clone()}
+
+    def build(
+        form: Form, scheme: MixedDimensionScheme, shards: Mapping, **options: object
+    ) -> CsrEmbeddingBagCollection:
+        dense = {name: torch.cat([shard.tensors["rows"] for shard in shards[name]]) for name in scheme.tables}
+        return CsrEmbeddingBagCollection.from_tables(scheme, dense)
+
+    register(Plain(PRECISIONS["fp32"]))
+    register_codec("plain", Codec(encode=encode, build=build))
+    tables, scheme = two_tables()
+    expected = load(write_artifact(tables, scheme, tmp_path / "csr_fp32"), form="csr_fp32")(all_rows()).values()
+    path = write_artifact(tables, scheme, tmp_path / "dense", forms=["plain_fp32"], max_file_bytes=350)
+    assert len(read_manifest(path)["tables"]["user"]["shards"]["plain_fp32"]) > 1
+    for folder in (path, tmp_path / "csr_fp32"):
+        assert load(folder, form="plain_fp32")(all_rows()).values().equal(expected)

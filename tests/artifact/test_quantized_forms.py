@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact import FORMS, load, read_manifest, read_scheme, write_artifact
-from dnis_torchrec.artifact.forms import Shard
-from dnis_torchrec.artifact.predictions import SERVING_FORMS, describe_forms
+from dnis_torchrec.artifact import load, read_manifest, read_scheme, write_artifact
+from dnis_torchrec.artifact.forms import Shard, codec_of
+from dnis_torchrec.artifact.predictions import describe_forms
 from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.forms import FORMS
 from dnis_torchrec.scheme import MixedDimensionScheme
 from tests.serving_reference import keyed_jagged_tensor, pruned, table_scheme
 
 NUM_ROWS, DIM = 300, 8
-QUANTIZED = [form for form in SERVING_FORMS if form not in ("csr", "csr_fp16", "csr_int8", "mixed_dimension")]
+QUANTIZED = [name for name, form in FORMS.items() if form.layout != "csr" and not form.is_exact]
 
 
 def pruned_tables() -> tuple[dict[str, Tensor], MixedDimensionScheme]:
@@ -44,7 +45,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "whole": write_artifact(tables, scheme, folder / "whole", forms=QUANTIZED),
         "shards": write_artifact(tables, scheme, folder / "shards", forms=QUANTIZED, max_file_bytes=2000),
-        "csr": write_artifact(tables, scheme, folder / "csr", forms=["csr"]),
+        "csr_fp32": write_artifact(tables, scheme, folder / "csr_fp32", forms=["csr_fp32"]),
     }
 
 
@@ -55,8 +56,8 @@ def test_whole_in_shards_and_from_csr(paths: dict[str, Path], form: str) -> None
     }
     found = {kind: load(path, form=form)(keyed_jagged_tensor(bags)).values() for kind, path in paths.items()}
     assert found["shards"].equal(found["whole"])
-    assert found["csr"].equal(found["whole"])
-    exact = load(paths["csr"], form="csr")(keyed_jagged_tensor(bags)).values()
+    assert found["csr_fp32"].equal(found["whole"])
+    exact = load(paths["csr_fp32"], form="csr_fp32")(keyed_jagged_tensor(bags)).values()
     assert not exact.equal(found["whole"])
     torch.testing.assert_close(found["whole"], exact, rtol=0, atol={"16": 0.01, "t8": 0.05, "t4": 1.0}[form[-2:]])
 
@@ -67,30 +68,30 @@ def test_predicted_bytes_are_those_written(paths: dict[str, Path]) -> None:
         for name, table in scheme.tables.items():
             (shard,) = manifest["tables"][name]["shards"][form]
             tensors = manifest["files"][shard["file"]]["tensors"].values()
-            assert FORMS[form].predicted_bytes(table) == sum(
-                rows * width for rows, width in (t["shape"] for t in tensors)
-            )
+            written = sum(rows * width for rows, width in (t["shape"] for t in tensors))
+            assert FORMS[form].file_bytes(table) == written
 
 
 def test_the_manifest_tells_what_every_form_comes_to(paths: dict[str, Path]) -> None:
     _, scheme = pruned_tables()
-    assert read_manifest(paths["csr"])["serving_forms"] == describe_forms(scheme)
+    assert read_manifest(paths["csr_fp32"])["serving_forms"] == describe_forms(scheme)
 
 
 @pytest.mark.parametrize("form", QUANTIZED)
 def test_shards_of_another_shape_are_refused(form: str) -> None:
     tables, scheme = pruned_tables()
     weight, table = tables["sorted"], scheme.tables["sorted"]
-    encoded = FORMS[form].encode(table, lambda first, last: weight[first:last], 0, NUM_ROWS)
+    codec = codec_of(FORMS[form])
+    encoded = codec.encode(FORMS[form], table, lambda first, last: weight[first:last], 0, NUM_ROWS)
     alone = MixedDimensionScheme({"sorted": table})
     for damage in (lambda t: t[:-1], lambda t: t[:, :-1], lambda t: t.to(torch.int16)):
         tensors = encoded | {name: damage(tensor) for name, tensor in list(encoded.items())[:1]}
         shard = Shard(place="file 'x'", first_row=0, num_rows=NUM_ROWS, tensors=tensors)
         with pytest.raises(ValueError, match=r"file 'x': expected .*uint8 of shape"):
-            FORMS[form].build(alone, {"sorted": [shard]}, device="cpu", unknown_ids="error")
+            codec.build(FORMS[form], alone, {"sorted": [shard]}, device="cpu", unknown_ids="error")
     shard = Shard(place="file 'x'", first_row=0, num_rows=NUM_ROWS, tensors={"other": torch.zeros(1)})
     with pytest.raises(ValueError, match="file 'x': expected tensors"):
-        FORMS[form].build(alone, {"sorted": [shard]}, device="cpu", unknown_ids="error")
+        codec.build(FORMS[form], alone, {"sorted": [shard]}, device="cpu", unknown_ids="error")
 
 
 def test_dims_that_do_not_fit_leave_no_artifact(tmp_path: Path) -> None:
@@ -99,5 +100,5 @@ def test_dims_that_do_not_fit_leave_no_artifact(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="table 't': expected an embedding_dim that is a multiple of 4 for int4, got 6"
     ):
-        write_artifact({"t": torch.ones(4, 6)}, scheme, tmp_path / "a", forms=["csr", "dense_int4"])
+        write_artifact({"t": torch.ones(4, 6)}, scheme, tmp_path / "a", forms=["csr_fp32", "dense_int4"])
     assert list(tmp_path.iterdir()) == []

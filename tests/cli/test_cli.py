@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from dnis_torchrec._dependencies import version
 from dnis_torchrec.artifact import read_manifest
-from dnis_torchrec.artifact.forms import FORMS
 from dnis_torchrec.cli import main
 from dnis_torchrec.cli.app import ON_RANKS, ORDER, app
+from dnis_torchrec.forms import FORMS
 from tests.tiny_artifact import write_tiny_artifact
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def test_train_writes_a_run_that_is_evaluated_and_exported_and_nothing_else(gloo
     assert "choose another --out or --overwrite the run" in again.stderr
     assert dnis(*train, "--overwrite").returncode == 0
     assert dnis("evaluate", run).returncode == 0
-    exported = dnis("export", run, "--form", "dense_int8", "--form", "mixed_dimension", "--out", artifact)
+    exported = dnis("export", run, "--form", "dense_int8", "--form", "mixed_dimension_fp32", "--out", artifact)
     assert exported.returncode == 0, exported.stderr
     assert dnis("evaluate", artifact).returncode == 0
     for refused in (("report", run), ("prune", run, "--compression", 4, "--out", tmp_path / "pruned")):
@@ -96,16 +96,16 @@ def test_search_writes_what_others_rely_on(run: Path) -> None:
     rows = json.loads((run / "report.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["dnis", "dense", "uniform", "magnitude"]
     first = rows[0]
-    assert 4 <= first["compression_ratio"] <= 4.13
-    assert first["parameters"] == round(416 / first["compression_ratio"])
+    served = first["bytes"]["mixed_dimension_fp32"]
+    assert 4 <= first["compression"] == 1664 / served <= 4 * 1.25
+    assert first["dense_parameters"] == 416
     assert set(first["bytes"]) == {"dense_fp32", "csr_fp32", "mixed_dimension_fp32"}
     assert {"auc", "logloss"} <= set(first["metrics"])
     assert first["seed"] == 0
     assert first["seconds"] > 0
     assert list((run / "tensorboard").glob("events*"))
-    budget = int(4 * 416 / first["compression_ratio"])
-    assert [row["parameters"] for row in rows[1:3]] == [416, -(-budget // (4 * 52)) * 52]
-    assert rows[3]["bytes"]["csr_fp32"] <= budget
+    assert [row["parameters"] for row in rows[1:3]] == [416, -(-served // (4 * 52)) * 52]
+    assert rows[3]["bytes"]["csr_fp32"] <= served
 
 
 def test_export_and_evaluate_agree_to_the_digit(run: Path, tmp_path: Path) -> None:
@@ -129,10 +129,11 @@ def test_export_and_evaluate_agree_to_the_digit(run: Path, tmp_path: Path) -> No
 
 def test_prune_goes_on_from_a_run(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "smaller"
-    done = dnis("prune", run, "--compression", 8, "--structure", "element", "--fine-tune-epochs", 2, "--out", out)
+    element = ("--structure", "element", "--form", "csr_fp32")
+    done = dnis("prune", run, "--compression", 8, *element, "--fine-tune-epochs", 2, "--out", out)
     assert done.returncode == 0, done.stderr
     rows = json.loads((out / "report.json").read_text())["rows"]
-    assert rows[0]["parameters"] == 416 // 8
+    assert rows[0]["parameters"] == (1664 // 8 - (40 + 8) - (12 + 8)) // 5
     assert rows[1:] == json.loads((run / "report.json").read_text())["rows"]
     assert dnis("evaluate", out).returncode == 0
 
@@ -187,8 +188,8 @@ def test_report_prints_the_rows_of_its_page_and_names_runs_that_are_in_figures_o
         ),
         (["search", "tests.tiny:demo", "--compression", 4, "--embedding-dim", 0], "embedding_dim: expected an integer"),
         (
-            ["search", "tests.tiny:demo", "--compression", 4, "--form", "csr_fp32"],
-            "--form: expected --embedding-bytes beside it, got 'csr_fp32'; only a size in bytes is one of a form",
+            ["search", "tests.tiny:demo", "--compression", 4, "--form", "dense_fp32"],
+            "form: expected one of ['csr_fp32', ",
         ),
         (["search", "tests.tiny:nothing", "--compression", 4], "got 'nothing'; known names: 'demo'"),
         (["search", "tests.tiny:dmeo", "--compression", 4], "did you mean 'demo'?"),
@@ -220,11 +221,14 @@ def test_wrong_arguments_exit_with_2(arguments: list[object], message: str, tmp_
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ("export", ["--form", "crs"], "form 'crs': expected a known form, got 'crs'; did you mean 'csr'"),
-        ("export", ["--form", "csr", "--form", "csr"], "forms: expected each once"),
+        (
+            "export",
+            ["--form", "crs_int8"],
+            "form 'crs_int8': expected a known form, got 'crs_int8'; did you mean",
+        ),
+        ("export", ["--form", "csr_fp32", "--form", "csr_fp32"], "forms: expected each once"),
         ("export", ["--scipy", "cso"], "scipy format 'cso': expected a known scipy format, got 'cso'; did you mean"),
         ("prune", ["--compression", 8, "--structure", "blok"], "structure: expected one of ('element', 'block')"),
-        ("prune", ["--compression", 8, "--scope", "all"], "scope: expected one of ('global', 'table'), got 'all'"),
         ("prune", ["--threshold", -1], "threshold: expected a number >= 0, got -1.0"),
         ("prune", ["--threshold", "nan"], "threshold: expected a number >= 0, got nan"),
     ],
@@ -241,7 +245,7 @@ def test_arguments_that_do_not_fit_a_run_exit_with_2(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--form", "crs"], "form 'crs': expected a known form, got 'crs'; did you mean 'csr'"),
+        (["--form", "crs_int8"], "form 'crs_int8': expected a known form, got 'crs_int8'; did you mean"),
         (["--form", "dense_int8"], "form 'dense_int8': supported are forms whose lookup is an operator of"),
         (["--name", "a/b"], "name: expected letters, digits, _ and -, got 'a/b'"),
     ],
@@ -256,8 +260,8 @@ def test_arguments_that_do_not_fit_an_artifact_exit_with_2(options: list[str], m
 def test_a_form_may_be_one_that_the_module_of_the_artifacts_recipe_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = "from dnis_torchrec.artifact.forms import FORMS\nfrom tests.tiny import demo as demo\n"
-    (tmp_path / "own_forms.py").write_text(own + 'FORMS["own"] = FORMS["csr"]\n')
+    own = "from dnis_torchrec.forms import FORMS\nfrom tests.tiny import demo as demo\n"
+    (tmp_path / "own_forms.py").write_text(own + 'FORMS["own"] = FORMS["csr_fp32"]\n')
     artifact = write_tiny_artifact(tmp_path / "artifact")
     manifest = read_manifest(artifact)
     packaged = []
@@ -317,7 +321,7 @@ def test_an_existing_run_is_never_overwritten_silently(run: Path, tmp_path: Path
 def test_a_size_that_cannot_be_met_exits_with_1_and_says_what_can(tmp_path: Path) -> None:
     done = dnis("search", "tests.tiny:demo", "--compression", 4000, "--out", tmp_path / "out")
     assert done.returncode == 1
-    assert "compression_ratio: expected at most" in done.stderr
+    assert "compression: expected at most" in done.stderr
     assert not (tmp_path / "out").exists()  # nothing was trained, so nothing stands in the way of the next try
 
 

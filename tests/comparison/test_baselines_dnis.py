@@ -44,7 +44,7 @@ def run(
         task = MethodTask(
             build=build,
             build_for_search=None if searches is None else lambda dim: replace(build(dim), data=searches),
-            compression_ratio=ratio,
+            compression=ratio,
             seed=0,
             device=device,
             folder=folder,
@@ -57,7 +57,7 @@ def run(
 @pytest.mark.parametrize("name", ["dnis", "dnis-paper", "dnis-unrolled", "dnis-retrained"])
 def test_a_result_is_within_its_bytes_and_nearly_uses_them(name: str, tmp_path: Path) -> None:
     result = run(name, tmp_path)
-    dense = result.scheme.form_bytes()["dense_fp32"]
+    dense = result.scheme.served_bytes("dense_fp32")
     assert 0.85 * dense / RATIO < result.embedding_bytes() <= dense / RATIO
     tables = dict(result.model.named_parameters())
     stored = sum(int((tables[k] != 0).sum()) for k in tables if ".embedding_bags." in k)
@@ -89,7 +89,7 @@ def test_the_best_of_searches_at_several_rates_is_chosen_on_selection(tmp_path: 
     assert tuned.trials == len(RATE_FACTORS) == 5
     assert tuned.seconds_of_trials > 2 * tuned.seconds
     assert list((tmp_path / "all").iterdir()) == []
-    assert tuned.embedding_bytes() <= tuned.scheme.form_bytes()["dense_fp32"] / RATIO
+    assert tuned.embedding_bytes() <= tuned.scheme.served_bytes("dense_fp32") / RATIO
     assert "initial_weights" not in tuned.settings
 
 
@@ -143,7 +143,7 @@ def test_without_pressure_both_levels_learn_from_the_second_epoch_on(
 
 def test_a_recipe_may_press_farther_than_it_is_asked_to(tmp_path: Path) -> None:
     result = run("dnis", tmp_path / "pressed", 2.0, least_compression=4.0)
-    dense = result.scheme.form_bytes()["dense_fp32"]
+    dense = result.scheme.served_bytes("dense_fp32")
     assert 0.85 * dense / 4 < result.embedding_bytes() <= dense / 4
     paper = run("dnis-paper", tmp_path / "paper", 2.0, least_compression=4.0)  # pruned only: to the size itself
     assert paper.embedding_bytes() > dense / 4

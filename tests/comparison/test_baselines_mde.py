@@ -129,7 +129,7 @@ def test_dims_follow_the_power_of_frequency_by_hand() -> None:
     eight_and_four = 12 * column + 4 * 4 * 8  # the second block's projection is (4, 8); the first needs none
     # One byte less: lambda 7 to 5.5 would need a projection of the first block, too, and cost more than 8 and 4.
     for spare, expected in ((0, [8, 4]), (-1, [5, 3]), (column - 1, [8, 4])):
-        budget = Budget(eight_and_four + spare, {"t": torch.tensor([column, column], dtype=torch.float64)}, "bytes")
+        budget = Budget(eight_and_four + spare, {"t": torch.tensor([column, column], dtype=torch.float64)})
         plan = solve(ROUND, blocks, budget, 16, lambda dim: {"t": dim})
         assert plan.dims["t"].tolist() == expected
         assert plan.base_dim == 8
@@ -144,7 +144,7 @@ def test_every_setting_meets_the_bytes_with_projections_counted(setting: MdeSett
     blocks = make_blocks(counts, full, 5)
     costs = Budget.of(Size(embedding_bytes=10**7), blocks).column_costs
     total = sum(float(costs[t].sum()) * width for t, width in full.items())
-    budget = Budget(share * total, costs, "bytes")
+    budget = Budget(share * total, costs)
     plan = solve(setting, blocks, budget, 32, lambda dim: {"t": dim, "u": 4 * dim})
     cost = plan.table_bytes(budget) + plan.projection_bytes()
     assert cost <= budget.amount
@@ -168,7 +168,7 @@ def test_no_larger_lambda_is_within_the_bytes(setting: MdeSetting, share: float,
     full = {table: 32 * ratios[table] for table in counts}
     blocks = make_blocks(counts, full, 4)
     costs = Budget.of(Size(embedding_bytes=10**7), blocks).column_costs
-    budget = Budget(share * sum(float(costs[t].sum()) * full[t] for t in counts), costs, "bytes")
+    budget = Budget(share * sum(float(costs[t].sum()) * full[t] for t in counts), costs)
     plan = solve(setting, blocks, budget, 32, lambda dim: {table: dim * ratios[table] for table in counts})
     scales = torch.linspace(1, 40, 8000, dtype=torch.float64)
     base = ((setting.round(scales) + 3) // 4 * 4).clamp(max=32)
@@ -209,7 +209,7 @@ def test_less_than_one_dimension_for_every_block_is_refused() -> None:
     blocks = make_blocks({"t": [9, 8, 2, 1]}, {"t": 8}, 2)
     costs = {"t": torch.tensor([10.0, 10.0], dtype=torch.float64)}
     with pytest.raises(SizeNotMetError, match="expected at least 52 bytes for one dimension of every block, got 51"):
-        solve(ROUND, blocks, Budget(51.0, costs, "bytes"), 8, lambda dim: {"t": dim})
+        solve(ROUND, blocks, Budget(51.0, costs), 8, lambda dim: {"t": dim})
 
 
 def test_sixteen_settings_and_no_more(gloo, tmp_path: Path) -> None:

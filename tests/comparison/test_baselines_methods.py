@@ -46,7 +46,7 @@ def build(embedding_dim: int | None, **how) -> Recipe:
 def make_task(folder: Path, ratio: float, *, make: Callable[[int | None], Recipe] = build, **fields) -> MethodTask:
     """A cell that trains in a fraction of a second."""
     defaults = {"seed": 0, "patience": 1, "max_epochs": 2, "trials": 2}
-    return MethodTask(build=make, compression_ratio=ratio, device=CPU, folder=folder, **defaults | fields)
+    return MethodTask(build=make, compression=ratio, device=CPU, folder=folder, **defaults | fields)
 
 
 def saying_otherwise(batch: Batch) -> Batch:
@@ -85,7 +85,7 @@ def test_a_result_is_within_its_budget_and_serves_what_was_selected(gloo, tmp_pa
         assert selection_loss == pytest.approx(result.selection_loss, abs=1e-6)
         assert 0 < result.seconds <= result.seconds_of_trials + 1e-3
         batch = make_batch(32, 9)
-        assert result.embedding_bytes() == result.scheme.form_bytes()[result.form] + result.extra_bytes
+        assert result.embedding_bytes() == result.scheme.served_bytes(result.form) + result.extra_bytes
         if name == "no-embeddings":  # there is nothing to serve
             with pytest.raises(ValueError, match=r"^export: expected a scheme that retains a value, got none"):
                 served(result, tmp_path / f"artifact_{ratio}")

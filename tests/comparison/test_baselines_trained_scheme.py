@@ -213,7 +213,7 @@ def test_random_sequences_fall_and_use_the_budget_up(
     blocks = blocks_from_counts(counts, configs, num_blocks=num_blocks, scope=scope)
     costs = Budget.of(Size(embedding_bytes=10**6), blocks).column_costs
     total = sum(float(costs[c.name].sum()) * c.embedding_dim for c in configs)
-    budget = Budget(share * total, costs, "bytes")
+    budget = Budget(share * total, costs)
     generator = torch.Generator().manual_seed(seed)
     dearest = max(float(cost.max()) for cost in budget.cost_per_alpha_row(blocks).values())
     try:
@@ -243,7 +243,7 @@ def test_random_dims_are_random_heights_times_the_largest_factor(seed: int, shar
     counts = FrequencyCounts({name: torch.tensor(own) for name, own in rows.items()}, {}, 100)
     blocks = blocks_from_counts(counts, configs, num_blocks=3, scope="table")
     costs = Budget.of(Size(embedding_bytes=10**6), blocks).column_costs
-    budget = Budget(share * sum(float(costs[name].sum()) * dim for name, dim in widths.items()), costs, "bytes")
+    budget = Budget(share * sum(float(costs[name].sum()) * dim for name, dim in widths.items()), costs)
     generator, heights = torch.Generator().manual_seed(seed), {}
     for dim in budget.cost_per_alpha_row(blocks):
         (name,) = (own for own, width in widths.items() if width == dim)
@@ -270,7 +270,7 @@ def test_tables_that_share_no_blocks_have_random_sequences_of_their_own() -> Non
     counts = FrequencyCounts({"a": torch.tensor([9, 7, 2, 1]), "b": torch.tensor([9, 7, 2, 1])}, {}, 38)
     configs = [EmbeddingBagConfig(name=n, num_embeddings=4, embedding_dim=8, feature_names=[n]) for n in counts.counts]
     blocks = blocks_from_counts(counts, configs, num_blocks=2, scope="table")
-    budget = Budget.of(Size(parameters=24), blocks)
+    budget = Budget.of(Size(embedding_bytes=2 * 8 * 3 + 12 * 10), blocks)
     drawn = [random_dims(blocks, budget, torch.Generator().manual_seed(seed)) for seed in range(40)]
     of_a = sum(int(dims["a"].sum() > dims["b"].sum()) for dims in drawn)
     of_b = sum(int(dims["a"].sum() < dims["b"].sum()) for dims in drawn)

@@ -51,8 +51,9 @@ def make_comparison(out: Path, **changes: object) -> Comparison:
 def make_result(cell: Cell, loss: float, num_bytes: int, **changes: object) -> CellResult:
     row = ReportRow(
         method=cell.row_name,
-        compression_ratio=4096 / num_bytes,
+        compression=4096 / num_bytes,
         parameters=num_bytes // 4,
+        dense_parameters=1024,
         bytes={"dense_fp32": num_bytes, "csr_fp32": num_bytes + 3},
         metrics={"loss": loss, "mse": loss},
         seed=cell.seed,
@@ -60,7 +61,8 @@ def make_result(cell: Cell, loss: float, num_bytes: int, **changes: object) -> C
     )
     fields = {"form": "dense_fp32", "embedding_bytes": num_bytes, "extra_bytes": 0, "selection_loss": loss}
     fields |= {"trials": 4, "seconds_of_trials": 40.0, "settings": {"dim": 2.0}, "device": "cpu", "cells_at_once": 2}
-    fields["resident_bytes"] = {"csr": num_bytes + cell.seed} | ({"dense_int4": num_bytes // 8} if cell.seed else {})
+    in_int4 = {"dense_int4": num_bytes // 8} if cell.seed else {}
+    fields["resident_bytes"] = {"csr_fp32": num_bytes + cell.seed} | in_int4
     trained = TrainedCell(**({"row": row, "dense_bytes": 4096} | fields | changes))
     return CellResult(cell=cell, rules={"patience": 3}, versions={"torch": "2"}, trained=trained)
 
@@ -115,8 +117,8 @@ def test_plan_has_each_method_at_each_size_and_a_second_row_for_those_that_need_
         ),
         ({"methods": ()}, "methods: expected at least one"),
         ({"methods": ("dnis", "dnis")}, "methods: expected each once"),
-        ({"sizes": (2.0, 1.0)}, "sizes: expected compression ratios above 1, got 1.0"),
-        ({"sizes": (float("nan"),)}, "sizes: expected compression ratios above 1, got nan"),
+        ({"sizes": (2.0, 1.0)}, "sizes: expected compressions above 1, got 1.0"),
+        ({"sizes": (float("nan"),)}, "sizes: expected compressions above 1, got nan"),
         ({"sizes": (2.0, 2)}, "sizes: expected each once"),
         ({"seeds": ()}, "seeds: expected at least one"),
         ({"seeds": (-1,)}, "seeds: expected integers >= 0, got -1"),
@@ -204,7 +206,7 @@ def test_a_cell_measures_what_the_method_made_against_the_uncompressed_tables(gl
     result = run_task(tmp_path, cell, artifact=True)
     trained = result.trained
     assert trained is not None
-    assert (trained.row.parameters, trained.row.compression_ratio, trained.dense_bytes) == (104, 4.0, 4 * 416)
+    assert (trained.row.parameters, trained.row.compression, trained.dense_bytes) == (104, 1664 / 420, 4 * 416)
     assert (trained.form, trained.embedding_bytes, trained.extra_bytes) == ("dense_fp32", 4 * 104 + 4, 4)
     narrow = make_recipe(embedding_dim=2).model
     assert trained.network_bytes == 4 * sum(p.numel() for p in narrow.parameters()) - 4 * 104 - 4
@@ -234,7 +236,7 @@ def test_a_process_that_helps_trains_trials_of_a_cell_and_leaves_the_result_to_t
     assert (tmp_path / "helped").read_text() == "1.json"  # when the first was still being made
     assert result.trained is not None
     assert result.trained.trials == 2
-    assert result.trained.row.compression_ratio == 2.0  # the other one is larger than was asked for
+    assert result.trained.row.compression == 2.0  # the other one is larger than was asked for
     assert sorted(path.name for path in (tmp_path / "cells" / cell.name).iterdir()) == ["result.json", "task.json"]
 
 
@@ -244,7 +246,7 @@ def test_a_size_that_cannot_be_met_is_a_finished_cell(gloo, tmp_path: Path) -> N
     assert result.trained is None
     assert read_result(tmp_path / "cells" / cell.name) == result
     (row,) = comparison_rows([cell], {cell: result}, {}, primary_metric="auc", higher_is_better=True)
-    reason = "compression_ratio: expected at most 4, got 8"
+    reason = "compression: expected at most 4, got 8"
     nothing = {"seeds": [], "metrics": {}, "spread": {}, "trials": 0, "pareto": False}
     assert row.to_json() == {"method": "modest", "size": 8.0, **nothing, "reason": reason}
 
@@ -395,9 +397,9 @@ def test_rows_hold_means_spread_and_differences_within_each_seed() -> None:
     assert rows["dense", None]["difference"]["mse"]["mean"] == 0
     assert (row["seeds"], row["size"], row["trials"]) == ([0, 1, 2], 4, 4)
     assert (row["seconds"], row["seconds_of_trials"]) == (11.0, 40.0)
-    assert (row["form"], row["embedding_bytes"], row["bytes_ratio"]) == ("dense_fp32", 1024, 4.0)
+    assert (row["form"], row["embedding_bytes"], row["compression"]) == ("dense_fp32", 1024, 4.0)
     assert row["bytes"] == {"dense_fp32": 1024, "csr_fp32": 1027}
-    assert row["resident_bytes"] == {"csr": 1025, "dense_int4": 128}, "means over the seeds that have the form"
+    assert row["resident_bytes"] == {"csr_fp32": 1025, "dense_int4": 128}, "means over the seeds that have the form"
     assert "reason" not in row
     assert "missing" not in row
     on_front = {key for key, value in rows.items() if value["pareto"]}

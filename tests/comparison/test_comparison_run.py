@@ -314,7 +314,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
         (["--methods", "unifrom"], "did you mean 'uniform'?"),
         (["--methods", "uniform,"], "--methods: expected names with commas between them, got 'uniform,'"),
         (["--methods", "uniform", "--sizes", "two"], "--sizes: expected numbers with commas between them, got 'two'"),
-        (["--methods", "uniform", "--sizes", "1"], "sizes: expected compression ratios above 1, got 1.0"),
+        (["--methods", "uniform", "--sizes", "1"], "sizes: expected compressions above 1, got 1.0"),
         (["--methods", "uniform", "--seeds", "0"], "--seeds: expected at least one seed, got 0"),
         (["--methods", "uniform", "--data", "no/such"], "expected a folder, got none"),
         (["--methods", "uniform", "--json", "no/such/file.json"], "expected an existing folder, got no/such"),

@@ -90,7 +90,7 @@ def test_validation_data_leaves_rows_in_their_blocks(tmp_path: Path) -> None:
     blocks = []
     for each in (recipe, train_on_validation(recipe)):
         task = MethodTask(
-            build=lambda _, each=each: each, compression_ratio=2, seed=0, device=torch.device("cpu"), folder=tmp_path
+            build=lambda _, each=each: each, compression=2, seed=0, device=torch.device("cpu"), folder=tmp_path
         )
         blocks.append(row_blocks(task)[1])
     routings = [each.routings["user"] for each in blocks]

@@ -64,7 +64,7 @@ class Run:
     def __init__(self, kind: str, group: dist.ProcessGroup, halves: tuple[int, ...], *, adagrad: bool = False) -> None:
         self.model, optimizer = adagrad_as(kind, group) if adagrad else shard_as(task(), kind, group)
         self.model.train()
-        pressure = Pressure(size=Size(compression_ratio=3), ramp_steps=5)
+        pressure = Pressure(size=Size(compression=3), ramp_steps=5)
         self.pipeline = BilevelTrainPipeline(self.model, optimizer, CPU, alpha_learning_rate=0.05, pressure=pressure)
         schedule = LevelSchedule(warm_up_steps=2)
         self.stream = BilevelStream(Stream("train", 7, halves), Stream("validation", 3, halves), schedule)

@@ -31,6 +31,7 @@ from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 from tests.allocations import AllocatedPeak
 from tests.distributed.harness import Rank
 from tests.distributed.model import ROWS, Net, tables
+from tests.sizes import size_of_values
 
 KINDS = {
     kind: dict.fromkeys(ROWS, kind)
@@ -39,15 +40,16 @@ KINDS = {
 KINDS["grid_shard"] |= {"item": "column_wise", "genre": "column_wise"}  # MEAN
 KINDS["mixed"] = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "tag": "table_wise"}
 
+SHAPES = [(table.num_embeddings, table.embedding_dim) for table in tables()]
 CASES: dict[str, dict[str, Any]] = {
-    "block ratio": {"size": Size(compression_ratio=3)},
-    "block parameters per table": {"size": Size(parameters=400), "scope": "table"},
+    "block ratio": {"size": Size(compression=3)},
+    "block bytes per table": {"size": Size(embedding_bytes=2000), "per_table": True},
     "block bytes": {"size": Size(embedding_bytes=2000)},
     "block csr bytes": {"size": Size(embedding_bytes=2000, form="csr_fp32")},
     "block threshold": {"threshold": 0.5},
-    "element ratio": {"size": Size(compression_ratio=3), "structure": "element"},
-    "element least": {"size": Size(parameters=1), "structure": "element"},
-    "element parameters per table": {"size": Size(parameters=333), "structure": "element", "scope": "table"},
+    "element ratio": {"size": Size(compression=3, form="csr_fp32"), "structure": "element"},
+    "element least": {"size": size_of_values(1, SHAPES), "structure": "element"},
+    "element csr bytes per table": {"size": size_of_values(333, SHAPES), "structure": "element", "per_table": True},
     "element csr bytes": {"size": Size(embedding_bytes=3000, form="csr_fp32"), "structure": "element"},
     "element threshold": {"threshold": 0.5, "structure": "element"},
 }
@@ -138,8 +140,8 @@ def outcome_of(action: Any) -> str:
 
 
 NOTHING: dict[str, dict[str, Any]] = {
-    "block size": {"size": Size(parameters=0.5)},
-    "element size": {"size": Size(parameters=0.5), "structure": "element"},
+    "block size": {"size": Size(embedding_bytes=1)},
+    "element size": {"size": Size(embedding_bytes=1, form="csr_fp32"), "structure": "element"},
     "block threshold": {"threshold": 1e9},
     "element threshold": {"threshold": 1e9, "structure": "element"},
 }
@@ -173,10 +175,10 @@ def export_all(kind: str, rank: Rank) -> dict[str, Any]:
     """Artifacts of every structure, and again over the first one."""
     for structure in ("block", "element"):
         whole = sharded("spread", kind, rank)
-        scheme = prune(whole, blocks(), counts(), size=Size(compression_ratio=3), structure=structure)
+        scheme = prune(whole, blocks(), counts(), size=Size(compression=3, form="csr_fp32"), structure=structure)
         target = rank.folder / f"{kind}_{structure}"
         export(whole, scheme, target, run={"metrics": {"auc": 0.5}})
-        export(whole, scheme, target, forms=("csr",), overwrite=True) if structure == "element" else None
+        export(whole, scheme, target, forms=("csr_fp32",), overwrite=True) if structure == "element" else None
     again = outcome_of(lambda: export(whole, scheme, target))
     scipy = outcome_of(lambda: export(whole, scheme, rank.folder / "scipy", scipy_formats=("coo",)))
     return {"again": again, "scipy": scipy}
@@ -203,7 +205,9 @@ def memory(kind: str, rank: Rank) -> dict[str, Any]:
             for weight in weights:
                 weight.normal_(generator=torch.Generator().manual_seed(rank.rank))
             with AllocatedPeak(weights) as pruned:
-                scheme = prune(whole, of_blocks, of_rows, size=Size(compression_ratio=1.1), structure=structure)
+                scheme = prune(
+                    whole, of_blocks, of_rows, size=Size(compression=1.1, form="csr_fp32"), structure=structure
+                )
             with AllocatedPeak(weights) as exported:
                 export(whole, scheme, rank.folder / f"memory_{kind}_{structure}")
             found |= {f"prune {structure}": pruned.peak, f"export {structure}": exported.peak}
@@ -234,14 +238,14 @@ def unmerged(rank: Rank) -> dict[str, Any]:
             wrapper.alpha.of(dim).fill_(0.5)
     refused = outcome_of(lambda: prune(whole, blocks(), counts(), threshold=0.0))
     not_exported = outcome_of(lambda: export(whole, MixedDimensionScheme(), rank.folder / "unmerged"))
-    scheme = prune(merge_(whole), blocks(), counts(), size=Size(compression_ratio=3))
+    scheme = prune(merge_(whole), blocks(), counts(), size=Size(compression=3))
     return {"prune": refused, "export": not_exported, "scheme": described(scheme), "shards": shards_of(whole)}
 
 
 def export_refusals(rank: Rank) -> dict[str, Any]:
     """One rank cannot write, or holds values outside its scheme: none is left waiting, and no artifact appears."""
     whole = sharded("ties", "row_wise", rank)
-    scheme = prune(whole, blocks(), counts(), size=Size(compression_ratio=3))
+    scheme = prune(whole, blocks(), counts(), size=Size(compression=3))
     if rank.rank == 1:
         first = next(s for m in collections(whole).values() for s in local_shards(m) if s.table == "tag")
         first.weight.fill_(1.0)

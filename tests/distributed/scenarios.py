@@ -168,7 +168,7 @@ def round_trip(pipeline: BilevelTrainPipeline, kind: str, at: Rank) -> Results:
 
 def search_under_pressure(at: Rank) -> Results:
     """Through the ramp and the release, where alpha's steps depend on its own past."""
-    pressure = Pressure(size=Size(compression_ratio=3), ramp_steps=8)
+    pressure = Pressure(size=Size(compression=3), ramp_steps=8)
     pipeline, stream, _ = make_pipeline("mixed", at.process_group, (at.rank,), pressure=pressure)
     run_steps(pipeline, stream, STEPS_UNDER_PRESSURE)
     return {"alpha": alpha_of(pipeline), "is_released": pipeline.alpha_optimizer.is_released}

@@ -51,7 +51,7 @@ def recipe(optimizer: str) -> Recipe:
 
 def config(**settings: Any) -> SearchConfig:
     """A search of a second."""
-    return SearchConfig(size=Size(compression_ratio=4), **SHORT, **settings)
+    return SearchConfig(size=Size(compression=4), **SHORT, **settings)
 
 
 def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
         "history": [asdict(record) for record in outcome.history],
         "alpha": {str(dim): value for dim, value in outcome.alpha.items()},
         "scheme": described(outcome.scheme),
-        "compression_ratio": outcome.scheme.compression_ratio,
+        "compression": outcome.scheme.compression(),
         "metrics": metrics,
         "held": held_by(outcome.model),
     }
@@ -175,7 +175,7 @@ def jobs(rank: Rank) -> dict[str, Any]:
     """`dnis search` as the launcher runs it on every rank; again over its own run, and with a baseline."""
 
     def job(name: str, **options: Any) -> list[ReportRow]:
-        size, run = Size(compression_ratio=4), rank.folder / name
+        size, run = Size(compression=4), rank.folder / name
         return run_search(SearchJob(recipe="tests.tiny:demo", data=None, out=run, size=size, settings=SHORT, **options))
 
     [row] = job("run")
@@ -210,7 +210,7 @@ def hosts(rank: Rank) -> dict[str, Any]:
     register()
 
     def job(**options: Any) -> list[ReportRow]:
-        size = Size(compression_ratio=4)
+        size = Size(compression=4)
         return run_search(
             SearchJob(
                 recipe="tests.tiny:demo", data=None, out=own / "run", url=url, size=size, settings=SHORT, **options
@@ -246,7 +246,7 @@ def estimated(rank: Rank) -> dict[str, Any]:
         "error_bounds": counts.error_bounds(),
         "num_samples": counts.num_samples,
         "blocks": {name: routing.all_blocks() for name, routing in blocks.routings.items()},
-        "compression_ratio": outcome.scheme.compression_ratio,
+        "compression": outcome.scheme.compression(),
     }
 
 
@@ -268,14 +268,14 @@ def refused(rank: Rank) -> dict[str, Any]:
     bad_start = SearchEvents(on_start=lambda *_: 1 / (0 if rank.rank == 0 else 1))
     small = make_recipe()
     small.data.test.batches[0] = make_batch(1, 60)
-    too_much = replace(config(), size=Size(compression_ratio=900))
+    too_much = replace(config(), size=Size(compression=900))
     few = make_recipe()
     few.data.test.batches[0] = ranked(make_batch(27, 60), 9)  # five of the second query on rank 0, four on rank 1
     job = SearchJob(
         recipe="tests.distributed.search_scenarios:broken",
         data=None,
         out=folder / "run",
-        size=Size(compression_ratio=4),
+        size=Size(compression=4),
     )
     return {
         "recipe": outcome_of(lambda: run_search(job)),

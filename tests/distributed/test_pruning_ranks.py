@@ -153,14 +153,14 @@ def test_infinity_on_one_rank_stops_all(ranks: RankResults) -> None:
     first, second = ranks["refusals"]
     assert first == second
     for name, end in first.pop("nothing").items():
-        kind = "parameters: expected at least" if name.endswith("size") else "threshold: expected a number below"
+        kind = "embedding_bytes: expected at least" if name.endswith("size") else "threshold: expected a number below"
         assert end.startswith(f"SizeOutOfReachError: {kind}")
     assert first == {"block": expected, "element": expected, "changed": []}
 
 
 def assert_artifact_of_one_process(found: Path, structure: str, folder: Path) -> None:
     whole = model("spread")
-    scheme = prune(whole, blocks(), counts(), size=Size(compression_ratio=3), structure=structure)
+    scheme = prune(whole, blocks(), counts(), size=Size(compression=3, form="csr_fp32"), structure=structure)
     expected = export(whole, scheme, folder / "alone", run={"metrics": {"auc": 0.5}})
     assert_same_scheme(described(read_scheme(found)), described(scheme))
     for name in ROWS:
@@ -234,7 +234,7 @@ def test_a_prepared_model_is_merged_first(ranks: RankResults) -> None:
     halved = model("ties")
     for shard in (shard for module in collections(halved).values() for shard in local_shards(module)):
         shard.weight.mul_(0.5)
-    scheme = prune(halved, blocks(), counts(), size=Size(compression_ratio=3))
+    scheme = prune(halved, blocks(), counts(), size=Size(compression=3))
     found = ranks["unmerged"]
     for own in found:
         for outcome in (own["prune"], own["export"]):

@@ -82,7 +82,7 @@ def test_both_ranks_find_the_same(both, optimizer: str) -> None:
         assert [name for name in first[part] if not torch.equal(first[part][name], second[part][name])] == []
     tensors = first["scheme"]["tensors"]
     assert [name for name in tensors if not torch.equal(tensors[name], second["scheme"]["tensors"][name])] == []
-    assert 4 <= first["compression_ratio"] <= 4 * 1.03
+    assert 4 <= first["compression"] <= 4 * 1.25  # a column of the largest block is 18 % of the bytes
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -109,7 +109,7 @@ def test_ranks_estimate_together(both) -> None:
     for own in (first, second):
         assert all(rows.equal(first["counts"][name]) for name, rows in own["counts"].items())
         assert all(rows.equal(first["blocks"][name]) for name, rows in own["blocks"].items())
-        assert own["compression_ratio"] >= 4
+        assert own["compression"] >= 4
 
 
 def assert_learnt_alike(history: list[dict], alone: SearchOutcome) -> None:
@@ -158,7 +158,7 @@ def test_two_ranks_with_half_batches_learn_as_one_process_does(both, optimizer: 
     found, alone = both[0][f"search {optimizer}"][0], both[1][optimizer]
     assert found["steps_per_epoch"] == [10]
     assert_learnt_alike(found["history"], alone)
-    assert found["compression_ratio"] == pytest.approx(alone.scheme.compression_ratio, rel=0.05)
+    assert found["compression"] == pytest.approx(alone.scheme.compression(), rel=0.05)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -177,7 +177,7 @@ def test_a_job_on_two_ranks_writes_a_run_that_one_process_exports_and_evaluates(
     first, second = both[0]["jobs"]
     assert first["metrics"] == second["metrics"]
     run = both[0].folder / "run"
-    artifact = run_export(run, tmp_path / "artifact", forms=("mixed_dimension", "csr"))
+    artifact = run_export(run, tmp_path / "artifact", forms=("mixed_dimension_fp32", "csr_fp32"))
     for path in (run, artifact):
         assert run_evaluate(path, None)["metrics"] == pytest.approx(first["metrics"], abs=1e-6)
     parts = {"model.rank0.safetensors", "model.rank1.safetensors"}
@@ -209,7 +209,7 @@ def test_a_training_on_two_ranks_is_that_of_one_process(both, tmp_path: Path) ->
     run = both[0].folder / "trained"
     alone = run_train(train_job(tmp_path / "alone"))
     assert first["metrics"] == pytest.approx(alone.metrics, abs=1e-3)
-    artifact = run_export(run, tmp_path / "artifact", forms=("mixed_dimension",))
+    artifact = run_export(run, tmp_path / "artifact", forms=("mixed_dimension_fp32",))
     for path in (run, artifact):
         assert run_evaluate(path, None)["metrics"] == pytest.approx(first["metrics"], abs=1e-6)
     parts = {"model.rank0.safetensors", "model.rank1.safetensors"}
@@ -257,7 +257,7 @@ def test_what_one_rank_meets_stops_all_before_training(both) -> None:
     for own in (good, bad):
         assert own["order"].startswith(f"ValueError: train stream: {order}, got others; let")
         assert own["small"].startswith(f"ValueError: test batch 0: {small}, got 1; choose a batch size")
-        assert own["size"].startswith("SizeOutOfReachError: compression_ratio: expected at most ")
+        assert own["size"].startswith("SizeOutOfReachError: compression: expected at most ")
         assert own["candidates"].startswith(
             "ValueError: test split, query 0: expected at least k=10 candidates, got 9; "
         )

@@ -24,7 +24,7 @@ from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.sharded import set_learning_rates_
 from tests.cli.test_cli import dnis
 
-EIGHTH = Size(compression_ratio=8)
+SMALLER = Size(compression=5.5)
 CUT, TUNED = PruneSettings(fine_tune_epochs=0), PruneSettings(fine_tune_epochs=1)
 
 
@@ -36,9 +36,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("prune") / "runs" / "run"
     settings = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
-    run_search(
-        SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=Size(compression_ratio=4), settings=settings)
-    )
+    run_search(SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=Size(compression=4), settings=settings))
     return out
 
 
@@ -47,7 +45,7 @@ def test_the_run_itself_and_what_holds_it_are_no_place_for_the_pruned_one(run: P
     before = files_of(run)
     message = "expected another folder than that of the run to prune, got the one that holds .*; choose another --out"
     with pytest.raises(ValueError, match=message):
-        run_prune(run, None, run / place, size=EIGHTH, settings=TUNED, overwrite=True)
+        run_prune(run, None, run / place, size=SMALLER, settings=TUNED, overwrite=True)
     assert files_of(run) == before
 
 
@@ -73,7 +71,7 @@ def test_fewer_epochs_than_none_are_refused(run: Path, tmp_path: Path) -> None:
             {"threshold": 1e9, "structure": "element"},
             r"threshold: expected a number below \d\.\d+, above which nothing",
         ),
-        (Size(compression_ratio=400), {}, r"compression_ratio: expected at most \d+\.\d\d for these tables"),
+        (Size(compression=400), {}, r"compression: expected at most \d+\.\d\d for these tables"),
         (Size(embedding_bytes=10**6), {}, "embedding_bytes: expected at most 1664, what the uncompressed tables"),
     ],
 )
@@ -88,18 +86,18 @@ def test_a_run_that_would_retain_nothing_or_all_is_refused_before_training(
 
 def test_the_smallest_size_that_is_named_can_be_met_by_the_run(run: Path, tmp_path: Path) -> None:
     """Which has fewer columns than the tables have: its cheapest one may be dearer than theirs."""
-    with pytest.raises(ValueError, match=r"^compression_ratio: expected at most [\d.]+ for these") as caught:
-        run_prune(run, None, tmp_path / "nothing", size=Size(compression_ratio=400), settings=CUT)
+    with pytest.raises(ValueError, match=r"^compression: expected at most [\d.]+ for these") as caught:
+        run_prune(run, None, tmp_path / "nothing", size=Size(compression=400), settings=CUT)
     named = float(re.search(r"at most ([\d.]+) for", str(caught.value)).group(1))
-    assert run_prune(run, None, tmp_path / "least", size=Size(compression_ratio=named), settings=CUT).parameters > 0
-    with pytest.raises(ValueError, match=rf"^compression_ratio: expected at most {named:.2f} for these"):
-        run_prune(run, None, tmp_path / "nothing", size=Size(compression_ratio=named + 0.01), settings=CUT)
+    assert run_prune(run, None, tmp_path / "least", size=Size(compression=named), settings=CUT).parameters > 0
+    with pytest.raises(ValueError, match=rf"^compression: expected at most {named:.2f} for these"):
+        run_prune(run, None, tmp_path / "nothing", size=Size(compression=named + 0.01), settings=CUT)
 
 
 def test_an_interrupted_prune_leaves_nothing_and_the_run_it_was_to_replace(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_prune(run, None, tmp_path / "older", size=EIGHTH, settings=TUNED)
+    run_prune(run, None, tmp_path / "older", size=SMALLER, settings=TUNED)
     before = files_of(tmp_path)
 
     def interrupt(*_: object, folder: Path, **__: object) -> None:
@@ -109,7 +107,7 @@ def test_an_interrupted_prune_leaves_nothing_and_the_run_it_was_to_replace(
     monkeypatch.setattr(prune_job, "train_plainly", interrupt)
     for name in ("older", "new"):
         with pytest.raises(KeyboardInterrupt):
-            run_prune(run, None, tmp_path / name, size=EIGHTH, settings=TUNED, overwrite=True)
+            run_prune(run, None, tmp_path / name, size=SMALLER, settings=TUNED, overwrite=True)
     assert files_of(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["older"]
 
@@ -117,7 +115,7 @@ def test_an_interrupted_prune_leaves_nothing_and_the_run_it_was_to_replace(
 def test_a_run_that_cannot_be_written_leaves_the_one_it_was_to_replace(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_prune(run, None, tmp_path / "older", size=EIGHTH, settings=CUT)
+    run_prune(run, None, tmp_path / "older", size=SMALLER, settings=CUT)
     before = files_of(tmp_path / "older")
 
     def full(*_: object) -> None:
@@ -130,11 +128,11 @@ def test_a_run_that_cannot_be_written_leaves_the_one_it_was_to_replace(
                 f"run folder {tmp_path / name}: expected to write the pruned run, got .* No space left .*; make room"
             )
             with pytest.raises(RunWriteError, match=message):
-                run_prune(run, None, tmp_path / name, size=EIGHTH, settings=CUT, overwrite=True)
+                run_prune(run, None, tmp_path / name, size=SMALLER, settings=CUT, overwrite=True)
     assert files_of(tmp_path / "older").items() >= before.items()
     assert [path.name for path in tmp_path.iterdir()] == ["older"]
     for name in ("older", "new"):
-        run_prune(run, None, tmp_path / name, size=EIGHTH, settings=CUT, overwrite=name == "older")
+        run_prune(run, None, tmp_path / name, size=SMALLER, settings=CUT, overwrite=name == "older")
         assert RunFolder.open(tmp_path / name).rows()
 
 
@@ -142,10 +140,10 @@ def test_what_a_job_that_never_began_has_left_is_no_obstacle_but_one_at_work_is(
     out = tmp_path / "pruned"
     RunFolder.create(out)
     with RunFolder(out).lock(), pytest.raises(ValueError, match="expected no other job at work in it"):
-        run_prune(run, None, out, size=EIGHTH, settings=CUT)
-    run_prune(run, None, out, size=EIGHTH, settings=CUT)
+        run_prune(run, None, out, size=SMALLER, settings=CUT)
+    run_prune(run, None, out, size=SMALLER, settings=CUT)
     with RunFolder(out).lock(), pytest.raises(ValueError, match="expected no other job at work in it"):
-        run_prune(run, None, out, size=EIGHTH, settings=CUT, overwrite=True)
+        run_prune(run, None, out, size=SMALLER, settings=CUT, overwrite=True)
     assert RunFolder.open(out).rows()
 
 
@@ -157,22 +155,22 @@ def test_a_pruned_run_that_training_on_makes_worse_stays_as_it_is(
         return train_plainly(model, optimizer, *arguments, **options)
 
     monkeypatch.setattr(prune_job, "train_plainly", at_no_rate_that_helps)
-    tuned = run_prune(run, None, tmp_path / "tuned", size=EIGHTH, settings=TUNED)
-    assert tuned.metrics == run_prune(run, None, tmp_path / "cut", size=EIGHTH, settings=CUT).metrics
+    tuned = run_prune(run, None, tmp_path / "tuned", size=SMALLER, settings=TUNED)
+    assert tuned.metrics == run_prune(run, None, tmp_path / "cut", size=SMALLER, settings=CUT).metrics
 
 
 def test_what_stands_there_is_replaced_only_if_that_was_asked_for_and_it_is_a_run(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "pruned"
-    first = run_prune(run, None, out, size=EIGHTH, settings=CUT)
+    first = run_prune(run, None, out, size=SMALLER, settings=CUT)
     with pytest.raises(ValueError, match=r"got an existing one; choose another --out or --overwrite the run$"):
-        run_prune(run, None, out, size=EIGHTH, settings=CUT)
-    again = run_prune(run, None, out, size=EIGHTH, settings=CUT, overwrite=True)
+        run_prune(run, None, out, size=SMALLER, settings=CUT)
+    again = run_prune(run, None, out, size=SMALLER, settings=CUT, overwrite=True)
     assert again.metrics == first.metrics
     assert RunFolder.open(out).rows()[0] == again
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(ValueError, match=r"got an existing one; choose another --out$"):
-        run_prune(run, None, tmp_path / "mine", size=EIGHTH, settings=CUT, overwrite=True)
+        run_prune(run, None, tmp_path / "mine", size=SMALLER, settings=CUT, overwrite=True)
 
 
 KILLED = """
@@ -197,22 +195,22 @@ def kill(*_, **__):
 
 def export():
     whole_folders._flush = kill
-    run_export(run, out / "artifact", forms=("csr",))
+    run_export(run, out / "artifact", forms=("csr_fp32",))
 
 
 def replace():
     whole_folders._move_into_place, move = (lambda *given: (move(*given), kill())), whole_folders._move_into_place
-    run_export(run, out / "older", forms=("csr",), overwrite=True)
+    run_export(run, out / "older", forms=("csr_fp32",), overwrite=True)
 
 
 def fine_tune():
     prune_job.train_plainly = kill
-    run_prune(run, None, out / "pruned", size=Size(compression_ratio=8), settings=PruneSettings(fine_tune_epochs=1))
+    run_prune(run, None, out / "pruned", size=Size(compression=5.5), settings=PruneSettings(fine_tune_epochs=1))
 
 
 def write():
     RunFolder.write_rows = kill
-    run_prune(run, None, out / "pruned", size=Size(compression_ratio=8), settings=PruneSettings(fine_tune_epochs=0))
+    run_prune(run, None, out / "pruned", size=Size(compression=5.5), settings=PruneSettings(fine_tune_epochs=0))
 
 
 def report():
@@ -231,13 +229,13 @@ for act in (export, replace, fine_tune, write, report):
 
 def test_what_was_killed_leaves_nothing_once_the_same_is_done_again(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
-    run_export(run, tmp_path / "older", forms=("mixed_dimension",))
+    run_export(run, tmp_path / "older", forms=("mixed_dimension_fp32",))
     subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(run), str(tmp_path)], check=True)
     assert len(list(tmp_path.rglob("*.partial"))) == 2  # each has removed what the one before it left
     before = files_of(tmp_path / "older")
-    run_export(run, tmp_path / "artifact", forms=("csr",))
+    run_export(run, tmp_path / "artifact", forms=("csr_fp32",))
     assert files_of(tmp_path / "older") == before  # the new one, which was in its place when its writer was killed
-    run_prune(run, None, tmp_path / "pruned", size=EIGHTH, settings=CUT)
+    run_prune(run, None, tmp_path / "pruned", size=SMALLER, settings=CUT)
     run_report(tmp_path / "run")
     assert not list(tmp_path.rglob("*.partial"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "older", "pruned", "run"]

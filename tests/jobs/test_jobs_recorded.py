@@ -470,7 +470,7 @@ def test_every_command_takes_a_recipe_of_the_users(
     described: list[dict[str, str]] = []
     monkeypatch.setattr(of_artifact, "write_package", lambda *_, **given: described.append(given["described"]))
     assert dnis("package", "artifact", "--out", "package", *own, folder=attack.project).returncode == 0
-    assert described == [{"recipe": "shop.recipes:recipe", "form": "csr"}]
+    assert described == [{"recipe": "shop.recipes:recipe", "form": "csr_fp32"}]
     (hostile_artifact / "evil.py").unlink()
     done = dnis("verify", "artifact", "--no-measure", *own, folder=attack.project)
     assert done.returncode == 0, done.stderr
@@ -496,5 +496,5 @@ def test_memory_is_measured_by_no_code_of_the_folder_that_one_stands_in(
     for name in ("json.py", "torch.py"):
         attack.put(name)
     monkeypatch.chdir(attack.project)
-    assert [row.form for row in resident.measure_resident(artifact, ["csr"])] == ["csr"]
+    assert [row.form for row in resident.measure_resident(artifact, ["csr_fp32"])] == ["csr_fp32"]
     assert not attack.mark.exists()

@@ -41,7 +41,7 @@ CUT = PruneSettings(fine_tune_epochs=0)
 
 
 def job(out: Path, **changes) -> SearchJob:
-    plain = SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=Size(compression_ratio=4), settings=SETTINGS)
+    plain = SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=Size(compression=4), settings=SETTINGS)
     return dataclasses.replace(plain, **changes)
 
 
@@ -110,7 +110,7 @@ def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(
     monkeypatch.setattr("dnis_torchrec.search.search.CountLimits", rough)
     out = tmp_path / "run"
     (row,) = run_search(job(out, settings=SETTINGS | {"exact_count_rows": 20}))
-    assert 4 <= row.compression_ratio < 4.5
+    assert 4 <= row.compression < 4 * 1.25
     counts = RunFolder(out).counts()
     assert counts.error_bounds()["genre"] == 0.0 < counts.error_bounds()["user"]
     recipe = build_recipe("tests.tiny:demo", None, seed=0)
@@ -121,26 +121,24 @@ def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(
     assert note in capsys.readouterr().err
     assert note.replace("'", "&#39;") in run_report(out).read_text()
     again = run_prune(
-        out, None, tmp_path / "pruned", size=Size(compression_ratio=8), settings=PruneSettings(fine_tune_epochs=1)
+        out, None, tmp_path / "pruned", size=Size(compression=5), settings=PruneSettings(fine_tune_epochs=1)
     )
-    assert again.compression_ratio >= 8
+    assert again.compression >= 5
 
 
 def test_a_search_that_is_pressed_farther_than_asked_says_so(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def pressed(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
-        return dataclasses.replace(tiny.make_recipe(seed=seed), least_compression=8.0)
+        return dataclasses.replace(tiny.make_recipe(seed=seed), least_compression=5.0)
 
     monkeypatch.setattr(tiny, "demo", pressed)
     (row,) = run_search(job(tmp_path / "run"))
-    assert row.compression_ratio >= 8
-    note = (
-        "compression_ratio 4 was asked for, and compression 8 searched: the recipe's model overfits with larger tables."
-    )
+    assert row.compression >= 5
+    note = "compression 4 was asked for, and compression 5 searched: the recipe's model overfits with larger tables."
     assert note in RunFolder(tmp_path / "run").read_head()["notes"]
     assert note in capsys.readouterr().err
-    run_search(job(tmp_path / "small", size=Size(compression_ratio=9)))
+    run_search(job(tmp_path / "small", size=Size(compression=5.3)))
     assert "asked for" not in capsys.readouterr().err
     assert not any("asked for" in note for note in RunFolder(tmp_path / "small").read_head()["notes"])
 
@@ -292,7 +290,7 @@ def fail_to_write_the_head(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fail", "changes", "message"),
     [
-        (None, {"size": Size(compression_ratio=1e5)}, "compression_ratio: expected at most"),
+        (None, {"size": Size(compression=1e5)}, "compression: expected at most"),
         (fail_in_the_first_epoch, {}, "not today"),
         (fail_to_write_the_head, {}, "No space left"),
     ],
@@ -356,8 +354,8 @@ def test_what_ranks_have_put_at_a_url_goes_with_the_run(gloo, tmp_path: Path, mo
 
 def test_a_run_from_another_embedding_dim_is_exported_and_evaluated_as_such(gloo, tmp_path: Path) -> None:
     out, artifact = tmp_path / "run", tmp_path / "artifact"
-    run_search(job(out, embedding_dim=4, size=Size(compression_ratio=2)))
-    run_export(out, artifact, forms=("mixed_dimension",))
+    run_search(job(out, embedding_dim=4, size=Size(compression=2)))
+    run_export(out, artifact, forms=("mixed_dimension_fp32",))
     expected = run_evaluate(out, None)["metrics"]
     assert run_evaluate(artifact, None)["metrics"] == pytest.approx(expected, abs=1e-6)
 
@@ -383,8 +381,8 @@ def test_links_in_a_run_are_named_before_anything_is_read_or_written_through_the
     for act in (
         lambda: run_report(run),
         lambda: run_evaluate(run, None),
-        lambda: run_export(run, tmp_path / "artifact", forms=("csr",)),
-        lambda: run_prune(run, None, tmp_path / "pruned", size=Size(compression_ratio=8), settings=CUT),
+        lambda: run_export(run, tmp_path / "artifact", forms=("csr_fp32",)),
+        lambda: run_prune(run, None, tmp_path / "pruned", size=Size(compression=5), settings=CUT),
         lambda: run_search(job(run, overwrite=True)),
         lambda: run_search(job(run, saving=Saving(resume=True))),
         lambda: RunFolder.check_free(run, overwrite=True),
@@ -424,7 +422,7 @@ def test_all_of_a_run_is_readable_by_whom_the_user_wants(gloo, tmp_path: Path) -
     before = os.umask(mask)
     try:
         run_search(job(tmp_path / "run"))
-        run_prune(tmp_path / "run", None, tmp_path / "pruned", size=Size(compression_ratio=8), settings=CUT)
+        run_prune(tmp_path / "run", None, tmp_path / "pruned", size=Size(compression=5), settings=CUT)
     finally:
         os.umask(before)
     for path in tmp_path.rglob("*"):

@@ -45,7 +45,7 @@ def test_the_run_holds_what_made_it_and_one_row(run: Path) -> None:
     assert [record["step"] for record in head["history"]] == [10, 20, 30, 40]
     best = min(head["history"], key=lambda record: record["selection_loss"])
     assert head["best_epoch"] == best["epoch"]
-    assert (row["method"], row["compression_ratio"], row["parameters"]) == ("uncompressed", 1.0, 8 * sum(ROWS.values()))
+    assert (row["method"], row["compression"], row["parameters"]) == ("uncompressed", 1.0, 8 * sum(ROWS.values()))
     assert row["bytes"] == {"dense_fp32": 4 * 8 * sum(ROWS.values())}
     assert row["metrics"] == head["metrics"]
     assert {path.name for path in run.iterdir()} == {
@@ -55,13 +55,14 @@ def test_the_run_holds_what_made_it_and_one_row(run: Path) -> None:
 
 
 def test_what_is_exported_and_evaluated_is_the_model_that_was_trained(run: Path, tmp_path: Path) -> None:
-    forms = ("mixed_dimension", "dense_int8")
+    forms = ("mixed_dimension_fp32", "dense_int8")
     artifact = run_export(run, tmp_path / "artifact", forms=forms)
     reported = json.loads((run / "run.json").read_text())["metrics"]
     for path in (run, artifact):
         found = run_evaluate(path, None)
         assert found["metrics"] == pytest.approx(reported, abs=1e-6)
-        assert (found["compression_ratio"], found["parameters"]) == (1.0, 416)
+        assert found["compression"] == 4 * 416 / found["bytes"]["mixed_dimension_fp32"]
+        assert (found["parameters"], found["bytes"]["dense_fp32"]) == (416, 4 * 416)
 
 
 def test_the_row_of_dense_is_that_of_the_same_training(gloo, tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_the_row_of_dense_is_that_of_the_same_training(gloo, tmp_path: Path) -> 
     torch.manual_seed(3)
     task = MethodTask(
         build=lambda dim: build_recipe("tests.tiny:demo", None, seed=3, embedding_dim=dim),
-        compression_ratio=1,
+        compression=1,
         seed=3,
         device=torch.device("cpu"),
         folder=tmp_path,
@@ -117,7 +118,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, fields: dict[str, A
     "read",
     [
         lambda run, out: run_report(run),
-        lambda run, out: run_prune(run, None, out / "pruned", size=Size(compression_ratio=8)),
+        lambda run, out: run_prune(run, None, out / "pruned", size=Size(compression=8)),
     ],
 )
 def test_what_wants_blocks_and_alpha_refuses_a_training(

@@ -31,12 +31,12 @@ pytestmark = pytest.mark.skipif(not load_operator(), reason="no C++ compiler her
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An AOTInductor package of the tiny DLRM with tables of compressed sparse rows."""
     folder = tmp_path_factory.mktemp("compiled")
-    return run_package(write_tiny_artifact(folder / "artifact"), folder / "package", form="csr", kind="aoti")
+    return run_package(write_tiny_artifact(folder / "artifact"), folder / "package", form="csr_fp32", kind="aoti")
 
 
 def expected(package: Path, inputs: tuple[Tensor, ...]) -> Tensor:
     """What the model of a package predicts, flat."""
-    model = drop_in_(tiny.make_recipe().model, package.parent / "artifact", form="csr").eval()
+    model = drop_in_(tiny.make_recipe().model, package.parent / "artifact", form="csr_fp32").eval()
     with torch.inference_mode():
         return FlatModel(model, SIGNATURE)(*inputs).flatten()
 
@@ -71,7 +71,7 @@ def test_constants_stay_outside_and_are_indexed(package: Path) -> None:
         sizes, name = [int(size) for size in rest[: int(dims)]], " ".join(rest[int(dims) :])
         part = bytearray(content[int(offset) : int(offset) + int(num_bytes)])
         tensors[name] = torch.frombuffer(part, dtype=getattr(torch, dtype)).view(sizes)
-    stored = drop_in_(tiny.make_recipe().model, package.parent / "artifact", form="csr").state_dict()
+    stored = drop_in_(tiny.make_recipe().model, package.parent / "artifact", form="csr_fp32").state_dict()
     table = "sparse_arch.embedding_bag_collection.tables.user/interleaved_rows"
     assert tensors[f"model.{table}"].equal(stored[table])
     assert tensors[f"model.{table}"].numpy().tobytes() not in (package / "model.pt2").read_bytes()

@@ -31,7 +31,7 @@ from examples.serving import load_package as minimal_loader
 from tests import tiny
 from tests.tiny_artifact import RECIPES, write_tiny_artifact
 
-FORMS = ("csr", "csr_int8", "mixed_dimension")
+FORMS = ("csr_fp32", "csr_int8", "mixed_dimension_fp32")
 MADE_FORMS = ("csr_fp16", "mixed_dimension_fp16", "mixed_dimension_int8", "mixed_dimension_int4")
 """Not held by the artifact: made of its sparse rows as it is loaded."""
 SIGNATURE = Signature(feature_names=("user", "genre"), num_dense=4, is_weighted=False)
@@ -100,7 +100,7 @@ def test_a_transposed_linear_is_the_linear(shape: tuple[int, ...], bias: bool) -
 
 @needs_operator
 def test_exporting_leaves_the_model_its_linear_layers(artifact: Path) -> None:
-    model = model_of(artifact, "csr")
+    model = model_of(artifact, "csr_fp32")
     before = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     program = export_graph(model, SIGNATURE)
     assert before == [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -111,7 +111,7 @@ def test_exporting_leaves_the_model_its_linear_layers(artifact: Path) -> None:
 
 @needs_operator
 def test_a_torchscript_package_is_a_triton_repository(artifact: Path, tmp_path: Path) -> None:
-    out = run_package(artifact, tmp_path / "package", form="csr", kind="torchscript", name="ranker")
+    out = run_package(artifact, tmp_path / "package", form="csr_fp32", kind="torchscript", name="ranker")
     assert {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()} >= {
         "package.json",
         "ranker/config.pbtxt",
@@ -122,7 +122,7 @@ def test_a_torchscript_package_is_a_triton_repository(artifact: Path, tmp_path: 
     assert [Path(library).parent.as_posix() for library in manifest["libraries"]] == ["ranker/lib"]
     inputs = inputs_of(5, 4)
     with torch.inference_mode():
-        expected = FlatModel(model_of(artifact, "csr"), SIGNATURE)(*inputs)
+        expected = FlatModel(model_of(artifact, "csr_fp32"), SIGNATURE)(*inputs)
     torch.testing.assert_close(load_package(out)(*inputs), expected)
 
 
@@ -245,9 +245,9 @@ def test_damage_is_named(package: Path, tmp_path: Path, damage: str) -> None:
 
 
 @needs_operator
-@pytest.mark.parametrize("form", ["csr", "mixed_dimension"])
+@pytest.mark.parametrize("form", ["csr_fp32", "mixed_dimension_fp32"])
 def test_a_package_brings_its_operators_where_none_can_be_built(tmp_path: Path, form: str) -> None:
-    artifact = write_tiny_artifact(tmp_path / "artifact", forms=("csr", "mixed_dimension"))
+    artifact = write_tiny_artifact(tmp_path / "artifact", forms=("csr_fp32", "mixed_dimension_fp32"))
     out = run_package(artifact, tmp_path / "package", form=form, kind="torchscript")
     torch.save(inputs_of(5, 0), tmp_path / "inputs")
     script = (
@@ -357,8 +357,10 @@ class Wrong(nn.Module):
 
 
 def test_forms_on_other_kernels_are_refused_by_name(tmp_path: Path) -> None:
-    artifact = write_tiny_artifact(tmp_path / "artifact", forms=("csr",))
-    with pytest.raises(NotImplementedError, match=r"^form 'dense_int8': supported .* choose one of csr, csr_fp16, "):
+    artifact = write_tiny_artifact(tmp_path / "artifact", forms=("csr_fp32",))
+    with pytest.raises(
+        NotImplementedError, match=r"^form 'dense_int8': supported .* choose one of csr_fp32, csr_fp16, "
+    ):
         run_package(artifact, tmp_path / "package", form="dense_int8")
     assert not (tmp_path / "package").exists()
 

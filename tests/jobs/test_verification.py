@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torchrec.models.dlrm import DLRM
 from typer.testing import CliRunner
 
-from dnis_torchrec.artifact import FORMS, load, load_csr, load_dense_state, read_manifest, read_scheme
+from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manifest, read_scheme
 from dnis_torchrec.artifact.manifest import describe_file, write_manifest
 from dnis_torchrec.cli import app
 from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.forms import FORMS
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate
 from dnis_torchrec.jobs.verification import Finding, parity, verify
 from dnis_torchrec.jobs.verification.findings import OK
 from dnis_torchrec.jobs.verification.latency import BATCH_SIZES, measure_latency
-from dnis_torchrec.jobs.verification.parity import Oracle, bag_cases, keyed_jagged_tensor, precision_of, unknown_bags
+from dnis_torchrec.jobs.verification.parity import Oracle, bag_cases, keyed_jagged_tensor, unknown_bags
 from dnis_torchrec.jobs.verification.resident import every_row, measure_resident
 from dnis_torchrec.jobs.verification.served import UNCOMPRESSED_FORMS, baseline
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -46,7 +47,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in the canonical form alone."""
-    return write_tiny_artifact(tmp_path_factory.mktemp("verification") / "small", forms=("csr", "csr_fp16"))
+    return write_tiny_artifact(tmp_path_factory.mktemp("verification") / "small", forms=("csr_fp32", "csr_fp16"))
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_another_recipes_dense_weights_are_a_finding_that_names_them(small: Path
     found = verify(small, recipe="tests.jobs.test_verification:wider", measure=False)
     metric = {finding.subject: finding.detail for finding in found.findings if finding.check == "metric"}
     assert failed(found.findings) == metric
-    assert set(metric) == {"csr", "csr_fp16"}
+    assert set(metric) == {"csr_fp32", "csr_fp16"}
     message = r"small, dense_arch\S+weight: expected shape \(16, 4\), got \(8, 4\); use the recipe and data"
     assert all(re.search(message, detail) for detail in metric.values())
     with pytest.raises(ValueError, match=message):
@@ -104,7 +105,7 @@ def test_another_recipes_dense_weights_are_a_finding_that_names_them(small: Path
 
 
 def damage_csr(path: Path) -> Path:
-    return next(iter(sorted((path / "csr").iterdir())))
+    return next(iter(sorted((path / "csr_fp32").iterdir())))
 
 
 def flip(path: Path, position: int) -> None:
@@ -116,13 +117,13 @@ def flip(path: Path, position: int) -> None:
 def flip_header(path: Path) -> str:
     file = damage_csr(path)
     flip(file, 12)
-    return f"csr/{file.name}"
+    return f"csr_fp32/{file.name}"
 
 
 def flip_value(path: Path) -> str:
     file = damage_csr(path)
     flip(file, 8 + struct.unpack("<Q", file.read_bytes()[:8])[0] + 2)
-    return f"csr/{file.name}"
+    return f"csr_fp32/{file.name}"
 
 
 def flip_last(path: Path) -> str:
@@ -228,7 +229,7 @@ def test_the_copy_of_a_whole_artifact_on_storage_passes(small: Path, remote: Mem
 def test_wrong_values_are_found(small: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     def loaded(path: Path, **options: Any) -> torch.nn.Module:
         module = load(path, **options)
-        if options["form"] == "csr":
+        if options["form"] == "csr_fp32":
             rows = module.tables.get_buffer("user/interleaved_rows")
             pointers = load_csr(path, "user").row_pointers
             row = int(pointers.diff().nonzero()[0])
@@ -245,7 +246,7 @@ def test_wrong_values_are_found(small: Path, monkeypatch: pytest.MonkeyPatch, wr
 
     monkeypatch.setattr(parity, "load", loaded)
     found = verify(small, measure=False)
-    assert {subject.split(":")[0] for subject in failed(found.findings)} == {"csr"}
+    assert {subject.split(":")[0] for subject in failed(found.findings)} == {"csr_fp32"}
     assert all("user: off by" in detail for detail in failed(found.findings).values())
 
 
@@ -268,8 +269,8 @@ def test_an_unknown_id_that_is_looked_up_is_found(small: Path, monkeypatch: pyte
     monkeypatch.setattr(parity, "load", lambda path, **options: load(path, **(options | {"unknown_ids": "zero"})))
     dense = {name: load_csr(small, name).to_dense() for name in read_scheme(small).tables}
     oracle = Oracle(scheme=read_scheme(small), row=lambda table, row_id: dense[table][row_id])
-    found = parity.check_form(small, "csr", "sparse_arch.embedding_bag_collection", oracle)
-    assert failed(tuple(found)) == {"csr: refused": "ids [-1] were looked up without an error"}
+    found = parity.check_form(small, "csr_fp32", "sparse_arch.embedding_bag_collection", oracle)
+    assert failed(tuple(found)) == {"csr_fp32: refused": "ids [-1] were looked up without an error"}
 
 
 def test_the_oracle_is_the_naive_one(small: Path) -> None:
@@ -288,18 +289,9 @@ def test_unknown_bags_hold_ids_on_both_sides(small: Path) -> None:
     assert kjt["user"].values().tolist() == [-1, 0, 40, 2**31]
 
 
-def test_precision_is_in_the_name() -> None:
-    assert [precision_of(form) for form in ("csr", "csr_fp16", "mixed_dimension_int4", "row_pruned_int8")] == [
-        "fp32",
-        "fp16",
-        "int4",
-        "int8",
-    ]
-
-
 def test_memory_is_measured_in_a_fresh_process(small: Path) -> None:
-    rows = measure_resident(small, ["uncompressed_fp32", "csr"])
-    assert [row.form for row in rows] == ["uncompressed_fp32", "csr"]
+    rows = measure_resident(small, ["uncompressed_fp32", "csr_fp32"])
+    assert [row.form for row in rows] == ["uncompressed_fp32", "csr_fp32"]
     assert all(row.touched_bytes >= 0 for row in rows)
 
 
@@ -330,9 +322,9 @@ def test_every_row_is_looked_up_that_all_tables_of_a_feature_have(small: Path) -
 
 
 def test_latency_has_a_row_for_every_form_and_batch(small: Path) -> None:
-    rows = measure_latency(small, read_scheme(small), ["uncompressed_fp32", "csr"], rounds=3)
+    rows = measure_latency(small, read_scheme(small), ["uncompressed_fp32", "csr_fp32"], rounds=3)
     assert [(row.form, row.batch_size) for row in rows] == [
-        (f, b) for b in BATCH_SIZES for f in ("uncompressed_fp32", "csr")
+        (f, b) for b in BATCH_SIZES for f in ("uncompressed_fp32", "csr_fp32")
     ]
     assert all(0 < row.p50_ms <= row.p99_ms for row in rows)
     assert {row.ratio for row in rows if row.form == "uncompressed_fp32"} == {1.0}

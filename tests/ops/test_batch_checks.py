@@ -59,7 +59,7 @@ def uncompiled(module: MixedDimensionEmbeddingBagCollection) -> nn.Module:
 
 
 FORMS: dict[str, Callable[[MixedDimensionScheme], nn.Module]] = {
-    "csr": lambda s: CsrEmbeddingBagCollection.from_tables(s, tables()),
+    "csr_fp32": lambda s: CsrEmbeddingBagCollection.from_tables(s, tables()),
     "csr_int8": lambda s: CsrEmbeddingBagCollection.from_tables(s, tables(), value_dtype=torch.int8),
     "mixed": lambda s: MixedDimensionEmbeddingBagCollection.from_tables(s, tables()),
     "mixed_uncompiled": lambda s: uncompiled(MixedDimensionEmbeddingBagCollection.from_tables(s, tables())),
@@ -198,7 +198,7 @@ def test_weights_of_other_dtypes_are_converted_and_nan_is_none_of_our_business(n
     assert pooled[2][0, 3].isnan()
 
 
-@pytest.mark.parametrize("name", ["csr", "mixed", "mixed_uncompiled"])
+@pytest.mark.parametrize("name", ["csr_fp32", "mixed", "mixed_uncompiled"])
 def test_plain_tensors_are_checked_alike(name: str) -> None:
     module: Any = FORMS[name](scheme_of())
     for offsets, message in (

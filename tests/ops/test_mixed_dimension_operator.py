@@ -178,7 +178,7 @@ class Served(nn.Module):
         return self.collection.lookup(ids, offsets)
 
 
-@pytest.mark.parametrize("form", ["csr", "mixed_dimension"])
+@pytest.mark.parametrize("form", ["csr_fp32", "mixed_dimension_fp32"])
 def test_a_module_serves_on_after_it_was_exported(form: str) -> None:
     """torch.export puts tensors without content in the place of a module's own while it traces."""
     tables, scheme = two_tables()

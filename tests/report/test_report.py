@@ -23,8 +23,14 @@ SECTIONS = ["summary", "quality", "search", "blocks", "bytes", "configuration", 
 def make_row(method: str = "dnis", ratio: float = 4.0, seed: int = 0, **changes: object) -> ReportRow:
     sizes = {"dense_fp32": 25_600, "csr_fp32": int(32_000 / ratio)}
     metrics = {"auc": 0.8 - 0.01 * math.log(ratio) + 0.001 * seed, "logloss": 0.5}
-    fields = {"parameters": int(6400 / ratio), "bytes": sizes, "metrics": metrics, "seconds": 12.0}
-    return ReportRow(**({"method": method, "compression_ratio": ratio, "seed": seed} | fields | changes))
+    fields = {
+        "parameters": int(6400 / ratio),
+        "dense_parameters": 6400,
+        "bytes": sizes,
+        "metrics": metrics,
+        "seconds": 12.0,
+    }
+    return ReportRow(**({"method": method, "compression": ratio, "seed": seed} | fields | changes))
 
 
 def make_rows() -> tuple[ReportRow, ...]:
@@ -60,7 +66,7 @@ def make_content(**changes: object) -> ReportContent:
     fields = {
         "title": "A title",
         "recipe": "examples.synthetic:dlrm",
-        "configuration": {"seed": 0, "search": {"compression_ratio": 4.0}},
+        "configuration": {"seed": 0, "search": {"compression": 4.0}},
         "rows": make_rows(),
         "primary_metric": "auc",
         "higher_is_better": True,
@@ -107,7 +113,9 @@ class PageReader(HTMLParser):
 def test_row_round_trip_through_json() -> None:
     row = make_row()
     described = json.loads(json.dumps(row.to_json()))
-    assert set(described) == {"method", "compression_ratio", "parameters", "bytes", "metrics", "seed", "seconds"}
+    assert set(described) == {
+        "method", "compression", "parameters", "dense_parameters", "bytes", "metrics", "seed", "seconds"
+    }  # fmt: skip
     assert ReportRow.from_json(described) == row
 
 
@@ -122,10 +130,10 @@ def test_extra_keys_are_left_out() -> None:
     [
         ({"method": ""}, ValueError, "ReportRow.method: expected a non-empty string"),
         ({"method": 3}, TypeError, "ReportRow.method: expected a string, got 3"),
-        ({"compression_ratio": 0}, ValueError, r"compression_ratio: expected a finite number > 0, got 0"),
-        ({"compression_ratio": math.inf}, ValueError, r"compression_ratio: expected a finite number > 0, got inf"),
-        ({"compression_ratio": "4"}, TypeError, "compression_ratio: expected a number"),
-        ({"compression_ratio": True}, TypeError, "compression_ratio: expected a number"),
+        ({"compression": 0}, ValueError, r"compression: expected a finite number > 0, got 0"),
+        ({"compression": math.inf}, ValueError, r"compression: expected a finite number > 0, got inf"),
+        ({"compression": "4"}, TypeError, "compression: expected a number"),
+        ({"compression": True}, TypeError, "compression: expected a number"),
         ({"parameters": -1}, ValueError, r"parameters: expected an integer >= 0, got -1"),
         ({"parameters": 1.5}, TypeError, "parameters: expected an integer"),
         ({"bytes": {"csr_fp32": -4}}, ValueError, r"bytes\['csr_fp32'\]: expected an integer >= 0"),
@@ -254,7 +262,7 @@ def test_content_validation(changes: dict, error: type[Exception], message: str)
 
 def test_subject_is_chosen_by_position_not_by_metric() -> None:
     rows = (make_row("uniform", 2.0), make_row("dnis", 8.0), make_row("dnis", 2.0))
-    assert make_content(rows=rows).subject.compression_ratio == 8.0
+    assert make_content(rows=rows).subject.compression == 8.0
     assert make_content(rows=rows[:1]).subject.method == "uniform"
 
 
@@ -426,7 +434,7 @@ def test_sizes_have_no_exponent() -> None:
 
 def test_frame_has_a_column_per_form_and_metric() -> None:
     frame = tables.rows_frame([make_row(), make_row("dense", 1.0, metrics={"mse": 2.0}, bytes={})])
-    fields = ["method", "seed", "compression_ratio", "parameters", "seconds"]
+    fields = ["method", "seed", "compression", "parameters", "seconds"]
     forms = ["bytes.dense_fp32", "bytes.csr_fp32"]
     assert list(frame.columns) == [*fields, *forms, "metrics.auc", "metrics.logloss", "metrics.mse"]
     assert frame["metrics.mse"].isna().tolist() == [True, False]

@@ -98,7 +98,7 @@ def make_point(method: str, ratio: float, mean: float, deviation: float = 0.01) 
         mean=mean,
         deviation=0.5,
         num_seeds=3,
-        compression_ratio=ratio,
+        compression=ratio,
         seconds=1.0,
         difference=difference,
     )
@@ -324,7 +324,7 @@ def test_pruning_rate_figure_compares_pruning_methods_only() -> None:
     figure = figures.quality_against_pruning_rate(make_rows(), "auc", higher_is_better=True)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["dnis", "magnitude", "dense"]
     (axis,) = figure.axes
-    assert axis.lines[0].get_xydata().tolist() == [pytest.approx([100 * (1 - 1 / 4.01), 0.8105])]
+    assert axis.lines[0].get_xydata().tolist() == [pytest.approx([100 * (1 - (1600 + 1592) / 2 / 6400), 0.8105])]
     assert axis.lines[1].get_xdata().tolist() == [75.0]
     assert axis.lines[2].get_xdata().tolist() == [0.0]
     gone = figures.quality_against_pruning_rate([make_row("dnis", 6400.0, parameters=0)], "auc", higher_is_better=True)

@@ -29,7 +29,7 @@ from tests.report.test_report import HOSTILE, PageReader, make_row, make_rows
 
 
 def point(num_bytes: float, mean: float, method: str = "m", **changes: object) -> ParetoPoint:
-    fields = {"method": method, "bytes": num_bytes, "mean": mean, "compression_ratio": 2.0, "seconds": 1.0}
+    fields = {"method": method, "bytes": num_bytes, "mean": mean, "compression": 2.0, "seconds": 1.0}
     return ParetoPoint(**(fields | changes))
 
 

@@ -65,12 +65,12 @@ def make_scheme(blocks: RowBlocks, retained: dict[str, Tensor], num_retained: di
 
 def make_runs() -> dict[str, RunResults]:
     def run(name: str, dim: int = 8, blocks: int = 4, **changes: object) -> RunResults:
-        configuration = {"size": {"compression_ratio": 4.0}, "num_blocks": blocks, "ramp_epochs": 3}
+        configuration = {"size": {"compression": 4.0}, "num_blocks": blocks, "ramp_epochs": 3}
         rows = (make_row("dnis", 4.0, metrics={"auc": dim / 100 + blocks / 1000}), make_row("dense", 1.0))
         fields = {"configuration": configuration, "embedding_dim": dim, "rows": rows, "recipe": "a:b", "name": name}
         return RunResults(**(fields | changes))
 
-    size = {"size": {"compression_ratio": 8.0}, "num_blocks": 4, "ramp_epochs": 3}
+    size = {"size": {"compression": 8.0}, "num_blocks": 4, "ramp_epochs": 3}
     return {
         "first": run("first"),
         "smaller": run("smaller", configuration=size, rows=(make_row("dnis", 8.0), make_row("dense", 1.0))),
@@ -163,14 +163,12 @@ def test_single_values_are_told_as_their_mean_over_the_rows_of_a_block() -> None
 def test_runs_are_sorted_by_what_they_differ_in() -> None:
     runs = make_runs()
     together = combine([runs[name] for name in ("first", "smaller", "narrow", "coarse")])
-    assert [(row.method, row.compression_ratio) for row in together.rows] == [
+    assert [(row.method, row.compression) for row in together.rows] == [
         ("dnis", 4.0),
         ("dense", 1.0),
         ("dnis", 8.0),
     ]
-    by_dim = {
-        name: [(d, row.compression_ratio) for d, row in points] for name, points in together.by_embedding_dim.items()
-    }
+    by_dim = {name: [(d, row.compression) for d, row in points] for name, points in together.by_embedding_dim.items()}
     times = "\N{MULTIPLICATION SIGN}"
     assert by_dim == {
         f"dnis at 4{times}": [(8, 4.0), (4, 4.0)],
@@ -236,7 +234,7 @@ def test_images_take_no_more_than_their_share_of_the_time(monkeypatch: pytest.Mo
 def test_a_search_leaves_images_and_a_report_of_two_runs(tmp_path: Path) -> None:
     for name, num_blocks in (("one", 3), ("two", 2)):
         settings = {"warm_up_epochs": 1, "ramp_epochs": 3, "release_epochs": 1, "num_blocks": num_blocks}
-        size, out = Size(compression_ratio=4.0), tmp_path / name
+        size, out = Size(compression=4.0), tmp_path / name
         run_search(SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=size, settings=settings))
     log = EventAccumulator(str(tmp_path / "one" / "tensorboard"), size_guidance={"images": 0})
     log.Reload()

@@ -64,7 +64,7 @@ def test_steps_match_the_oracle(gradients: list[list[float]], hits: list[bool], 
 
 
 def test_rows_without_a_hit_do_not_move_whatever_the_pressure() -> None:
-    alpha, optimizer = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=100))
+    alpha, optimizer = make_optimizer(pressure=Pressure(size=Size(compression=4), ramp_steps=100))
     for _ in range(50):
         optimizer.step({DIM: torch.randn(3, DIM)}, {DIM: torch.tensor([True, False, True])})
     assert torch.equal(alpha.of(DIM)[1], torch.ones(DIM))
@@ -74,7 +74,7 @@ def test_rows_without_a_hit_do_not_move_whatever_the_pressure() -> None:
 def run_ramp(ratio: float, steps: int = 300, extra: int = 60, never_seen: int = 0, learning_rate: float | None = None):
     torch.manual_seed(0)
     blocks = make_blocks(never_seen=never_seen)
-    pressure = Pressure(size=Size(compression_ratio=ratio), ramp_steps=steps)
+    pressure = Pressure(size=Size(compression=ratio), ramp_steps=steps)
     alpha, optimizer = make_optimizer(blocks, pressure=pressure, learning_rate=learning_rate)
     liked = -torch.rand(3, DIM)  # validation wants every column, some more than others
     means, alive, pressures = [], [], []
@@ -111,7 +111,7 @@ def test_the_columns_that_validation_likes_survive() -> None:
 def test_columns_die_along_their_line_whatever_validation_does(validation: float) -> None:
     torch.manual_seed(0)
     ratio, steps, column = 8, 200, 1 / (3 * DIM)
-    pressure = Pressure(size=Size(compression_ratio=ratio), ramp_steps=steps)
+    pressure = Pressure(size=Size(compression=ratio), ramp_steps=steps)
     _, optimizer = make_optimizer(pressure=pressure, learning_rate=0.02)
     for step in range(1, steps + 1):
         before = optimizer.density()
@@ -124,7 +124,7 @@ def test_columns_die_along_their_line_whatever_validation_does(validation: float
 
 def kept_with_sharing(column_sharing: float) -> torch.Tensor:
     torch.manual_seed(0)
-    pressure = Pressure(size=Size(compression_ratio=2), ramp_steps=200, column_sharing=column_sharing)
+    pressure = Pressure(size=Size(compression=2), ramp_steps=200, column_sharing=column_sharing)
     alpha, optimizer = make_optimizer(pressure=pressure)
     liked = -torch.rand(3, DIM)
     for _ in range(200):
@@ -141,7 +141,7 @@ def test_blocks_that_share_keep_the_same_columns() -> None:
 
 def test_columns_that_carry_little_die_first_where_validation_is_indifferent() -> None:
     torch.manual_seed(0)
-    alpha, optimizer = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=200))
+    alpha, optimizer = make_optimizer(pressure=Pressure(size=Size(compression=4), ramp_steps=200))
     scales = torch.rand(3, DIM) + 0.01
     optimizer.scale_columns({DIM: 100 * scales})
     for _ in range(200):
@@ -167,22 +167,22 @@ def test_never_seen_rows_cost_nothing() -> None:
 
 def test_a_release_without_end_keeps_a_rate() -> None:
     """Halved at every step behind a ramp of one, the rate would be 0 and refused some day."""
-    _, optimizer = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=1))
+    _, optimizer = make_optimizer(pressure=Pressure(size=Size(compression=4), ramp_steps=1))
     for _ in range(1200):
         optimizer.step({DIM: torch.ones(3, DIM)}, {DIM: HIT})
     assert 0 < optimizer.learning_rate < 1e-30
 
 
 def test_learning_rate_follows_the_ramp_and_is_bounded() -> None:
-    slow = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=50_000))[1].learning_rate
-    fast = make_optimizer(pressure=Pressure(size=Size(compression_ratio=4), ramp_steps=50))[1].learning_rate
+    slow = make_optimizer(pressure=Pressure(size=Size(compression=4), ramp_steps=50_000))[1].learning_rate
+    fast = make_optimizer(pressure=Pressure(size=Size(compression=4), ramp_steps=50))[1].learning_rate
     assert slow < fast == MAX_LEARNING_RATE
     assert make_optimizer()[1].learning_rate == 0.01
 
 
 @pytest.mark.parametrize("ramp_steps", [1, 2, 3, 4])
 def test_alpha_learns_on_after_the_shortest_ramps(ramp_steps: int) -> None:
-    pressure = Pressure(size=Size(compression_ratio=2), ramp_steps=ramp_steps)
+    pressure = Pressure(size=Size(compression=2), ramp_steps=ramp_steps)
     alpha, optimizer = make_optimizer(pressure=pressure)
     rates = []
     for _ in range(ramp_steps + 5):
@@ -195,7 +195,7 @@ def test_alpha_learns_on_after_the_shortest_ramps(ramp_steps: int) -> None:
 
 def test_a_restored_state_goes_on_the_same_way() -> None:
     torch.manual_seed(1)
-    pressure = Pressure(size=Size(compression_ratio=4), ramp_steps=40)
+    pressure = Pressure(size=Size(compression=4), ramp_steps=40)
     alpha, optimizer = make_optimizer(pressure=pressure)
     gradients = [torch.randn(3, DIM) for _ in range(80)]
     for gradient in gradients[:30]:
@@ -225,4 +225,4 @@ def test_bad_settings_are_refused(settings: dict[str, float], message: str) -> N
 @pytest.mark.parametrize("fields", [{"ramp_steps": 0}, {"ramp_steps": 5, "column_sharing": -0.1}])
 def test_bad_pressure_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        Pressure(size=Size(compression_ratio=2), **fields)
+        Pressure(size=Size(compression=2), **fields)

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.search.budget import BYTE_FORMS, UNSPENT_SHARE, Budget, Size, keep_within
+from dnis_torchrec.search.budget import UNSPENT_SHARE, Budget, Size, keep_within
 
 CSR_BYTES = {4: 5, 300: 6}
 """D -> bytes of one value with its column, which is one byte up to D=256."""
@@ -26,6 +26,9 @@ def blocks_of(counts: dict[str, list[int]], dims: dict[str, int], **options) -> 
     ]
     tensors = {name: torch.tensor(rows) for name, rows in counts.items()}
     return blocks_from_counts(FrequencyCounts(tensors, dict.fromkeys(counts, 1), 1), tables, **options)
+
+
+BYTE_FORMS = ("mixed_dimension_fp32", "csr_fp32")
 
 
 @st.composite
@@ -44,22 +47,20 @@ def dense_parameters(blocks: RowBlocks) -> int:
     return sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
 
 
-@given(many_blocks(), st.floats(1.01, 3))
-def test_parameters_and_ratios_cost_seen_rows(blocks: RowBlocks, ratio: float) -> None:
-    dense = dense_parameters(blocks)
-    for size, amount in ((Size(compression_ratio=ratio), dense / ratio), (Size(parameters=dense - 1), dense - 1)):
-        budget = Budget.of(size, blocks)
-        assert budget.unit == "parameters"
-        assert budget.amount == pytest.approx(amount)
-        assert {t: c.tolist() for t, c in budget.column_costs.items()} == {
-            t: rows.tolist() for t, rows in blocks.seen_rows.items()
-        }
+@given(many_blocks(), st.floats(1.01, 3), st.sampled_from(BYTE_FORMS))
+def test_a_compression_is_a_share_of_the_float32_bytes(blocks: RowBlocks, compression: float, form: str) -> None:
+    by_bytes = Budget.unchecked(Size(embedding_bytes=1, form=form), blocks)
+    budget = Budget.unchecked(Size(compression=compression, form=form), blocks)
+    dense_bytes = 4 * dense_parameters(blocks)
+    assert budget.amount == pytest.approx(dense_bytes / compression - 1 + by_bytes.amount, abs=1e-6)
+    assert {t: c.tolist() for t, c in budget.column_costs.items()} == {
+        t: c.tolist() for t, c in by_bytes.column_costs.items()
+    }
 
 
 @given(many_blocks(), st.sampled_from(BYTE_FORMS))
 def test_bytes_cost_values_columns_and_indices(blocks: RowBlocks, form: str) -> None:
     budget = Budget.of(Size(embedding_bytes=10**6, form=form), blocks)
-    assert budget.unit == "bytes"
     fixed = 0
     for table, routing in blocks.routings.items():
         if form == "csr_fp32":
@@ -68,33 +69,27 @@ def test_bytes_cost_values_columns_and_indices(blocks: RowBlocks, form: str) -> 
             expected = [CSR_BYTES[blocks.embedding_dims[table]] * seen for seen in blocks.seen_rows[table].tolist()]
         else:
             fixed += 8 * (routing.num_blocks + 1)
-            fixed += 0 if routing.boundaries is not None else 4 * routing.num_embeddings
+            fixed += 0 if routing.boundaries is not None else 4 * (routing.num_embeddings + 1)
             expected = [4 * seen + 2 for seen in blocks.seen_rows[table].tolist()]
         assert budget.column_costs[table].tolist() == expected
-    assert budget.amount == 10**6 - fixed
+    assert budget.amount == pytest.approx(10**6 - fixed, abs=1e-5)
 
 
-@given(many_blocks(), st.sampled_from(["compression_ratio", "parameters", *BYTE_FORMS]))
+@given(many_blocks(), st.sampled_from(["compression", *BYTE_FORMS]))
 def test_the_smallest_size_that_is_named_can_be_met_and_one_less_cannot(blocks: RowBlocks, kind: str) -> None:
-    if kind == "compression_ratio":
-        named = _named(Size(compression_ratio=1e9), blocks)
+    if kind == "compression":
+        named = _named(Size(compression=1e9), blocks)
         assume(named > 1)
-        assert budget_buys_something(Size(compression_ratio=named), blocks)
-        message = f"^compression_ratio: expected at most {named:.2f} for these tables and blocks, got {named + 0.01}$"
+        assert budget_buys_something(Size(compression=named), blocks)
+        message = f"^compression: expected at most {named:.2f} for these tables and blocks, got {named + 0.01}$"
         with pytest.raises(ValueError, match=message):
-            Budget.of(Size(compression_ratio=named + 0.01), blocks)
+            Budget.of(Size(compression=named + 0.01), blocks)
         return
-    name, options = ("parameters", {}) if kind == "parameters" else ("embedding_bytes", {"form": kind})
-    # A block of a single row can be bought for one parameter, the least that can be asked for at all.
-    cheapest = min(int(rows[rows > 0].min()) for rows in blocks.seen_rows.values() if rows.any())
-    if kind == "parameters" and cheapest == 1:
-        assert budget_buys_something(Size(parameters=1), blocks)
-        return
-    named = int(_named(Size(**{name: 1}, **options), blocks))
-    assert budget_buys_something(Size(**{name: named}, **options), blocks)
-    message = f"^{name}: expected at least {named} for these tables and blocks, got {named - 1}$"
+    named = int(_named(Size(embedding_bytes=1, form=kind), blocks))
+    assert budget_buys_something(Size(embedding_bytes=named, form=kind), blocks)
+    message = f"^embedding_bytes: expected at least {named} for these tables and blocks, got {named - 1}$"
     with pytest.raises(ValueError, match=message):
-        Budget.of(Size(**{name: named - 1}, **options), blocks)
+        Budget.of(Size(embedding_bytes=named - 1, form=kind), blocks)
 
 
 def _named(size: Size, blocks: RowBlocks) -> float:
@@ -110,10 +105,11 @@ def budget_buys_something(size: Size, blocks: RowBlocks) -> bool:
     return min(seen) <= budget.amount
 
 
-def test_a_ratio_that_divides_exactly_is_met() -> None:
-    """1716 / 8.8 is 195, but 194.99999999999997 in floating point."""
-    blocks = blocks_of({"a": [1] * 195 + [0] * (1716 // 4 - 195)}, {"a": 4}, strategy="decades")
-    Budget.of(Size(compression_ratio=8.8), blocks)
+def test_a_compression_that_divides_exactly_is_met() -> None:
+    """6864 / 8.8 is 780, but 779.9999999999999 in floating point."""
+    assert 6864 / 8.8 < 780
+    blocks = blocks_of({"a": [1] * 1716}, {"a": 1}, num_blocks=1)
+    assert Budget.unchecked(Size(compression=8.8), blocks).amount >= 780 - 8 * 2
 
 
 def test_tables_that_training_never_looked_up_are_refused() -> None:
@@ -123,17 +119,18 @@ def test_tables_that_training_never_looked_up_are_refused() -> None:
 
 @given(many_blocks(), st.floats(0.05, 2))
 def test_share_and_cost_per_alpha_row(blocks: RowBlocks, wanted: float) -> None:
-    total = sum(int(rows.sum()) * blocks.embedding_dims[t] for t, rows in blocks.seen_rows.items())
-    parameters = math.ceil(wanted * total)
-    cheapest = min(int(rows[rows > 0].min()) for rows in blocks.seen_rows.values() if rows.any())
-    assume(parameters >= cheapest)
-    budget = Budget.of(Size(parameters=parameters), blocks)
-    assert budget.share(blocks) == pytest.approx(min(1, parameters / total))
+    costs = {t: 4 * rows + 2 for t, rows in blocks.seen_rows.items()}
+    total = sum(int(cost.sum()) * blocks.embedding_dims[t] for t, cost in costs.items())
+    fixed = 1 - Budget.unchecked(Size(embedding_bytes=1), blocks).amount
+    amount = math.ceil(wanted * total)
+    assume(amount >= min(int(costs[t][rows > 0].min()) for t, rows in blocks.seen_rows.items() if rows.any()))
+    budget = Budget.of(Size(embedding_bytes=round(fixed) + amount), blocks)
+    assert budget.share(blocks) == pytest.approx(min(1, amount / total))
     per_row = budget.cost_per_alpha_row(blocks)
     assert {dim: tuple(cost.shape) for dim, cost in per_row.items()} == {
         dim: (rows,) for dim, (rows, _) in blocks.alpha_shapes.items()
     }
-    for table, rows in blocks.seen_rows.items():  # with scope "global" other tables may add to the same row of alpha
+    for table, rows in costs.items():  # with scope "global" other tables may add to the same row of alpha
         first = blocks.first_alpha_row(table)
         assert (per_row[blocks.embedding_dims[table]][first : first + len(rows)] >= rows).all()
     assert sum(float(cost.sum()) * dim for dim, cost in per_row.items()) == total
@@ -164,17 +161,20 @@ def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "size: expected one of compression_ratio, parameters, embedding_bytes, got none"),
+        ({}, "size: expected one of compression, embedding_bytes, got none"),
         (
-            {"parameters": 3, "compression_ratio": 2},
-            "size: expected one of .*got {'compression_ratio': 2, 'parameters'",
+            {"embedding_bytes": 3, "compression": 2},
+            "size: expected one of .*got {'compression': 2, 'embedding_bytes'",
         ),
-        ({"compression_ratio": 1}, "compression_ratio: expected a finite number above 1, got 1"),
-        ({"compression_ratio": float("nan")}, "compression_ratio: expected a finite number above 1, got nan"),
-        ({"compression_ratio": float("inf")}, "compression_ratio: expected a finite number above 1, got inf"),
-        ({"parameters": 0}, "parameters: expected a finite number above 0, got 0"),
+        ({"compression": 1}, "compression: expected a finite number above 1, got 1"),
+        ({"compression": float("nan")}, "compression: expected a finite number above 1, got nan"),
+        ({"compression": float("inf")}, "compression: expected a finite number above 1, got inf"),
+        ({"embedding_bytes": 0}, "embedding_bytes: expected a finite number above 0, got 0"),
         ({"embedding_bytes": -1}, "embedding_bytes: expected a finite number above 0, got -1"),
-        ({"embedding_bytes": 9, "form": "dense_fp32"}, r"form: expected one of .*'csr_fp32'\), got"),
+        (
+            {"embedding_bytes": 9, "form": "dense_fp32"},
+            r"form: expected one of .*'csr_fp32', .*'mixed_dimension_fp16'\], got",
+        ),
     ],
 )
 def test_malformed_sizes_are_refused(fields: dict, message: str) -> None:
@@ -185,10 +185,8 @@ def test_malformed_sizes_are_refused(fields: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("size", "pressed"),
     [
-        (Size(compression_ratio=2), Size(compression_ratio=6)),
-        (Size(compression_ratio=8), Size(compression_ratio=8)),
-        (Size(parameters=300), Size(parameters=200)),
-        (Size(parameters=199), Size(parameters=199)),
+        (Size(compression=2), Size(compression=6)),
+        (Size(compression=8), Size(compression=8)),
         (Size(embedding_bytes=801, form="csr_fp32"), Size(embedding_bytes=800, form="csr_fp32")),
         (Size(embedding_bytes=799), Size(embedding_bytes=799)),
     ],

@@ -35,7 +35,7 @@ def make_optimizer(
     blocks: RowBlocks, order: str, ratio: float = 4, column_sharing: float = 0.0
 ) -> tuple[Alpha, AlphaOptimizer]:
     alpha = Alpha(blocks.alpha_shapes)
-    size = Size(compression_ratio=ratio)
+    size = Size(compression=ratio)
     pressure = Pressure(size=size, ramp_steps=STEPS, order=order, column_sharing=column_sharing)
     return alpha, AlphaOptimizer(alpha, blocks, pressure=pressure)
 
@@ -191,4 +191,4 @@ def test_restored_moments_judge_the_same() -> None:
 
 def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(ValueError, match="order 'size': expected a known order, got 'size'"):
-        Pressure(size=Size(compression_ratio=2), ramp_steps=5, order="size")
+        Pressure(size=Size(compression=2), ramp_steps=5, order="size")

@@ -241,7 +241,7 @@ def test_a_search_prefetches_where_the_tables_are_set_up_for_it(gloo, monkeypatc
     monkeypatch.setattr(search_module, "shard", shard_with_caches)
     recipe = make_recipe(optimizer="rowwise_adagrad")
     settings = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
-    config = SearchConfig.of(recipe, Size(compression_ratio=2), settings)
+    config = SearchConfig.of(recipe, Size(compression=2), settings)
     outcome = search_module.search(recipe, config, tmp_path, CPU)
     assert outcome.history
     assert made

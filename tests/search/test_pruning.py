@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.forms import pointer_bytes
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError, keep_within
 from dnis_torchrec.search.pruning import drop_zeros_, keep_largest_, prune
@@ -27,6 +28,7 @@ from dnis_torchrec.soft_selection.table_shards import TableShard, collections, l
 from dnis_torchrec.training.retained_mask import RetainedMask
 from tests import small_models
 from tests.reference import elementwise_keep_reference
+from tests.sizes import affordable, size_of_values
 from tests.small_models import SHARDING_TYPES, shard_as
 
 Case = tuple[nn.Module, RowBlocks, FrequencyCounts]
@@ -116,44 +118,46 @@ def pruned(case: Case, expected: list[torch.Tensor], **options) -> MixedDimensio
 # Element structure
 
 
-@given(cases(), st.integers(1, 60))
-def test_element_keeps_exactly_the_largest_magnitudes(case: Case, parameters: int) -> None:
+@given(cases(dims=(2, 3)), st.floats(0, 1))
+def test_element_keeps_exactly_the_largest_magnitudes(case: Case, share: float) -> None:
     before = seen_tables(case[0], case[2])
-    assume(parameters <= sum(table.numel() for table in before))
+    parameters, size = affordable(before, share)
     kept = elementwise_keep_reference(before, parameters)
     expected = [table * mask for table, mask in zip(before, kept, strict=True)]
-    scheme = pruned(case, expected, size=Size(parameters=parameters), structure="element")
+    scheme = pruned(case, expected, size=size, structure="element")
     if scheme is not None:
         assert scheme.parameters == min(parameters, sum(int(table.count_nonzero()) for table in before))
 
 
-@given(cases(), st.floats(1.01, 8))
-def test_element_by_ratio(case: Case, ratio: float) -> None:
+@given(cases(dims=(3, 9)), st.floats(1.01, 4))
+def test_element_by_compression(case: Case, compression: float) -> None:
     before = seen_tables(case[0], case[2])
     total, nonzero = sum(table.numel() for table in before), sum(int(table.count_nonzero()) for table in before)
-    assume(ratio <= total)
-    kept = elementwise_keep_reference(before, int(total / ratio))
+    pointers = sum(pointer_bytes(*table.shape) for table in before)
+    num_values = int((4 * total / compression - pointers) // 5)
+    assume(num_values >= 1)
+    kept = elementwise_keep_reference(before, num_values)
     expected = [table * mask for table, mask in zip(before, kept, strict=True)]
-    scheme = pruned(case, expected, size=Size(compression_ratio=ratio), structure="element")
+    scheme = pruned(case, expected, size=Size(compression=compression, form="csr_fp32"), structure="element")
     if scheme is not None:
-        assert scheme.parameters == min(int(total / ratio), nonzero)
-        assert scheme.compression_ratio >= ratio
+        assert scheme.parameters == min(num_values, nonzero)
+        assert scheme.compression("csr_fp32") >= compression
 
 
-@given(cases(), st.integers(1, 40))
-def test_element_per_table(case: Case, parameters: int) -> None:
+@given(cases(dims=(2, 3)), st.floats(0, 1))
+def test_element_per_table(case: Case, share: float) -> None:
     before = seen_tables(case[0], case[2])
     total = sum(table.numel() for table in before)
-    assume(parameters <= total)
+    parameters, size = affordable(before, share)
     expected = []
     for table in before:
         [kept] = elementwise_keep_reference([table], parameters * table.numel() // total)
         expected.append(table * kept)
-    pruned(case, expected, size=Size(parameters=parameters), structure="element", scope="table")
+    pruned(case, expected, size=size, structure="element", per_table=True)
 
 
-@given(cases(dims=(2, 3)), st.integers(0, 200), st.sampled_from(["global", "table"]))
-def test_csr_bytes_are_never_exceeded_and_met_within_a_value(case: Case, extra: int, scope: str) -> None:
+@given(cases(dims=(2, 3)), st.integers(0, 200), st.booleans())
+def test_csr_bytes_are_never_exceeded_and_met_within_a_value(case: Case, extra: int, per_table: bool) -> None:
     model, blocks, counts = case
     before = seen_tables(model, counts)
     pointers = sum(len(table) + 8 * math.ceil(len(table) / 56) for table in before)
@@ -161,14 +165,14 @@ def test_csr_bytes_are_never_exceeded_and_met_within_a_value(case: Case, extra: 
     assume(pointers + 5 <= most)
     size = Size(embedding_bytes=min(pointers + 5 + extra, most), form="csr_fp32")
     try:
-        scheme = prune(model, blocks, counts, size=size, structure="element", scope=scope)
+        scheme = prune(model, blocks, counts, size=size, structure="element", per_table=per_table)
     except SizeOutOfReachError:
-        assert scope == "table" or not any(table.any() for table in before)
+        assert per_table or not any(table.any() for table in before)
         return
-    spent = scheme.form_bytes()["csr_fp32"]
+    spent = scheme.served_bytes("csr_fp32")
     assert spent == pointers + 5 * scheme.parameters
     assert spent <= size.embedding_bytes
-    if scope == "global" and scheme.parameters < sum(int(table.count_nonzero()) for table in before):
+    if not per_table and scheme.parameters < sum(int(table.count_nonzero()) for table in before):
         assert size.embedding_bytes - spent < 5
 
 
@@ -177,7 +181,7 @@ def test_csr_of_wide_tables_takes_two_bytes_per_column() -> None:
     size = Size(embedding_bytes=4 * 5 + 6 * 100 + 5, form="csr_fp32")
     scheme = prune(model, blocks, counts, size=size, structure="element")
     assert scheme.parameters == 100
-    assert scheme.form_bytes()["csr_fp32"] == size.embedding_bytes - 5
+    assert scheme.served_bytes("csr_fp32") == size.embedding_bytes - 5
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30), st.data())
@@ -235,42 +239,38 @@ def whole_columns(case: Case, kept: dict[str, torch.Tensor]) -> list[torch.Tenso
     return [table * kept[name][blocks.routings[name].all_blocks()] for name, table in named]
 
 
-sizes = st.one_of(
-    st.builds(Size, compression_ratio=st.floats(1.01, 12)),
-    st.builds(Size, parameters=st.integers(1, 60)),
-    st.builds(Size, embedding_bytes=st.integers(1, 400)),
-    st.builds(Size, embedding_bytes=st.integers(1, 300), form=st.just("csr_fp32")),
-)
+KINDS, FORMS = ("compression", "embedding_bytes"), ("mixed_dimension_fp32", "csr_fp32", "csr_int8")
 
 
-@given(cases(), sizes, st.sampled_from(["global", "table"]))
-def test_block_keeps_the_best_whole_columns_within_the_budget(case: Case, size: Size, scope: str) -> None:
+@given(cases(dims=(3, 9)), st.sampled_from(KINDS), st.sampled_from(FORMS), st.floats(0, 1), st.booleans())
+def test_block_keeps_the_best_columns_within_the_budget(
+    case: Case, kind: str, form: str, share: float, per_table: bool
+) -> None:
     model, blocks, counts = case
+    dense_bytes = 4 * sum(table.numel() for table in seen_tables(model, counts))
+    fixed = 1 - Budget.unchecked(Size(embedding_bytes=1, form=form), blocks).amount
+    assume(fixed < dense_bytes - 1)
+    num_bytes = math.ceil(fixed + share * (dense_bytes - 1 - fixed))
+    size = Size(**{kind: num_bytes if kind == "embedding_bytes" else dense_bytes / num_bytes}, form=form)
     try:
         budget = Budget.of(size, blocks)
     except ValueError:
         assume(False)
-    dense = sum(table.numel() for table in seen_tables(model, counts))
-    assume((size.parameters or 0) <= dense and (size.embedding_bytes or 0) <= 4 * dense)
     scores = naive_scores(model, blocks, counts)
     total = sum(float(c.sum()) * scores[t].shape[1] for t, c in budget.column_costs.items())
     kept = {}
-    for names in [["a", "b"]] if scope == "global" else [["a"], ["b"]]:
+    for names in [["a"], ["b"]] if per_table else [["a", "b"]]:
         own = sum(float(budget.column_costs[t].sum()) * scores[t].shape[1] for t in names)
-        amount = budget.amount if scope == "global" else min(1.0, budget.amount / total) * own * (1 + 1e-12)
+        amount = min(1.0, budget.amount / total) * own * (1 + 1e-12) if per_table else budget.amount
         costs = torch.cat([budget.column_costs[t].repeat_interleave(scores[t].shape[1]) for t in names])
         chosen = keep_within(torch.cat([scores[t].flatten() for t in names]), costs, amount)
         parts = chosen.split([scores[t].numel() for t in names])
         kept |= {t: part.view(scores[t].shape) for t, part in zip(names, parts, strict=True)}
-    scheme = pruned(case, whole_columns(case, kept), size=size, scope=scope)
+    scheme = pruned(case, whole_columns(case, kept), size=size, per_table=per_table)
     if scheme is None:
         return
-    if size.embedding_bytes is not None:
-        assert scheme.form_bytes()[size.form] <= size.embedding_bytes
-    elif size.parameters is not None:
-        assert scheme.parameters <= size.parameters
-    else:
-        assert scheme.compression_ratio >= size.compression_ratio * (1 - 1e-9)
+    assert scheme.served_bytes(form) <= num_bytes
+    assert scheme.compression(form) >= dense_bytes / num_bytes
 
 
 @given(cases(), st.sampled_from([0.25, 0.5, 0.6]))
@@ -296,12 +296,13 @@ def test_a_bare_collection_is_named_by_the_empty_fqn() -> None:
     assert scheme.tables["a"].is_block_structured
 
 
-@pytest.mark.parametrize("scope", ["global", "table"])
-def test_no_column_is_lost_to_rounding(scope: str) -> None:
+@pytest.mark.parametrize("per_table", [False, True])
+def test_no_column_is_lost_to_rounding(per_table: bool) -> None:
     """A share of 1/49 of 49 columns is .9999999999999999 of one in floating point."""
     for num_rows in (3, 49, 98, 103):
-        model, blocks, counts = simple(counts=(1,) * num_rows, dim=1, num_blocks=num_rows)
-        assert prune(model, blocks, counts, size=Size(parameters=1), scope=scope).parameters == 1
+        model, blocks, counts = simple(counts=(1,) * num_rows, dim=8, num_blocks=num_rows)
+        size = size_of_values(1, [(num_rows, 8)])
+        assert prune(model, blocks, counts, size=size, per_table=per_table).parameters == 1
 
 
 @pytest.mark.parametrize("structure", ["block", "element"])
@@ -312,7 +313,7 @@ def test_what_is_retained_keeps_its_bits(dtype: torch.dtype, structure: str) -> 
     weight = model.embedding_bags["a"].weight.detach()
     weight.copy_(torch.arange(1, 13).view(4, 3) / 8)
     before = weight.clone()
-    scheme = prune(model, blocks, counts, size=Size(parameters=6), structure=structure)
+    scheme = prune(model, blocks, counts, size=size_of_values(6, [(4, 3)]), structure=structure)
     assert scheme.parameters == 6
     assert torch.equal(weight, before * (weight != 0))
 
@@ -330,17 +331,17 @@ def test_dropping_the_most_frequent_block_needs_no_id_remap() -> None:
     table = prune(model, blocks, counts, threshold=0.0).tables["a"]
     assert table.routing.boundaries.tolist() == [0, 2, 4]
     assert table.dims.tolist() == [0, 2]
-    assert table.form_bytes()["mixed_dimension_fp32"] == 4 * 4 + 2 * 2 + 8 * 3
+    assert table.served_bytes("mixed_dimension_fp32") == 4 * 4 + 2 * 2 + 8 * 3
 
 
 def test_never_seen_rows_in_the_middle_stay_within_the_bytes() -> None:
     """The id remap that they need is paid for from the start."""
-    for embedding_bytes in range(46, 97):
+    for embedding_bytes in range(50, 97):
         model, blocks, counts = simple(counts=(3, 0, 2), dim=8, num_blocks=1)
         table = prune(model, blocks, counts, size=Size(embedding_bytes=embedding_bytes)).tables["a"]
         assert table.routing.all_blocks().tolist() == [0, 1, 0]
-        assert table.form_bytes()["mixed_dimension_fp32"] <= embedding_bytes
-        assert int(table.dims) == min(8, (embedding_bytes - 28) // 10)
+        assert table.served_bytes("mixed_dimension_fp32") <= embedding_bytes
+        assert int(table.dims) == min(8, (embedding_bytes - 32) // 10)
 
 
 def test_empty_rows_in_the_middle_are_dropped_where_that_is_smaller() -> None:
@@ -357,7 +358,7 @@ def test_empty_rows_in_the_middle_are_dropped_where_that_is_smaller() -> None:
 def pruned_for_training() -> EmbeddingBagCollection:
     model, blocks, counts = simple(counts=(5, 4, 3, 2, 1, 0), dim=4)
     model.embedding_bags["a"].weight.detach().copy_(torch.randn(6, 4))
-    prune(model, blocks, counts, size=Size(parameters=9), structure="element")
+    prune(model, blocks, counts, size=size_of_values(9, [(6, 4)]), structure="element")
     return model
 
 
@@ -404,7 +405,8 @@ def test_hold_mends_what_an_optimizer_did_on_its_own() -> None:
 def test_pruned_values_of_a_sharded_model_stay_zero(sharding_type: str) -> None:
     """Fused tables step inside backward, data_parallel ones in an optimizer; one kernel holds several tables."""
     model = small_models.collection()
-    prune(model, small_models.blocks(), small_models.counts(), size=Size(parameters=90), structure="element")
+    size = size_of_values(90, [(table.num_embeddings, table.embedding_dim) for table in model.embedding_bag_configs()])
+    prune(model, small_models.blocks(), small_models.counts(), size=size, structure="element")
     sharded = shard_as(model, sharding_type)
     mask, [module] = RetainedMask(sharded), collections(sharded).values()
     before = {(s.table, s.first_column): s.weight.clone() for s in local_shards(module)}
@@ -435,12 +437,14 @@ def test_the_smallest_csr_size_that_is_named_can_be_met() -> None:
     model, blocks, counts = simple()
     scheme = prune(model, blocks, counts, size=Size(embedding_bytes=17, form="csr_fp32"), structure="element")
     assert scheme.parameters == 1
-    assert scheme.form_bytes()["csr_fp32"] == 17
+    assert scheme.served_bytes("csr_fp32") == 17
 
 
 def test_bytes_of_other_forms_are_for_blocks() -> None:
     model, blocks, counts = simple()
-    with pytest.raises(NotImplementedError, match="form: supported for single elements is 'csr_fp32', got 'mixed_dim"):
+    with pytest.raises(
+        NotImplementedError, match=r"form: supported for single values are \['csr_fp32', .*got 'mixed_dim"
+    ):
         prune(model, blocks, counts, size=Size(embedding_bytes=30), structure="element")
     assert (model.embedding_bags["a"].weight == 1).all()
 
@@ -462,9 +466,9 @@ def test_collections_that_were_not_prepared_stay_as_they_are(structure: str) -> 
     counted = FrequencyCounts({name: counts[name] for name in ("user", "genre")}, {}, 40)
     before = movies.weight.clone()
     merged = merge_(prepare_(model, blocks, fqns=["first"]))
-    scheme = prune(merged, blocks, counted, size=Size(compression_ratio=2), structure=structure)
+    scheme = prune(merged, blocks, counted, size=Size(compression=2, form="csr_fp32"), structure=structure)
     assert list(scheme.tables) == ["user", "genre"]
-    assert scheme.compression_ratio >= 2
+    assert scheme.compression("csr_fp32") >= 2
     assert torch.equal(movies.weight, before)
 
 

@@ -68,7 +68,7 @@ def run(
     """A search, and the loss of each of its lower steps; None for the outcome of one that was stopped."""
     losses: list[float] = []
     events = SearchEvents(on_step=lambda loss, density: losses.append(loss), should_stop=lambda: len(losses) == stop_at)
-    config = SearchConfig(size=Size(compression_ratio=4), **SHORT, **settings)
+    config = SearchConfig(size=Size(compression=4, form="csr_fp32"), **SHORT, **settings)
     saving = Saving(checkpoint_every=every, resume=resume)
     torch.manual_seed(99 if resume else 7)  # a new process has other random numbers
     try:
@@ -165,7 +165,7 @@ def test_a_stop_names_the_latest_checkpoint_that_was_written(
             return kept_add(folder, step, *arguments)
 
         events = SearchEvents(on_step=lambda *_: steps.append(0), should_stop=lambda: len(steps) == stop_at)
-        config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+        config = SearchConfig(size=Size(compression=4), **SHORT)
         monkeypatch.setattr(LocalCheckpointFolder, "add", add)
         with pytest.raises(SearchInterrupted) as caught:
             search(make_recipe(), config, tmp_path, CPU, events, Saving(on_save_error="continue", resume=resume))
@@ -186,7 +186,7 @@ def test_a_stop_names_the_latest_checkpoint_that_was_written(
 def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path, split: str) -> None:
     """However little of it is other: two samples of one batch have their labels swapped."""
     stop = SearchEvents(should_stop=lambda: True)
-    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    config = SearchConfig(size=Size(compression=4), **SHORT)
     with pytest.raises(SearchInterrupted):
         search(make_recipe(), config, tmp_path, CPU, stop)
     other = make_recipe()
@@ -206,7 +206,7 @@ def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path, split: s
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"size": Size(compression_ratio=5)}, r"size \{'compression_ratio': 5, .*, got \{'compression_ratio': 4, "),
+        ({"size": Size(compression=5)}, r"size \{'compression': 5, .*, got \{'compression': 4, "),
         ({"ramp_epochs": 4, "upper_every": 2}, "ramp_epochs 4, got 3"),
         ({"upper_every": 2}, "upper_every 2, got 1"),
         ({"alpha_learning_rate": 0.1}, "alpha_learning_rate 0.1, got None"),
@@ -215,7 +215,7 @@ def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path, split: s
 def test_another_configuration_is_refused_by_its_first_field(
     gloo, tmp_path: Path, changes: dict[str, object], difference: str
 ) -> None:
-    config = SearchConfig(size=Size(compression_ratio=4), **SHORT)
+    config = SearchConfig(size=Size(compression=4), **SHORT)
     with pytest.raises(SearchInterrupted):
         search(make_recipe(), config, tmp_path, CPU, SearchEvents(should_stop=lambda: True))
     message = rf"checkpoint .*step-\d+: expected one of a search with {difference}.*; resume with the configuration of"
@@ -228,13 +228,13 @@ def test_another_configuration_is_refused_by_its_first_field(
 def test_a_checkpoint_that_an_earlier_version_wrote_is_accepted(gloo, tmp_path: Path, field: str | None) -> None:
     """Without a configuration, or without one of the fields of today."""
     stop = SearchEvents(should_stop=lambda: True)
-    config = SearchConfig(size=Size(compression_ratio=np.int64(4)), **SHORT)
+    config = SearchConfig(size=Size(compression=np.int64(4)), **SHORT)
     with pytest.raises(SearchInterrupted):
         search(make_recipe(), config, tmp_path, CPU, stop)
     file = tmp_path / "step-00000001" / "manifest.json"
     manifest = json.loads(file.read_text())
     search_values = manifest["values"]["search"]
-    assert search_values["configuration"]["size"]["compression_ratio"] == 4
+    assert search_values["configuration"]["size"]["compression"] == 4
     if field is None:
         del search_values["configuration"]
     else:

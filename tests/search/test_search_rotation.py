@@ -39,7 +39,7 @@ def run(
     optimizer: str = "adam",
 ) -> SearchOutcome:
     """A search of a second."""
-    config = SearchConfig(size=Size(compression_ratio=3), rotate=rotate, **SHORT)
+    config = SearchConfig(size=Size(compression=3), rotate=rotate, **SHORT)
     return search(factorization_machine(optimizer), config, folder, CPU, events, Saving(resume=resume))
 
 

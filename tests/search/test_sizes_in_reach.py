@@ -43,31 +43,30 @@ def named(error: ValueError) -> float:
 @pytest.mark.parametrize(
     "settings", [{}, {"pressure": False}, {"structure": "element"}, {"pressure": False, "structure": "element"}]
 )
-@pytest.mark.parametrize("kind", ["compression_ratio", "embedding_bytes"])
+@pytest.mark.parametrize("kind", ["compression", "embedding_bytes"])
 def test_a_search_names_the_smallest_size_before_training_and_comes_to_it(
     gloo, tmp_path: Path, settings: dict[str, object], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = "csr_fp32" if "structure" in settings else "mixed_dimension_fp32"
 
     def found(value: float) -> int:
-        size = Size(compression_ratio=value) if kind == "compression_ratio" else Size(embedding_bytes=value, form=form)
+        size = Size(**{kind: value}, form=form)
         recipe = make_recipe()
         return search(recipe, SearchConfig.of(recipe, size, SHORT | settings), tmp_path / "c", CPU).scheme.parameters
 
     with monkeypatch.context() as patch:
         patch.setattr(search_module, "shard", None)  # what begins to train would fail of another error
         with pytest.raises(SizeOutOfReachError) as caught:
-            found(5000 if kind == "compression_ratio" else 1)
+            found(5000 if kind == "compression" else 1)
         smallest = named(caught.value)
         with pytest.raises(SizeOutOfReachError):
-            found(smallest + 0.01 if kind == "compression_ratio" else smallest - 1)
-    assert found(smallest if kind == "compression_ratio" else int(smallest)) > 0
+            found(smallest + 0.01 if kind == "compression" else smallest - 1)
+    assert found(smallest if kind == "compression" else int(smallest)) > 0
 
 
-@pytest.mark.parametrize("size", [Size(embedding_bytes=1665), Size(parameters=417)])
-def test_what_the_uncompressed_tables_take_is_the_most(gloo, tmp_path: Path, size: Size) -> None:
-    recipe = make_recipe()
-    message = f"^{size.given[0]}: expected at most {size.given[1] - 1}, what the uncompressed tables take, got"
+def test_what_the_uncompressed_tables_take_is_the_most(gloo, tmp_path: Path) -> None:
+    recipe, size = make_recipe(), Size(embedding_bytes=1665)
+    message = "^embedding_bytes: expected at most 1664, what the uncompressed tables take, got"
     with pytest.raises(ValueError, match=message):
         SearchConfig.of(recipe, size)
     with pytest.raises(ValueError, match=message):
@@ -76,21 +75,20 @@ def test_what_the_uncompressed_tables_take_is_the_most(gloo, tmp_path: Path, siz
 
 @given(st.integers(1, 500), st.integers(1, 3000))
 def test_a_size_compresses(dense: int, value: int) -> None:
-    for size, limit in ((Size(parameters=value), dense), (Size(embedding_bytes=value), 4 * dense)):
-        if value <= limit:
+    size, limit = Size(embedding_bytes=value), 4 * dense
+    if value <= limit:
+        check_compresses(size, dense)
+    else:
+        with pytest.raises(ValueError, match=f"at most {limit}, what the uncompressed tables take, got {value}"):
             check_compresses(size, dense)
-        else:
-            with pytest.raises(ValueError, match=f"at most {limit}, what the uncompressed tables take, got {value}"):
-                check_compresses(size, dense)
-    check_compresses(Size(compression_ratio=1.01), dense)
+    check_compresses(Size(compression=1.01), dense)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", ["parameters", "embedding_bytes"])
-def test_a_ramp_ends_with_a_column_where_dear_ones_score_highest(order: str, kind: str) -> None:
+def test_a_ramp_ends_with_a_column_where_dear_ones_score_highest(order: str) -> None:
     """The frequent rows, of the first block, are three; of the second, which is never worth as much, there is one."""
     blocks = blocks_of({"a": [9, 9, 9, 1, 0, 0, 0]}, {"a": 2}, strategy="explicit", boundaries=[3, 4])
-    size = Size(parameters=1) if kind == "parameters" else Size(embedding_bytes=8 * 4 + 6)
+    size = Size(embedding_bytes=8 * 4 + 6)
     alpha = Alpha(blocks.alpha_shapes)
     ramp = AlphaOptimizer(alpha, blocks, pressure=Pressure(size=size, ramp_steps=40, order=order))
     hits = {2: torch.ones(3, dtype=torch.bool)}
@@ -116,25 +114,25 @@ def two_tables() -> tuple[nn.Module, RowBlocks, FrequencyCounts]:
 
 
 @pytest.mark.parametrize("structure", ["block", "element"])
-@pytest.mark.parametrize("scope", ["global", "table"])
-@pytest.mark.parametrize("kind", ["compression_ratio", "parameters", "embedding_bytes"])
-def test_pruning_names_the_smallest_size_and_comes_to_it(structure: str, scope: str, kind: str) -> None:
+@pytest.mark.parametrize("per_table", [False, True])
+@pytest.mark.parametrize("kind", ["compression", "embedding_bytes"])
+def test_pruning_names_the_smallest_size_and_comes_to_it(structure: str, per_table: bool, kind: str) -> None:
     def found(value: float) -> int:
         model, blocks, counts = two_tables()
         size = Size(**{kind: value}, form="csr_fp32" if structure == "element" else "mixed_dimension_fp32")
-        parameters = prune(model, blocks, counts, size=size, structure=structure, scope=scope).parameters
-        assert all(table.weight.any() or scope == "table" for table in model.embedding_bags.values()) or parameters
+        parameters = prune(model, blocks, counts, size=size, structure=structure, per_table=per_table).parameters
+        assert all(table.weight.any() or per_table for table in model.embedding_bags.values()) or parameters
         return parameters
 
     with pytest.raises(SizeOutOfReachError) as caught:
-        found(100 if kind == "compression_ratio" else 0.5)
+        found(100 if kind == "compression" else 0.5)
     smallest = named(caught.value)
     assert found(smallest) > 0
     with pytest.raises(SizeOutOfReachError, match=f"{smallest:g}"):
-        found(smallest + 0.01 if kind == "compression_ratio" else smallest - 1 or 0.5)
+        found(smallest + 0.01 if kind == "compression" else smallest - 1 or 0.5)
 
 
-@pytest.mark.parametrize("how", [{"threshold": 0.0}, {"size": Size(parameters=4)}])
+@pytest.mark.parametrize("how", [{"threshold": 0.0}, {"size": Size(embedding_bytes=60, form="csr_fp32")}])
 @pytest.mark.parametrize("structure", ["block", "element"])
 def test_tables_of_zeros_are_refused(how: dict[str, object], structure: str, tmp_path: Path) -> None:
     model, blocks, counts = two_tables()
@@ -154,24 +152,21 @@ def test_tables_of_zeros_are_refused(how: dict[str, object], structure: str, tmp
     ("options", "message"),
     [
         ({"structure": "row"}, r"structure: expected one of \('element', 'block'\), got 'row'"),
-        ({"scope": "model"}, r"scope: expected one of \('global', 'table'\), got 'model'"),
         ({}, r"prune: expected exactly one of size and threshold, got \(None, None\)"),
-        ({"threshold": 0.1, "size": Size(parameters=1)}, "prune: expected exactly one of size and threshold"),
+        ({"threshold": 0.1, "size": Size(compression=2)}, "prune: expected exactly one of size and threshold"),
         ({"threshold": -0.1}, "threshold: expected a number >= 0, got -0.1"),
-        ({"size": Size(parameters=0.5)}, "parameters: expected at least 1 for these tables and blocks, got 0.5"),
+        (
+            {"size": Size(embedding_bytes=16)},
+            "embedding_bytes: expected at least 30 for these tables and blocks, got 16",
+        ),
         (
             {"size": Size(embedding_bytes=16, form="csr_fp32"), "structure": "element"},
-            "embedding_bytes: expected at least 17 for these tables in CSR, got 16",
+            "embedding_bytes: expected at least 17 for these tables, got 16",
         ),
         (
-            {"size": Size(compression_ratio=8.5), "structure": "element"},
-            r"compression_ratio: expected at most 8 for these tables, got 8\.5",
+            {"size": Size(compression=1.9, form="csr_fp32"), "structure": "element"},
+            r"compression: expected at most 1\.88 for these tables, got 1\.9",
         ),
-        (
-            {"size": Size(parameters=0.5), "structure": "element"},
-            r"parameters: expected at least 1 for these tables, got 0\.5",
-        ),
-        ({"size": Size(parameters=9)}, "parameters: expected at most 8, what the uncompressed tables take, got 9"),
         ({"size": Size(embedding_bytes=33)}, "embedding_bytes: expected at most 32, what the uncompressed tables take"),
         ({"threshold": 1.0}, "threshold: expected a number below 1, above which nothing is left, got 1.0"),
         ({"threshold": 7.0, "structure": "element"}, "threshold: expected a number below 1, above which nothing is"),

@@ -191,10 +191,8 @@ def test_needs_a_stream_that_knows_levels(gloo) -> None:
 
 
 def test_a_size_that_cannot_be_met_is_refused_with_the_limit(gloo) -> None:
-    with pytest.raises(
-        ValueError, match=r"compression_ratio: expected at most .* for these tables and blocks, got 5000"
-    ):
-        make_pipeline(pressure=Pressure(size=Size(compression_ratio=5000), ramp_steps=10))
+    with pytest.raises(ValueError, match=r"compression: expected at most .* for these tables and blocks, got 5000"):
+        make_pipeline(pressure=Pressure(size=Size(compression=5000), ramp_steps=10))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -22,8 +22,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import load, write_artifact
 from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.forms import compact_bytes
 from dnis_torchrec.ops.interleaved_rows import interleaved
-from dnis_torchrec.scheme import MixedDimensionScheme, compact_bytes
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection, CsrTable, MixedDimensionEmbeddingBagCollection
 from tests.serving_reference import Case, all_rows, cases, keyed_jagged_tensor, table_scheme, two_tables
 
@@ -373,27 +374,27 @@ def test_drops_into_a_dlrm(batch_size: int) -> None:
 def test_read_from_an_artifact(tmp_path: Path) -> None:
     tables, scheme = two_tables()
     path = write_artifact(tables, scheme, tmp_path / "artifact")
-    module = load(path, form="csr")
+    module = load(path, form="csr_fp32")
     assert isinstance(module, CsrEmbeddingBagCollection)
     expected = CsrEmbeddingBagCollection.from_tables(scheme, tables)(all_rows())
     out = module(all_rows())
     assert out.keys() == expected.keys()
     assert out.values().equal(expected.values())
-    assert isinstance(load(path, form="mixed_dimension"), MixedDimensionEmbeddingBagCollection)
-    with pytest.raises(ValueError, match=r"form 'cst'.*did you mean 'csr'"):
+    assert isinstance(load(path, form="mixed_dimension_fp32"), MixedDimensionEmbeddingBagCollection)
+    with pytest.raises(ValueError, match=r"form 'cst'.*did you mean 'csr_"):
         load(path, form="cst")
-    without = write_artifact(tables, scheme, tmp_path / "mixed", forms=["mixed_dimension"])
-    with pytest.raises(ValueError, match=r"expected form 'csr'.*export with forms=\['csr'\]"):
-        load(without, form="csr")
+    without = write_artifact(tables, scheme, tmp_path / "mixed", forms=["mixed_dimension_fp32"])
+    with pytest.raises(ValueError, match=r"expected form 'csr_fp32'.*export with forms=\['csr_fp32'\]"):
+        load(without, form="csr_fp32")
 
 
 def test_an_artifacts_buffers_stay_in_its_files(tmp_path: Path) -> None:
     """As mapped memory, which the system pages in as rows are asked for and shares between processes."""
     tables, scheme = two_tables()
-    module = load(write_artifact(tables, scheme, tmp_path / "artifact"), form="csr")
+    module = load(write_artifact(tables, scheme, tmp_path / "artifact"), form="csr_fp32")
     mapped = Path("/proc/self/maps")
     if not mapped.exists():
         pytest.skip("needs /proc to look at mapped memory")
-    ranges = [line.split()[0].split("-") for line in mapped.read_text().splitlines() if "artifact/csr/" in line]
+    ranges = [line.split()[0].split("-") for line in mapped.read_text().splitlines() if "artifact/csr_fp32/" in line]
     for buffer in module.tables.buffers():
         assert any(int(first, 16) <= buffer.data_ptr() < int(last, 16) for first, last in ranges)

@@ -33,7 +33,7 @@ def searched(order: torch.Tensor) -> tuple[MixedDimensionScheme, dict[str, torch
     model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[TABLE])})
     seen, new = order[:SEEN].tolist(), order[SEEN:].tolist()
     counts = count_frequencies([bags_of(seen[: SEEN // 2] + seen)], [TABLE])
-    scheme = prune(model, blocks_from_counts(counts, [TABLE], num_blocks=4), counts, size=Size(compression_ratio=3))
+    scheme = prune(model, blocks_from_counts(counts, [TABLE], num_blocks=4), counts, size=Size(compression=2))
     return scheme, {"t": model["ebc"].embedding_bags["t"].weight.detach()}, seen, new
 
 

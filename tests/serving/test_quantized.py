@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.ops.csr_operator import load_operator
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
 from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection, quantized_block_rows
-from dnis_torchrec.serving.quantized_rows import PRECISIONS, error_bound, quantized_rows
+from dnis_torchrec.serving.quantized_rows import error_bound, quantized_rows
 from tests.quantized_reference import assert_within, expected_with_unknown, with_unknown_ids
 from tests.serving_reference import Case, all_rows, cases, keyed_jagged_tensor, pruned, table_scheme, two_tables
 
@@ -153,18 +154,22 @@ def test_unknown_id_is_named(compiled: bool) -> None:
         module(bags)
 
 
+INDEX_OF_TWO = 2 * (2 * 7 + 8 * 4) + 4 * 11
+"""Of `two_tables`: 7 columns of blocks and 4 boundaries each, and one map of 11 rows."""
+
+
 def test_stores_what_it_says() -> None:
     tables, scheme = two_tables()
     sizes = {
         name: QuantizedMixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, precision=name).table_bytes()
         for name in PRECISIONS
     }
-    # blocks of 3 and 3 rows, and of 2 and 4: 5 columns and 2; one map of 11 rows
+    # blocks of 3 and 3 rows, and of 2 and 4: 5 columns and 2
     assert sizes == {
-        "fp32": (5 * 5 + 7 * 2) * 4 + 44,
-        "fp16": (5 * 5 + 7 * 2) * 2 + 44,
-        "int8": 5 * (6 + 4) + 7 * (2 + 4) + 44,
-        "int4": 5 * (4 + 4) + 7 * (2 + 4) + 44,
+        "fp32": (5 * 5 + 7 * 2) * 4 + INDEX_OF_TWO,
+        "fp16": (5 * 5 + 7 * 2) * 2 + INDEX_OF_TWO,
+        "int8": 5 * (6 + 4) + 7 * (2 + 4) + INDEX_OF_TWO,
+        "int4": 5 * (4 + 4) + 7 * (2 + 4) + INDEX_OF_TWO,
     }
 
 
@@ -175,7 +180,7 @@ def test_tables_count_off_the_cpu_too(precision: str, row_bytes: tuple[int, int]
     module = QuantizedMixedDimensionEmbeddingBagCollection.from_tables(
         scheme, tables, precision=precision, device="meta"
     )
-    assert module.table_bytes() == 5 * row_bytes[0] + 7 * row_bytes[1] + 44
+    assert module.table_bytes() == 5 * row_bytes[0] + 7 * row_bytes[1] + INDEX_OF_TWO
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])

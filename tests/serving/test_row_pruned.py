@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection, dense_rows, kept_rows
-from dnis_torchrec.serving.quantized_rows import PRECISIONS, error_bound
+from dnis_torchrec.serving.quantized_rows import error_bound
 from tests.quantized_reference import assert_within, expected_with_unknown, with_unknown_ids
 from tests.serving_reference import Case, cases, keyed_jagged_tensor, pruned, table_scheme
 
@@ -128,7 +129,9 @@ def test_arguments() -> None:
     odd = MixedDimensionScheme({"t": table_scheme("t", ROUTINGS["map"], torch.ones(3, 6, dtype=torch.bool))})
     for precision, dims in (("int4", 4), ("int8", 2)):
         if 6 % dims:
-            with pytest.raises(ValueError, match=rf"multiple of {dims} for {precision}, got 6; take form"):
+            with pytest.raises(
+                ValueError, match=rf"multiple of {dims} for {precision}, got 6; take a mixed_dimension form"
+            ):
                 DenseEmbeddingBagCollection.from_tables(
                     odd, {"t": torch.zeros(10, 6)}, precision=precision, drops_rows=False
                 )

@@ -219,7 +219,7 @@ def test_a_search_finds_the_same_either_way(
         recipe = make_recipe()
         config = SearchConfig.of(
             recipe,
-            Size(compression_ratio=2),
+            Size(compression=2),
             {"num_blocks": 2, "warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1},
         )
         found.append(search(recipe, config, tmp_path / str(is_small), CPU))

@@ -142,9 +142,9 @@ def test_plain_training_and_counting_refuse_it(gloo: dist.ProcessGroup, name: st
 @every_unsupported
 def test_pruning_and_export_refuse_it(tmp_path: Path, name: str) -> None:
     plain = nn.ModuleDict({"e": collection()})
-    scheme = prune(plain, blocks(), COUNTS, size=Size(compression_ratio=2))
+    scheme = prune(plain, blocks(), COUNTS, size=Size(compression=2))
     model, received = model_with(name)
-    refused(received, lambda: prune(model, blocks(), COUNTS, size=Size(compression_ratio=2)))
+    refused(received, lambda: prune(model, blocks(), COUNTS, size=Size(compression=2)))
     refused(received, lambda: export(model, scheme, tmp_path / "artifact"))
 
 

@@ -109,7 +109,7 @@ def test_who_stands_in_what_is_replaced_is_told_so(tmp_path: Path, monkeypatch: 
     """The folder would move away with its user, and the new one be written into the old."""
     artifact = write_tiny_artifact(tmp_path / "out")
     before = sorted(artifact.rglob("*"))
-    inside = artifact / "csr" if path.startswith("../..") else artifact
+    inside = artifact / "csr_fp32" if path.startswith("../..") else artifact
     monkeypatch.chdir(inside)
     refused = pytest.raises(ValueError, match="expected a working folder outside of what is replaced, got")
     with refused, new_folder(path, overwrite=True, kind=ARTIFACT):

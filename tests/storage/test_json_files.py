@@ -158,7 +158,7 @@ def told_by(read: Callable[[], object], forgery: str) -> str:
 
 
 def job(out: Path, *, resume: bool = False) -> SearchJob:
-    size, saving = Size(compression_ratio=4), Saving(resume=resume)
+    size, saving = Size(compression=4), Saving(resume=resume)
     return SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=size, settings=SETTINGS, saving=saving)
 
 
@@ -210,7 +210,7 @@ def test_forged_manifest_of_an_artifact(tmp_path: Path) -> None:
     assert_refused_or_read(
         document,
         write,
-        lambda: load(artifact, form="csr"),
+        lambda: load(artifact, form="csr_fp32"),
         lambda: recipe_of_artifact(artifact, None) if isinstance(held[-1], dict) and held[-1].get("run") != run else "",
     )
 
@@ -230,9 +230,8 @@ def test_forged_package_json(tmp_path: Path) -> None:
 
 def test_forged_cells_of_a_comparison(tmp_path: Path) -> None:
     """A result that is none is that of a cell to be run again; a task is refused."""
-    row = ReportRow(
-        method="dnis", compression_ratio=4, parameters=9, bytes={"a": 1}, metrics={"auc": 0.5}, seed=0, seconds=1
-    )
+    sizes = {"parameters": 9, "dense_parameters": 36, "bytes": {"a": 1}}
+    row = ReportRow(method="dnis", compression=4, metrics={"auc": 0.5}, seed=0, seconds=1, **sizes)
     cell = Cell(method="dnis", size=4.0, seed=0)
     trained = TrainedCell(
         row=row, dense_bytes=1, form="a", embedding_bytes=1, extra_bytes=0, selection_loss=0.1, trials=1,

@@ -45,7 +45,7 @@ from tests.tiny import ROWS, Repeatable, make_batch, make_collection, make_recip
 CPU = torch.device("cpu")
 SHORT = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
-SEARCH = SearchConfig(size=Size(compression_ratio=4), num_blocks=3, **SHORT)
+SEARCH = SearchConfig(size=Size(compression=4), num_blocks=3, **SHORT)
 
 
 def changed(batch: Batch, **parts: Any) -> Batch:
@@ -243,7 +243,7 @@ def test_ids_of_any_width_are_trained_plainly_alike(gloo, tmp_path: Path, optimi
         def build(embedding_dim: int | None, dtype: torch.dtype = dtype) -> Recipe:
             return everywhere(make_recipe(optimizer=optimizer, embedding_dim=embedding_dim), narrow(dtype))
 
-        task = MethodTask(build=build, compression_ratio=1, seed=0, device=CPU, folder=folder, max_epochs=2)
+        task = MethodTask(build=build, compression=1, seed=0, device=CPU, folder=folder, max_epochs=2)
         results.append(dense(task).selection_loss)
     assert len(set(results)) == 1
 
@@ -307,16 +307,16 @@ def test_what_lookups_take_is_left_as_it_is(dtype: torch.dtype, is_weighted: boo
 def test_more_blocks_than_rows_are_refused_before_counting(
     gloo, tmp_path: Path, num_blocks: int, scope: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = make_recipe()
+    recipe, size = make_recipe(), Size(compression=2)
     with monkeypatch.context() as patch:
         patch.setattr(search_module, "read_before_training", None)
-        config = SearchConfig.of(recipe, SEARCH.size, {"num_blocks": num_blocks, "scope": scope})
+        config = SearchConfig.of(recipe, size, {"num_blocks": num_blocks, "scope": scope})
         message = (
             rf"^num_blocks: expected at most {most} blocks for the rows of these tables, got {num_blocks}; take fewer"
         )
         with pytest.raises(ValueError, match=message):
             search(recipe, config, tmp_path, CPU)
-    fits = SearchConfig.of(recipe, SEARCH.size, {"num_blocks": most, "scope": scope, "strategy": "equal_mass"} | SHORT)
+    fits = SearchConfig.of(recipe, size, {"num_blocks": most, "scope": scope, "strategy": "equal_mass"} | SHORT)
     assert search(recipe, fits, tmp_path, CPU).scheme.parameters > 0
 
 

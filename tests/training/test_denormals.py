@@ -87,7 +87,7 @@ def test_plain_training_flushes(watched: tuple[Recipe, Watched], tmp_path: Path)
 def test_a_search_flushes(watched: tuple[Recipe, Watched], tmp_path: Path) -> None:
     recipe, batches = watched
     epochs = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
-    config = SearchConfig.of(recipe, Size(compression_ratio=2), epochs)
+    config = SearchConfig.of(recipe, Size(compression=2), epochs)
     with process_group() as device:
         torch.set_flush_denormal(False)
         search(recipe, config, tmp_path, device)

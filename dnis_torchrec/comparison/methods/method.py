@@ -18,8 +18,9 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.checks import check
 from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.forms import form_named
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.scheme import FORMS, MixedDimensionScheme
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import dense_parameters
 from dnis_torchrec.training.evaluation import evaluate
 
@@ -33,7 +34,7 @@ class MethodTask(TrainingRules):
             every time.
         build_for_search: the same, its training split without the validation split, where that of `build` holds it;
             None where it does not. See `for_search`.
-        compression_ratio: bytes of the uncompressed float32 tables over bytes wanted, above 1; 1 for no compression.
+        compression: bytes of the uncompressed float32 tables over bytes wanted, above 1; 1 for no compression.
             A result's bytes, in its own form and with index bytes, come to at most the budget of `embedding_bytes`;
             only `uniform` and `low-rank` are rounded up to the next embedding_dim.
         seed: of everything random.
@@ -44,7 +45,7 @@ class MethodTask(TrainingRules):
     """
 
     build: Callable[[int | None], Recipe]
-    compression_ratio: float
+    compression: float
     seed: int
     device: torch.device
     folder: Path
@@ -54,7 +55,7 @@ class MethodTask(TrainingRules):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.compression_ratio >= 1, "compression_ratio", "a number >= 1", self.compression_ratio)
+        check(self.compression >= 1, "compression", "a number >= 1", self.compression)
         check(self.processes >= 1, "processes", "at least 1", self.processes)
 
     def dense_bytes(self) -> int:
@@ -63,7 +64,7 @@ class MethodTask(TrainingRules):
 
     def embedding_bytes(self) -> int:
         """Bytes that the compressed tables may take."""
-        return int(self.dense_bytes() / self.compression_ratio)
+        return int(self.dense_bytes() / self.compression)
 
     def for_search(self) -> MethodTask:
         """The task of a part that learns on the validation split: its weights never train on that split."""
@@ -77,7 +78,7 @@ class MethodResult:
     Attributes:
         model: the plain, unsharded model, called as `Recipe.model` is; pruned values are exactly zero.
         scheme: the retained dims of its tables.
-        form: the export form whose bytes are compared, one of `dnis_torchrec.scheme.FORMS`.
+        form: the form whose bytes are compared, one of `dnis_torchrec.forms.FORMS`.
         embedding_dim: what `MethodTask.build` made the model with, None for the recipe's own; who serves the result
             builds the recipe with it.
         extra_bytes: bytes that serving needs beside that form, such as learned projections.
@@ -100,11 +101,11 @@ class MethodResult:
     settings: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check(self.form in FORMS, "form", f"one of {FORMS}", repr(self.form))
+        form_named(self.form)
 
     def embedding_bytes(self) -> int:
         """Bytes of the tables as they are served in `form`, everything beside them counted."""
-        return self.scheme.form_bytes()[self.form] + self.extra_bytes
+        return self.scheme.served_bytes(self.form) + self.extra_bytes
 
 
 def result_row(
@@ -124,9 +125,10 @@ def result_row(
     uncompressed = dense_parameters(recipe.model)
     return ReportRow(
         method=name,
-        compression_ratio=uncompressed / max(1, made.scheme.parameters),
+        compression=4 * uncompressed / max(1, made.embedding_bytes()),
         parameters=made.scheme.parameters,
-        bytes=made.scheme.form_bytes(),
+        dense_parameters=uncompressed,
+        bytes=made.scheme.exact_bytes(),
         metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), test, recipe.loss, device),
         seed=seed,
         seconds=made.seconds,

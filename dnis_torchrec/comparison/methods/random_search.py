@@ -81,7 +81,7 @@ def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -
         >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
         >>> counts = FrequencyCounts({"t": torch.tensor([9, 7, 2, 1])}, {"f": 1}, 19)
         >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
-        >>> budget = Budget.of(Size(parameters=16), blocks)
+        >>> budget = Budget.of(Size(embedding_bytes=104), blocks)
         >>> int(random_dims(blocks, budget, torch.Generator().manual_seed(0))["t"].sum())
         8
     """
@@ -97,7 +97,7 @@ def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -
     bought = torch.zeros(len(order), dtype=torch.bool)
     bought[order[: int((paid <= budget.amount).sum())]] = True
     if not bool(bought.any()):
-        requirement = f"at least {float(paid[0]):.0f} {budget.unit} for one dimension of the first block"
+        requirement = f"at least {float(paid[0]):.0f} bytes for one dimension of the first block"
         raise SizeNotMetError(describe("random search", requirement, f"{budget.amount:.0f}"))
     per_dim = bought.split([factor.numel() for factor in reached.values()])
     dims = {dim: part.view_as(reached[dim]).sum(dim=1) for dim, part in zip(reached, per_dim, strict=True)}

@@ -25,7 +25,7 @@ def dense(task: MethodTask) -> MethodResult:
     """The uncompressed model: the recipe as it is, at every requested size the same.
 
     Args:
-        task: what to train; its compression_ratio is not looked at.
+        task: what to train; its compression is not looked at.
     """
     return uniform_candidate(task, None).train(task)
 
@@ -36,7 +36,7 @@ def no_embeddings(task: MethodTask) -> MethodResult:
     A data set on which this is as good as the uncompressed model says nothing about embeddings.
 
     Args:
-        task: what to train; its compression_ratio is not looked at.
+        task: what to train; its compression is not looked at.
     """
     recipe = task.build(None)
     scheme = uniform_scheme_(recipe.model, dict.fromkeys(table_widths(recipe.model), 0))
@@ -62,7 +62,7 @@ def uniform(task: MethodTask) -> MethodResult:
 def uniform_grid(task: MethodTask) -> MethodResult:
     """Grid search over uniform tables: every D of 4, 8, .. up to the recipe's own, the best that is within the budget.
 
-    All of them are trained and count as trials, whatever the budget: with compression_ratio 1 the result is the best
+    All of them are trained and count as trials, whatever the budget: with compression 1 the result is the best
     uniform dimension of any size. `MethodTask.trials` does not shorten the grid.
 
     Args:

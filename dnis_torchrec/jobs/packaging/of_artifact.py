@@ -7,16 +7,15 @@ from pathlib import Path
 import torch
 
 from dnis_torchrec.artifact import read_manifest
-from dnis_torchrec.artifact.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
-from dnis_torchrec.artifact.predictions import SERVING_FORMS
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.forms import CANONICAL_FORM, FORMS, Dense, RowPruned, form_named
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact
 from dnis_torchrec.jobs.packaging.package import write_package
 from dnis_torchrec.jobs.recorded import load_recorded
 
-ON_FBGEMM = (*DENSE_FORMS, *ROW_PRUNED_FORMS)
-"""Forms whose lookups are FBGEMM's kernels."""
+ON_FBGEMM = (Dense, RowPruned)
+"""Layouts whose lookups are FBGEMM's kernels."""
 
 
 def run_package(
@@ -25,7 +24,7 @@ def run_package(
     *,
     recipe: str | None = None,
     data: Path | None = None,
-    form: str = "csr",
+    form: str = CANONICAL_FORM,
     kind: str = "aoti",
     name: str | None = None,
     overwrite: bool = False,
@@ -71,12 +70,12 @@ def check_packaged_form(form: str) -> None:
     """Refuses a form that torch.export does not take.
 
     Args:
-        form: name of a registered form.
+        form: one of `dnis_torchrec.forms.FORMS`.
 
     Raises:
         NotImplementedError: for one on FBGEMM's kernels.
     """
-    if form in ON_FBGEMM:
+    if isinstance(form_named(form), ON_FBGEMM):
         supported = "supported are forms whose lookup is an operator of dnis_torchrec"
-        remedy = f"choose one of {', '.join(name for name in SERVING_FORMS if name not in ON_FBGEMM)}"
+        remedy = f"choose one of {', '.join(name for name, other in FORMS.items() if not isinstance(other, ON_FBGEMM))}"
         raise NotImplementedError(describe(f"form {form!r}", supported, "one on FBGEMM's kernels", remedy))

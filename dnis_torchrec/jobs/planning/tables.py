@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.forms import stored_blocks
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.serving.mixed_dimension import stored_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

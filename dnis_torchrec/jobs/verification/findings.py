@@ -33,7 +33,7 @@ def judged(check: str, subject: str, good: bool, detail: str) -> Finding:
     """A finding that is ok or failed.
 
     Example:
-        >>> judged("parity", "csr, empty bags", True, "off by 0").status
+        >>> judged("parity", "csr_fp32, empty bags", True, "off by 0").status
         'ok'
     """
     return Finding(check, subject, OK if good else FAILED, detail)

@@ -13,6 +13,7 @@ import torch
 from dnis_torchrec.artifact import load_csr, load_dense_state, read_scheme
 from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manifest
 from dnis_torchrec.artifact.writing import SCIPY_FORMATS, scipy_file
+from dnis_torchrec.forms import CANONICAL_FORM
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
 from dnis_torchrec.storage.fetching import FETCHED
@@ -79,7 +80,7 @@ def check_against_run(artifact: Path, manifest: dict[str, Any], run_path: Path) 
     different = sorted(set(tables) ^ set(scheme.tables))
     findings = [judged("run", "tables", not different, f"in one of the two alone: {different}" if different else "")]
     for name in sorted(set(tables) & set(scheme.tables)):
-        if "csr" not in manifest["forms"]:
+        if CANONICAL_FORM not in manifest["forms"]:
             findings.append(Finding("run", f"table {name}", SKIPPED, "the artifact holds no exact sparse rows"))
             continue
         exact = load_csr(artifact, name).to_dense()

@@ -17,6 +17,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import load
+from dnis_torchrec.forms import form_named
 from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.logical_tables import torchrec_config
@@ -32,19 +33,6 @@ Bag = list[tuple[int, float]]
 Bags = dict[str, list[Bag]]
 Row = Callable[[str, int], Tensor]
 """``row(table, id)``: the exact row, ``(D,)`` float32."""
-
-
-def precision_of(form: str) -> str:
-    """What values of a form are stored as.
-
-    Args:
-        form: its name; one that ends with no precision is fp32.
-
-    Example:
-        >>> precision_of("csr_int8"), precision_of("mixed_dimension")
-        ('int8', 'fp32')
-    """
-    return next((name for name in ROW_ERRORS if form.endswith(f"_{name}")), "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +95,14 @@ def check_form(artifact: Path, form: str, collection: str, oracle: Oracle, *, is
         return [Finding("parity", place, FAILED, str(error))]
     findings = []
     for name, bags in bag_cases(oracle.scheme).items():
-        findings.append(_compare(f"{place}: {name}", module, oracle, bags, ROW_ERRORS[precision_of(form)]))
+        findings.append(_compare(f"{place}: {name}", module, oracle, bags, ROW_ERRORS[form_named(form).precision.name]))
     unknown = unknown_bags(oracle.scheme)
     findings.append(_check_refusal(f"{place}: refused", module, oracle.scheme, unknown))
     try:
         module = load(artifact, form=form, collection=collection, unknown_ids="zero")
     except NotImplementedError as error:
         return [*findings, Finding("unknown ids", f"{place}: as zero", SKIPPED, str(error))]
-    row_error = ROW_ERRORS[precision_of(form)]
+    row_error = ROW_ERRORS[form_named(form).precision.name]
     return [*findings, _compare(f"{place}: as zero", module, oracle, unknown, row_error, check="unknown ids")]
 
 

@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.artifact import read_scheme, write_artifact
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import describe
+from dnis_torchrec.forms import CANONICAL_FORM
 from dnis_torchrec.jobs.verification.parity import rows_of_features
 from dnis_torchrec.jobs.verification.served import UNCOMPRESSED_FORMS, collections_of, served_module
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -156,7 +157,7 @@ def _warm_up(artifact: Path, form: str) -> None:
             {table.name: table.retained.float()},
             MixedDimensionScheme({table.name: table}),
             Path(folder) / "small",
-            forms=("csr",) if form in UNCOMPRESSED_FORMS else (form,),
+            forms=(CANONICAL_FORM,) if form in UNCOMPRESSED_FORMS else (form,),
         )
         measure_here(small, form)
 

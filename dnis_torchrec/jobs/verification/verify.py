@@ -12,12 +12,13 @@ from torch import Tensor
 from dnis_torchrec.artifact import load_csr, read_manifest, read_scheme
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code, named_errors
+from dnis_torchrec.forms import CANONICAL_FORM, form_named
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact
 from dnis_torchrec.jobs.recorded import load_recorded
 from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
 from dnis_torchrec.jobs.verification.integrity import check_against_run, check_files
 from dnis_torchrec.jobs.verification.latency import Latency, measure_latency
-from dnis_torchrec.jobs.verification.parity import Oracle, Row, check_form, precision_of
+from dnis_torchrec.jobs.verification.parity import Oracle, Row, check_form
 from dnis_torchrec.jobs.verification.resident import Resident, measure_resident
 from dnis_torchrec.jobs.verification.served import UNCOMPRESSED_FORMS, collections_of
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -111,8 +112,9 @@ def verify(
 
 
 def _parity(artifact: Path, manifest: dict[str, Any], scheme: MixedDimensionScheme) -> list[Finding]:
-    if "csr" not in manifest["forms"]:
-        return [Finding("parity", "all forms", SKIPPED, "no exact sparse rows to compare with; export with form csr")]
+    if CANONICAL_FORM not in manifest["forms"]:
+        detail = f"no exact sparse rows to compare with; export with form {CANONICAL_FORM}"
+        return [Finding("parity", "all forms", SKIPPED, detail)]
     findings = []
     row = _exact_row(artifact, scheme)
     parts = collections_of(scheme)
@@ -150,7 +152,7 @@ def _metrics(artifact: Path, manifest: dict[str, Any], recipe: str | None, data:
         except (ValueError, TypeError, NotImplementedError) as error:
             findings.append(Finding("metric", form, FAILED, str(error)))
             continue
-        limit = METRIC_LIMITS.get(precision_of(form))
+        limit = METRIC_LIMITS.get(form_named(form).precision.name)
         judgement = "not judged" if limit is None else f"may be {limit:g}"
         for name in sorted(set(metrics) & set(run["metrics"])):
             change = metrics[name] - run["metrics"][name]

@@ -66,10 +66,10 @@ def quality_at_the_same_bytes(
         linestyle = DOTTED if point.method.endswith(WITH_VALIDATION) else DASHED
         axis.axhline(point.mean, color=styles[point.method][0], linewidth=1.1, linestyle=linestyle, zorder=1)
     for method in styles:
-        mine = sorted((p for p in compressed if p.method == method), key=lambda point: point.compression_ratio)
+        mine = sorted((p for p in compressed if p.method == method), key=lambda point: point.compression)
         if mine:
             _method_line(axis, mine, styles[method])
-    ratios = [point.compression_ratio for point in compressed] or [1.0]
+    ratios = [point.compression for point in compressed] or [1.0]
     margin = max(1.08, (max(ratios) / min(ratios)) ** 0.06)
     log_axis(axis, min(ratios) / margin, max(ratios) * margin, format_ratio)
     if len(sizes) >= ENOUGH_TICKS:
@@ -98,7 +98,7 @@ def _method_line(axis: Axes, points: Sequence[ParetoPoint], style: tuple[str, st
     is_second = method.endswith(WITH_VALIDATION)
     width, zorder = (2.4, 5) if method == "dnis" else (1.1, 3) if is_second else (1.6, 4)
     axis.errorbar(
-        [point.compression_ratio for point in points],
+        [point.compression for point in points],
         [point.mean for point in points],
         yerr=None if is_second else [point.bar or 0.0 for point in points],
         color=colour,
@@ -124,10 +124,10 @@ def _name_points_beyond(figure: Figure, axis: Axes, points: Sequence[ParetoPoint
         edge, arrow, align = (
             (high, "\N{UPWARDS ARROW}", "top") if point.mean > high else (low, "\N{DOWNWARDS ARROW}", "bottom")
         )
-        side = "right" if point.compression_ratio > middle else "left"
+        side = "right" if point.compression > middle else "left"
         name = axis.annotate(
             f"{arrow} {short(point.method)} {format_metric(point.mean)}",
-            (point.compression_ratio, edge),
+            (point.compression, edge),
             (0, 0),
             textcoords="offset points",
             color="#333333",
@@ -153,9 +153,7 @@ def _legend(
 ) -> tuple[list[Artist], list[str]]:
     """Handles and labels, one per method whatever its rows."""
     last: dict[str, ParetoPoint] = {}
-    for point in sorted(
-        compressed, key=lambda point: (not point.method.endswith(WITH_VALIDATION), point.compression_ratio)
-    ):
+    for point in sorted(compressed, key=lambda point: (not point.method.endswith(WITH_VALIDATION), point.compression)):
         last[base_method(point.method)] = point
     handles: list[Artist] = []
     for method, point in sorted(last.items(), key=lambda item: -item[1].mean):

@@ -35,7 +35,7 @@ PRUNING_METHODS = ("dnis", "magnitude", "dense")
 
 @styled
 def quality_against_size(rows: Sequence[ReportRow], metric: str, *, higher_is_better: bool) -> Figure:
-    """A metric over the compression ratio: one line per method through the means over seeds, a faint point per seed.
+    """A metric over the compression: one line per method through the means over seeds, a faint point per seed.
 
     The uncompressed model and models whose tables retain nothing are also drawn as levels, for comparison.
 
@@ -57,15 +57,15 @@ def quality_against_size(rows: Sequence[ReportRow], metric: str, *, higher_is_be
     lines: list[Artist] = []
     for method, style in styles.items():
         mine = [group for group in groups if group.method == method]
-        lines.append(_method_line(axis, mine, metric, style, x=_compression_ratio))
+        lines.append(_method_line(axis, mine, metric, style, x=_compression))
     for group in empty:
         lines.append(axis.axhline(_means([group], metric)[0], color=GREY, linewidth=1.4, linestyle=":"))
-    ratios = [group.compression_ratio for group in groups] or [1.0]
+    ratios = [group.compression for group in groups] or [1.0]
     low, high = min(ratios), max(ratios)
     margin = max(1.06, (high / low) ** 0.05) if high > low else 1.5
     log_axis(axis, low / margin, high * margin, format_ratio)
     metric_axis(axis, metric, higher_is_better)
-    axis.set_xlabel("compression ratio: uncompressed / retained parameters (log scale)")
+    axis.set_xlabel("compression: bytes of the float32 tables / bytes served (log scale)")
     labels = [short(method) for method in styles]
     labels += [f"{short(group.method)} (no embeddings at all)" for group in empty]
     legend_beside(figure, lines, labels, "method")
@@ -76,7 +76,7 @@ def quality_against_size(rows: Sequence[ReportRow], metric: str, *, higher_is_be
 def quality_against_pruning_rate(rows: Sequence[ReportRow], metric: str, *, higher_is_better: bool) -> Figure:
     """A metric over the share of parameters that is gone, for DNIS and for magnitude pruning: the paper's comparison.
 
-    ``pruning rate = 1 - 1 / compression ratio``, counted in parameters, as the paper does; index bytes, of which
+    ``pruning rate = 1 - parameters / dense_parameters``, as the paper counts; index bytes, of which
     unstructured pruning needs many, are in the figure of quality against bytes. The uncompressed model is a level.
 
     Args:
@@ -159,12 +159,12 @@ def _series_style(index: int) -> tuple[str, str]:
     return COLOURS[index % (len(COLOURS) - 1)], MARKERS[index % len(MARKERS)]  # black is the uncompressed model
 
 
-def _compression_ratio(item: ReportRow | RowGroup) -> float:
-    return item.compression_ratio
+def _compression(item: ReportRow | RowGroup) -> float:
+    return item.compression
 
 
 def _pruning_rate(item: ReportRow | RowGroup) -> float:
-    return 100 * (1 - 1 / item.compression_ratio) if item.parameters else 100.0
+    return 100 * (1 - item.parameters / item.dense_parameters)
 
 
 def _method_line(

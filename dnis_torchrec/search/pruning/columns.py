@@ -21,7 +21,7 @@ _LIMB_BITS = 28
 
 
 def kept_columns(
-    tables: list[PrunedTable], blocks: RowBlocks, wanted: Size | float, scope: str, ranks: Ranks
+    tables: list[PrunedTable], blocks: RowBlocks, wanted: Size | float, per_table: bool, ranks: Ranks
 ) -> dict[str, Tensor]:
     """Chooses columns: what a size affords, or what lies above a threshold. The same on every rank; no table changes.
 
@@ -29,7 +29,7 @@ def kept_columns(
         tables: to choose from.
         blocks: their blocks.
         wanted: a size, or a root mean square up to which columns are dropped.
-        scope: ``"global"`` or ``"table"``, see `prune`.
+        per_table: see `prune`.
         ranks: that hold the tables.
 
     Returns:
@@ -48,7 +48,7 @@ def kept_columns(
     check_leaves_something(largest)
     budget, names = Budget.unchecked(wanted, blocks), [table.name for table in tables]
     costs = budget.column_costs
-    if scope == "global":
+    if not per_table:
         parts = dict.fromkeys(names, 1.0)
         kept = _keep_columns_within(names, scores, costs, budget.amount)
     else:

@@ -9,7 +9,7 @@ of its own values stay, the same values as on one process, and no rank has seen 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
+from dnis_torchrec.forms import CANONICAL_FORM, FORMS, Csr, form_named
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.scheme import column_bytes, pointer_bytes
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
 from dnis_torchrec.search.pruning.tables import PrunedTable
 from dnis_torchrec.soft_selection.table_shards import TableShard
@@ -102,6 +102,26 @@ def keep_above_(tables: list[PrunedTable], threshold: float) -> None:
             part.mul_(part.abs() > threshold)
 
 
+def check_form_of_elements(form: str) -> Csr:
+    """Checks that single values can be counted in a form.
+
+    Args:
+        form: of the size.
+
+    Returns:
+        The form.
+
+    Raises:
+        NotImplementedError: for a form other than compressed sparse rows.
+    """
+    known = form_named(form)
+    if not isinstance(known, Csr):
+        supported = [name for name, other in FORMS.items() if isinstance(other, Csr)]
+        remedy = f"say form={CANONICAL_FORM!r}"
+        raise NotImplementedError(describe("form", f"supported for single values are {supported}", repr(form), remedy))
+    return known
+
+
 def num_elements(size: Size, blocks: RowBlocks, *, at_least: int = 1) -> int:
     """How many single values a size affords.
 
@@ -114,30 +134,42 @@ def num_elements(size: Size, blocks: RowBlocks, *, at_least: int = 1) -> int:
         At most the number of all values.
 
     Raises:
-        SizeOutOfReachError: for a size that does not pay for so many values, in bytes after CSR's row pointers.
-        NotImplementedError: for bytes of a form other than CSR.
+        SizeOutOfReachError: for a size that does not pay for so many values after row pointers and scales.
+        NotImplementedError: for a form other than compressed sparse rows.
     """
-    total = sum(routing.num_embeddings * blocks.embedding_dims[t] for t, routing in blocks.routings.items())
-    name, value = size.given
-    if name == "compression_ratio":
-        limit = math.floor(100 * total / at_least) / 100
-        if value > limit:
-            most = f"{limit:.2f}".rstrip("0").rstrip(".")
-            raise SizeOutOfReachError(describe(name, f"at most {most} for these tables", value))
-        return int(total / value)
-    if name == "parameters":
-        if value < at_least:
-            raise SizeOutOfReachError(describe(name, f"at least {at_least} for these tables", value))
-        return min(int(value), total)
-    if size.form != "csr_fp32":
-        raise NotImplementedError(describe("form", "supported for single elements is 'csr_fp32'", repr(size.form)))
-    dims = blocks.embedding_dims
-    pointers = sum(pointer_bytes(routing.num_embeddings, dims[table]) for table, routing in blocks.routings.items())
-    per_value = {4 + column_bytes(dim) for dim in dims.values()}
-    affordable = int(value - pointers) // max(per_value)
-    smallest = pointers + at_least * max(per_value)
+    shapes = [(routing.num_embeddings, blocks.embedding_dims[table]) for table, routing in blocks.routings.items()]
+    return affordable_values(size, shapes, at_least=at_least)
+
+
+def affordable_values(size: Size, shapes: Sequence[tuple[int, int]], *, at_least: int = 1) -> int:
+    """As `num_elements`, of tables of which only the shapes are known.
+
+    Args:
+        size: what the user asked for.
+        shapes: N and D of every table.
+        at_least: values that it has to pay for.
+
+    Returns:
+        At most the number of all values.
+
+    Raises:
+        SizeOutOfReachError: as `num_elements`.
+        NotImplementedError: as `num_elements`.
+
+    Example:
+        >>> affordable_values(Size(embedding_bytes=64 + 5 * 7, form="csr_fp32"), [(56, 4)])
+        7
+    """
+    form, total = check_form_of_elements(size.form), sum(num_rows * dim for num_rows, dim in shapes)
+    fixed = sum(form.row_index_bytes(num_rows, dim) for num_rows, dim in shapes)
+    per_value = max(form.bytes_per_value(dim) for _, dim in shapes)
+    affordable = int(size.num_bytes(total) - fixed) // per_value
     if affordable < at_least:
-        raise SizeOutOfReachError(describe(name, f"at least {smallest} for these tables in CSR", value))
+        (name, received), smallest = size.given, fixed + at_least * per_value
+        limit = f"at least {smallest}"
+        if name == "compression":
+            limit = f"at most {math.floor(100 * 4 * total / smallest) / 100:.2f}"
+        raise SizeOutOfReachError(describe(name, f"{limit} for these tables", received))
     return min(affordable, total)
 
 

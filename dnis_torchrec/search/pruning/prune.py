@@ -20,7 +20,12 @@ from dnis_torchrec.search.pruning.columns import (
     largest_magnitude,
     nonzero_columns,
 )
-from dnis_torchrec.search.pruning.elements import keep_above_, keep_largest_of_tables_, num_elements
+from dnis_torchrec.search.pruning.elements import (
+    check_form_of_elements,
+    keep_above_,
+    keep_largest_of_tables_,
+    num_elements,
+)
 from dnis_torchrec.search.pruning.schemes import scheme_of
 from dnis_torchrec.search.pruning.tables import PrunedTable, pruned_tables, zero_never_seen_
 from dnis_torchrec.search.settings import check_pruning
@@ -35,7 +40,7 @@ def prune(
     size: Size | None = None,
     threshold: float | None = None,
     structure: str = "block",
-    scope: str = "global",
+    per_table: bool = False,
 ) -> MixedDimensionScheme:
     """Zeroes what is not retained, in place, and says what is retained.
 
@@ -54,18 +59,18 @@ def prune(
             that `prepare_` left out, stays as it is and out of the scheme.
         blocks: blocks of its tables.
         counts: training counts; rows that were never seen are zeroed.
-        size: how much to retain. With structure ``"element"`` a number of parameters, or of CSR bytes, is met to the
-            value; with ``"block"`` the largest set of columns that fits is kept.
+        size: how much to retain. With structure ``"element"`` bytes of a CSR form are met to the value; with
+            ``"block"`` the largest set of columns that fits is kept.
         threshold: instead of a size: magnitudes (root mean squares of columns) up to this are dropped. 0 drops zeros
             only.
         structure: ``"block"`` or ``"element"``.
-        scope: ``"global"``: one budget for all tables; ``"table"``: each table is brought to the same ratio.
+        per_table: bring each table to the same ratio, instead of one budget for all of them.
 
     Returns:
         The scheme, to `export` with the model.
 
     Raises:
-        ValueError: for an unknown structure or scope, not exactly one of size and threshold, a size above that of the
+        ValueError: for an unknown structure, not exactly one of size and threshold, a size above that of the
             uncompressed tables, one that cannot be met or a threshold that leaves nothing, a model without a
             collection, or a NaN or infinity in a table of any rank; no table has changed then.
         NotImplementedError: for element structure with bytes of a form other than CSR, or tables of which some ranks
@@ -80,18 +85,20 @@ def prune(
         >>> counts = FrequencyCounts({"t": torch.tensor([3, 2, 1, 0])}, {"f": 1}, 6)
         >>> blocks = blocks_from_counts(counts, [table], num_blocks=2)
         >>> ebc = EmbeddingBagCollection(tables=[table])
-        >>> prune(ebc, blocks, counts, size=Size(parameters=6), structure="element").parameters
+        >>> prune(ebc, blocks, counts, size=Size(embedding_bytes=42, form="csr_fp32"), structure="element").parameters
         6
     """
-    check_pruning(structure=structure, scope=scope, threshold=threshold)
+    check_pruning(structure=structure, threshold=threshold)
     wanted = _size_or_threshold(size, threshold)
+    if isinstance(wanted, Size) and structure == "element":
+        check_form_of_elements(wanted.form)
     tables, ranks = pruned_tables(model, blocks, counts)
     if isinstance(wanted, Size):
         check_compresses(wanted, sum(table.num_values for table in tables))
     if structure == "element":
-        _prune_elements_(tables, blocks, wanted, scope, ranks)
+        _prune_elements_(tables, blocks, wanted, per_table, ranks)
         return scheme_of(tables, {table.name: nonzero_columns(table, ranks) for table in tables}, ranks)
-    kept = kept_columns(tables, blocks, wanted, scope, ranks)  # raises before a table changes
+    kept = kept_columns(tables, blocks, wanted, per_table, ranks)  # raises before a table changes
     return _with_columns_(tables, kept, ranks)
 
 
@@ -130,7 +137,7 @@ def _size_or_threshold(size: Size | None, threshold: float | None) -> Size | flo
 
 
 def _prune_elements_(
-    tables: list[PrunedTable], blocks: RowBlocks, wanted: Size | float, scope: str, ranks: Ranks
+    tables: list[PrunedTable], blocks: RowBlocks, wanted: Size | float, per_table: bool, ranks: Ranks
 ) -> None:
     largest = {table.name: largest_magnitude(table, ranks) for table in tables}
     if not isinstance(wanted, Size):
@@ -140,10 +147,10 @@ def _prune_elements_(
         return
     check_leaves_something(max(largest.values()))
     total = sum(table.num_values for table in tables)
-    most = total if scope == "global" else max(table.num_values for table in tables if largest[table.name])
+    most = max(table.num_values for table in tables if largest[table.name]) if per_table else total
     num_keep = num_elements(wanted, blocks, at_least=-(-total // most))  # raises before a table changes
     zero_never_seen_(tables)
-    if scope == "global":
+    if not per_table:
         keep_largest_of_tables_(tables, num_keep, ranks)
         return
     for table in tables:

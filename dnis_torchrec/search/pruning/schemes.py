@@ -59,7 +59,7 @@ def uncompressed_scheme(model: nn.Module) -> MixedDimensionScheme:
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
         >>> table = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=8, feature_names=["f"])
         >>> scheme = uncompressed_scheme(EmbeddingBagCollection(tables=[table]))
-        >>> scheme.parameters, scheme.compression_ratio
+        >>> scheme.parameters, scheme.compression("dense_fp32")
         (40, 1.0)
     """
     schemes = {}

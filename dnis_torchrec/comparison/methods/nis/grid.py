@@ -57,9 +57,9 @@ class Grid:
         >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
         >>> counts = FrequencyCounts({"t": torch.tensor([4, 3, 2, 1])}, {"f": 1}, 10)
         >>> blocks = blocks_from_counts(counts, [table], num_blocks=2, scope="table")
-        >>> grid = multi_size_grid(blocks, Budget.of(Size(parameters=12), blocks), num_dimension_blocks=2)
+        >>> grid = multi_size_grid(blocks, Budget.of(Size(embedding_bytes=84), blocks), num_dimension_blocks=2)
         >>> grid.retained([2, 1])["t"].int().tolist(), grid.cost([2, 1])
-        ([[1, 1, 1, 1], [1, 1, 0, 0]], 12.0)
+        ([[1, 1, 1, 1], [1, 1, 0, 0]], 60.0)
     """
 
     blocks: RowBlocks

@@ -96,8 +96,8 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
 def _check_size(grid: Grid, embedding_bytes: int) -> None:
     smallest = embedding_bytes - grid.budget.amount + grid.smallest_cost
     if smallest > embedding_bytes:
-        requirement, remedy = f"at least {smallest:.0f} bytes for NIS", "ask for a lower compression ratio"
-        raise SizeNotMetError(describe("embedding_bytes", requirement, embedding_bytes, remedy))
+        requirement = f"at least {smallest:.0f} bytes for NIS"
+        raise SizeNotMetError(describe("embedding_bytes", requirement, embedding_bytes, "ask for a lower compression"))
 
 
 def chosen(grid: Grid, controller: Controller) -> tuple[dict[str, Tensor], str]:

@@ -1,0 +1,480 @@
+"""Forms: in which tables are stored and served, one list of them, and what each takes in bytes.
+
+A form's name says its layout and its precision: ``"csr_int8"``. The layout is how a lookup finds the retained values of
+a row, the precision what a value is stored in. Bytes are those that lookups read: values with their scales, and what
+tells where they are. Whoever chooses a size, exports, predicts or compares takes them from here. How a layout is
+written and served is in `dnis_torchrec.artifact.forms`.
+
+Shapes: N rows of a table, D embedding_dim, S blocks, R retained dims of a block, V retained values.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.checks import check, check_known
+
+SCALE_BYTES = 4
+"""Scale and bias of a row of int8 or int4, a float16 each."""
+
+
+def rounded_up(dim: int, multiple: int) -> int:
+    """The least multiple that is no less than a number of columns.
+
+    Args:
+        dim: at least 0.
+        multiple: at least 1.
+
+    Example:
+        >>> rounded_up(5, 4), rounded_up(8, 4)
+        (8, 8)
+    """
+    return -(-dim // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What a value is stored in.
+
+    Attributes:
+        name: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``.
+        bits: of a value.
+        dim_multiple: what FBGEMM's kernels want the number of columns to be a multiple of.
+    """
+
+    name: str
+    bits: int
+    dim_multiple: int
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of FBGEMM's kernels, scale and bias counted.
+
+        Args:
+            columns: of the row, a multiple of `dim_multiple`.
+
+        Example:
+            >>> PRECISIONS["int8"].row_bytes(64), PRECISIONS["int4"].row_bytes(64), PRECISIONS["fp32"].row_bytes(64)
+            (68, 36, 256)
+        """
+        return columns * self.bits // 8 + (SCALE_BYTES if self.bits < 16 else 0)
+
+    def stored_width(self, dim: int) -> int:
+        """Columns that a block of R retained dims takes in FBGEMM's kernels.
+
+        Args:
+            dim: R, at least 0.
+
+        Example:
+            >>> PRECISIONS["int4"].stored_width(5), PRECISIONS["fp16"].stored_width(5)
+            (8, 5)
+        """
+        return rounded_up(dim, self.dim_multiple)
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision(name="fp32", bits=32, dim_multiple=1),
+        Precision(name="fp16", bits=16, dim_multiple=1),
+        Precision(name="int8", bits=8, dim_multiple=2),
+        Precision(name="int4", bits=4, dim_multiple=4),
+    )
+}
+"""Name -> precision."""
+
+
+def precision_named(name: str) -> Precision:
+    """The precision of that name.
+
+    Args:
+        name: a key of `PRECISIONS`.
+
+    Raises:
+        ValueError: for another one.
+    """
+    check_known("precision", name, PRECISIONS)
+    return PRECISIONS[name]
+
+
+class RetainedTable(Protocol):
+    """What bytes depend on of a `dnis_torchrec.scheme.TableScheme`."""
+
+    @property
+    def num_embeddings(self) -> int:
+        """N."""
+
+    @property
+    def embedding_dim(self) -> int:
+        """D."""
+
+    @property
+    def num_retained(self) -> int:
+        """V."""
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Features read from the table."""
+
+    @property
+    def routing(self) -> RowRouting:
+        """Row -> block."""
+
+    @property
+    def dims(self) -> Tensor:
+        """``(S,)``: R of each block."""
+
+
+def stored_blocks(table: RetainedTable) -> dict[int, tuple[int, int]]:
+    """Blocks that a mixed-dimension form stores: those with rows and retained dims.
+
+    Args:
+        table: scheme of the table.
+
+    Returns:
+        Block -> shape ``(rows, R)`` of its table.
+    """
+    rows, dims = table.routing.row_counts().tolist(), table.dims.tolist()
+    return {s: (rows[s], dims[s]) for s in range(table.routing.num_blocks) if rows[s] and dims[s]}
+
+
+def map_bytes(num_embeddings: int) -> int:
+    """Bytes of the map that finds a table's rows where they are not sorted: 4 per row, and 4 for unknown ids."""
+    return 4 * (num_embeddings + 1)
+
+
+def routing_bytes(routing: RowRouting) -> int:
+    """Bytes that find the block of a row: 8 per boundary, and a map where rows are not sorted by block."""
+    is_sorted = routing.boundaries is not None
+    return 8 * (routing.num_blocks + 1) + (0 if is_sorted else map_bytes(routing.num_embeddings))
+
+
+def block_index_bytes(table: RetainedTable) -> int:
+    """Bytes that tell where the values of a mixed-dimension form are: 2 per column of a block, and the row routing."""
+    return 2 * sum(dim for _, dim in stored_blocks(table).values()) + routing_bytes(table.routing)
+
+
+@dataclass(frozen=True)
+class Form(ABC):
+    """A layout, one class each, in a precision.
+
+    Attributes:
+        precision: what a value is stored in.
+
+    Example:
+        >>> Csr(PRECISIONS["int8"]).name
+        'csr_int8'
+    """
+
+    precision: Precision
+    layout: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        """``layout_precision``: as users write it, as manifests say it, and as the folder of its files."""
+        return f"{self.layout}_{self.precision.name}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it holds the pruned values bit for bit."""
+        return self.precision.bits == 32
+
+    @property
+    def dim_multiple(self) -> int:
+        """What D has to be a multiple of."""
+        return 1
+
+    @property
+    def has_column_bytes(self) -> bool:
+        """Whether a column costs the same whatever else is retained, so that a size can be spent column by column."""
+        return False
+
+    @abstractmethod
+    def served_bytes(self, table: RetainedTable) -> int:
+        """Bytes that lookups of a table read: values with their scales, and what tells where they are.
+
+        Args:
+            table: its scheme.
+        """
+
+    @abstractmethod
+    def file_bytes(self, table: RetainedTable) -> int:
+        """Bytes of a table's tensors in an artifact.
+
+        Args:
+            table: its scheme.
+        """
+
+    @abstractmethod
+    def stored_values(self, table: RetainedTable) -> int:
+        """Values of a table that are stored, those that fill a row up counted.
+
+        Args:
+            table: its scheme.
+        """
+
+    def fixed_bytes(self, routing: RowRouting, embedding_dim: int) -> int:
+        """Bytes that a table takes if nothing of it is retained, where `has_column_bytes`.
+
+        Args:
+            routing: of the table.
+            embedding_dim: D.
+        """
+        raise NotImplementedError
+
+    def bytes_per_column(self, rows: Tensor, embedding_dim: int) -> Tensor:
+        """Bytes of one more retained column of a block, where `has_column_bytes`.
+
+        Args:
+            rows: ``(S,)``, rows of each block.
+            embedding_dim: D.
+
+        Returns:
+            ``(S,)`` float64.
+        """
+        raise NotImplementedError
+
+
+class Dense(Form):
+    """All N rows, D columns wide, with the zeros in them."""
+
+    layout = "dense"
+
+    def served_bytes(self, table: RetainedTable) -> int:
+        """N rows of D columns."""
+        return table.num_embeddings * self.precision.row_bytes(table.embedding_dim)
+
+    file_bytes = served_bytes
+
+    def stored_values(self, table: RetainedTable) -> int:
+        """N times D."""
+        return table.num_embeddings * table.embedding_dim
+
+    @property
+    def dim_multiple(self) -> int:
+        """That of FBGEMM's kernels."""
+        return self.precision.dim_multiple
+
+
+class RowPruned(Form):
+    """The K rows that retain something, D columns wide; a map finds them, once for every feature of the table."""
+
+    layout = "row_pruned"
+
+    def served_bytes(self, table: RetainedTable) -> int:
+        """K rows of D columns, and the maps where K is below N."""
+        has_map = self._num_kept(table) < table.num_embeddings
+        maps = len(table.feature_names) * map_bytes(table.num_embeddings) if has_map else 0
+        return self.file_bytes(table) + maps
+
+    def file_bytes(self, table: RetainedTable) -> int:
+        """K rows of D columns: the map follows from the scheme."""
+        return self._num_kept(table) * self.precision.row_bytes(table.embedding_dim)
+
+    def stored_values(self, table: RetainedTable) -> int:
+        """K times D."""
+        return self._num_kept(table) * table.embedding_dim
+
+    @property
+    def dim_multiple(self) -> int:
+        """That of FBGEMM's kernels."""
+        return self.precision.dim_multiple
+
+    @staticmethod
+    def _num_kept(table: RetainedTable) -> int:
+        return max(1, int(table.routing.row_counts()[table.dims > 0].sum()))  # FBGEMM knows no table without rows
+
+
+class MixedDimension(Form):
+    """A table per block, as wide as its retained dims; the row routing finds the rows."""
+
+    layout = "mixed_dimension"
+
+    def served_bytes(self, table: RetainedTable) -> int:
+        """The blocks' tables and their index."""
+        return self.file_bytes(table) + block_index_bytes(table)
+
+    def file_bytes(self, table: RetainedTable) -> int:
+        """The blocks' tables: columns and routing are in the scheme."""
+        shapes = stored_blocks(table).values()
+        return sum(rows * self.precision.row_bytes(self.precision.stored_width(dim)) for rows, dim in shapes)
+
+    def stored_values(self, table: RetainedTable) -> int:
+        """The sum over blocks of rows times R, rounded up to what the kernels want."""
+        return sum(rows * self.precision.stored_width(dim) for rows, dim in stored_blocks(table).values())
+
+    @property
+    def has_column_bytes(self) -> bool:
+        """Not with a scale per row, which costs bytes once, or with widths that are rounded up."""
+        return self.precision.bits >= 16
+
+    def fixed_bytes(self, routing: RowRouting, embedding_dim: int) -> int:
+        """The row routing."""
+        return routing_bytes(routing)
+
+    def bytes_per_column(self, rows: Tensor, embedding_dim: int) -> Tensor:
+        """A value per row, and 2."""
+        return rows.double() * (self.precision.bits // 8) + 2
+
+
+class Csr(Form):
+    """Compressed sparse rows: the V retained values, the column of each, and where every row begins."""
+
+    layout = "csr"
+
+    def served_bytes(self, table: RetainedTable) -> int:
+        """Rows, as lookups read them, and row pointers."""
+        pointers = pointer_bytes(table.num_embeddings, table.embedding_dim, table.num_retained)
+        return self._rows_bytes(table) + pointers
+
+    def file_bytes(self, table: RetainedTable) -> int:
+        """Rows twice, as lookups read them and as everybody else does, and row pointers likewise."""
+        num_rows = table.num_embeddings
+        compact = compact_bytes(num_rows) if has_compact_pointers(table.embedding_dim) else 0
+        return 2 * self._rows_bytes(table) + plain_pointer_bytes(num_rows, table.num_retained) + compact
+
+    def stored_values(self, table: RetainedTable) -> int:
+        """V."""
+        return table.num_retained
+
+    @property
+    def has_column_bytes(self) -> bool:
+        """Every value costs the same."""
+        return True
+
+    def fixed_bytes(self, routing: RowRouting, embedding_dim: int) -> int:
+        """Row pointers, and the scales of int8."""
+        return self.row_index_bytes(routing.num_embeddings, embedding_dim)
+
+    def row_index_bytes(self, num_rows: int, embedding_dim: int) -> int:
+        """Row pointers, and the scales of int8, of n rows of fewer than 2^31 values."""
+        return pointer_bytes(num_rows, embedding_dim) + num_rows * self._scale_bytes()
+
+    def bytes_per_column(self, rows: Tensor, embedding_dim: int) -> Tensor:
+        """Values with their columns."""
+        return rows.double() * self.bytes_per_value(embedding_dim)
+
+    def bytes_per_value(self, embedding_dim: int) -> int:
+        """Of a value and its column."""
+        return self.precision.bits // 8 + column_bytes(embedding_dim)
+
+    def _rows_bytes(self, table: RetainedTable) -> int:
+        values = table.num_retained * self.bytes_per_value(table.embedding_dim)
+        return values + table.num_embeddings * self._scale_bytes()
+
+    def _scale_bytes(self) -> int:
+        return 2 if self.precision.bits == 8 else 0
+
+
+FORMS: dict[str, Form] = {
+    form.name: form
+    for layout, precisions in (
+        (Csr, ("fp32", "fp16", "int8")),
+        (MixedDimension, ("fp32", "fp16", "int8", "int4")),
+        (RowPruned, ("int8", "int4")),
+        (Dense, ("fp32", "fp16", "int8", "int4")),
+    )
+    for form in (layout(PRECISIONS[precision]) for precision in precisions)
+}
+"""Name -> form, in the order in which they are shown: the one list. Further ones join it by `register`."""
+
+DEFAULT_FORM = "mixed_dimension_fp32"
+"""The form that a size is in, and that is loaded, unless another is named: exact, and it trains on."""
+CANONICAL_FORM = "csr_fp32"
+"""The exact rows of any scheme, single values too: every other form can be made from it."""
+WRITTEN_BY_DEFAULT = (DEFAULT_FORM, CANONICAL_FORM)
+"""Forms of an artifact unless others are asked for."""
+
+
+def register(form: Form) -> Form:
+    """Makes a form known.
+
+    Args:
+        form: with a name of its own.
+
+    Returns:
+        `form`.
+
+    Raises:
+        ValueError: if another form has its name.
+    """
+    check(form.name not in FORMS, f"form {form.name!r}", "a new name", "one that is taken")
+    FORMS[form.name] = form
+    return form
+
+
+def form_named(name: str) -> Form:
+    """The form of that name.
+
+    Args:
+        name: as users write it.
+
+    Raises:
+        ValueError: if there is none; shows the nearest.
+    """
+    check_known("form", name, FORMS)
+    return FORMS[name]
+
+
+RECORD_BYTES = 64
+"""A record of compact row pointers."""
+START_BYTES = 8
+ROWS_PER_RECORD = RECORD_BYTES - START_BYTES
+LARGEST_LENGTH = 255
+"""Values that a row of compact row pointers may have, so the largest D that they serve."""
+
+
+def compact_bytes(num_rows: int) -> int:
+    """Bytes of the compact row pointers of n rows.
+
+    Example:
+        >>> compact_bytes(56), compact_bytes(57)
+        (64, 73)
+    """
+    return num_rows + START_BYTES * -(-num_rows // ROWS_PER_RECORD)
+
+
+def has_compact_pointers(embedding_dim: int) -> bool:
+    """Whether lookups read compact row pointers: up to D = 255.
+
+    Example:
+        >>> has_compact_pointers(255), has_compact_pointers(256)
+        (True, False)
+    """
+    return embedding_dim <= LARGEST_LENGTH
+
+
+def column_bytes(embedding_dim: int) -> int:
+    """Bytes of the column of a value."""
+    return 1 if embedding_dim <= 256 else 2
+
+
+def plain_pointer_bytes(num_rows: int, num_values: int) -> int:
+    """Bytes of the row pointers of n rows as integers: four each, or eight from 2^31 values on.
+
+    Example:
+        >>> plain_pointer_bytes(56, 100), plain_pointer_bytes(56, 2**31)
+        (228, 456)
+    """
+    return (num_rows + 1) * (4 if num_values < 2**31 else 8)
+
+
+def pointer_bytes(num_rows: int, embedding_dim: int, num_values: int = 0) -> int:
+    """Bytes of a table's row pointers as lookups read them.
+
+    Args:
+        num_rows: n.
+        embedding_dim: D; up to 255 row pointers are compact.
+        num_values: plain ones depend on it.
+
+    Example:
+        >>> pointer_bytes(56, 64), pointer_bytes(56, 256), pointer_bytes(56, 256, 2**31)
+        (64, 228, 456)
+    """
+    if has_compact_pointers(embedding_dim):
+        return compact_bytes(num_rows)
+    return plain_pointer_bytes(num_rows, num_values)
