@@ -90,22 +90,22 @@ def on_rank_zero(action: Callable[[], _T], process_group: dist.ProcessGroup | No
     return box[0]  # type: ignore[return-value]
 
 
-def union_over_ranks(own: Mapping[str, _T], process_group: dist.ProcessGroup | None = None) -> dict[str, _T]:
+def union_over_ranks(local: Mapping[str, _T], process_group: dist.ProcessGroup | None = None) -> dict[str, _T]:
     """Entries of all ranks; of those that several have, the first one's. One all_gather_object.
 
     Args:
-        own: something small.
+        local: something small.
         process_group: of all ranks that call this.
 
     Example:
         >>> union_over_ranks({"table": (40, 8)})
         {'table': (40, 8)}
     """
-    found: list[Mapping[str, _T]] = [own]
+    found: list[Mapping[str, _T]] = [local]
     if world_size_of(process_group) > 1:
         found = [{}] * world_size_of(process_group)
-        dist.all_gather_object(found, own, group=process_group)
-    return {key: value for part in reversed(found) for key, value in part.items()}
+        dist.all_gather_object(found, local, group=process_group)
+    return {key: value for of_rank in reversed(found) for key, value in of_rank.items()}
 
 
 VALUES_PER_COLLECTIVE = 1 << 22
@@ -178,8 +178,8 @@ class Ranks:
         """
         if self.world_size == 1:
             return [text]
-        own = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        return [bytes(part.tolist()).decode() for part in self._gather_uneven(own)]
+        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return [bytes(of_rank.tolist()).decode() for of_rank in self._gather_uneven(encoded)]
 
     def concatenate(self, values: Tensor) -> Tensor:
         """Gives every rank the values of all ranks, in their order: two all_gathers.

@@ -168,18 +168,18 @@ def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
         embedding_dim -> ``(A, D)``, float32, on the CPU; 1 for a block without an occurrence.
     """
     modules = list(collections(model).values())
-    parts = [part for module in modules for part in local_shards(module)]
+    shards_here = [shard for module in modules for shard in local_shards(module)]
     ranks = ranks_of(*modules)
-    copies = _copies(parts, blocks.embedding_dims, counts, ranks)
+    copies = _copies(shards_here, blocks.embedding_dims, counts, ranks)
     squares = {dim: torch.zeros(shape, dtype=torch.float64) for dim, shape in blocks.alpha_shapes.items()}
-    for part in parts:
-        dim, routing = blocks.embedding_dims[part.table], blocks.routings[part.table]
-        for chunk, rows, columns in part.chunks():
+    for shard in shards_here:
+        dim, routing = blocks.embedding_dims[shard.table], blocks.routings[shard.table]
+        for chunk, rows, columns in shard.chunks():
             of_rows = routing.block_of(torch.arange(rows.start, rows.stop))
             in_block = of_rows < routing.num_blocks
-            weights = counts.counts[part.table][rows].double() / copies[part.table]
+            weights = counts.counts[shard.table][rows].double() / copies[shard.table]
             energy = chunk.cpu().double().square() * weights[:, None]
-            alpha_rows = blocks.first_alpha_row(part.table) + of_rows[in_block]
+            alpha_rows = blocks.first_alpha_row(shard.table) + of_rows[in_block]
             squares[dim][:, columns].index_add_(0, alpha_rows, energy[in_block])
     occurrences = {dim: blocks.per_alpha_row(dim, blocks.occurrences)[:, None] for dim in squares}
     means = {dim: ranks.sum_(square) / occurrences[dim].clamp(min=1) for dim, square in squares.items()}
@@ -215,7 +215,7 @@ def _rotate_group_(
         _turn_states_(_states_like(shard.weight, states), rotation, slice(None))
     for turning in group.turning():
         columns = slice(turning.first_column, turning.first_column + dim)
-        _turn_(turning.weight[:, columns], rotation)
+        _rotate_columns_(turning.weight[:, columns], rotation)
         _turn_states_(_states_like(turning.weight, states), rotation, columns)
     return rotation
 
@@ -231,8 +231,8 @@ def _draw_in_(
     weights = layer[:, columns].double().clone()
     for shard in shards:
         factor = weights.abs().sqrt() * (weights.sign() if shard.table == first_table else 1)
-        for chunk, _, own in shard.chunks():
-            chunk.copy_((chunk.double() * factor[:, own].to(chunk.device)).to(chunk))
+        for chunk, _, columns in shard.chunks():
+            chunk.copy_((chunk.double() * factor[:, columns].to(chunk.device)).to(chunk))
         # Of a column that the product does not look at nothing is known.
         inverse = torch.where(factor.abs() > 1e-6 * factor.abs().max(), 1 / factor, 0.0)
         for name, state in _states_like(shard.weight, states):
@@ -260,10 +260,10 @@ def _second_moment(rows: Mapping[str, WholeRows], dim: int, counts: FrequencyCou
 
 
 def _copies(
-    parts: Sequence[TableShard], dims: Mapping[str, int], counts: FrequencyCounts, ranks: Ranks
+    shards_here: Sequence[TableShard], dims: Mapping[str, int], counts: FrequencyCounts, ranks: Ranks
 ) -> dict[str, int]:
     """On how many ranks each value of a table is held, see `num_copies`."""
-    shards = {table: [part for part in parts if part.table == table] for table in dims}
+    shards = {table: [shard for shard in shards_here if shard.table == table] for table in dims}
     return num_copies(shards, {table: (counts.counts[table].numel(), dim) for table, dim in dims.items()}, ranks)
 
 
@@ -274,13 +274,13 @@ def _principal_axes(moment: Tensor) -> Tensor:
     return axes * largest.sign()
 
 
-def _turn_(weights: Tensor, rotation: Tensor) -> None:
+def _rotate_columns_(weights: Tensor, rotation: Tensor) -> None:
     weights.copy_((weights.double() @ rotation.to(weights.device)).to(weights))
 
 
 def _turn_states_(states: Sequence[tuple[str, Tensor]], rotation: Tensor, columns: slice) -> None:
     for name, state in states:
-        _turn_(state[:, columns], rotation if name in LINEAR_STATES else rotation.square())
+        _rotate_columns_(state[:, columns], rotation if name in LINEAR_STATES else rotation.square())
 
 
 def _states_by_storage(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
@@ -300,7 +300,7 @@ def _fused_states(model: DistributedModelParallel) -> Iterator[tuple[Tensor, dic
     for key, state in model.fused_optimizer.state.items():
         weight = _local(key)
         if weight is not None:
-            whole = [part for part in map(_local, state.values()) if part is not None and part.shape == weight.shape]
+            whole = [each for each in map(_local, state.values()) if each is not None and each.shape == weight.shape]
             yield weight, dict(zip(("exp_avg", "exp_avg_sq") if len(whole) > 1 else ("sum",), whole, strict=False))
 
 
@@ -317,13 +317,13 @@ def _refuse(problem: str, ranks: Ranks) -> None:
         raise NotImplementedError(found)
 
 
-def _split_rows(parts: Sequence[TableShard], tables: set[str], embedding_dims: Mapping[str, int]) -> str:
+def _split_rows(shards_here: Sequence[TableShard], tables: set[str], embedding_dims: Mapping[str, int]) -> str:
     """Names a table of which this rank holds parts of rows, if there is one."""
-    for part in parts:
-        if part.table in tables and part.weight.shape[1] != embedding_dims[part.table]:
-            received = f"{part.weight.shape[1]} of its {embedding_dims[part.table]} columns"
+    for shard in shards_here:
+        if shard.table in tables and shard.weight.shape[1] != embedding_dims[shard.table]:
+            received = f"{shard.weight.shape[1]} of its {embedding_dims[shard.table]} columns"
             remedy = "shard it by rows or as a whole, or search with rotate=False"
-            return describe(f"table {part.table!r}", "supported to rotate are shards of whole rows", received, remedy)
+            return describe(f"table {shard.table!r}", "supported to rotate are shards of whole rows", received, remedy)
     return ""
 
 

@@ -17,7 +17,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable, column_dtype
 
-OF_LOOKUPS = frozenset({"compact_row_pointers", "interleaved_rows"})
+LOOKUP_TENSORS = frozenset({"compact_row_pointers", "interleaved_rows"})
 """What is derived from the rest, so that lookups find it in a mapped file."""
 VALUE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
 """Precision -> dtype of the values."""
@@ -37,7 +37,7 @@ def csr_of_shard(table: TableScheme, shard: Shard, value_dtype: torch.dtype) -> 
         ValueError: if the shard holds something else.
     """
     scales = {"scales"} if value_dtype == torch.int8 else set()
-    brought = OF_LOOKUPS & set(shard.tensors)
+    brought = LOOKUP_TENSORS & set(shard.tensors)
     shard.check_names({"values", "columns", "row_pointers"} | scales | brought)
     received = shard.tensors["values"].dtype
     check(received == value_dtype, shard.place, f"{value_dtype} values", received, "export again")

@@ -50,17 +50,17 @@ def _blocks_of_shards(
     table: TableScheme, shards: Sequence[Shard], widths: Mapping[int, int], dtype: torch.dtype
 ) -> dict[int, Tensor]:
     """Every stored block's table: as it lies in its file, or the parts of several put together."""
-    parts: dict[int, list[Tensor]] = {s: [] for s in widths}
+    chunks: dict[int, list[Tensor]] = {s: [] for s in widths}
     for shard in shards:
         shapes = stored_blocks(_of_rows(table, shard.first_row, shard.first_row + shard.num_rows))
         shard.check_names({f"b{s}" for s in shapes})
         for s, (num_rows, _) in shapes.items():
-            part, shape = shard.tensors[f"b{s}"], (num_rows, widths[s])
-            fits = part.dtype == dtype and tuple(part.shape) == shape
+            chunk, shape = shard.tensors[f"b{s}"], (num_rows, widths[s])
+            fits = chunk.dtype == dtype and tuple(chunk.shape) == shape
             requirement = f"block {s}: {str(dtype).removeprefix('torch.')} of shape {shape}"
-            check(fits, shard.place, requirement, f"{part.dtype} {tuple(part.shape)}", "export again")
-            parts[s].append(part)
-    return {s: found[0] if len(found) == 1 else torch.cat(found) for s, found in parts.items()}
+            check(fits, shard.place, requirement, f"{chunk.dtype} {tuple(chunk.shape)}", "export again")
+            chunks[s].append(chunk)
+    return {s: found[0] if len(found) == 1 else torch.cat(found) for s, found in chunks.items()}
 
 
 def _encode(form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:

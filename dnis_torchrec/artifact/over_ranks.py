@@ -36,7 +36,7 @@ _SHARE_OF_SHARD, _SMALLEST_FILE_BYTES = 8, 1 << 24
 """A file is encoded in memory before it is written, so it may take this part of the rank's largest shard, or 16 MiB."""
 
 Span = tuple[int, int]
-_Part = tuple[Span, Rows]
+_SpanOfRows = tuple[Span, Rows]
 """Rows of a table that a rank writes, and where it takes them from."""
 
 
@@ -87,27 +87,27 @@ def write_over_ranks(
         for name in scheme.tables:
             check_known("table", name, shards)
         run = as_json(run or {})
-    own = {name: tuple(shards[name]) for name in scheme.tables}
-    copies = num_copies(own, {n: (t.num_embeddings, t.embedding_dim) for n, t in scheme.tables.items()}, ranks)
-    by_columns = _cut_by_columns(own, scheme, ranks)
-    largest = max((shard.weight.nbytes for held in own.values() for shard in held), default=0)
+    here = {name: tuple(shards[name]) for name in scheme.tables}
+    copies = num_copies(here, {n: (t.num_embeddings, t.embedding_dim) for n, t in scheme.tables.items()}, ranks)
+    by_columns = _cut_by_columns(here, scheme, ranks)
+    largest = max((shard.weight.nbytes for held in here.values() for shard in held), default=0)
     file_bytes = min(max_file_bytes, max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD))
     with _shared_folder(path, overwrite, ranks) as folder:
         with together(ranks.group):
             for name in by_columns:
-                _pass_columns(folder, own[name])
+                _pass_columns(folder, here[name])
         with together(ranks.group):
             listed: dict[str, Shards] = {}
             files: Files = {}
             num_values = torch.zeros(len(scheme.tables), dtype=torch.int64)
             for index, (name, table) in enumerate(scheme.tables.items()):
                 if name in by_columns:
-                    parts = _parts_of_columns(folder, table, ranks)
+                    spans = _spans_of_column_shards(folder, table, ranks)
                 elif copies[name] > 1 and index % ranks.world_size != ranks.rank:
-                    parts = []
+                    spans = []
                 else:
-                    parts = [_part_of(shard) for shard in own[name]]
-                num_values[index] = _write_parts(folder, index, table, parts, forms, file_bytes, listed, files)
+                    spans = [_span_of_shard(shard) for shard in here[name]]
+                num_values[index] = _write_spans(folder, index, table, spans, forms, file_bytes, listed, files)
         _check_counts(scheme, ranks.sum_(num_values))
         texts = ranks.gather_texts(json.dumps({"shards": listed, "files": files}))
         with together(ranks.group):
@@ -134,14 +134,16 @@ def _shared_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
             stack.close()
 
 
-def _cut_by_columns(own: Mapping[str, tuple[TableShard, ...]], scheme: MixedDimensionScheme, ranks: Ranks) -> list[str]:
+def _cut_by_columns(
+    here: Mapping[str, tuple[TableShard, ...]], scheme: MixedDimensionScheme, ranks: Ranks
+) -> list[str]:
     """Tables of which some rank holds parts of rows. One all_reduce of a number per table."""
     dims = {name: table.embedding_dim for name, table in scheme.tables.items()}
-    cut = torch.tensor([max((int(s.weight.shape[1] < dims[n]) for s in held), default=0) for n, held in own.items()])
-    return [name for name, is_cut in zip(own, ranks.max_(cut).tolist(), strict=True) if is_cut]
+    cut = torch.tensor([max((int(s.weight.shape[1] < dims[n]) for s in held), default=0) for n, held in here.items()])
+    return [name for name, is_cut in zip(here, ranks.max_(cut).tolist(), strict=True) if is_cut]
 
 
-def _part_of(shard: TableShard) -> _Part:
+def _span_of_shard(shard: TableShard) -> _SpanOfRows:
     first = shard.first_row
     return (first, first + shard.weight.shape[0]), lambda begin, end: shard.weight[begin - first : end - first]
 
@@ -152,11 +154,11 @@ def _pass_columns(folder: Path, shards: Sequence[TableShard]) -> None:
         (folder / _COLUMNS).mkdir(exist_ok=True)
         place = (shard.first_row, shard.first_column, *shard.weight.shape)
         with (folder / _COLUMNS / f"{_stem(shard.table)}.{'.'.join(map(str, place))}").open("wb") as file:
-            for part, _, _ in shard.chunks():
-                part.float().cpu().contiguous().numpy().tofile(file)
+            for chunk, _, _ in shard.chunks():
+                chunk.float().cpu().contiguous().numpy().tofile(file)
 
 
-def _parts_of_columns(folder: Path, table: TableScheme, ranks: Ranks) -> list[_Part]:
+def _spans_of_column_shards(folder: Path, table: TableScheme, ranks: Ranks) -> list[_SpanOfRows]:
     """The W-th part of a table's rows that this rank writes, read from the columns that all ranks have passed."""
     first, last = (table.num_embeddings * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
     files = sorted((folder / _COLUMNS).glob(f"{_stem(table.name)}.*"))
@@ -180,11 +182,11 @@ def _stem(table: str) -> str:
     return table.encode().hex()
 
 
-def _write_parts(
+def _write_spans(
     folder: Path,
     index: int,
     table: TableScheme,
-    parts: Sequence[_Part],
+    spans: Sequence[_SpanOfRows],
     forms: Sequence[str],
     max_file_bytes: int,
     listed: dict[str, Shards],
@@ -193,7 +195,7 @@ def _write_parts(
     """Writes this rank's parts of a table in every form, notes them in `listed` and `files`, counts their values."""
     listed[table.name] = {form: [] for form in forms}
     num_values = 0
-    for span, rows in parts:
+    for span, rows in spans:
         step = rows_per_chunk(table.embedding_dim)
         for begin in range(*span, step):
             num_values += count_values(table, rows(begin, min(begin + step, span[1])), begin)
@@ -224,22 +226,24 @@ def _write_rest(
     written = [json.loads(text) for text in texts]
     shards: dict[str, Shards] = {
         name: {
-            form: sorted((s for own in written for s in own["shards"][name][form]), key=lambda s: s["first_row"])
+            form: sorted(
+                (s for of_rank in written for s in of_rank["shards"][name][form]), key=lambda s: s["first_row"]
+            )
             for form in forms
         }
         for name in scheme.tables
     }
     for name, table in scheme.tables.items():
-        for form, parts in shards[name].items():
-            covered = sum(part["num_rows"] for part in parts)
+        for form, in_order in shards[name].items():
+            covered = sum(shard["num_rows"] for shard in in_order)
             if covered != table.num_embeddings:
                 raise ValueError(describe(f"table {name!r}, form {form!r}", f"{table.num_embeddings} rows", covered))
     scheme_files = write_packed(folder, "scheme", scheme.to_tensors(), max_file_bytes)
     dense = {name: value.detach().cpu().clone() for name, value in dense_state.items()}  # tied weights share memory
     dense_files = write_packed(folder, "dense_state", dense, max_file_bytes)
     files: Files = scheme_files | dense_files
-    for own in written:
-        files |= own["files"]
+    for of_rank in written:
+        files |= of_rank["files"]
     write_manifest(
         folder,
         manifest_of(scheme, forms, shards, files, scheme_files=scheme_files, dense_files=dense_files, run=run),

@@ -164,8 +164,8 @@ def write_shards(
             middle = (begin + end) // 2
             spans.extendleft([(middle, end), (begin, middle)])
             continue
-        part = "" if (begin, end) == (0, table.num_embeddings) else f"_from_{begin}"
-        name = f"{form}/{_stem(index, table.name)}{part}.safetensors"
+        suffix = "" if (begin, end) == (0, table.num_embeddings) else f"_from_{begin}"
+        name = f"{form}/{_stem(index, table.name)}{suffix}.safetensors"
         files[name] = write_artifact_file(folder, name, tensors)
         shards.append({"file": name, "first_row": begin, "num_rows": end - begin})
     return shards, files
@@ -198,7 +198,7 @@ def write_packed(folder: Path, stem: str, tensors: Mapping[str, Tensor], max_fil
             packs.append({})
         packs[-1][name] = tensor
     names = [f"{stem}{f'_{index}' if index else ''}.safetensors" for index in range(len(packs))]
-    return {name: write_artifact_file(folder, name, _own(pack)) for name, pack in zip(names, packs, strict=True)}
+    return {name: write_artifact_file(folder, name, _unshared(pack)) for name, pack in zip(names, packs, strict=True)}
 
 
 def manifest_of(
@@ -339,7 +339,7 @@ def as_json(run: Mapping[str, Any]) -> Any:
     return described
 
 
-def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU: safetensors refuses tensors that share memory, as tied weights do."""
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.blocks.frequency import FrequencyCounts, RowCounts, pieces
+from dnis_torchrec.blocks.frequency import FrequencyCounts, RowCounts, count_chunks
 from dnis_torchrec.blocks.row_routing import MAX_NUM_BLOCKS, RowRouting
 from dnis_torchrec.blocks.settings import SCOPES, STRATEGIES
 from dnis_torchrec.checks import check, check_known
@@ -266,8 +266,8 @@ class _FrequencyOrder:
 
     def __init__(self, counts: Sequence[RowCounts]) -> None:
         values, sizes = torch.zeros(2, 0, dtype=torch.int64)
-        for piece in chain.from_iterable(map(pieces, counts)):
-            more, sizes_of_more = torch.unique(piece, return_counts=True)
+        for chunk in chain.from_iterable(map(count_chunks, counts)):
+            more, sizes_of_more = torch.unique(chunk, return_counts=True)
             values, run = torch.unique(torch.cat([values, more]), return_inverse=True)
             both = torch.cat([sizes, sizes_of_more])
             sizes = torch.zeros_like(values).index_add_(0, run, both)
@@ -328,14 +328,14 @@ def _block_rows(counts: RowCounts, order: _FrequencyOrder, starts: Tensor) -> tu
     rows, occurrences, seen_rows = torch.zeros(3, num_blocks, dtype=torch.int64)
     in_order, last = True, torch.zeros(2, 1, dtype=torch.int64)
     filled = 0
-    for piece in pieces(counts):
-        block = torch.searchsorted(starts, order.take_places(piece), right=True) - 1
+    for chunk in count_chunks(counts):
+        block = torch.searchsorted(starts, order.take_places(chunk), right=True) - 1
         block_of_row[filled : filled + block.numel()] = block
         filled += block.numel()
         rows += torch.bincount(block, minlength=num_blocks)
-        occurrences.index_add_(0, block, piece)
-        seen_rows.index_add_(0, block, (piece > 0).long())
-        rising = torch.cat([last, torch.stack([block, (piece == 0).long()])], dim=1)
+        occurrences.index_add_(0, block, chunk)
+        seen_rows.index_add_(0, block, (chunk > 0).long())
+        rising = torch.cat([last, torch.stack([block, (chunk == 0).long()])], dim=1)
         in_order, last = in_order and bool((rising.diff() >= 0).all()), rising[:, -1:]
     if in_order:
         boundaries = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])

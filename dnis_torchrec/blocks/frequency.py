@@ -38,7 +38,7 @@ class _Head(TypedDict):
     estimated: list[str]
 
 
-def pieces(counts: RowCounts) -> Iterator[Tensor]:
+def count_chunks(counts: RowCounts) -> Iterator[Tensor]:
     """Counts of all rows, `ROWS_AT_A_TIME` at a time.
 
     Args:
@@ -48,7 +48,7 @@ def pieces(counts: RowCounts) -> Iterator[Tensor]:
         ``(n,)`` int64, in the order of the rows.
 
     Example:
-        >>> [piece.tolist() for piece in pieces(torch.tensor([2, 0, 1]))]
+        >>> [chunk.tolist() for chunk in count_chunks(torch.tensor([2, 0, 1]))]
         [[2, 0, 1]]
     """
     for first in range(0, counts.numel(), ROWS_AT_A_TIME):
@@ -82,7 +82,7 @@ class FrequencyCounts:
             ValueError: if the table was not counted.
         """
         check_known("table", table, self.counts)
-        return torch.cat([piece == 0 for piece in pieces(self.counts[table])])
+        return torch.cat([chunk == 0 for chunk in count_chunks(self.counts[table])])
 
     def error_bounds(self) -> dict[str, float]:
         """Table -> what no row's count exceeds the true one by, with probability 1 - delta each; 0 if all are exact.
@@ -295,11 +295,11 @@ def _ids_of_arrow_lists(column: pd.Series, place: str, requirement: str, remedy:
     return torch.from_numpy(ids.to_numpy().astype(np.int64)), pc.max(lengths).as_py() or 0
 
 
-def merge_counts(parts: Sequence[FrequencyCounts]) -> FrequencyCounts:
+def merge_counts(counts_of_ranks: Sequence[FrequencyCounts]) -> FrequencyCounts:
     """Adds up counts of disjoint parts of the training data, as several ranks or days make them.
 
     Args:
-        parts: at least one, of the same tables and features, all exact.
+        counts_of_ranks: at least one, of the same tables and features, all exact.
 
     Returns:
         New counts: sums, the longest bags, all samples.
@@ -308,16 +308,16 @@ def merge_counts(parts: Sequence[FrequencyCounts]) -> FrequencyCounts:
         ValueError: if there are no parts or they count different tables or features.
         NotImplementedError: if a table of a part was counted in bounded memory.
     """
-    check(len(parts) > 0, "merge_counts", "at least one part", 0)
-    first = parts[0]
-    for part in parts[1:]:
-        same = _tables_and_features(part) == _tables_and_features(first)
-        check(same, "merge_counts", "the same tables and features in every part", _tables_and_features(part))
-    counts = [part.exact() for part in parts]
+    check(len(counts_of_ranks) > 0, "merge_counts", "at least one part", 0)
+    first = counts_of_ranks[0]
+    for of_rank in counts_of_ranks[1:]:
+        same = _tables_and_features(of_rank) == _tables_and_features(first)
+        check(same, "merge_counts", "the same tables and features in every part", _tables_and_features(of_rank))
+    counts = [of_rank.exact() for of_rank in counts_of_ranks]
     return FrequencyCounts(
-        {name: torch.stack([part[name] for part in counts]).sum(0) for name in first.counts},
-        {name: max(part.max_bag_lengths[name] for part in parts) for name in first.max_bag_lengths},
-        sum(part.num_samples for part in parts),
+        {name: torch.stack([of_rank[name] for of_rank in counts]).sum(0) for name in first.counts},
+        {name: max(of_rank.max_bag_lengths[name] for of_rank in counts_of_ranks) for name in first.max_bag_lengths},
+        sum(of_rank.num_samples for of_rank in counts_of_ranks),
     )
 
 

@@ -19,7 +19,7 @@ from dnis_torchrec.comparison.registry import REGISTRY, load_registry
 from dnis_torchrec.comparison.settings import CompareSettings, training_rules
 from dnis_torchrec.data.final_sigmoid import warn_of_sigmoid
 from dnis_torchrec.data.labels import RankingBatch, check_candidates
-from dnis_torchrec.data.over_ranks import SPLITS, fingerprints, noting, warn_of_overlaps
+from dnis_torchrec.data.over_ranks import SPLITS, fingerprints, warn_of_overlaps, with_notes
 from dnis_torchrec.data.recipe import Recipe, build_recipe, checked_batches
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
@@ -226,7 +226,7 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
     recipe = build_recipe(comparison.recipe, comparison.data, seed=comparison.seeds[0])
     check_pooling(recipe.model)
     batch_sizes: dict[str, int] = {}
-    noted = noting(recipe.data)
+    noted = with_notes(recipe.data)
     for name in SPLITS:
         num_batches, queries = 0, []
         for batch in checked_batches(getattr(noted, name), recipe.loss, name):

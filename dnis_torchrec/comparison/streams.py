@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.data.over_ranks import for_counting
+from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe
 
 
@@ -52,10 +52,10 @@ class CountedAs:
 
     Args:
         batches: what is trained on.
-        counted: what is counted, see `dnis_torchrec.data.over_ranks.for_counting`.
+        counted: what is counted, see `dnis_torchrec.data.over_ranks.all_samples`.
 
     Example:
-        >>> list(CountedAs("abX", "ab")), list(for_counting(CountedAs("abX", "ab")))
+        >>> list(CountedAs("abX", "ab")), list(all_samples(CountedAs("abX", "ab")))
         (['a', 'b', 'X'], ['a', 'b'])
     """
 
@@ -67,7 +67,7 @@ class CountedAs:
 
     def counted(self) -> Iterator[Batch]:
         """What is counted of these batches."""
-        return iter(for_counting(self._counted))
+        return iter(all_samples(self._counted))
 
 
 @runtime_checkable

@@ -123,15 +123,15 @@ def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
     if ranks.world_size == 1:
         return data
     learned_on = {"train": True, "validation": True, "selection": False, "test": False}
-    parts: dict[str, Iterable[Batch]] = {}
+    splits: dict[str, Iterable[Batch]] = {}
     for name, equal in learned_on.items():
         batches = getattr(data, name)
         is_split = getattr(batches, "is_split_over_ranks", False)
-        parts[name] = batches if is_split else SlicedBatches(batches, ranks, name, equal=equal)
-    return DataSplits(**parts)
+        splits[name] = batches if is_split else SlicedBatches(batches, ranks, name, equal=equal)
+    return DataSplits(**splits)
 
 
-def for_counting(batches: Iterable[Batch]) -> Iterable[Batch]:
+def all_samples(batches: Iterable[Batch]) -> Iterable[Batch]:
     """What this rank counts and checks of a split that is learned on, once. Local, no collective.
 
     Over all ranks it is every sample: what an epoch leaves out may be in the next one, or in a part of a batch.
@@ -157,8 +157,8 @@ def check_same(data: DataSplits, ranks: Ranks) -> None:
     for name in SPLITS:
         batches = getattr(data, name)
         if isinstance(batches, SlicedBatches):
-            own = batches.fingerprint or 0
-            largest, smallest = ranks.max_(torch.tensor([own, -own])).tolist()
+            mine = batches.fingerprint or 0
+            largest, smallest = ranks.max_(torch.tensor([mine, -mine])).tolist()
             requirement = "the same batches in the same order on every rank"
             remedy = "let their order depend on the recipe's seed alone"
             check(largest == -smallest, f"{name} stream", requirement, "others", remedy)
@@ -198,8 +198,8 @@ class NotedBatches:
         return self._noting(self._batches)
 
     def counted(self) -> Iterator[Batch]:
-        """What `for_counting` takes."""
-        return self._noting(for_counting(self._batches))
+        """What `all_samples` takes."""
+        return self._noting(all_samples(self._batches))
 
     def _noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         self.fingerprint, self.sketch = 0, SampleSketch()
@@ -214,7 +214,7 @@ class NotedBatches:
             self.batches[id(batch)] = batch
 
 
-def noting(data: DataSplits) -> DataSplits:
+def with_notes(data: DataSplits) -> DataSplits:
     """The same splits, which note their samples while they are read.
 
     Args:
@@ -227,7 +227,7 @@ def fingerprints(noted: DataSplits, ranks: Ranks) -> dict[str, int]:
     """Fingerprint of every split, of the samples of all ranks. One reduction of four numbers.
 
     Args:
-        noted: from `noting`, after each split was read to its end.
+        noted: from `with_notes`, after each split was read to its end.
         ranks: that the data is split over.
     """
     sums = ranks.sum_(torch.tensor([getattr(noted, name).fingerprint for name in SPLITS])) % FINGERPRINTS
@@ -240,9 +240,9 @@ def check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
     Otherwise one rank would wait for another in the midst of training. Two gathers of a number per batch and split.
 
     Args:
-        data: from `split_over_ranks`. Batches that say what is counted of them (see `for_counting`) have another number
+        data: from `split_over_ranks`. Batches that say what is counted of them (see `all_samples`) have another number
             of steps, and are taken at their word.
-        noted: the same from `noting`, after each split was read to its end.
+        noted: the same from `with_notes`, after each split was read to its end.
         ranks: that the data is split over.
 
     Raises:
@@ -253,11 +253,11 @@ def check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
         if isinstance(batches, SlicedBatches) or hasattr(batches, "counted") or ranks.world_size == 1:
             continue
         numbers = ranks.concatenate(torch.tensor([len(sizes)])).tolist()
-        of_ranks = [part.tolist() for part in ranks.concatenate(sizes).split(numbers)]
+        of_ranks = [of_rank.tolist() for of_rank in ranks.concatenate(sizes).split(numbers)]
         remedy = "leave out what does not fill a batch on every rank"
-        for rank, own in enumerate(of_ranks):
-            received = f"{len(own)} on rank {rank}, {len(of_ranks[0])} on rank 0"
-            check(len(own) == len(of_ranks[0]), f"{name} stream", SAME_BATCHES, received, remedy)
+        for rank, of_one in enumerate(of_ranks):
+            received = f"{len(of_one)} on rank {rank}, {len(of_ranks[0])} on rank 0"
+            check(len(of_one) == len(of_ranks[0]), f"{name} stream", SAME_BATCHES, received, remedy)
         for index, of_batch in enumerate(zip(*of_ranks, strict=True) if name in ("train", "validation") else ()):
             other = next((rank for rank, size in enumerate(of_batch) if size != of_batch[0]), 0)
             received = f"{of_batch[other]} on rank {other}, {of_batch[0]} on rank 0"
@@ -270,7 +270,7 @@ def warn_of_overlaps(noted: DataSplits, ranks: Ranks) -> None:
     Some reductions of a sample of bounded size per split; the warnings come from rank 0, one per pair of splits.
 
     Args:
-        noted: from `noting`, after each split was read to its end.
+        noted: from `with_notes`, after each split was read to its end.
         ranks: that the data is split over.
     """
     splits = {name: getattr(noted, name) for name in SPLITS}

@@ -15,7 +15,7 @@ from dnis_torchrec.comparison.methods.projected import project_as_exported_
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import DEFAULT_FORM
-from dnis_torchrec.jobs.model_parts import check_shapes, load_state_
+from dnis_torchrec.jobs.model_shards import check_shapes, load_state_
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -141,11 +141,11 @@ def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str | None 
 
 def _check_features(collection: nn.Module, scheme: MixedDimensionScheme, fqn: str, artifact: Path) -> None:
     """Refuses tables that read other features than the model's: the model would miss some, or take one for another."""
-    own = {config.name: tuple(config.feature_names) for config in table_configs_of(collection)}
+    of_model = {config.name: tuple(config.feature_names) for config in table_configs_of(collection)}
     held = {table.name: tuple(table.feature_names) for table in scheme.tables.values() if table.collection == fqn}
-    for name in sorted({*own, *held}):
-        requirement = f"the features of the model's table, {list(own.get(name, ()))}"
-        fits = own.get(name) == held.get(name)
+    for name in sorted({*of_model, *held}):
+        requirement = f"the features of the model's table, {list(of_model.get(name, ()))}"
+        fits = of_model.get(name) == held.get(name)
         check(fits, f"{artifact}, table {name!r}", requirement, list(held.get(name, ())), "use the model of the run")
 
 
@@ -165,11 +165,11 @@ def drop_in_(model: nn.Module, artifact: Path, *, form: str = DEFAULT_FORM) -> n
     Raises:
         ValueError: if the artifact is damaged or the model has other collections or dense weights.
     """
-    scheme, own = read_scheme(artifact), collections(model)
+    scheme, of_model = read_scheme(artifact), collections(model)
     names = {table.collection for table in scheme.tables.values()}
     for name in sorted(names):
-        check_known("FQN", name, own)
-        _check_features(own[name], scheme, name, artifact)
+        check_known("FQN", name, of_model)
+        _check_features(of_model[name], scheme, name, artifact)
     dense = load_dense_state(artifact)
     if has_axes(dense):
         with_axes_(model)

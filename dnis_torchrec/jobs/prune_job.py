@@ -13,7 +13,7 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import DEFAULT_FORM
-from dnis_torchrec.jobs.model_parts import load_state_
+from dnis_torchrec.jobs.model_shards import load_state_
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.report import ReportRow

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.jobs.model_parts import delete_parts, has_parts, load_parts, part_name, save_parts
+from dnis_torchrec.jobs.model_shards import delete_shards, has_shards, load_shards, save_shards, shard_name
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_report_rows, write_rows
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme
@@ -54,7 +54,7 @@ from dnis_torchrec.training.checkpoint import checkpoint_folder
 _FORMAT = "dnis-torchrec-run"
 _FORMAT_VERSION = 1
 _KIND = FolderKind("run", "run.json", _FORMAT)
-WRITTEN_BY_RANKS = ("checkpoints/*", part_name("*"))
+WRITTEN_BY_RANKS = ("checkpoints/*", shard_name("*"))
 """Patterns of the files that every rank writes; rank 0 writes the others."""
 REPLACED = f"replaced{PARTIAL}"
 """Where a new run keeps the one that it replaces; no part of what is published."""
@@ -303,7 +303,7 @@ class RunFolder:
         """After run.json, without which nothing there is taken for a run."""
         remove_file(inside(url, "run.json"))
         checkpoint_folder(self.checkpoints).remove()
-        delete_parts(url)
+        delete_shards(url)
 
     def read_head(self) -> dict[str, Any]:
         """The content of run.json.
@@ -370,11 +370,11 @@ class RunFolder:
                 if alpha is not None:
                     self._save("alpha", {f"dim{dim}": value for dim, value in alpha.items()})
                 self._save("scheme", unshared(scheme.to_tensors()))
-                delete_parts(self._written_by_ranks)
+                delete_shards(self._written_by_ranks)
                 if ranks.world_size == 1:
                     self._save("model", unshared(model.state_dict()))
         if ranks.world_size > 1:
-            save_parts(self._written_by_ranks, model, ranks)
+            save_shards(self._written_by_ranks, model, ranks)
 
     def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
         put_file(self.path / f"{name}.safetensors", partial(save_file, tensors))
@@ -405,7 +405,7 @@ class RunFolder:
 
     def state(self) -> dict[str, Tensor]:
         """state_dict of the plain model."""
-        return load_parts(self.path) if has_parts(self.path) else self._tensors("model")
+        return load_shards(self.path) if has_shards(self.path) else self._tensors("model")
 
     def tables(self) -> dict[str, Tensor]:
         """Merged and pruned tables by name, ``(N, D)`` each."""

@@ -122,10 +122,10 @@ def run_search(job: SearchJob) -> list[ReportRow]:
 
 
 def _check_baselines(job: SearchJob) -> None:
-    ranks = world_size_of()
-    if ranks > 1 and job.baselines:
+    world_size = world_size_of()
+    if world_size > 1 and job.baselines:
         remedy = "train them with dnis compare"
-        raise NotImplementedError(describe("baselines", "supported is one process", f"{ranks} ranks", remedy))
+        raise NotImplementedError(describe("baselines", "supported is one process", f"{world_size} ranks", remedy))
 
 
 @contextmanager
@@ -183,11 +183,11 @@ def _left_in_order(run: RunFolder, head: Mapping[str, Any]) -> Iterator[None]:
     except BaseException:
         if rank_of() == 0:
             with suppress(OSError, StorageError):  # a full disk, or storage that is away, must not hide what went wrong
-                _leave(run, head)
+                _keep_or_delete(run, head)
         raise
 
 
-def _leave(run: RunFolder, head: Mapping[str, Any]) -> None:
+def _keep_or_delete(run: RunFolder, head: Mapping[str, Any]) -> None:
     if run.status() == "finished":
         return
     if run.has_checkpoint():

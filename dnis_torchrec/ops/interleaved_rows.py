@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dnis_torchrec.checks import check
 
-_OF_BYTES = {4: torch.float32, 2: torch.float16, 1: torch.int8}
+_DTYPE_OF_BYTES = {4: torch.float32, 2: torch.float16, 1: torch.int8}
 
 
 class RowLayout(NamedTuple):
@@ -137,7 +137,7 @@ def read_rows(
     row_start = first * layout.entry_bytes + index * layout.scale_bytes
     row, place = _entries(count)
     value_start = row_start[row] + layout.scale_bytes
-    values = _gather(rows, value_start + place * layout.value_bytes, _OF_BYTES[layout.value_bytes])
+    values = _gather(rows, value_start + place * layout.value_bytes, _DTYPE_OF_BYTES[layout.value_bytes])
     column_start = value_start + count[row] * layout.value_bytes + place * layout.column_bytes
     column_bytes = _bytes_at(rows, column_start, layout.column_bytes).long()
     columns = sum(part << 8 * byte for byte, part in enumerate(column_bytes.unbind(1)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
-from dnis_torchrec.blocks.frequency import FrequencyCounts, pieces
+from dnis_torchrec.blocks.frequency import FrequencyCounts, count_chunks
 from dnis_torchrec.blocks.row_routing import ROWS_AT_A_TIME, RowRouting
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import BlockSummary
@@ -125,7 +125,10 @@ def count_searched_rows(alpha: Mapping[int, Tensor], blocks: RowBlocks, counts: 
 
 def _distribution(dims: Mapping[str, Tensor], counts: FrequencyCounts, embedding_dim: int) -> RowDistribution:
     """Of tables whose rows retain so many dims, in pieces that bound the memory."""
-    of_tables = (zip(pieces(counts.counts[name]), own.split(ROWS_AT_A_TIME), strict=True) for name, own in dims.items())
+    of_tables = (
+        zip(count_chunks(counts.counts[name]), per_row.split(ROWS_AT_A_TIME), strict=True)
+        for name, per_row in dims.items()
+    )
     return RowDistribution.of(chain.from_iterable(of_tables), embedding_dim)
 
 

@@ -86,9 +86,9 @@ def _check_comparable(first: RunResults, run: RunResults) -> None:
     check(run.recipe == first.recipe, place, f"recipe {first.recipe!r}, as {first.name}", repr(run.recipe))
     names = (first.configuration.keys() | run.configuration.keys()) - set(FREE)
     for name in sorted(names):
-        own, expected = run.configuration.get(name), first.configuration.get(name)
+        value, expected = run.configuration.get(name), first.configuration.get(name)
         requirement = f"{name} = {expected}, as {first.name}; runs may differ in size, seed, D and S"
-        check(own == expected, place, requirement, own, "leave it out, or report it alone")
+        check(value == expected, place, requirement, value, "leave it out, or report it alone")
 
 
 def _series(runs: Sequence[RunResults], setting: Callable[[RunResults], int], methods: Sequence[str]) -> Series:

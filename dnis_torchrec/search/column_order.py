@@ -120,11 +120,11 @@ class ColumnOrder(ABC):
         Args:
             embedding_dim: D of the alpha.
         """
-        own, costs = self._own_scores(embedding_dim), self._costs[embedding_dim]
-        return own + self._column_sharing * ((costs / costs.sum()).to(own) @ own)
+        of_blocks, costs = self._block_scores(embedding_dim), self._costs[embedding_dim]
+        return of_blocks + self._column_sharing * ((costs / costs.sum()).to(of_blocks) @ of_blocks)
 
     @abstractmethod
-    def _own_scores(self, embedding_dim: int) -> Tensor:
+    def _block_scores(self, embedding_dim: int) -> Tensor:
         """``(A, D)``, not negative: what a column is worth to its own block."""
 
     def next_pressure(self, pressure_now: float, ramp: RampState) -> float:
@@ -171,7 +171,7 @@ class AlphaOrder(ColumnOrder):
     def observe(self, gradients: Mapping[int, Tensor]) -> None:
         """Has no use for them: they have moved alpha."""
 
-    def _own_scores(self, embedding_dim: int) -> Tensor:
+    def _block_scores(self, embedding_dim: int) -> Tensor:
         """``(A, D)``: alpha times its scale."""
         return self._alpha.of(embedding_dim) * self._scales[embedding_dim]
 
@@ -208,7 +208,7 @@ class FreeImportanceOrder(ColumnOrder):
         """Takes them into the running variance."""
         self._importance.update(gradients)
 
-    def _own_scores(self, embedding_dim: int) -> Tensor:
+    def _block_scores(self, embedding_dim: int) -> Tensor:
         """``(A, D)``: what validation loss would lose with a column, over what it costs."""
         losses = self._importance.losses(embedding_dim)
         return losses / self._costs[embedding_dim].to(losses).unsqueeze(1).clamp(min=1e-9)

@@ -319,30 +319,30 @@ class SearchLoop:
         state = self._pipeline.state(self._stream)
         # JSON has no infinity: a best epoch that is not there is left out.
         best = asdict(self.best) if self.best.step >= 0 else None
-        own: dict[str, Any] = {"epoch": self._epoch, "is_over": self._is_over, "best": best}
-        own["seconds"] = self.seconds_before + time.monotonic() - self._started
-        own["steps_per_epoch"], own["data"] = self._steps_per_epoch, self._data
-        own["configuration"] = self._configuration
-        own["history"] = [asdict(record) for record in self.history]
+        entries: dict[str, Any] = {"epoch": self._epoch, "is_over": self._is_over, "best": best}
+        entries["seconds"] = self.seconds_before + time.monotonic() - self._started
+        entries["steps_per_epoch"], entries["data"] = self._steps_per_epoch, self._data
+        entries["configuration"] = self._configuration
+        entries["history"] = [asdict(record) for record in self.history]
         whole = TrainingState(
             tensors={**state.tensors, f"rank{rank_of()}/losses": PlacedTensor.of(self._losses)},
             tables=state.tables,
-            values={**state.values, "search": own},
+            values={**state.values, "search": entries},
         )
         saver.save(self._steps, whole, keep=(self.best.step, self._best_before.step))
 
     def _restore(self, path: Address) -> None:
         # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen them.
         written = on_rank_zero(lambda: self._ranks_of(path))
-        ranks = range(rank_of(), written, world_size_of())
-        losses = {f"rank{rank}/losses": torch.zeros_like(self._losses) for rank in ranks}
-        placed = {name: PlacedTensor.of(own_losses) for name, own_losses in losses.items()}
-        own = self._pipeline.restore(path, self._stream, placed)["search"]
+        resumed_ranks = range(rank_of(), written, world_size_of())
+        losses = {f"rank{rank}/losses": torch.zeros_like(self._losses) for rank in resumed_ranks}
+        placed = {name: PlacedTensor.of(losses_of_rank) for name, losses_of_rank in losses.items()}
+        entries = self._pipeline.restore(path, self._stream, placed)["search"]
         self._resumed_from = path
         self._losses += sum(losses.values())
-        self._epoch, self._is_over, self.seconds_before = own["epoch"], own["is_over"], own["seconds"]
-        self.best = self._best_before = Best(**own["best"] or {})
-        self.history = [EpochRecord(**record) for record in own["history"]]
+        self._epoch, self._is_over, self.seconds_before = entries["epoch"], entries["is_over"], entries["seconds"]
+        self.best = self._best_before = Best(**entries["best"] or {})
+        self.history = [EpochRecord(**record) for record in entries["history"]]
         self._events.on_resume(self._pipeline.lower_steps, tuple(self.history))
 
     def _ranks_of(self, path: Address) -> int:
@@ -358,7 +358,7 @@ class SearchLoop:
         requirement = f"one with {self._steps_per_epoch} lower steps per epoch, as many as now"
         remedy = f"resume with the data of the run, and data that splits itself over ranks on {world_size} of them"
         check(steps == self._steps_per_epoch, f"checkpoint {path}", requirement, steps, remedy)
-        other = [name for name, own in self._data.items() if saved["data"].get(name) != own]
+        other = [name for name, found in self._data.items() if saved["data"].get(name) != found]
         received, remedy = f"one of other samples in: {', '.join(other)}", "resume with the data of the run"
         check(not other, f"checkpoint {path}", "one of this data", received, remedy)
         configuration, remedy = saved.get("configuration", {}), "resume with the configuration of the run"

@@ -153,7 +153,7 @@ def search(
         steps_per_epoch=steps_per_epoch,
         events=events,
         before_epoch=partial(_set_rates_, model, optimizer, pipeline, recipe, config),
-        after_warm_up=partial(_turn_, model, optimizer, pipeline, blocks, counts) if turned else None,
+        after_warm_up=partial(_turn_axes_, model, optimizer, pipeline, blocks, counts) if turned else None,
         data=data,
         configuration=asdict(config),
     )
@@ -202,7 +202,7 @@ def _in_parts(data: DataSplits, config: SearchConfig, ranks: Ranks) -> Iterable[
     return split_over_ranks(replace(data, validation=parts), ranks).validation
 
 
-def _turn_(
+def _turn_axes_(
     model: DistributedModelParallel,
     optimizer: KeyedOptimizerWrapper,
     pipeline: BilevelTrainPipeline,

@@ -316,10 +316,10 @@ def _replicated_tables(plan: ShardingPlan, fqn: str) -> set[str]:
     return {table for table, own in planned.items() if own.sharding_type == ShardingType.DATA_PARALLEL.value}
 
 
-def _copy_weight_(part: TableShard, weight: torch.Tensor) -> None:
-    rows = slice(part.first_row, part.first_row + part.weight.shape[0])
-    columns = slice(part.first_column, part.first_column + part.weight.shape[1])
-    part.weight.copy_(weight[rows, columns])
+def _copy_weight_(shard: TableShard, weight: torch.Tensor) -> None:
+    rows = slice(shard.first_row, shard.first_row + shard.weight.shape[0])
+    columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+    shard.weight.copy_(weight[rows, columns])
 
 
 def _world_size(process_group: dist.ProcessGroup | None) -> int:
@@ -397,11 +397,13 @@ def _possible_constraints(
 
 def _has_empty_shard(kind: str, rows: int, device: torch.device, topology: Topology) -> bool:
     """Whether rows run out before ranks do: FBGEMM's CPU kernels take no table without rows."""
-    ranks = {ShardingType.ROW_WISE.value: topology.world_size} | dict.fromkeys(ON_ONE_HOST, topology.local_world_size)
-    if device.type != "cpu" or kind not in ranks:
+    rank_numbers = {ShardingType.ROW_WISE.value: topology.world_size} | dict.fromkeys(
+        ON_ONE_HOST, topology.local_world_size
+    )
+    if device.type != "cpu" or kind not in rank_numbers:
         return False
-    per_rank = -(-rows // ranks[kind])
-    return per_rank * (ranks[kind] - 1) >= rows
+    per_rank = -(-rows // rank_numbers[kind])
+    return per_rank * (rank_numbers[kind] - 1) >= rows
 
 
 def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
@@ -427,20 +429,24 @@ def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
 
 
 def _check_ranks(planned: ParameterSharding, place: str, world_size: int, local_world_size: int) -> None:
-    ranks, kind = list(planned.ranks or []), planned.sharding_type
+    rank_numbers, kind = list(planned.ranks or []), planned.sharding_type
     remedy = f"make a plan for {world_size} ranks"
-    within = all(0 <= rank < world_size for rank in ranks)
-    check(within, place, f"ranks below the world size {world_size}", ranks, remedy)
+    within = all(0 <= rank < world_size for rank in rank_numbers)
+    check(within, place, f"ranks below the world size {world_size}", rank_numbers, remedy)
     if kind == ShardingType.ROW_WISE.value:
-        everywhere = sorted(ranks) == list(range(world_size))
-        check(everywhere, place, f"a shard on each of {world_size} ranks", ranks, remedy)
+        everywhere = sorted(rank_numbers) == list(range(world_size))
+        check(everywhere, place, f"a shard on each of {world_size} ranks", rank_numbers, remedy)
     if kind in ON_ONE_HOST:
-        hosts = [ranks[start : start + local_world_size] for start in range(0, len(ranks), local_world_size)]
+        hosts = [
+            rank_numbers[start : start + local_world_size] for start in range(0, len(rank_numbers), local_world_size)
+        ]
         whole = all(
             host == list(range(host[0], host[0] + local_world_size)) and host[0] % local_world_size == 0
             for host in hosts
         )
-        check(whole, place, f"shards on all {local_world_size} ranks of a host (LOCAL_WORLD_SIZE)", ranks, remedy)
+        check(
+            whole, place, f"shards on all {local_world_size} ranks of a host (LOCAL_WORLD_SIZE)", rank_numbers, remedy
+        )
 
 
 def _check_shards(planned: ParameterSharding, place: str, shape: tuple[int, int], device: torch.device) -> None:

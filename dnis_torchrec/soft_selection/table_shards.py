@@ -74,8 +74,8 @@ class TableShard:
         columns = slice(self.first_column, self.first_column + self.weight.shape[1])
         num_rows = max(1, min(ROWS_PER_CHUNK, VALUES_PER_OPERATION // max(1, self.weight.shape[1])))
         for start in range(0, self.weight.shape[0], num_rows):
-            part = self.weight[start : start + num_rows]
-            yield part, slice(self.first_row + start, self.first_row + start + len(part)), columns
+            chunk = self.weight[start : start + num_rows]
+            yield chunk, slice(self.first_row + start, self.first_row + start + len(chunk)), columns
 
 
 def collections(model: nn.Module) -> dict[str, nn.Module]:
@@ -288,7 +288,7 @@ def num_copies(
     Raises:
         NotImplementedError: on all ranks, if a table is neither spread over the ranks nor whole on each.
     """
-    held = torch.tensor([sum(shard.weight.numel() for shard in own) for own in shards.values()])
+    held = torch.tensor([sum(shard.weight.numel() for shard in of_table) for of_table in shards.values()])
     ranks.sum_(held)
     copies = {}
     for name, values in zip(shards, held.tolist(), strict=True):

@@ -16,13 +16,13 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.data.final_sigmoid import warn_of_sigmoid
 from dnis_torchrec.data.labels import RankingBatch, check_candidates
 from dnis_torchrec.data.over_ranks import (
+    all_samples,
     check_same,
     check_steps,
     fingerprints,
-    for_counting,
-    noting,
     split_over_ranks,
     warn_of_overlaps,
+    with_notes,
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe, checked_batches
 from dnis_torchrec.ranks import Ranks, together
@@ -47,7 +47,7 @@ def read_before_training(
         ValueError: on all ranks, as `count_training_data`, or if ranks have read other batches, or not as many.
     """
     whole = split_over_ranks(recipe.data, ranks)
-    noted = noting(whole)
+    noted = with_notes(whole)
     counts = count_training_data(noted, recipe.loss, tables, limits=limits, process_group=ranks.group)
     check_same(whole, ranks)
     check_steps(whole, noted, ranks)
@@ -89,14 +89,14 @@ def count_training_data(
     with together(process_group):
         for name in ("validation", *queries):
             num_batches, batches = 0, getattr(data, name)
-            for batch in checked_batches(for_counting(batches) if name == "validation" else batches, loss, name):
+            for batch in checked_batches(all_samples(batches) if name == "validation" else batches, loss, name):
                 longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {num_batches}"))
                 num_batches += 1
                 if name in queries and isinstance(batch, RankingBatch):
                     queries[name].append(batch.queries.cpu().long())
             check(num_batches > 0, f"{name} stream", "at least one batch", 0, "check the data splits")
     _check_queries(queries, Ranks(process_group))
-    train = checked_batches(for_counting(data.train), loss, "train")
+    train = checked_batches(all_samples(data.train), loss, "train")
     features = (batch.sparse_features for batch in train)
     counts = count_stream(features, tables, limits=limits, process_group=process_group)
     of_all = torch.tensor([max(length, longest[name]) for name, length in counts.max_bag_lengths.items()])

@@ -171,7 +171,7 @@ class FiniteGuard:
     def _table_with_non_finite_value(self) -> str | None:
         for collection in self._collections.values():
             for shard in local_shards(collection):
-                for part, _, _ in shard.chunks():
-                    if not bool(torch.isfinite(part).all()):
+                for chunk, _, _ in shard.chunks():
+                    if not bool(torch.isfinite(chunk).all()):
                         return shard.table
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import cast
 
@@ -39,11 +39,11 @@ FUSED_OPTIMIZERS = {"adam": EmbOptimType.ADAM, "rowwise_adagrad": EmbOptimType.E
 """`Recipe.table_optimizer` -> FBGEMM's optimizer that runs inside the tables' backward."""
 
 
-PART = "part"
+RATE_GROUP = "part"
 """What a group of the optimizer of what is not fused holds: tables, `Recipe.row_weights`, or the rest."""
 
 
-OF_TABLES, OF_ROWS, OF_REST = "tables", "rows", "rest"
+TABLE_WEIGHTS, ROW_WEIGHTS, OTHER_WEIGHTS = "tables", "rows", "rest"
 
 
 def check_pooling(model: nn.Module) -> None:
@@ -143,7 +143,8 @@ def shard(
     sharders = [cast(ModuleSharder[nn.Module], sharder)]
     constraints = {table: uncut if table in whole_rows else constraint for table in tables}
     plan = make_sharding_plan(task, device, sharders, constraints=constraints)
-    planned = [own for part in plan.plan.values() for own in cast(EmbeddingModuleShardingPlan, part).values()]
+    modules = cast(Iterable[EmbeddingModuleShardingPlan], plan.plan.values())
+    planned = [parameter for module in modules for parameter in module.values()]
     for sharding in planned:
         if is_spread and not fused:  # every type runs in the dense kernel; the planner knows it for data_parallel alone
             sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
@@ -180,15 +181,18 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
         ValueError: for a name in the recipe's `row_weights` that no parameter has.
     """
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
-    of_rows = {own: name for name in recipe.row_weights for own in rest if f".{own}".endswith(f".{name}")}
+    of_rows = {
+        parameter: name for name in recipe.row_weights for parameter in rest if f".{parameter}".endswith(f".{name}")
+    }
     for name in recipe.row_weights:
         check_known("parameter of Recipe.row_weights", name, [*of_rows.values(), *rest])
-    rates = {OF_REST: recipe.dense_learning_rate}
-    rates |= dict.fromkeys((OF_TABLES, OF_ROWS), recipe.table_learning_rate)
-    parts: dict[str, list[nn.Parameter]] = {part: [] for part in rates}
+    rates = {OTHER_WEIGHTS: recipe.dense_learning_rate}
+    rates |= dict.fromkeys((TABLE_WEIGHTS, ROW_WEIGHTS), recipe.table_learning_rate)
+    weights_of: dict[str, list[nn.Parameter]] = {kind: [] for kind in rates}
     for name, weight in rest.items():
-        parts[OF_ROWS if name in of_rows else OF_TABLES if ".embedding_bags." in name else OF_REST].append(weight)
-    groups = [{"params": weights, "lr": rates[part], PART: part} for part, weights in parts.items()]
+        of_table = TABLE_WEIGHTS if ".embedding_bags." in name else OTHER_WEIGHTS
+        weights_of[ROW_WEIGHTS if name in of_rows else of_table].append(weight)
+    groups = [{"params": weights, "lr": rates[kind], RATE_GROUP: kind} for kind, weights in weights_of.items()]
     filled = [group for group in groups if group["params"]]
     return KeyedOptimizerWrapper(rest, lambda _: torch.optim.Adam(filled or groups[:1], fused=True))
 
@@ -205,9 +209,9 @@ def set_learning_rates_(
         dense: rate of everything else.
         rows: rate of numbers for rows beside the tables (`Recipe.row_weights`).
     """
-    rates = {OF_TABLES: tables, OF_REST: dense, OF_ROWS: rows}
+    rates = {TABLE_WEIGHTS: tables, OTHER_WEIGHTS: dense, ROW_WEIGHTS: rows}
     for group in optimizer.param_groups:
-        group["lr"] = rates[group[PART]]
+        group["lr"] = rates[group[RATE_GROUP]]
     for group in model.fused_optimizer.param_groups:
         if group["lr"] != FROZEN_RATE:
             group["lr"] = tables

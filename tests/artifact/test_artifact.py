@@ -25,7 +25,7 @@ from dnis_torchrec.artifact import (
     write_artifact,
 )
 from dnis_torchrec.artifact import manifest as artifact
-from dnis_torchrec.artifact import writing as exporting
+from dnis_torchrec.artifact import writing as artifact_writing
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.forms import FORMS
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -246,7 +246,8 @@ def test_an_old_folder_outlives_a_disk_that_fails_at_the_very_end(
 def test_a_rank_without_a_row_of_a_table_writes_nothing_of_it(tmp_path: Path) -> None:
     table = next(iter(two_tables()[1].tables.values()))
     for form in FORMS_HERE:
-        assert exporting.write_shards(tmp_path, form, 0, table, lambda *_: pytest.fail("read"), (5, 5)) == ([], {})
+        written = artifact_writing.write_shards(tmp_path, form, 0, table, lambda *_: pytest.fail("read"), (5, 5))
+        assert written == ([], {})
     assert left_in(tmp_path) == []
 
 
@@ -414,8 +415,8 @@ def test_overwrite_follows_no_link(written: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "function"),
     [
-        (exporting, "check_table"),
-        (exporting, "write_manifest"),
+        (artifact_writing, "check_table"),
+        (artifact_writing, "write_manifest"),
         (artifact, "save_file"),
         (whole_folders, "_flush"),
         (whole_folders, "_move_into_place"),
@@ -464,7 +465,7 @@ def test_failed_swap_in_two_renames_is_undone(written: Path, monkeypatch: pytest
         original(folder, manifest)
         (folder / "new").touch()
 
-    monkeypatch.setattr(exporting, "write_manifest", marked)
+    monkeypatch.setattr(artifact_writing, "write_manifest", marked)
     monkeypatch.setattr(whole_folders, "_exchange", lambda first, second: False)
     monkeypatch.setattr(whole_folders.os, "rename", second_fails)
     with pytest.raises(OSError, match="disk full"):

@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.comparison.methods import MethodTask
 from dnis_torchrec.comparison.methods.trained_scheme import row_blocks
 from dnis_torchrec.comparison.streams import InterleavedBatches, train_on_validation
-from dnis_torchrec.data.over_ranks import for_counting
+from dnis_torchrec.data.over_ranks import all_samples
 from tests.tiny import make_recipe
 
 
@@ -71,7 +71,7 @@ def test_rows_are_counted_in_the_training_split_alone(kind: type[DroppingTail]) 
     data = replace(recipe.data, train=kind(["a"]), validation=["x"])
     train = train_on_validation(replace(recipe, data=data)).data.train
     assert list(train) == ["a", "x"]
-    assert list(for_counting(train)) == ["a", "tail"]
+    assert list(all_samples(train)) == ["a", "tail"]
 
 
 def test_validation_data_leaves_rows_in_their_blocks(tmp_path: Path) -> None:

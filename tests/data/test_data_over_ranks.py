@@ -15,11 +15,11 @@ from dnis_torchrec.data.over_ranks import (
     SPLITS,
     NotedBatches,
     SlicedBatches,
+    all_samples,
     check_same,
     fingerprints,
-    for_counting,
-    noting,
     split_over_ranks,
+    with_notes,
 )
 from dnis_torchrec.data.recipe import DataSplits
 from dnis_torchrec.ranks import Ranks
@@ -59,7 +59,7 @@ def test_learning_takes_equal_slices_on_all_ranks(of: list[list[Sample]], world_
 def test_judging_and_counting_leave_nothing_out(of: list[list[Sample]], world_size: int) -> None:
     whole = [to_batch(part, weighted=False) for part in of]
     ranks = [OneOf(rank, world_size) for rank in range(world_size)]
-    counted = [list(for_counting(SlicedBatches(whole, own, "train", equal=True))) for own in ranks]
+    counted = [list(all_samples(SlicedBatches(whole, own, "train", equal=True))) for own in ranks]
     together = [sample for own in counted for batch in own for sample in to_samples(batch)]
     assert sorted(together) == sorted(sample for part in of for sample in part)
     judged = [SlicedBatches(whole, own, "test", equal=False) for own in ranks]
@@ -108,7 +108,7 @@ def test_data_that_splits_itself_is_left_alone() -> None:
     data = split_over_ranks(replace(splits(of=SAMPLES), train=own), OneOf(0, 2))
     assert data.train is own
     assert isinstance(data.test, SlicedBatches)
-    assert for_counting(own) is own
+    assert all_samples(own) is own
 
 
 def test_the_epoch_of_the_batches_goes_through() -> None:
@@ -124,7 +124,7 @@ def test_another_label_id_or_order_is_seen() -> None:
     def fingerprint(of: list[list[Sample]]) -> int | None:
         sliced = SlicedBatches([to_batch(part, weighted=False) for part in of], OneOf(0, 2), "train", equal=True)
         assert sliced.fingerprint is None
-        list(for_counting(sliced))
+        list(all_samples(sliced))
         return sliced.fingerprint
 
     (first, second), other = SAMPLES, (0.0, 1.0, ((3,), (5,)))
@@ -151,7 +151,7 @@ def noted_of(of: list[list[Sample]], ranks: Ranks | None = None) -> int:
     """The fingerprint of what a rank counts; of one process if None."""
     whole = [to_batch(part, weighted=False) for part in of]
     noted = NotedBatches(whole if ranks is None else SlicedBatches(whole, ranks, "train", equal=True))
-    list(for_counting(noted))
+    list(all_samples(noted))
     return noted.fingerprint
 
 
@@ -185,10 +185,10 @@ def test_other_samples_have_another_fingerprint() -> None:
 
 def test_every_split_has_a_fingerprint_of_its_last_pass() -> None:
     data = split_over_ranks(splits("test", of=SAMPLES), OneOf(0, 2))
-    noted = noting(data)
+    noted = with_notes(data)
     for _ in range(2):
         for name in SPLITS:
-            list(for_counting(getattr(noted, name)))
+            list(all_samples(getattr(noted, name)))
     found = fingerprints(noted, Ranks())
     assert list(found) == list(SPLITS)
     assert found["train"] == found["validation"] == found["selection"] == noted_of([SAMPLES[:1]])

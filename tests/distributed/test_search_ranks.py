@@ -12,7 +12,7 @@ import torch
 
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate, run_export
-from dnis_torchrec.jobs.model_parts import load_parts, load_state_
+from dnis_torchrec.jobs.model_shards import load_shards, load_state_
 from dnis_torchrec.jobs.train_job import run_train
 from dnis_torchrec.search.search import Saving, SearchOutcome, count_training_data, search
 from dnis_torchrec.soft_selection.table_shards import table_configs
@@ -166,7 +166,7 @@ def test_a_run_read_by_one_process_has_the_same_metric(both, optimizer: str) -> 
     ranks = both[0]
     expected = ranks[f"search {optimizer}"][0]["metrics"]
     own = recipe(optimizer)
-    load_state_(own.model, load_parts(ranks.folder / f"model_{optimizer}"), "model")
+    load_state_(own.model, load_shards(ranks.folder / f"model_{optimizer}"), "model")
     assert evaluate(TrainTask(own.model, own.loss), own.data.test, own.loss, CPU) == pytest.approx(expected, abs=1e-6)
     fresh = recipe(optimizer)
     drop_in_(fresh.model, ranks.folder / f"artifact_{optimizer}")
@@ -230,7 +230,7 @@ def test_hosts_that_share_no_disk_search_as_ranks_of_one_do(both) -> None:
     assert second["own"] == []
     assert {"run/run.json", "run/report.json", "run/scheme.safetensors"} <= set(first["own"])
     assert not [name for name in first["own"] if "checkpoints" in name or "rank" in name]
-    stored, together = load_parts(both[0].folder / "stored"), load_parts(both[0].folder / "run")
+    stored, together = load_shards(both[0].folder / "stored"), load_shards(both[0].folder / "run")
     assert [name for name in together if not torch.equal(together[name], stored[name])] == []
     assert set(stored) == set(together)
 
@@ -239,7 +239,7 @@ def test_a_missing_rank_is_named(both, tmp_path: Path) -> None:
     whole = both[0].folder / "model_adam"
     (tmp_path / "model.rank0.safetensors").write_bytes((whole / "model.rank0.safetensors").read_bytes())
     with pytest.raises(ValueError, match=r"model\.rank1\.safetensors: expected the part of a rank, got none; copy"):
-        load_parts(tmp_path)
+        load_shards(tmp_path)
 
 
 def test_what_one_rank_meets_stops_all_before_training(both) -> None:

@@ -24,7 +24,7 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.comparison.cells import Cell, CellResult, CellTask, TrainedCell, read_result
 from dnis_torchrec.jobs import report_job
 from dnis_torchrec.jobs.artifact_jobs import recipe_of_artifact
-from dnis_torchrec.jobs.model_parts import load_parts, part_name
+from dnis_torchrec.jobs.model_shards import load_shards, shard_name
 from dnis_torchrec.jobs.packaging.folder import read_package_json, write_package_json
 from dnis_torchrec.jobs.progress import _StopRequest
 from dnis_torchrec.jobs.report_job import run_report
@@ -324,9 +324,9 @@ def test_forged_heads_of_safetensors_files(run: Path, tmp_path: Path) -> None:
 
 def test_forged_head_of_a_model_part(tmp_path: Path) -> None:
     def write(content: Any) -> None:
-        save_file({"dense/x": torch.ones(1)}, tmp_path / part_name(0), metadata={"model_part": json.dumps(content)})
+        save_file({"dense/x": torch.ones(1)}, tmp_path / shard_name(0), metadata={"model_part": json.dumps(content)})
 
-    assert_refused_or_read({"world_size": 1}, write, lambda: load_parts(tmp_path))
+    assert_refused_or_read({"world_size": 1}, write, lambda: load_shards(tmp_path))
 
 
 def test_forged_narrow_tables() -> None:

@@ -29,7 +29,7 @@ from dnis_torchrec.comparison.plan import Comparison, recipe_facts
 from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.final_sigmoid import ends_in_sigmoid
 from dnis_torchrec.data.lookup_batches import LookupBatches, for_lookup
-from dnis_torchrec.data.over_ranks import SPLITS, SlicedBatches, noting, warn_of_overlaps
+from dnis_torchrec.data.over_ranks import SPLITS, SlicedBatches, warn_of_overlaps, with_notes
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.data.sample_sketch import SampleSketch, share_found, share_repeated
 from dnis_torchrec.ranks import Ranks
@@ -332,7 +332,7 @@ def test_no_more_blocks_are_cut_than_can_be_numbered() -> None:
 
 def warnings_of(data: DataSplits, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is warned of once all splits were read."""
-    noted = noting(data)
+    noted = with_notes(data)
     for name in SPLITS:
         list(getattr(noted, name))
     caplog.clear()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dnis_torchrec.blocks.hashing import hash_values, spread
-from dnis_torchrec.data.over_ranks import for_counting
+from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.streaming import WHOLE, ParsedStream, StreamedBatches, StreamSchema, cut, parsed, split_stream
 from dnis_torchrec.streaming.chunks import index_files
 from dnis_torchrec.streaming.epochs import EpochOrder
@@ -52,7 +52,7 @@ def test_counting_sees_every_sample_and_moves_nothing(text: Path, world_size: in
         batches = StreamedBatches(stream, batch_size=5, rank=rank, world_size=world_size)
         next(iter(batches))
         before = batches.state_dict()
-        seen += [label for batch in labels(for_counting(batches)) for label in batch]
+        seen += [label for batch in labels(all_samples(batches)) for label in batch]
         assert batches.state_dict() == before
         assert len(list(batches)) == len(batches)
     assert sorted(seen) == list(range(53))

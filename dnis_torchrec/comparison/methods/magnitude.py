@@ -57,7 +57,9 @@ class MagnitudePruning:
         self._recipe, self._device = recipe, device
         self._rules, self._folder = rules, folder
         self._model, _ = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2), recipe, device)
-        self._shards = [part for module in collections(self._model).values() for part in local_shards(module)]
+        self._shards = [
+            table_shard for module in collections(self._model).values() for table_shard in local_shards(module)
+        ]
         self._train(RetainedMask(self._model) if holds_zeros else None, starts_trained=False)
 
     def prune_(self, num_keep: int) -> PlainTraining:

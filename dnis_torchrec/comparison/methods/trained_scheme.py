@@ -28,7 +28,7 @@ from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check_known
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.comparison.methods.shared_trials import FinishedTrial
-from dnis_torchrec.data.over_ranks import for_counting
+from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError
@@ -53,10 +53,10 @@ def row_blocks(task: MethodTask, *, scope: str | None = None) -> tuple[Frequency
     """
     recipe = task.build(None)
     tables = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in for_counting(recipe.data.train)), tables)
+    counts = count_frequencies((batch.sparse_features for batch in all_samples(recipe.data.train)), tables)
     longest = Counter(counts.max_bag_lengths)
     for name in ("validation", "selection", "test"):
-        for number, batch in enumerate(for_counting(getattr(recipe.data, name))):
+        for number, batch in enumerate(all_samples(getattr(recipe.data, name))):
             longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {number}"))
     counts = replace(counts, max_bag_lengths={feature: longest[feature] for feature in counts.max_bag_lengths})
     return counts, blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks, scope=scope or recipe.scope)
@@ -250,6 +250,6 @@ def _zero_dropped_(model: nn.Module, routings: Mapping[str, RowRouting], kept: M
                 continue
             columns = kept[table.table]
             or_none = torch.cat([columns, torch.zeros(1, columns.shape[1], dtype=torch.bool)])
-            for part, rows, _ in table.chunks():
-                is_kept = or_none[routings[table.table].block_of(torch.arange(rows.start, rows.stop))].to(part.device)
-                part.masked_fill_(part == 0, torch.finfo(part.dtype).tiny).mul_(is_kept)
+            for chunk, rows, _ in table.chunks():
+                is_kept = or_none[routings[table.table].block_of(torch.arange(rows.start, rows.stop))].to(chunk.device)
+                chunk.masked_fill_(chunk == 0, torch.finfo(chunk.dtype).tiny).mul_(is_kept)

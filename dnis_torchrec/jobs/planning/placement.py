@@ -76,12 +76,14 @@ def place(tables: Sequence[PlannedTable], cluster: Cluster, *, thorough: bool) -
     Returns:
         The fastest plan found, by TorchRec's estimate; None if none has room.
     """
-    ranks = range(cluster.world_size)
+    rank_numbers = range(cluster.world_size)
     needed = sum(table.training_bytes(cluster.optimizer) for table in tables)
     if needed > cluster.world_size * cluster.table_bytes_per_rank:
         return None
     if not tables:
-        return Placement(hbm_bytes=(0,) * len(ranks), ddr_bytes=(0,) * len(ranks), step_ms=0.0, sharding={})
+        return Placement(
+            hbm_bytes=(0,) * len(rank_numbers), ddr_bytes=(0,) * len(rank_numbers), step_ms=0.0, sharding={}
+        )
     kernels = [EmbeddingComputeKernel.FUSED.value]
     if cluster.compute == "cuda" and cluster.ddr_bytes:
         kernels.append(EmbeddingComputeKernel.FUSED_UVM_CACHING.value)

@@ -49,16 +49,20 @@ def kept_columns(
     budget, names = Budget.unchecked(wanted, blocks), [table.name for table in tables]
     costs = budget.column_costs
     if not per_table:
-        parts = dict.fromkeys(names, 1.0)
+        shares = dict.fromkeys(names, 1.0)
         kept = _keep_columns_within(names, scores, costs, budget.amount)
     else:
         totals = {name: float(cost.sum()) * blocks.embedding_dims[name] for name, cost in costs.items()}
-        parts = {name: totals[name] / sum(totals.values()) for name in names}
+        shares = {name: totals[name] / sum(totals.values()) for name in names}
         share, kept = budget.share(blocks), {}
         for name in names:
             kept |= _keep_columns_within([name], scores, costs, share * totals[name] * (1 + 1e-12))  # as in `Budget.of`
     if not any(bool(columns.any()) for columns in kept.values()):
-        prices = {name: costs[name][(scores[name] > 0).any(dim=1)] / part for name, part in parts.items() if part}
+        prices = {
+            name: costs[name][(scores[name] > 0).any(dim=1)] / share_of_table
+            for name, share_of_table in shares.items()
+            if share_of_table
+        }
         raise out_of_reach(wanted, blocks, min(float(cost.min()) for cost in prices.values() if cost.numel()))
     return kept
 
@@ -101,8 +105,8 @@ def keep_columns_(table: PrunedTable, kept: Tensor) -> None:
         kept: ``(S, D)`` bool.
     """
     padded = torch.cat([kept, torch.zeros(1, kept.shape[1], dtype=torch.bool)])
-    for part, rows, columns in table.chunks():
-        part.mul_(padded[table.blocks_of(rows), columns].to(part.device))
+    for chunk, rows, columns in table.chunks():
+        chunk.mul_(padded[table.blocks_of(rows), columns].to(chunk.device))
 
 
 def nonzero_columns(table: PrunedTable, ranks: Ranks) -> Tensor:
@@ -133,9 +137,9 @@ def mean_squares(table: PrunedTable, ranks: Ranks) -> Tensor:
     unit = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)  # a power of two, exactly
     limbs = torch.zeros(2, *_padded_shape(table), dtype=torch.int64)
     padded = torch.cat([unit, torch.ones(1, unit.shape[1], dtype=torch.float64)])
-    for part, rows, columns in table.counted_chunks():
+    for chunk, rows, columns in table.counted_chunks():
         block = table.blocks_of(rows)
-        scaled = _seen_squares(table, part, rows).div_(padded[block, columns]).mul_(2.0**_LIMB_BITS)
+        scaled = _seen_squares(table, chunk, rows).div_(padded[block, columns]).mul_(2.0**_LIMB_BITS)
         high = scaled.floor()
         limbs[0, :, columns].index_add_(0, block, high.long())
         limbs[1, :, columns].index_add_(0, block, scaled.sub_(high).mul_(2.0**_LIMB_BITS).round_().long())
@@ -147,15 +151,15 @@ def mean_squares(table: PrunedTable, ranks: Ranks) -> Tensor:
 def _largest_squares(table: PrunedTable, ranks: Ranks) -> Tensor:
     """``(S, D)`` float64: the largest square of a seen row in every column of every block."""
     largest = torch.zeros(_padded_shape(table), dtype=torch.float64)
-    for part, rows, columns in table.counted_chunks():
-        squares = _seen_squares(table, part, rows)
+    for chunk, rows, columns in table.counted_chunks():
+        squares = _seen_squares(table, chunk, rows)
         index = table.blocks_of(rows).unsqueeze(1).expand_as(squares)
         largest[:, columns].scatter_reduce_(0, index, squares, "amax")
     return ranks.max_(largest)[: table.routing.num_blocks]
 
 
-def _seen_squares(table: PrunedTable, part: Tensor, rows: slice) -> Tensor:
-    squares = part.cpu().double().square()  # not in place: of float64 on a CPU this is the table itself
+def _seen_squares(table: PrunedTable, chunk: Tensor, rows: slice) -> Tensor:
+    squares = chunk.cpu().double().square()  # not in place: of float64 on a CPU this is the table itself
     squares[table.counts[rows] == 0] = 0
     return squares
 
@@ -181,4 +185,4 @@ def _keep_columns_within(
     flat = torch.cat([scores[name].flatten() for name in names])
     cost = torch.cat([costs[name].repeat_interleave(scores[name].shape[1]) for name in names])
     kept = keep_within(flat, cost, amount).split([scores[name].numel() for name in names])
-    return {name: part.view(scores[name].shape) for name, part in zip(names, kept, strict=True)}
+    return {name: columns.view(scores[name].shape) for name, columns in zip(names, kept, strict=True)}

@@ -28,7 +28,7 @@ MAGNITUDE_BITS = 31
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class PlacedShard:
     """A shard, and where its values stand in the order of all values.
 
     Attributes:
@@ -47,9 +47,9 @@ class Piece:
         Yields:
             ``(view of the weights, positions of the first value of every row)``.
         """
-        for part, rows, _ in self.shard.chunks():
+        for chunk, rows, _ in self.shard.chunks():
             numbers = torch.arange(rows.start - self.shard.first_row, rows.stop - self.shard.first_row)
-            yield part, (self.first + numbers * self.stride).to(part.device)
+            yield chunk, (self.first + numbers * self.stride).to(chunk.device)
 
 
 def keep_largest_(shards: list[TableShard], num_keep: int) -> None:
@@ -61,11 +61,11 @@ def keep_largest_(shards: list[TableShard], num_keep: int) -> None:
         shards: fp32 shards, changed in place.
         num_keep: values to keep.
     """
-    pieces, first = [], 0
+    placed_shards, first = [], 0
     for shard in shards:
-        pieces.append(Piece(shard, first, shard.weight.shape[1]))
+        placed_shards.append(PlacedShard(shard, first, shard.weight.shape[1]))
         first += shard.weight.numel()
-    _keep_largest_(pieces, pieces, first, num_keep, Ranks())
+    _keep_largest_(placed_shards, placed_shards, first, num_keep, Ranks())
 
 
 def keep_largest_of_tables_(tables: list[PrunedTable], num_keep: int, ranks: Ranks) -> None:
@@ -82,9 +82,9 @@ def keep_largest_of_tables_(tables: list[PrunedTable], num_keep: int, ranks: Ran
     for table in tables:
         dim = table.config.embedding_dim
         for shard in table.shards:
-            piece = Piece(shard, first + shard.first_row * dim + shard.first_column, dim)
-            held.append(piece)
-            counted += [piece] if shard in table.counted else []
+            placed = PlacedShard(shard, first + shard.first_row * dim + shard.first_column, dim)
+            held.append(placed)
+            counted += [placed] if shard in table.counted else []
         first += table.num_values
     _keep_largest_(held, counted, first, num_keep, ranks)
 
@@ -98,8 +98,8 @@ def keep_above_(tables: list[PrunedTable], threshold: float) -> None:
         threshold: the largest magnitude that is dropped.
     """
     for table in tables:
-        for part, _, _ in table.chunks():
-            part.mul_(part.abs() > threshold)
+        for chunk, _, _ in table.chunks():
+            chunk.mul_(chunk.abs() > threshold)
 
 
 def check_form_of_elements(form: str) -> Csr:
@@ -174,27 +174,29 @@ def affordable_values(size: Size, shapes: Sequence[tuple[int, int]], *, at_least
 
 
 @torch.no_grad()
-def _keep_largest_(held: list[Piece], counted: list[Piece], num_values: int, num_keep: int, ranks: Ranks) -> None:
+def _keep_largest_(
+    held: list[PlacedShard], counted: list[PlacedShard], num_values: int, num_keep: int, ranks: Ranks
+) -> None:
     """Zeroes what is not among the largest in `held`; over all ranks, `counted` has every value once."""
     if num_keep <= 0:
         threshold, last = (1 << MAGNITUDE_BITS) - 1, -1
     else:
         threshold, last = _cut(counted, num_values, min(num_keep, num_values), ranks)
-    for piece in held:
-        for part, starts in piece.chunks():
-            bits = _magnitude_bits(part)
-            positions = starts.unsqueeze(1) + torch.arange(part.shape[1], device=part.device)
+    for placed in held:
+        for chunk, starts in placed.chunks():
+            bits = _magnitude_bits(chunk)
+            positions = starts.unsqueeze(1) + torch.arange(chunk.shape[1], device=chunk.device)
             keep = (bits > threshold) | ((bits == threshold) & (positions <= last))
-            part.mul_(keep)
+            chunk.mul_(keep)
 
 
-def _cut(counted: list[Piece], num_values: int, num_keep: int, ranks: Ranks) -> tuple[int, int]:
+def _cut(counted: list[PlacedShard], num_values: int, num_keep: int, ranks: Ranks) -> tuple[int, int]:
     """(bits of the smallest magnitude to keep, position of the last value to keep among those that tie with it)."""
 
     def magnitudes() -> Iterator[Tensor]:
-        for piece in counted:
-            for part, _ in piece.chunks():
-                yield _magnitude_bits(part).flatten()
+        for placed in counted:
+            for chunk, _ in placed.chunks():
+                yield _magnitude_bits(chunk).flatten()
 
     threshold, above, ties = _select(magnitudes, MAGNITUDE_BITS, num_keep, ranks)
     wanted = num_keep - above
@@ -202,22 +204,22 @@ def _cut(counted: list[Piece], num_values: int, num_keep: int, ranks: Ranks) -> 
         return threshold, num_values
 
     def places_from_the_end() -> Iterator[Tensor]:
-        for piece in counted:
-            for part, starts in piece.chunks():
-                row, column = (_magnitude_bits(part) == threshold).nonzero(as_tuple=True)
+        for placed in counted:
+            for chunk, starts in placed.chunks():
+                row, column = (_magnitude_bits(chunk) == threshold).nonzero(as_tuple=True)
                 yield num_values - (starts[row] + column)
 
     place, _, _ = _select(places_from_the_end, num_values.bit_length(), wanted, ranks)
     return threshold, num_values - place
 
 
-def _select(keys: Callable[[], Iterator[Tensor]], num_bits: int, rank: int, ranks: Ranks) -> tuple[int, int, int]:
+def _select(keys: Callable[[], Iterator[Tensor]], num_bits: int, nth: int, ranks: Ranks) -> tuple[int, int, int]:
     """The key of a rank from the top (1 is the largest), over all ranks, digit by digit from the highest.
 
     Args:
         keys: gives this rank's keys, integers in 0 .. 2^num_bits - 1, anew for every digit.
         num_bits: of a key.
-        rank: from the top, 1 .. number of keys.
+        nth: from the top, 1 .. number of keys.
         ranks: whose keys to select from.
 
     Returns:
@@ -228,19 +230,19 @@ def _select(keys: Callable[[], Iterator[Tensor]], num_bits: int, rank: int, rank
     for digit in reversed(range(num_digits)):
         histogram = torch.zeros(1 << DIGIT_BITS, dtype=torch.int64)
         shift = digit * DIGIT_BITS
-        for part in keys():
+        for chunk in keys():
             is_highest = digit == num_digits - 1
-            matching = part if is_highest else part[(part >> (shift + DIGIT_BITS)) == found]
+            matching = chunk if is_highest else chunk[(chunk >> (shift + DIGIT_BITS)) == found]
             digits = (matching >> shift) & ((1 << DIGIT_BITS) - 1)
             histogram += torch.bincount(digits, minlength=1 << DIGIT_BITS).cpu()
         ranks.sum_(histogram)
         from_top = histogram.flip(0).cumsum(0)
-        position = int(torch.searchsorted(from_top, rank - above))
+        position = int(torch.searchsorted(from_top, nth - above))
         equal = int(from_top[position] - (from_top[position - 1] if position else 0))
         above += int(from_top[position]) - equal
         found = (found << DIGIT_BITS) | (len(histogram) - 1 - position)
     return found, above, equal
 
 
-def _magnitude_bits(part: Tensor) -> Tensor:
-    return part.float().abs().contiguous().view(torch.int32)
+def _magnitude_bits(chunk: Tensor) -> Tensor:
+    return chunk.float().abs().contiguous().view(torch.int32)

@@ -85,9 +85,9 @@ def _nonzero_rows_and_values(table: PrunedTable, ranks: Ranks) -> tuple[Tensor, 
     """(which rows hold a value that is not zero, ``(N,)`` bool; how many such values there are), over all ranks."""
     has_values = torch.zeros(table.config.num_embeddings, dtype=torch.uint8)
     num_values = torch.zeros(1, dtype=torch.int64)
-    for part, rows, _ in table.counted_chunks():
-        has_values[rows] |= (part != 0).any(dim=1).cpu()
-        num_values += int(part.count_nonzero())
+    for chunk, rows, _ in table.counted_chunks():
+        has_values[rows] |= (chunk != 0).any(dim=1).cpu()
+        num_values += int(chunk.count_nonzero())
     return ranks.max_(has_values).bool(), int(ranks.sum_(num_values))
 
 

@@ -110,9 +110,9 @@ def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
     for _, config in configs:
         check_known("table", config.name, blocks.routings)
         check_known("table", config.name, counts.counts)
-    own = {config.name: _shards_of(config.name, chosen[fqn]) for fqn, config in configs}
+    local = {config.name: _shards_of(config.name, chosen[fqn]) for fqn, config in configs}
     shapes = {config.name: (config.num_embeddings, config.embedding_dim) for _, config in configs}
-    copies = num_copies(own, shapes, ranks)
+    copies = num_copies(local, shapes, ranks)
     tables = [
         PrunedTable(
             config=config,
@@ -120,8 +120,8 @@ def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
             is_weighted=is_weighted(chosen[fqn]),
             routing=blocks.routings[config.name],
             counts=counts.counts[config.name],
-            shards=own[config.name],
-            counted=own[config.name] if copies[config.name] == 1 or ranks.is_first else (),
+            shards=local[config.name],
+            counted=local[config.name] if copies[config.name] == 1 or ranks.is_first else (),
         )
         for fqn, config in configs
     ]
@@ -137,8 +137,8 @@ def zero_never_seen_(tables: list[PrunedTable]) -> None:
         tables: their local shards change.
     """
     for table in tables:
-        for part, rows, _ in table.chunks():
-            part[(table.counts[rows] == 0).to(part.device)] = 0
+        for chunk, rows, _ in table.chunks():
+            chunk[(table.counts[rows] == 0).to(chunk.device)] = 0
 
 
 def is_weighted(collection: nn.Module) -> bool:
@@ -156,7 +156,7 @@ def _shards_of(table: str, collection: nn.Module) -> tuple[TableShard, ...]:
 def _check_finite(tables: list[PrunedTable], ranks: Ranks) -> None:
     bad = torch.zeros(len(tables), dtype=torch.int64)
     for index, table in enumerate(tables):
-        bad[index] = sum(1 for part, _, _ in table.chunks() if not bool(part.isfinite().all()))
+        bad[index] = sum(1 for chunk, _, _ in table.chunks() if not bool(chunk.isfinite().all()))
     ranks.max_(bad)
     for table, count in zip(tables, bad.tolist(), strict=True):
         remedy = "go back to the last good checkpoint"

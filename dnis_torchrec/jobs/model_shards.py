@@ -39,7 +39,7 @@ class _Part(TypedDict):
     world_size: Positive
 
 
-def save_parts(folder: Address, model: nn.Module, ranks: Ranks) -> None:
+def save_shards(folder: Address, model: nn.Module, ranks: Ranks) -> None:
     """Writes this rank's part of a merged model.
 
     Distributed: every rank calls it, on storage that whoever reads sees whole; no tensor is exchanged. A table that all
@@ -69,19 +69,19 @@ def save_parts(folder: Address, model: nn.Module, ranks: Ranks) -> None:
     if ranks.is_first:
         tensors |= {f"dense/{name}": value.detach().clone() for name, value in dense_state(model).items()}
     with together(ranks.group):
-        target, header = inside(folder, part_name(ranks.rank)), {_HEADER: json.dumps({"world_size": ranks.world_size})}
+        target, header = inside(folder, shard_name(ranks.rank)), {_HEADER: json.dumps({"world_size": ranks.world_size})}
         try:
             put_file(target, lambda path: save_file(tensors, path, metadata=header))
         except SafetensorError as error:
             raise OSError(describe(str(target), "it to be written", str(error))) from error
 
 
-def has_parts(folder: Path) -> bool:
+def has_shards(folder: Path) -> bool:
     """Whether a model was written by several ranks."""
-    return (folder / part_name(0)).is_file()
+    return (folder / shard_name(0)).is_file()
 
 
-def delete_parts(folder: Address) -> None:
+def delete_shards(folder: Address) -> None:
     """Deletes what several ranks have written, so that nobody takes it for the model of a later attempt.
 
     Args:
@@ -91,15 +91,15 @@ def delete_parts(folder: Address) -> None:
         StorageError: if storage does not answer.
     """
     for name in file_names(folder):
-        if fnmatchcase(name, part_name("*")):
+        if fnmatchcase(name, shard_name("*")):
             remove_file(inside(folder, name))
 
 
-def load_parts(folder: Path) -> dict[str, Tensor]:
+def load_shards(folder: Path) -> dict[str, Tensor]:
     """Reads the model that all ranks have written.
 
     Args:
-        folder: given to `save_parts`.
+        folder: given to `save_shards`.
 
     Returns:
         The state_dict of the plain model. Memory: that of all tables.
@@ -109,8 +109,8 @@ def load_parts(folder: Path) -> dict[str, Tensor]:
     """
     parts: dict[str, list[tuple[int, int, Tensor]]] = {}
     state: dict[str, Tensor] = {}
-    for rank in range(_world_size(folder / part_name(0))):
-        file = folder / part_name(rank)
+    for rank in range(_world_size(folder / shard_name(0))):
+        file = folder / shard_name(rank)
         _world_size(file)
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
@@ -130,11 +130,11 @@ def load_parts(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def part_name(rank: int | str) -> str:
+def shard_name(rank: int | str) -> str:
     """The file of a rank, or the pattern of all of them for ``"*"``.
 
     Example:
-        >>> part_name(1)
+        >>> shard_name(1)
         'model.rank1.safetensors'
     """
     return f"model.rank{rank}.safetensors"
@@ -153,23 +153,23 @@ def _world_size(file: Path) -> int:
     return parse_json(described, _Part, str(file), remedy=remedy)["world_size"]
 
 
-_OF_RUN = "use the recipe and data of the run"
+_REMEDY = "use the recipe and data of the run"
 
 
-def check_shapes(own: Mapping[str, Tensor], state: Mapping[str, Tensor], place: str) -> None:
+def check_shapes(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], place: str) -> None:
     """Checks that weights have the shapes of the model that they are meant for.
 
     Args:
-        own: the model's, by name.
+        expected: the model's, by name.
         state: those to load, by the same names or more.
         place: where the weights come from, for the error.
 
     Raises:
         ValueError: for the first parameter of another shape, as another recipe or data set has it.
     """
-    for name, value in own.items():
+    for name, value in expected.items():
         shape = tuple(state[name].shape)
-        check(shape == tuple(value.shape), f"{place}, {name}", f"shape {tuple(value.shape)}", shape, _OF_RUN)
+        check(shape == tuple(value.shape), f"{place}, {name}", f"shape {tuple(value.shape)}", shape, _REMEDY)
 
 
 def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:
@@ -183,10 +183,10 @@ def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> No
     Raises:
         ValueError: if names or shapes differ, as they do for another recipe, seed or data set.
     """
-    own = model.state_dict()
-    different = sorted(set(own) ^ set(state))
-    check(not different, place, "the model's own parameters", different[:3], _OF_RUN)
-    check_shapes(own, state, place)
+    expected = model.state_dict()
+    different = sorted(set(expected) ^ set(state))
+    check(not different, place, "the model's own parameters", different[:3], _REMEDY)
+    check_shapes(expected, state, place)
     with torch.no_grad():
-        for name, value in own.items():
+        for name, value in expected.items():
             value.copy_(state[name])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dnis_torchrec.jobs.model_parts import delete_parts, has_parts, load_parts
+from dnis_torchrec.jobs.model_shards import delete_shards, has_shards, load_shards
 
 TABLE = torch.arange(24.0).view(6, 4)
 KEY = "ebc.embedding_bags.t.weight"
@@ -28,20 +28,20 @@ def write_grid(folder: Path) -> None:
 
 
 def test_tables_are_put_together(tmp_path: Path) -> None:
-    assert not has_parts(tmp_path)
+    assert not has_shards(tmp_path)
     write_grid(tmp_path)
-    assert has_parts(tmp_path)
-    state = load_parts(tmp_path)
+    assert has_shards(tmp_path)
+    state = load_shards(tmp_path)
     assert set(state) == {KEY, "over.weight"}
     assert torch.equal(state[KEY], TABLE)
-    delete_parts(tmp_path)
-    assert not has_parts(tmp_path)
+    delete_shards(tmp_path)
+    assert not has_shards(tmp_path)
 
 
 def test_parts_of_an_earlier_and_larger_job_are_not_read(tmp_path: Path) -> None:
     write_grid(tmp_path)
     write(tmp_path, 2, {f"table/6/0/{KEY}": torch.zeros(1, 4)}, world_size=3)
-    assert torch.equal(load_parts(tmp_path)[KEY], TABLE)
+    assert torch.equal(load_shards(tmp_path)[KEY], TABLE)
 
 
 def test_holes_damage_and_other_files_are_refused(tmp_path: Path) -> None:
@@ -49,13 +49,13 @@ def test_holes_damage_and_other_files_are_refused(tmp_path: Path) -> None:
     second = tmp_path / "model.rank1.safetensors"
     write(tmp_path, 1, {f"table/3/2/{KEY}": TABLE[3:, 2:].clone()})
     with pytest.raises(ValueError, match=r"t\.weight: expected parts of a table of shape \(6, 4\), got 18"):
-        load_parts(tmp_path)
+        load_shards(tmp_path)
     save_file({"x": torch.zeros(1)}, second)
     with pytest.raises(ValueError, match=r"rank1\.safetensors: expected a part of a model, got another file; copy"):
-        load_parts(tmp_path)
+        load_shards(tmp_path)
     second.write_bytes(second.read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"rank1\.safetensors: expected a whole safetensors file, got "):
-        load_parts(tmp_path)
+        load_shards(tmp_path)
     second.unlink()
     with pytest.raises(ValueError, match=r"rank1\.safetensors: expected the part of a rank, got none; copy the files"):
-        load_parts(tmp_path)
+        load_shards(tmp_path)
