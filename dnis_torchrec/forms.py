@@ -16,8 +16,10 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded, row_strides
+from dnis_torchrec.blocks.row_routing import RowRouting, map_bytes, routing_bytes
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.ops.compact_pointers import compact_bytes, has_compact_pointers, plain_pointer_bytes, pointer_bytes
 
 SCALE_BYTES = 4
 """Scale and bias of a row of int8 or int4, a float16 each."""
@@ -43,7 +45,7 @@ class Precision:
 
     Attributes:
         name: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``.
-        bits: of a value.
+        bits: of a value; 0 where the scheme says them for every column.
         dim_multiple: what FBGEMM's kernels want the number of columns to be a multiple of.
     """
 
@@ -88,6 +90,12 @@ PRECISIONS = {
 """Name -> precision."""
 
 
+CODES = Precision(name="codes", bits=0, dim_multiple=1)
+"""Codes, or float32, of as many bits as the scheme says of a column, see `dnis_torchrec.blocks.column_codes`."""
+COLUMN_SCALE_BYTES = 4
+"""Scale (bfloat16) and shift (int16) of a column of a block that is stored in codes."""
+
+
 def precision_named(name: str) -> Precision:
     """The precision of that name.
 
@@ -128,6 +136,14 @@ class RetainedTable(Protocol):
     def dims(self) -> Tensor:
         """``(S,)``: R of each block."""
 
+    @property
+    def retained(self) -> Tensor:
+        """``(S, D)`` bool: columns that hold something."""
+
+    @property
+    def bits(self) -> Tensor | None:
+        """``(S, D)``: bits of a value of each column; None where all retained ones are float32."""
+
 
 def stored_blocks(table: RetainedTable) -> dict[int, tuple[int, int]]:
     """Blocks that a mixed-dimension form stores: those with rows and retained dims.
@@ -142,15 +158,9 @@ def stored_blocks(table: RetainedTable) -> dict[int, tuple[int, int]]:
     return {s: (rows[s], dims[s]) for s in range(table.routing.num_blocks) if rows[s] and dims[s]}
 
 
-def map_bytes(num_embeddings: int) -> int:
-    """Bytes of the map that finds a table's rows where they are not sorted: 4 per row, and 4 for unknown ids."""
-    return 4 * (num_embeddings + 1)
-
-
-def routing_bytes(routing: RowRouting) -> int:
-    """Bytes that find the block of a row: 8 per boundary, and a map where rows are not sorted by block."""
-    is_sorted = routing.boundaries is not None
-    return 8 * (routing.num_blocks + 1) + (0 if is_sorted else map_bytes(routing.num_embeddings))
+def column_bytes(embedding_dim: int) -> int:
+    """Bytes of the column of a value."""
+    return 1 if embedding_dim <= 256 else 2
 
 
 def block_index_bytes(table: RetainedTable) -> int:
@@ -370,6 +380,59 @@ class Csr(Form):
         return 2 if self.precision.bits == 8 else 0
 
 
+class Packed(Form):
+    """Every column of every block in bits of its own; a row directory finds the rows.
+
+    Rows of a block stand at a stride of whole bytes. A table whose scheme has no bits has them all in float32.
+
+    Example:
+        >>> import torch
+        >>> PACKED.index_bytes(RowRouting(10, 2, boundaries=torch.tensor([0, 2, 10])), embedding_dim=4)
+        32
+    """
+
+    layout = "packed"
+
+    @property
+    def name(self) -> str:
+        """The layout alone: the scheme says the precision."""
+        return self.layout
+
+    def served_bytes(self, table: RetainedTable) -> int:
+        """Rows, scales and shifts of columns in codes, and the index; nothing where nothing is retained."""
+        bits = self._bits(table)
+        if not bool(bits.any()):
+            return 0
+        scales = COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
+        return self.file_bytes(table) + scales + self.index_bytes(table.routing, table.embedding_dim)
+
+    def file_bytes(self, table: RetainedTable) -> int:
+        """Rows: all else is in the scheme, or follows from it."""
+        return int(table.routing.row_counts() @ row_strides(self._bits(table)))
+
+    def stored_values(self, table: RetainedTable) -> int:
+        """V."""
+        return table.num_retained
+
+    def index_bytes(self, routing: RowRouting, embedding_dim: int) -> int:
+        """One byte of bits for every column of a block, and the row directory.
+
+        Args:
+            routing: of a table that retains something.
+            embedding_dim: D.
+        """
+        # serving of all other forms does without it
+        from dnis_torchrec.blocks.row_directory import directory_bytes
+
+        return routing.num_blocks * embedding_dim + directory_bytes(routing)
+
+    @staticmethod
+    def _bits(table: RetainedTable) -> Tensor:
+        return table.retained.long() * FLOAT_BITS if table.bits is None else table.bits.long()
+
+
+PACKED = Packed(CODES)
+
 FORMS: dict[str, Form] = {
     form.name: form
     for layout, precisions in (
@@ -418,63 +481,3 @@ def form_named(name: str) -> Form:
     """
     check_known("form", name, FORMS)
     return FORMS[name]
-
-
-RECORD_BYTES = 64
-"""A record of compact row pointers."""
-START_BYTES = 8
-ROWS_PER_RECORD = RECORD_BYTES - START_BYTES
-LARGEST_LENGTH = 255
-"""Values that a row of compact row pointers may have, so the largest D that they serve."""
-
-
-def compact_bytes(num_rows: int) -> int:
-    """Bytes of the compact row pointers of n rows.
-
-    Example:
-        >>> compact_bytes(56), compact_bytes(57)
-        (64, 73)
-    """
-    return num_rows + START_BYTES * -(-num_rows // ROWS_PER_RECORD)
-
-
-def has_compact_pointers(embedding_dim: int) -> bool:
-    """Whether lookups read compact row pointers: up to D = 255.
-
-    Example:
-        >>> has_compact_pointers(255), has_compact_pointers(256)
-        (True, False)
-    """
-    return embedding_dim <= LARGEST_LENGTH
-
-
-def column_bytes(embedding_dim: int) -> int:
-    """Bytes of the column of a value."""
-    return 1 if embedding_dim <= 256 else 2
-
-
-def plain_pointer_bytes(num_rows: int, num_values: int) -> int:
-    """Bytes of the row pointers of n rows as integers: four each, or eight from 2^31 values on.
-
-    Example:
-        >>> plain_pointer_bytes(56, 100), plain_pointer_bytes(56, 2**31)
-        (228, 456)
-    """
-    return (num_rows + 1) * (4 if num_values < 2**31 else 8)
-
-
-def pointer_bytes(num_rows: int, embedding_dim: int, num_values: int = 0) -> int:
-    """Bytes of a table's row pointers as lookups read them.
-
-    Args:
-        num_rows: n.
-        embedding_dim: D; up to 255 row pointers are compact.
-        num_values: plain ones depend on it.
-
-    Example:
-        >>> pointer_bytes(56, 64), pointer_bytes(56, 256), pointer_bytes(56, 256, 2**31)
-        (64, 228, 456)
-    """
-    if has_compact_pointers(embedding_dim):
-        return compact_bytes(num_rows)
-    return plain_pointer_bytes(num_rows, num_values)

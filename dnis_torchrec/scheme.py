@@ -11,9 +11,8 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, check_widths, is_coded, row_strides
+from dnis_torchrec.blocks.bit_fields import check_widths
 from dnis_torchrec.blocks.column_codes import ColumnCodes
-from dnis_torchrec.blocks.row_directory import directory_bytes
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.forms import DEFAULT_FORM, FORMS, form_named
@@ -277,56 +276,6 @@ class MixedDimensionScheme:
                 **{part: tensors.get(f"{name}/{part}") for part in ("bits", "scale", "shift")},
             )
         return MixedDimensionScheme(tables)
-
-
-COLUMN_BYTES = 4
-"""Scale (bfloat16) and shift (int16) of a column of a block that is stored in codes."""
-
-
-def packed_bytes(table: TableScheme) -> int:
-    """Served bytes of a table of bits: all that a lookup reads.
-
-    Rows of every block at their stride of whole bytes, scale and shift of every column of a block that is stored in
-    codes, one byte of bits per column of a block, and the directory that says where a row stands.
-
-    Args:
-        table: one without bits has all its retained columns in float32.
-
-    Returns:
-        0 where nothing is retained.
-
-    Example:
-        >>> import torch
-        >>> bits = torch.tensor([[8, 3], [0, 3]], dtype=torch.uint8)
-        >>> routing = RowRouting(10, 2, boundaries=torch.tensor([0, 2, 10]))
-        >>> table = TableScheme(name="t", collection="ebc", num_embeddings=10, embedding_dim=2, pooling="sum",
-        ...     feature_names=("f",), is_weighted=False, routing=routing, retained=bits > 0, num_retained=12, bits=bits)
-        >>> packed_bytes(table)
-        52
-    """
-    bits = table.retained.long() * FLOAT_BITS if table.bits is None else table.bits.long()
-    if not bool(bits.any()):
-        return 0
-    rows = int(table.routing.row_counts() @ row_strides(bits))
-    return rows + COLUMN_BYTES * int(is_coded(bits).sum()) + fixed_bytes(table.routing, table.embedding_dim)
-
-
-def fixed_bytes(routing: RowRouting, embedding_dim: int) -> int:
-    """Bytes that a table of bits takes beside its columns, unless nothing of it is retained.
-
-    Args:
-        routing: its S blocks.
-        embedding_dim: D.
-
-    Returns:
-        S D of bits, and those of the row directory.
-
-    Example:
-        >>> import torch
-        >>> fixed_bytes(RowRouting(10, 2, boundaries=torch.tensor([0, 2, 10])), 4)
-        32
-    """
-    return routing.num_blocks * embedding_dim + directory_bytes(routing)
 
 
 VALUES_PER_CHUNK = 2**22

@@ -22,9 +22,10 @@ LAYERS = (
     {"_dependencies", "checks", "ranks"},
     {"storage"},
     {"blocks"},
-    {"forms"},
-    {"data", "scheme"},
-    {"ops", "report", "streaming"},
+    {"ops"},
+    {"data", "forms"},
+    {"scheme"},
+    {"report", "streaming"},
     {"serving", "soft_selection"},
     {"allocation", "artifact", "training"},
     {"search"},
@@ -232,7 +233,7 @@ def test_a_name_that_two_modules_define_is_seen(source: str, is_twice: bool) -> 
     ("rule", "path", "source"),
     [
         (imports_against_the_flow, "dnis_torchrec/checks.py", "from dnis_torchrec.data.recipe import Recipe"),
-        (imports_against_the_flow, "dnis_torchrec/scheme.py", "import dnis_torchrec.ops.jagged"),
+        (imports_against_the_flow, "dnis_torchrec/scheme.py", "import dnis_torchrec.report.jagged"),
         (
             imports_against_the_flow,
             "dnis_torchrec/training/plain.py",

@@ -5,7 +5,7 @@ Storing column c of block s in k bits costs about
 .. math:: \tfrac{1}{2} H_{sc}\, \rho_{sck} \text{ of loss, and } n_s k / 8 + 4 \text{ bytes}
 
 for n_s rows, the curvature H (see `curvature`) and the rounding energy rho (see `rounding_energies`). `hulls` and
-`spending` say how a size is spent. Every byte that is served counts, see `packed_bytes`.
+`spending` say how a size is spent. Every byte that is served counts, see `dnis_torchrec.forms.Packed`.
 
 Shapes: N rows of a table, D embedding_dim, S blocks, K widths.
 """
@@ -28,9 +28,9 @@ from dnis_torchrec.allocation.spending import Path, Purse, Spent
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.blocks.settings import SCOPES
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, fixed_bytes, packed_bytes
+from dnis_torchrec.forms import PACKED
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,7 +63,7 @@ def allocate(
     embedding_bytes: int | None = None,
     max_loss: float | None = None,
     bits: Sequence[int] = BITS,
-    scope: str = "global",
+    per_table: bool = False,
     energies: RoundingEnergies | None = None,
 ) -> Allocation:
     """Chooses how many bits every column of every block gets. The model does not change.
@@ -80,8 +80,8 @@ def allocate(
         embedding_bytes: bytes served, at most.
         max_loss: predicted increase of the loss, at most, in the fewest bytes.
         bits: widths that are offered, among `dnis_torchrec.blocks.bit_fields.WIDTHS`; 0 always is.
-        scope: ``"global"``: all tables share the bytes, each gets what lowers the loss most; ``"table"``: each table is
-            made smaller by the same factor.
+        per_table: make each table smaller by the same factor, instead of letting all tables share the bytes, each
+            getting what lowers the loss most.
         energies: measured before, for several sizes of the same model and blocks; None measures them now.
 
     Raises:
@@ -103,8 +103,7 @@ def allocate(
         ([[6, 5, 5, 0], [8, 8, 0, 0]], 1652, 7.75)
     """
     _check_sizes({"compression": compression, "embedding_bytes": embedding_bytes, "max_loss": max_loss})
-    check(scope in SCOPES, "scope", f"one of {SCOPES}", repr(scope))
-    check(max_loss is None or scope == "global", "max_loss", "scope 'global' beside it", repr(scope))
+    check(max_loss is None or not per_table, "max_loss", "all tables to share the bytes", "per_table")
     tables = blocked_tables(model, blocks)
     measured = energies or rounding_energies(model, blocks, counts, bits=bits)
     widths = sorted({0, *bits})
@@ -115,7 +114,7 @@ def allocate(
     else:
         dense = int(problem.dense_bytes.sum())
         budget = math.floor(dense / compression) if compression is not None else int(embedding_bytes or 0)
-        spent = problem.within(budget, scope)
+        spent = problem.within(budget, per_table=per_table)
         if not bool(spent.row_bytes.any()):
             _refuse_budget(compression, embedding_bytes, dense, spent.smallest)
     return problem.allocation(spent, measured)
@@ -150,7 +149,7 @@ class _Problem:
         rows = torch.cat([routing.row_counts() for routing in routings])
         steps = column_steps(stacked, rows, bits)
         options = row_options(steps, stacked[..., 0].sum(1), rows)
-        fixed = [fixed_bytes(r, table.config.embedding_dim) for r, table in zip(routings, tables, strict=True)]
+        fixed = [PACKED.index_bytes(r, table.config.embedding_dim) for r, table in zip(routings, tables, strict=True)]
         num_blocks = torch.tensor([routing.num_blocks for routing in routings])
         table_of_block = torch.arange(len(tables)).repeat_interleave(num_blocks)
         return _Problem(
@@ -162,9 +161,9 @@ class _Problem:
         """``(T,)`` int64, bytes of each table in float32."""
         return torch.tensor([4 * t.config.num_embeddings * t.config.embedding_dim for t in self.tables])
 
-    def within(self, budget: int, scope: str) -> Spent:
+    def within(self, budget: int, *, per_table: bool) -> Spent:
         """The most that some bytes buy, from one purse or from one for each table."""
-        if scope == "global":
+        if not per_table:
             return self.purse.spend(budget)
         table_of_step = self.purse.table_of_block[self.purse.path.block]
         shares = (self.dense_bytes.double() * (budget / int(self.dense_bytes.sum()))).floor().long().tolist()
@@ -202,7 +201,7 @@ class _Problem:
         return Allocation(
             scheme=MixedDimensionScheme(schemes),
             predicted_loss_increase=max(0.0, float(loss.sum())),
-            num_bytes=sum(map(packed_bytes, schemes.values())),
+            num_bytes=sum(map(PACKED.served_bytes, schemes.values())),
         )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
-from dnis_torchrec.scheme import COLUMN_BYTES
+from dnis_torchrec.forms import COLUMN_SCALE_BYTES
 
 LOOK_AHEAD = 24
 """Steps that are tried for what is left of a row."""
@@ -114,7 +114,7 @@ def column_steps(loss: Tensor, rows: Tensor, bits: Tensor) -> ColumnSteps:
         bits: ``(K,)`` int64, rising from 0.
     """
     num_blocks, num_columns, num_widths = loss.shape
-    scales = COLUMN_BYTES * 8 * is_coded(bits) / rows.clamp(min=1).double()[:, None]
+    scales = COLUMN_SCALE_BYTES * 8 * is_coded(bits) / rows.clamp(min=1).double()[:, None]
     rate = (bits + scales).unsqueeze(1).expand_as(loss)
     points = (num_blocks * num_columns, num_widths)
     corner = lower_hull(rate.reshape(points), loss.reshape(points)).view_as(loss) & (rows > 0)[:, None, None]
@@ -179,7 +179,7 @@ def row_options(steps: ColumnSteps, loss_of_none: Tensor, rows: Tensor) -> RowOp
         floats = floats + steps.floats.gather(1, place) * fits
         gain = gain + steps.gain.gather(1, place) * fits
     stride = -(-(bits + 7 * torch.minimum(coded, floats)) // 8)
-    num_bytes = rows[:, None] * stride + COLUMN_BYTES * coded
+    num_bytes = rows[:, None] * stride + COLUMN_SCALE_BYTES * coded
     return RowOptions(num_bytes, loss_of_none[:, None] - gain, taken, filled[..., :LOOK_AHEAD])
 
 

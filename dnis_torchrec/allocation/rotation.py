@@ -231,8 +231,8 @@ def _draw_in_(
     weights = layer[:, columns].double().clone()
     for shard in shards:
         factor = weights.abs().sqrt() * (weights.sign() if shard.table == first_table else 1)
-        for chunk, _, columns in shard.chunks():
-            chunk.copy_((chunk.double() * factor[:, columns].to(chunk.device)).to(chunk))
+        for chunk, _, held in shard.chunks():
+            chunk.copy_((chunk.double() * factor[:, held].to(chunk.device)).to(chunk))
         # Of a column that the product does not look at nothing is known.
         inverse = torch.where(factor.abs() > 1e-6 * factor.abs().max(), 1 / factor, 0.0)
         for name, state in _states_like(shard.weight, states):

@@ -290,3 +290,14 @@ def _block_of(ids: Tensor, cuts: Tensor | None, block_of_row: Tensor | None) -> 
     if ids.dim() == 1:  # index_select costs a tenth of indexing here
         return block_of_row.index_select(0, ids).long()
     return block_of_row[ids].long()
+
+
+def map_bytes(num_embeddings: int) -> int:
+    """Bytes of the map that finds a table's rows where they are not sorted: 4 per row, and 4 for unknown ids."""
+    return 4 * (num_embeddings + 1)
+
+
+def routing_bytes(routing: RowRouting) -> int:
+    """Bytes that find the block of a row: 8 per boundary, and a map where rows are not sorted by block."""
+    is_sorted = routing.boundaries is not None
+    return 8 * (routing.num_blocks + 1) + (0 if is_sorted else map_bytes(routing.num_embeddings))

@@ -17,9 +17,61 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.forms import LARGEST_LENGTH, RECORD_BYTES, ROWS_PER_RECORD, START_BYTES, compact_bytes
 
+RECORD_BYTES = 64
+"""A record of compact row pointers."""
+START_BYTES = 8
+ROWS_PER_RECORD = RECORD_BYTES - START_BYTES
+LARGEST_LENGTH = 255
+"""Values that a row of compact row pointers may have, so the largest D that they serve."""
 _RECORDS_PER_CHUNK = 2**16
+
+
+def compact_bytes(num_rows: int) -> int:
+    """Bytes of the compact row pointers of n rows.
+
+    Example:
+        >>> compact_bytes(56), compact_bytes(57)
+        (64, 73)
+    """
+    return num_rows + START_BYTES * -(-num_rows // ROWS_PER_RECORD)
+
+
+def has_compact_pointers(embedding_dim: int) -> bool:
+    """Whether lookups read compact row pointers: up to D = 255.
+
+    Example:
+        >>> has_compact_pointers(255), has_compact_pointers(256)
+        (True, False)
+    """
+    return embedding_dim <= LARGEST_LENGTH
+
+
+def plain_pointer_bytes(num_rows: int, num_values: int) -> int:
+    """Bytes of the row pointers of n rows as integers: four each, or eight from 2^31 values on.
+
+    Example:
+        >>> plain_pointer_bytes(56, 100), plain_pointer_bytes(56, 2**31)
+        (228, 456)
+    """
+    return (num_rows + 1) * (4 if num_values < 2**31 else 8)
+
+
+def pointer_bytes(num_rows: int, embedding_dim: int, num_values: int = 0) -> int:
+    """Bytes of a table's row pointers as lookups read them.
+
+    Args:
+        num_rows: n.
+        embedding_dim: D; up to 255 row pointers are compact.
+        num_values: plain ones depend on it.
+
+    Example:
+        >>> pointer_bytes(56, 64), pointer_bytes(56, 256), pointer_bytes(56, 256, 2**31)
+        (64, 228, 456)
+    """
+    if has_compact_pointers(embedding_dim):
+        return compact_bytes(num_rows)
+    return plain_pointer_bytes(num_rows, num_values)
 
 
 def num_rows_of(pointers: Tensor) -> int:

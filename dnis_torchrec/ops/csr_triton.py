@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.forms import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES
-from dnis_torchrec.ops.compact_pointers import num_rows_of
+from dnis_torchrec.ops.compact_pointers import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES, num_rows_of
 from dnis_torchrec.ops.interleaved_rows import RowLayout
 
 try:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.forms import compact_bytes, has_compact_pointers
-from dnis_torchrec.ops.compact_pointers import compacted
+from dnis_torchrec.ops.compact_pointers import compact_bytes, compacted, has_compact_pointers
 from dnis_torchrec.ops.interleaved_rows import RowLayout, interleaved
 from dnis_torchrec.scheme import rows_per_chunk
 

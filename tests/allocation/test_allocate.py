@@ -20,7 +20,7 @@ from dnis_torchrec.allocation.spending import Path, Purse
 from dnis_torchrec.blocks.bit_fields import is_coded, row_strides
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.scheme import fixed_bytes, packed_bytes
+from dnis_torchrec.forms import PACKED
 from dnis_torchrec.soft_selection.swap import prepare_
 from tests import small_models
 from tests.reference import least_loss_reference
@@ -84,7 +84,7 @@ class Model:
                     end = (math.ceil(end / 8) * 8 if width == 32 else end) + width
                     own += 4 * (0 < width < 32)
                 own += rows * math.ceil(end / 8)
-            total += own + fixed_bytes(self.blocks.routings[name], table.embedding_dim) if own else 0
+            total += own + PACKED.index_bytes(self.blocks.routings[name], table.embedding_dim) if own else 0
         return total
 
 
@@ -110,7 +110,8 @@ def test_bytes_and_loss_are_those_of_the_scheme_and_within_the_budget(model: Mod
         assert smallest > budget
         found = model.allocate(embedding_bytes=smallest)
         budget = smallest
-    assert found.num_bytes == model.bytes_of(found) == sum(map(packed_bytes, found.scheme.tables.values())) <= budget
+    served = sum(map(PACKED.served_bytes, found.scheme.tables.values()))
+    assert found.num_bytes == model.bytes_of(found) == served <= budget
     assert found.predicted_loss_increase == pytest.approx(model.loss_of(found), rel=1e-9, abs=1e-12)
     assert found.compression == pytest.approx(model.dense_bytes / found.num_bytes)
 
@@ -255,11 +256,11 @@ def test_several_sizes_of_one_measurement_and_the_fewest_bytes_for_a_loss() -> N
 def test_each_table_is_made_smaller_by_the_same_factor_on_request() -> None:
     model = Model([300, 200], [8, 16], 3, 1, (0, 2, 3, 4, 5, 6, 8))
     model.curvature.curvature["t1"].mul_(1e-6)
-    everywhere, shared = model.allocate(compression=8), model.allocate(compression=8, scope="table")
-    assert packed_bytes(everywhere.scheme.tables["t1"]) < packed_bytes(shared.scheme.tables["t1"])
+    everywhere, shared = model.allocate(compression=8), model.allocate(compression=8, per_table=True)
+    assert PACKED.served_bytes(everywhere.scheme.tables["t1"]) < PACKED.served_bytes(shared.scheme.tables["t1"])
     for name, table in shared.scheme.tables.items():
         dense = 4 * table.num_embeddings * table.embedding_dim
-        assert 8 <= dense / packed_bytes(table) < 10, name
+        assert 8 <= dense / PACKED.served_bytes(table) < 10, name
     assert everywhere.predicted_loss_increase < shared.predicted_loss_increase
 
 
@@ -284,7 +285,7 @@ def test_a_table_that_nobody_looks_up_takes_nothing() -> None:
     model = Model([300, 200], [8, 16], 3, 1, (0, 2, 3, 4, 8))
     model.curvature.curvature["t1"].zero_()
     found = model.allocate(compression=10)
-    assert packed_bytes(found.scheme.tables["t1"]) == 0
+    assert PACKED.served_bytes(found.scheme.tables["t1"]) == 0
     assert not bool(found.scheme.tables["t1"].retained.any())
 
 
@@ -308,8 +309,7 @@ def test_sizes_that_cannot_be_met_name_the_nearest_that_can() -> None:
         ({}, "size: expected exactly one of compression, embedding_bytes, max_loss, got none"),
         ({"compression": 8, "max_loss": 0.1}, "size: expected exactly one"),
         ({"compression": math.nan}, "compression: expected a finite number above 0"),
-        ({"compression": 8, "scope": "all"}, "scope: expected one of"),
-        ({"max_loss": 0.1, "scope": "table"}, "max_loss: expected scope 'global'"),
+        ({"max_loss": 0.1, "per_table": True}, "max_loss: expected all tables to share the bytes"),
         ({"compression": 8, "bits": (2, 7)}, r"energies: expected those of \[0, 2, 7\] bits, got none of \[7\]"),
         ({"compression": 8, "energies": None, "bits": (2, 9)}, r"bits: expected some of .*, got \[9\]"),
     ],

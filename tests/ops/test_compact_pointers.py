@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.forms import compact_bytes
 from dnis_torchrec.ops import compact_pointers
-from dnis_torchrec.ops.compact_pointers import compacted, num_rows_of, row_bounds
+from dnis_torchrec.ops.compact_pointers import compact_bytes, compacted, num_rows_of, row_bounds
 
 ROWS = st.integers(0, 9) | st.sampled_from([55, 56, 57, 111, 112, 113, 300])
 

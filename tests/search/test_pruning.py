@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.forms import pointer_bytes
+from dnis_torchrec.ops.compact_pointers import pointer_bytes
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError, keep_within
 from dnis_torchrec.search.pruning import drop_zeros_, keep_largest_, prune

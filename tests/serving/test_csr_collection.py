@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import load, write_artifact
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.forms import compact_bytes
+from dnis_torchrec.ops.compact_pointers import compact_bytes
 from dnis_torchrec.ops.interleaved_rows import interleaved
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection, CsrTable, MixedDimensionEmbeddingBagCollection
