@@ -99,6 +99,11 @@ class TableScheme:
             _ = self.codes
 
     @property
+    def has_codes(self) -> bool:
+        """Whether retained values are stored in codes."""
+        return self.scale is not None
+
+    @property
     def codes(self) -> ColumnCodes:
         """How retained values are stored.
 
@@ -189,6 +194,11 @@ class MixedDimensionScheme:
     tables: Mapping[str, TableScheme] = field(default_factory=dict)
 
     @property
+    def has_codes(self) -> bool:
+        """Whether the values of some table are stored in codes."""
+        return any(table.has_codes for table in self.tables.values())
+
+    @property
     def parameters(self) -> int:
         """Retained values of all tables."""
         return sum(table.num_retained for table in self.tables.values())
@@ -209,9 +219,10 @@ class MixedDimensionScheme:
         return self.dense_parameters / max(1, self.parameters)
 
     def form_bytes(self) -> dict[str, int]:
-        """Bytes of all tables in every form."""
+        """Bytes of all tables in every form; in ``packed`` where their values have codes."""
         per_table = [table.form_bytes() for table in self.tables.values()]
-        return {form: sum(sizes[form] for sizes in per_table) for form in FORMS}
+        sizes = {form: sum(sizes[form] for sizes in per_table) for form in FORMS}
+        return sizes | ({"packed": sum(map(packed_bytes, self.tables.values()))} if self.has_codes else {})
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors, ready for json.dumps; `to_tensors` gives the rest."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
+from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
@@ -89,12 +90,14 @@ class Form:
         encode: rows of a table -> tensors of a shard. They may not share memory.
         build: shards -> serving module. Shapes, dtypes and names are to be checked, values need not be.
         predicted_bytes: bytes of a table's tensors, told from its scheme alone.
+        needs_codes: whether it stores the codes of the scheme, so that schemes without codes cannot take it.
     """
 
     name: str
     encode: Encode
     build: Build
     predicted_bytes: Callable[[TableScheme], int]
+    needs_codes: bool = False
 
 
 FORMS: dict[str, Form] = {}
@@ -129,3 +132,56 @@ def form_named(name: str) -> Form:
     """
     check_known("form", name, FORMS)
     return FORMS[name]
+
+
+def check_codes(form: Form, table: TableScheme) -> None:
+    """Checks that a table can take a form.
+
+    Args:
+        form: any.
+        table: scheme of the table.
+
+    Raises:
+        ValueError: if the form stores codes, and the scheme has none.
+    """
+    fits, place = table.has_codes or not form.needs_codes, f"table {table.name!r}, form {form.name!r}"
+    remedy = "allocate bits first, or choose another form"
+    check(fits, place, "bits, scales and shifts of its columns", "none", remedy)
+
+
+def values_of_codes(table: TableScheme, rows: Rows) -> Rows:
+    """What the codes of a table's rows stand for: in every form, a table of codes has these values.
+
+    Args:
+        table: scheme of the table.
+        rows: gives its dense rows.
+
+    Returns:
+        `rows` itself, if the scheme has no codes.
+    """
+    if not table.has_codes:
+        return rows
+
+    def values(first: int, last: int) -> Tensor:
+        blocks, chunk = table.routing.block_of(torch.arange(first, last)), rows(first, last).detach().cpu().float()
+        encoded = encode_rows(chunk, blocks, table.codes, place=f"table {table.name!r}")
+        return decode_rows(encoded, blocks, table.codes)
+
+    return values
+
+
+def encode_shard(form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
+    """Writes rows ``first <= i < last`` of a table as the tensors of one shard.
+
+    Args:
+        form: how.
+        table: scheme of the table.
+        rows: gives its dense rows; where the scheme has codes, these are rounded to them.
+        first: the first of them.
+        last: the one after the last.
+
+    Raises:
+        ValueError: for NaN or infinity in a table of codes, and what the form refuses.
+    """
+    check_codes(form, table)
+    return form.encode(table, rows if form.needs_codes else values_of_codes(table, rows), first, last)

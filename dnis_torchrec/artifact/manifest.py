@@ -66,6 +66,7 @@ class RunOfArtifact(TypedDict):
     seed: NotRequired[NotNegative]
     embedding_dim: NotRequired[Positive | None]
     projected: NotRequired[bool]
+    turned: NotRequired[bool]
     metrics: NotRequired[dict[str, float]]
 
 

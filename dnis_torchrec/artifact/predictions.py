@@ -18,10 +18,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.csr_forms import VALUE_DTYPES, lookup_bytes
 from dnis_torchrec.artifact.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
-from dnis_torchrec.artifact.forms import Shard, form_named, rows_of
+from dnis_torchrec.artifact.forms import Shard, encode_shard, form_named, rows_of
 from dnis_torchrec.artifact.mixed_dimension_form import MIXED_DIMENSION
+from dnis_torchrec.artifact.packed_form import PACKED
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, packed_bytes
 from dnis_torchrec.serving.block_collection import stored_blocks, stored_width
 from dnis_torchrec.serving.dense import kept_rows
 from dnis_torchrec.serving.quantized_rows import PRECISIONS
@@ -30,11 +31,11 @@ DENSE_INT4 = "dense_int4"
 MIXED_FORMS = {MIXED_DIMENSION: "fp32"} | {f"{MIXED_DIMENSION}_{p}": p for p in ("fp16", "int8", "int4")}
 """Form -> precision of the blocks' tables."""
 SERVING_FORMS = (*VALUE_DTYPES, *MIXED_FORMS, *ROW_PRUNED_FORMS, *DENSE_FORMS)
-"""All forms that `load` serves, in the order in which they are shown."""
+"""Forms that any scheme can be served in, in the order in which they are shown; after `PACKED`, where it has codes."""
 
 LATENCY_CLASSES = {"faster": 0.9, "similar": 1.5}
 """Class -> the largest latency it stands for, as a multiple of torchrec's fp32 collection; beyond: ``"slower"``."""
-NANOSECONDS_PER_ID, NANOSECONDS_PER_VALUE = 15.0, {"csr": 0.7, "mixed": 0.5, "int4": 0.6}
+NANOSECONDS_PER_ID, NANOSECONDS_PER_VALUE = 15.0, {"csr": 0.7, "mixed": 0.5, "int4": 0.6, PACKED: 0.5}
 DENSE_PER_ID, DENSE_PER_VALUE = 20.0, 0.6
 BATCHED_PER_ID, BATCHED_PER_VALUE = 10.0, 0.4
 """Costs on one core with the compiled operators: 26 tables of 40,000 x 64, batch 1024, one id per bag, Zipf ids."""
@@ -52,7 +53,7 @@ class FormPrediction:
         latency_ratio: estimated latency of a batch of single ids as a multiple of torchrec's fp32 collection, for the
             widest rows of each table, on a CPU with the compiled operators.
         latency_class: ``"faster"``, ``"similar"`` or ``"slower"``: `latency_ratio` in the steps of `LATENCY_CLASSES`.
-        is_exact: whether it holds the pruned values bit for bit.
+        is_exact: whether it holds the pruned values bit for bit; of a scheme with codes, no form does.
         warning: why one should not take it, or nothing.
     """
 
@@ -69,15 +70,15 @@ class FormPrediction:
         return asdict(self)
 
 
-def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] = SERVING_FORMS) -> list[FormPrediction]:
+def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] | None = None) -> list[FormPrediction]:
     """Bytes, padding and latency class of every form, for this scheme.
 
     Args:
         scheme: the retained dims of all tables.
-        forms: which forms.
+        forms: which forms; all that the scheme can be served in if not given.
 
     Returns:
-        One prediction per form, in the order of `forms`. A form that is larger than the dense tables in int4 is warned
+        One prediction per form, in their order. A form that is larger than the dense tables in int4 is warned
         of: those need no search at all.
 
     Raises:
@@ -95,6 +96,8 @@ def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] = SERVING_F
         >>> found["dense_int8"].warning
         'larger than the dense tables in int4'
     """
+    if forms is None:
+        forms = (PACKED, *SERVING_FORMS) if scheme.has_codes else SERVING_FORMS
     tables = list(scheme.tables.values())
     int4_bytes = sum(table.num_embeddings * _int4_row_bytes(table) for table in tables)
     return [_predict(form, tables, int4_bytes) for form in forms]
@@ -182,21 +185,24 @@ def serve(
         check_known("table", name, tables)
         shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
         check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", tuple(weight.shape))
-        encoded = known.encode(table, rows_of(weight), 0, table.num_embeddings)
+        encoded = encode_shard(known, table, rows_of(weight), 0, table.num_embeddings)
         place = f"table {name!r}, form {form!r}"
         shards[name] = [Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=encoded)]
     return known.build(scheme, shards, device=device, unknown_ids=unknown_ids)
 
 
 def _predict(form: str, tables: list[TableScheme], int4_bytes: int) -> FormPrediction:
-    form_named(form)
+    needs_codes = form_named(form).needs_codes
     multiple = PRECISIONS[form.removeprefix("dense_").removeprefix("row_pruned_")].dim_multiple if _is_wide(form) else 1
     misfits = [table.name for table in tables if table.embedding_dim % multiple]
+    lacking = [table.name for table in tables if needs_codes and not table.has_codes]
     ratio = sum(_cost(form, table) for table in tables) / sum(_dense_cost(table) for table in tables)
     latency = next((name for name, limit in LATENCY_CLASSES.items() if ratio <= limit), "slower")
     size, padding, warning = None, None, ""
     if misfits:
         warning = f"needs an embedding_dim that is a multiple of {multiple}: not so in table {misfits[0]!r}"
+    elif lacking:
+        warning = f"needs bits, scales and shifts of every column: not so in table {lacking[0]!r}"
     else:
         size = sum(_resident_bytes(form, table) for table in tables)
         retained = sum(table.num_retained for table in tables)
@@ -209,7 +215,7 @@ def _predict(form: str, tables: list[TableScheme], int4_bytes: int) -> FormPredi
         padding=None if padding is None else round(padding, 4),
         latency_ratio=round(ratio, 3),
         latency_class=latency,
-        is_exact=form in ("csr", MIXED_DIMENSION),
+        is_exact=form in ("csr", MIXED_DIMENSION) and not any(table.has_codes for table in tables),
         warning=warning,
     )
 
@@ -227,6 +233,8 @@ def _resident_bytes(form: str, table: TableScheme) -> int:
     """Bytes of the form's tensors that lookups read, and of the map that serving makes to find rows in them."""
     if form in VALUE_DTYPES:
         return lookup_bytes(form, table)
+    if form == PACKED:
+        return packed_bytes(table)
     size = form_named(form).predicted_bytes(table)
     map_bytes = 4 * (table.num_embeddings + 1)
     if form in MIXED_FORMS and table.routing.boundaries is None:
@@ -253,7 +261,8 @@ def _cost(form: str, table: TableScheme) -> float:
     if form in VALUE_DTYPES:
         share = table.num_retained / table.block_area if table.block_area else 0.0
         return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE["csr"] * widest * share
-    return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE["int4" if MIXED_FORMS[form] == "int4" else "mixed"] * widest
+    kernel = PACKED if form == PACKED else "int4" if MIXED_FORMS[form] == "int4" else "mixed"
+    return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE[kernel] * widest
 
 
 def _dense_cost(table: TableScheme) -> float:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec._dependencies import versions
-from dnis_torchrec.artifact.forms import Rows, form_named, rows_of
+from dnis_torchrec.artifact.forms import Rows, check_codes, encode_shard, form_named, rows_of, values_of_codes
 from dnis_torchrec.artifact.manifest import (
     ARTIFACT,
     MAX_FILE_BYTES,
@@ -27,6 +27,7 @@ from dnis_torchrec.artifact.manifest import (
     write_artifact_file,
     write_manifest,
 )
+from dnis_torchrec.artifact.packed_form import PACKED
 from dnis_torchrec.artifact.predictions import describe_forms
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
@@ -35,7 +36,7 @@ from dnis_torchrec.storage.json_files import conform
 from dnis_torchrec.storage.whole_folders import new_folder
 
 ARTIFACT_FORMS = ("mixed_dimension", "csr")
-"""Forms that are written unless others are asked for."""
+"""Forms that are written unless others are asked for, or the scheme has codes."""
 
 Shards = dict[str, list[dict[str, Any]]]
 """Form -> shards of a table, as the manifest lists them."""
@@ -48,7 +49,7 @@ def write_artifact(
     scheme: MixedDimensionScheme,
     path: Path | str,
     *,
-    forms: Sequence[str] = ARTIFACT_FORMS,
+    forms: Sequence[str] | None = None,
     dense_state: Mapping[str, Tensor] | None = None,
     run: Mapping[str, Any] | None = None,
     scipy_formats: Sequence[str] = (),
@@ -60,11 +61,13 @@ def write_artifact(
     Tables are read one at a time, so beyond the tables themselves only the retained part of one is held.
 
     Args:
-        tables: table name -> ``(N, D)``, merged and pruned: zero outside the retained dims. Views are enough.
+        tables: table name -> ``(N, D)``, merged and pruned: zero outside the retained dims, unless the scheme has
+            codes, to which they are rounded. Views are enough.
         scheme: the retained dims of all tables.
         path: folder to write; missing parents are made.
         forms: names of registered forms: ``"mixed_dimension"`` (a table per block), ``"csr"`` (exact sparse rows, from
-            which every other form can be made), ``"csr_fp16"``, ``"csr_int8"``.
+            which every other form can be made), ``"csr_fp16"``, ``"csr_int8"``; ``"packed"`` (bit fields) for a scheme
+            that has codes, alone unless others are asked for.
         dense_state: the model's other weights, for `load_dense_state`.
         run: configuration and figures of the search; any JSON.
         scipy_formats: ``"coo"``, ``"csr"``: scipy.sparse ``.npz`` files beside, for other programs; never read here.
@@ -76,8 +79,8 @@ def write_artifact(
 
     Raises:
         ValueError: if a table is missing, has another shape, NaN or infinite values, or values outside its retained
-            dims; for unknown forms; if `run` is no JSON; if `path` exists and may not be overwritten; if a single row,
-            or a tensor of `dense_state`, does not fit into a file.
+            dims; for unknown forms, and ``"packed"`` of a scheme without codes; if `run` is no JSON; if `path` exists
+            and may not be overwritten; if a single row, or a tensor of `dense_state`, does not fit into a file.
         TypeError: if a table or a value of `dense_state` is no floating point table, or no tensor.
         OSError: if the disk is full; then what stood at `path` still stands there, and nothing else is left.
 
@@ -95,7 +98,8 @@ def write_artifact(
         True
     """
     check(bool(scheme.tables), "scheme", "at least one table", "none", "search and prune a model first")
-    check_forms(forms, scipy_formats)
+    forms = forms_of(scheme) if forms is None else forms
+    check_forms(forms, scipy_formats, scheme)
     for name in scheme.tables:
         check_known("table", name, tables)
     run = as_json(run or {})
@@ -149,17 +153,17 @@ def write_shards(
         ValueError: if a single row does not fit into a file.
         OSError: if a file cannot be written.
     """
-    (first, last), encode = span, form_named(form).encode
+    (first, last), known = span, form_named(form)
     if first == last:  # a rank that holds none of the table's rows
         return [], {}
-    predicted = form_named(form).predicted_bytes(table) * (last - first) / table.num_embeddings
+    predicted = known.predicted_bytes(table) * (last - first) / table.num_embeddings
     step = math.ceil((last - first) / max(1, math.ceil(predicted / max_file_bytes)))
     shards: list[dict[str, Any]] = []
     files: Files = {}
     spans = deque((begin, min(begin + step, last)) for begin in range(first, last, step))
     while spans:
         begin, end = spans.popleft()
-        tensors = encode(table, rows, begin, end)
+        tensors = encode_shard(known, table, rows, begin, end)
         if file_bytes(tensors) > max_file_bytes:
             place, requirement = f"table {table.name!r}, form {form!r}", f"a row within {max_file_bytes} bytes"
             check(end - begin > 1, place, requirement, file_bytes(tensors), "raise max_file_bytes")
@@ -258,26 +262,39 @@ def scipy_file(index: int, table: str, scipy_format: str) -> str:
     return f"scipy/{_stem(index, table)}.{scipy_format}.npz"
 
 
-def check_forms(forms: Sequence[str], scipy_formats: Sequence[str] = ()) -> None:
+def forms_of(scheme: MixedDimensionScheme) -> tuple[str, ...]:
+    """The forms that a scheme is written in unless others are asked for.
+
+    Args:
+        scheme: the retained dims of all tables.
+    """
+    return (PACKED,) if scheme.has_codes else ARTIFACT_FORMS
+
+
+def check_forms(
+    forms: Sequence[str], scipy_formats: Sequence[str] = (), scheme: MixedDimensionScheme | None = None
+) -> None:
     """Checks that an artifact can be written in these forms.
 
     Args:
         forms: see `write_artifact`.
         scipy_formats: see `write_artifact`.
+        scheme: what is to be written, if it is known yet.
 
     Raises:
-        ValueError: for no form, one that is there twice, or one that is unknown.
+        ValueError: for no form, one that is there twice or unknown, or one that stores codes where a table has none.
     """
     check(bool(forms), "forms", f"some, such as {ARTIFACT_FORMS}", "none")
     check(len(set(forms)) == len(forms), "forms", "each once", tuple(forms))
-    for form in forms:
-        form_named(form)
+    for form in map(form_named, forms):
+        for table in () if scheme is None else scheme.tables.values():
+            check_codes(form, table)
     for scipy_format in scipy_formats:
         check_known("scipy format", scipy_format, SCIPY_FORMATS)
 
 
 def check_table(table: TableScheme, weight: Tensor) -> None:
-    """Checks that a dense table can be exported under its scheme without loss.
+    """Checks that a dense table can be exported under its scheme without other loss than that of its codes.
 
     Args:
         table: scheme of the table.
@@ -286,11 +303,14 @@ def check_table(table: TableScheme, weight: Tensor) -> None:
     Raises:
         TypeError: if it is not floating point.
         ValueError: if its shape differs, a value is NaN or infinite, or a value outside the retained dims is not zero.
+            Values of a table of codes are read when they are encoded, once, and checked then.
     """
     place, shape = f"table {table.name!r}", (table.num_embeddings, table.embedding_dim)
     if not weight.is_floating_point():
         raise TypeError(describe(place, "floating point values", weight.dtype))
     check(tuple(weight.shape) == shape, place, f"shape {shape}", tuple(weight.shape))
+    if table.has_codes:
+        return
     num_values = count_values(table, weight, 0)
     requirement = f"at most num_retained={table.num_retained} values"
     check(num_values <= table.num_retained, place, requirement, num_values, "prune the table with this scheme first")
@@ -356,7 +376,8 @@ def _write_scipy_files(
     if not scipy_formats:
         return {}
     files: Files = {}
-    sparse = CsrTable.from_dense(weight)
+    values = values_of_codes(table, rows_of(weight))
+    sparse = CsrTable.from_rows(values, 0, table.num_embeddings, embedding_dim=table.embedding_dim)
     for scipy_format in scipy_formats:
         name = scipy_file(index, table.name, scipy_format)
         (folder / name).parent.mkdir(exist_ok=True)

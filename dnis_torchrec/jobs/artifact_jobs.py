@@ -27,7 +27,7 @@ def run_export(
     run_path: Path,
     out: Path,
     *,
-    forms: Sequence[str],
+    forms: Sequence[str] | None = None,
     scipy_formats: Sequence[str] = (),
     overwrite: bool = False,
     num_groups: int | None = None,
@@ -58,7 +58,7 @@ def run_export(
         tables,
         scheme,
         out,
-        forms=tuple(forms),
+        forms=forms,
         dense_state=run.dense_state(),
         run=described,
         scipy_formats=tuple(scipy_formats),
@@ -147,7 +147,7 @@ def _check_features(collection: nn.Module, scheme: MixedDimensionScheme, fqn: st
         check(fits, f"{artifact}, table {name!r}", requirement, list(held.get(name, ())), "use the model of the run")
 
 
-def drop_in_(model: nn.Module, artifact: Path, *, form: str = "mixed_dimension") -> nn.Module:
+def drop_in_(model: nn.Module, artifact: Path, *, form: str | None = None) -> nn.Module:
     """Puts an artifact's serving modules and dense weights into a model in place of its EmbeddingBagCollections.
 
     A model of TorchRec's whose tables were turned has axes beside its weights; a fresh one gets them (`with_axes_`).

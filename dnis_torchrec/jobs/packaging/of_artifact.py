@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 
 from dnis_torchrec.artifact import read_manifest
+from dnis_torchrec.artifact.csr_forms import CSR
 from dnis_torchrec.artifact.dense_forms import DENSE_FORMS, ROW_PRUNED_FORMS
+from dnis_torchrec.artifact.packed_form import PACKED
 from dnis_torchrec.artifact.predictions import SERVING_FORMS
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.users_code import errors_of_its_code
@@ -25,7 +27,7 @@ def run_package(
     *,
     recipe: str | None = None,
     data: Path | None = None,
-    form: str = "csr",
+    form: str | None = None,
     kind: str = "aoti",
     name: str | None = None,
     overwrite: bool = False,
@@ -38,7 +40,7 @@ def run_package(
         recipe: ``module:function`` of the model; by default the one that the manifest names, if that is
             the user's own code.
         data: folder of its data, as the recipe wants it.
-        form: the tables' form.
+        form: the tables' form; ``"packed"`` if not given and the artifact holds it, else ``"csr"``.
         kind: ``"aoti"`` or ``"torchscript"``.
         name: of the model; the recipe's function by default.
         overwrite: replace a package that stands at `out`.
@@ -51,8 +53,10 @@ def run_package(
             `write_package`.
         NotImplementedError: for a form on FBGEMM's kernels, which torch.export does not take, and as `write_package`.
     """
+    manifest = read_manifest(artifact)
+    form = form or (PACKED if PACKED in manifest["forms"] else CSR)
     check_packaged_form(form)
-    spec = load_recorded(artifact, read_manifest(artifact)["run"], data, recipe)
+    spec = load_recorded(artifact, manifest["run"], data, recipe)
     built = recipe_of_artifact(artifact, data, recipe=recipe)
     model = drop_in_(built.model, artifact, form=form)
     with torch.no_grad(), errors_of_its_code(spec):
@@ -78,5 +82,5 @@ def check_packaged_form(form: str) -> None:
     """
     if form in ON_FBGEMM:
         supported = "supported are forms whose lookup is an operator of dnis_torchrec"
-        remedy = f"choose one of {', '.join(name for name in SERVING_FORMS if name not in ON_FBGEMM)}"
+        remedy = f"choose one of {', '.join(name for name in (PACKED, *SERVING_FORMS) if name not in ON_FBGEMM)}"
         raise NotImplementedError(describe(f"form {form!r}", supported, "one on FBGEMM's kernels", remedy))
