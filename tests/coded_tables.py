@@ -17,14 +17,14 @@ from tests.serving_reference import Case, two_tables
 PACKED_FILE = "packed/000_movie_seen.safetensors"
 
 
-def with_codes(table: TableScheme, *, seed: int = 0, spread: float = 1.0) -> TableScheme:
-    """A scheme with drawn bits of every width, and scales that clip some values of about `spread`."""
+def with_codes(table: TableScheme, *, seed: int = 0, widths: tuple[int, ...] | None = None) -> TableScheme:
+    """A scheme with drawn bits, and scales that clip some values of about 1."""
     random, shape = Random(seed), table.retained.shape
-    widths = random.choice([WIDTHS, WIDTHS, (0, 2, 3, 4, 5), (32,), (4,), (0,)])
+    widths = widths or random.choice([WIDTHS, WIDTHS, (0, 2, 3, 4, 5), (32,), (4,), (0,)])
     bits = torch.tensor([[random.choice(widths) for _ in range(shape[1])] for _ in range(shape[0])], dtype=torch.uint8)
     is_coded = (bits > 0) & (bits < 32)
     levels = torch.where(is_coded, 2.0 ** bits.clamp(max=16), 1.0)
-    scale = torch.where(is_coded, (3 * spread / levels).bfloat16().float(), 1.0)
+    scale = torch.where(is_coded, (3 / levels).bfloat16().float(), 1.0)
     off = torch.tensor([[random.randint(-3, 3) for _ in range(shape[1])] for _ in range(shape[0])])
     shift = torch.where(is_coded, (off - levels).clamp(-(2**15), 2**15 - 1), 0.0).short()
     area = int((table.routing.row_counts() * (bits > 0).sum(1)).sum())

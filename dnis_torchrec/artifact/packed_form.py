@@ -36,6 +36,8 @@ def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
     Raises:
         ValueError: if a shard holds something else than the scheme says.
     """
+    requirement = "a scheme with bits, scales and shifts of its columns"
+    check(table.has_codes, shards[0].place, requirement, "none", "export again")
     codes, of_shards = table.codes, [_blocks_of_shard(table, shard) for shard in shards]
     if len(shards) == 1:
         rows = shards[0].tensors["rows"]

@@ -31,6 +31,7 @@ from dnis_torchrec.artifact import forms as form_registry
 from dnis_torchrec.artifact import manifest as artifact
 from dnis_torchrec.artifact import writing as exporting
 from dnis_torchrec.artifact.forms import Rows
+from dnis_torchrec.artifact.predictions import SERVING_FORMS
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection
@@ -299,7 +300,7 @@ def test_policy_for_unknown_ids(tmp_path: Path) -> None:
     assert load(path, form="csr", unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
     with pytest.raises(ValueError, match=r"expected ids in 0\.\.9"):
         load(path, form="csr")(kjt)
-    for form in FORMS:
+    for form in SERVING_FORMS:
         if form not in ("dense_int8", "dense_int4", "row_pruned_int8", "row_pruned_int4"):  # D = 5 does not fit them
             assert load(path, form=form, unknown_ids="zero")(kjt).values().equal(torch.zeros(1, 10))
 
