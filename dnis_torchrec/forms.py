@@ -194,6 +194,11 @@ class Form(ABC):
         return self.precision.bits == 32
 
     @property
+    def needs_codes(self) -> bool:
+        """Whether it stores the codes of the scheme, so that schemes without codes cannot take it."""
+        return False
+
+    @property
     def dim_multiple(self) -> int:
         """What D has to be a multiple of."""
         return 1
@@ -410,6 +415,11 @@ class Packed(Form):
         """Rows: all else is in the scheme, or follows from it."""
         return int(table.routing.row_counts() @ row_strides(self._bits(table)))
 
+    @property
+    def needs_codes(self) -> bool:
+        """It does."""
+        return True
+
     def stored_values(self, table: RetainedTable) -> int:
         """V."""
         return table.num_retained
@@ -442,7 +452,7 @@ FORMS: dict[str, Form] = {
         (Dense, ("fp32", "fp16", "int8", "int4")),
     )
     for form in (layout(PRECISIONS[precision]) for precision in precisions)
-}
+} | {PACKED.name: PACKED}
 """Name -> form, in the order in which they are shown: the one list. Further ones join it by `register`."""
 
 DEFAULT_FORM = "mixed_dimension_fp32"

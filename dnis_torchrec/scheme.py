@@ -15,7 +15,7 @@ from dnis_torchrec.blocks.bit_fields import check_widths
 from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.forms import DEFAULT_FORM, FORMS, form_named
+from dnis_torchrec.forms import DEFAULT_FORM, FORMS, PACKED, form_named
 
 
 class DescribedTable(TypedDict):
@@ -96,15 +96,20 @@ class TableScheme:
             _ = self.codes
 
     @property
+    def has_codes(self) -> bool:
+        """Whether retained values are stored in codes."""
+        return self.scale is not None
+
+    @property
     def codes(self) -> ColumnCodes:
         """How retained values are stored.
 
         Raises:
             ValueError: if bits, scales or shifts are missing.
         """
-        place, remedy = f"table {self.name!r}", "allocate bits first"
+        remedy = "allocate bits first"
         if self.bits is None or self.scale is None or self.shift is None:
-            raise ValueError(describe(place, "bits, scales and shifts of its columns", "none", remedy))
+            raise ValueError(describe(f"table {self.name!r}", "bits, scales and shifts of its columns", "none", remedy))
         return ColumnCodes(self.bits, self.scale, self.shift)
 
     @property
@@ -181,6 +186,11 @@ class MixedDimensionScheme:
     tables: Mapping[str, TableScheme] = field(default_factory=dict)
 
     @property
+    def has_codes(self) -> bool:
+        """Whether the values of some table are stored in codes."""
+        return any(table.has_codes for table in self.tables.values())
+
+    @property
     def parameters(self) -> int:
         """Retained values of all tables."""
         return sum(table.num_retained for table in self.tables.values())
@@ -202,8 +212,9 @@ class MixedDimensionScheme:
         return sum(table.served_bytes(form) for table in self.tables.values())
 
     def exact_bytes(self) -> dict[str, int]:
-        """Form -> bytes, for every form that holds the values bit for bit."""
-        return {name: self.served_bytes(name) for name, form in FORMS.items() if form.is_exact}
+        """Form -> bytes, for every form that holds the values bit for bit; where they have codes, ``"packed"``, too."""
+        exact = {name: self.served_bytes(name) for name, form in FORMS.items() if form.is_exact}
+        return exact | ({PACKED.name: self.served_bytes(PACKED.name)} if self.has_codes else {})
 
     def compression(self, form: str = DEFAULT_FORM) -> float:
         """Bytes of the float32 tables over bytes served.

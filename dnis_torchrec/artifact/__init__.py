@@ -1,8 +1,8 @@
 """Export: artifacts of pruned tables, and what reads them back."""
 
-from dnis_torchrec.artifact import csr_forms, dense_forms, mixed_dimension_form
+from dnis_torchrec.artifact import csr_forms, dense_forms, mixed_dimension_form, packed_form
 from dnis_torchrec.artifact.forms import CODECS, Codec, Shard, register_codec
-from dnis_torchrec.artifact.loading import load, load_csr, load_dense_state, read_scheme
+from dnis_torchrec.artifact.loading import exact_rows, load, load_csr, load_dense_state, read_scheme
 from dnis_torchrec.artifact.manifest import read_manifest, verify_files
 from dnis_torchrec.artifact.predictions import FormPrediction, predict_forms, recommended_form, serve
 from dnis_torchrec.artifact.regrouping import regroup
@@ -15,10 +15,12 @@ __all__ = [
     "Shard",
     "csr_forms",
     "dense_forms",
+    "exact_rows",
     "load",
     "load_csr",
     "load_dense_state",
     "mixed_dimension_form",
+    "packed_form",
     "predict_forms",
     "read_manifest",
     "read_scheme",

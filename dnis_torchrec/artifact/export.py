@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from dnis_torchrec.artifact.over_ranks import write_over_ranks
-from dnis_torchrec.artifact.writing import write_artifact
+from dnis_torchrec.artifact.writing import forms_of, write_artifact
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.forms import WRITTEN_BY_DEFAULT
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import (
     TableShard,
@@ -29,7 +28,7 @@ def export(
     scheme: MixedDimensionScheme,
     path: Path | str,
     *,
-    forms: Sequence[str] = WRITTEN_BY_DEFAULT,
+    forms: Sequence[str] | None = None,
     run: Mapping[str, Any] | None = None,
     scipy_formats: Sequence[str] = (),
     overwrite: bool = False,
@@ -69,7 +68,7 @@ def export(
     for name in scheme.tables:
         check_known("table", name, shards)
     check(scheme.parameters > 0, "export", "a scheme that retains a value", "none", "prune to a larger size")
-    dense = dense_state(model)
+    dense, forms = dense_state(model), forms_of(scheme) if forms is None else forms
     if ranks.world_size > 1:
         if scipy_formats:
             raise NotImplementedError(describe("scipy_formats", "supported on one rank", f"{ranks.world_size} ranks"))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
+from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.forms import Form
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -125,3 +126,57 @@ def codec_of(form: Form) -> Codec:
     """
     check_known("layout", form.layout, CODECS)
     return CODECS[form.layout]
+
+
+def check_codes(form: Form, table: TableScheme) -> None:
+    """Checks that a table can take a form.
+
+    Args:
+        form: any.
+        table: scheme of the table.
+
+    Raises:
+        ValueError: if the form stores codes, and the scheme has none.
+    """
+    fits = table.has_codes or not form.needs_codes
+    remedy = "allocate bits first, or choose another form"
+    check(fits, f"table {table.name!r}, form {form.name!r}", "bits, scales and shifts of its columns", "none", remedy)
+
+
+def values_of_codes(table: TableScheme, rows: Rows) -> Rows:
+    """The values that the codes of a table's rows stand for: in every form, a table of codes has these values.
+
+    Args:
+        table: scheme of the table.
+        rows: gives its dense rows.
+
+    Returns:
+        `rows` itself, if the scheme has no codes.
+    """
+    if not table.has_codes:
+        return rows
+
+    def values(first: int, last: int) -> Tensor:
+        blocks, chunk = table.routing.block_of(torch.arange(first, last)), rows(first, last).detach().cpu().float()
+        encoded = encode_rows(chunk, blocks, table.codes, place=f"table {table.name!r}")
+        return decode_rows(encoded, blocks, table.codes)
+
+    return values
+
+
+def encode_shard(form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
+    """Writes rows ``first <= i < last`` of a table as the tensors of one shard.
+
+    Args:
+        form: how.
+        table: scheme of the table.
+        rows: gives its dense rows; where the scheme has codes, these are rounded to them.
+        first: the first of them.
+        last: the one after the last.
+
+    Raises:
+        ValueError: for NaN or infinity in a table of codes, and what the form refuses.
+    """
+    check_codes(form, table)
+    values = rows if form.needs_codes else values_of_codes(table, rows)
+    return codec_of(form).encode(form, table, values, first, last)

@@ -16,14 +16,16 @@ from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.csr_forms import VALUE_DTYPES, csr_of_shard
-from dnis_torchrec.artifact.forms import Shard, codec_of
+from dnis_torchrec.artifact.forms import Rows, Shard, codec_of, encode_shard
 from dnis_torchrec.artifact.manifest import MANIFEST, read_artifact_file, read_manifest
+from dnis_torchrec.artifact.packed_form import decoded_rows, packed_table
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.forms import CANONICAL_FORM, DEFAULT_FORM, Form, form_named
+from dnis_torchrec.forms import CANONICAL_FORM, DEFAULT_FORM, FORMS, PACKED, Form, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 
 
 def read_scheme(path: Path | str) -> MixedDimensionScheme:
@@ -55,7 +57,7 @@ def load(
 def load(
     path: Path | str,
     *,
-    form: Literal["mixed_dimension_fp32"] = "mixed_dimension_fp32",
+    form: Literal["mixed_dimension_fp32"],
     collection: str | None = None,
     device: torch.device | str = "cpu",
     unknown_ids: str = "error",
@@ -68,7 +70,20 @@ def load(
 def load(
     path: Path | str,
     *,
-    form: str,
+    form: Literal["packed"],
+    collection: str | None = None,
+    device: torch.device | str = "cpu",
+    unknown_ids: str = "error",
+    verify: bool = False,
+) -> PackedEmbeddingBagCollection:
+    """Serves bit fields."""
+
+
+@overload
+def load(
+    path: Path | str,
+    *,
+    form: str | None = None,
     collection: str | None = None,
     device: torch.device | str = "cpu",
     unknown_ids: str = "error",
@@ -80,7 +95,7 @@ def load(
 def load(
     path: Path | str,
     *,
-    form: str = DEFAULT_FORM,
+    form: str | None = None,
     collection: str | None = None,
     device: torch.device | str = "cpu",
     unknown_ids: str = "error",
@@ -89,11 +104,12 @@ def load(
     """Builds a serving module from an artifact.
 
     Tables on the CPU stay in the artifact's files, memory-mapped, and are read as rows are looked up. A form that the
-    artifact does not hold is made from its exact sparse rows, in memory.
+    artifact does not hold is made from its exact sparse rows, or from what its codes stand for, in memory.
 
     Args:
         path: the artifact's folder.
-        form: one of `dnis_torchrec.forms.FORMS`.
+        form: one of `dnis_torchrec.forms.FORMS`; None takes ``"packed"`` if the artifact holds it, else
+            `dnis_torchrec.forms.DEFAULT_FORM`.
         collection: FQN of the collection in the model; needed only if the artifact holds several.
         device: where the tables go.
         unknown_ids: ids that are no rows raise (``"error"``) or contribute zero (``"zero"``; they count in the length).
@@ -104,14 +120,42 @@ def load(
         A drop-in for the model's EmbeddingBagCollection.
 
     Raises:
-        ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor ``"csr_fp32"``, or
-            `collection` is needed or unknown.
+        ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor one that it can be made
+            from, or `collection` is needed or unknown.
     """
-    known = form_named(form)
+    known = None if form is None else form_named(form)
     manifest = read_manifest(path)
+    known = known or form_named(default_form(manifest))
     scheme = _of_collection(path, _scheme_of(path, manifest), collection)
     shards = {name: _shards_in_form(path, manifest, table, known, verify) for name, table in scheme.tables.items()}
     return codec_of(known).build(known, scheme, shards, device=device, unknown_ids=unknown_ids)
+
+
+def default_form(manifest: Mapping[str, Any]) -> str:
+    """The form that an artifact is served in unless another is asked for.
+
+    Args:
+        manifest: from `read_manifest`.
+    """
+    return PACKED.name if PACKED.name in manifest["forms"] else DEFAULT_FORM
+
+
+def exact_rows(path: Path | str) -> dict[str, Rows] | None:
+    """The values of all tables, bit for bit: from the exact sparse rows, or from codes.
+
+    Args:
+        path: the artifact's folder.
+
+    Returns:
+        Table name -> its dense rows; None if the artifact holds neither form.
+
+    Raises:
+        ValueError: if the artifact is damaged.
+    """
+    manifest = read_manifest(path)
+    found = {n: _exact_rows(path, manifest, table, True) for n, table in _scheme_of(path, manifest).tables.items()}
+    exact = {name: rows for name, rows in found.items() if rows is not None}
+    return exact if len(exact) == len(found) else None
 
 
 def load_csr(path: Path | str, table: str) -> CsrTable:
@@ -192,21 +236,32 @@ def _of_collection(path: Path | str, scheme: MixedDimensionScheme, collection: s
 def _shards_in_form(
     path: Path | str, manifest: Mapping[str, Any], table: TableScheme, form: Form, verify: bool
 ) -> list[Shard]:
-    """A table's shards as the artifact holds them, or one that is made of its exact sparse rows."""
+    """A table's shards as the artifact holds them, or one that is made of its exact values."""
     held = manifest["tables"][table.name]["shards"]
-    if form.name in held or CANONICAL_FORM not in held:
+    rows = None if form.name in held else _exact_rows(path, manifest, table, verify)
+    if rows is None:
         return _read_shards(path, manifest, table, form.name, verify)
-    sparse = _read_csr(path, manifest, table, verify=verify)
-    tensors = codec_of(form).encode(form, table, sparse.rows, 0, table.num_embeddings)
+    tensors = encode_shard(form, table, rows, 0, table.num_embeddings)
     place = f"artifact {str(path)!r}, table {table.name!r}, form {form.name!r}"
     return [Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=tensors)]
+
+
+def _exact_rows(path: Path | str, manifest: Mapping[str, Any], table: TableScheme, verify: bool) -> Rows | None:
+    """The values of a table from a form that holds them bit for bit, if there is one."""
+    held = manifest["tables"][table.name]["shards"]
+    if CANONICAL_FORM in held:
+        return _read_csr(path, manifest, table, verify=verify).rows
+    if PACKED.name in held:
+        return decoded_rows(table, packed_table(table, _read_shards(path, manifest, table, PACKED.name, verify)))
+    return None
 
 
 def _read_shards(
     path: Path | str, manifest: Mapping[str, Any], table: TableScheme, form: str, verify: bool
 ) -> list[Shard]:
     held = manifest["tables"][table.name]["shards"]
-    remedy = f"export with forms=[{form!r}]"
+    is_newer = not set(held) & set(FORMS)  # none of its forms is known here
+    remedy = "update dnis_torchrec, which knows none of its forms" if is_newer else f"export with forms=[{form!r}]"
     check(form in held, f"artifact {str(path)!r}, table {table.name!r}", f"form {form!r}", sorted(held), remedy)
     return [
         Shard(

@@ -68,6 +68,7 @@ class RunOfArtifact(TypedDict):
     seed: NotRequired[NotNegative]
     embedding_dim: NotRequired[Positive | None]
     projected: NotRequired[bool]
+    turned: NotRequired[bool]
     metrics: NotRequired[dict[str, float]]
 
 

@@ -21,9 +21,17 @@ from torch import Tensor
 
 from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.artifact.manifest import ARTIFACT, MAX_FILE_BYTES, write_manifest
-from dnis_torchrec.artifact.writing import Files, Shards, as_json, count_values, manifest_of, write_packed, write_shards
+from dnis_torchrec.artifact.writing import (
+    Files,
+    Shards,
+    as_json,
+    check_forms,
+    count_values,
+    manifest_of,
+    write_packed,
+    write_shards,
+)
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.forms import form_named
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.soft_selection.table_shards import TableShard, num_copies
@@ -81,9 +89,7 @@ def write_over_ranks(
         OSError: on all ranks, if one of them cannot write.
     """
     with together(ranks.group):
-        check(bool(forms), "forms", "at least one", "none")
-        for form in forms:
-            form_named(form)
+        check_forms(forms, scheme=scheme)
         for name in scheme.tables:
             check_known("table", name, shards)
         run = as_json(run or {})
@@ -192,12 +198,15 @@ def _write_spans(
     listed: dict[str, Shards],
     files: Files,
 ) -> int:
-    """Writes this rank's parts of a table in every form, notes them in `listed` and `files`, counts their values."""
+    """Writes this rank's parts of a table in every form, notes them in `listed` and `files`, counts their values.
+
+    Those of a table of codes need no count: whatever is not retained is dropped.
+    """
     listed[table.name] = {form: [] for form in forms}
     num_values = 0
     for span, rows in spans:
         step = rows_per_chunk(table.embedding_dim)
-        for begin in range(*span, step):
+        for begin in () if table.has_codes else range(*span, step):
             num_values += count_values(table, rows(begin, min(begin + step, span[1])), begin)
         for form in forms:
             shards, written = write_shards(folder, form, index, table, rows, span, max_file_bytes)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.artifact.forms import Shard, codec_of, rows_of
+from dnis_torchrec.artifact.forms import Shard, codec_of, encode_shard, rows_of
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.forms import FORMS, PRECISIONS, Csr, Form, MixedDimension, form_named, stored_blocks
+from dnis_torchrec.forms import FORMS, PRECISIONS, Csr, Form, MixedDimension, Packed, form_named, stored_blocks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 DENSE_INT4 = "dense_int4"
 LATENCY_CLASSES = {"faster": 0.9, "similar": 1.5}
 """Class -> the largest latency it stands for, as a multiple of torchrec's fp32 collection; beyond: ``"slower"``."""
-NANOSECONDS_PER_ID, NANOSECONDS_PER_VALUE = 15.0, {"csr": 0.7, "mixed": 0.5, "int4": 0.6}
+NANOSECONDS_PER_ID, NANOSECONDS_PER_VALUE = 15.0, {"csr": 0.7, "mixed": 0.5, "int4": 0.6, "packed": 0.5}
 DENSE_PER_ID, DENSE_PER_VALUE = 20.0, 0.6
 BATCHED_PER_ID, BATCHED_PER_VALUE = 10.0, 0.4
 """Costs on one core with the compiled operators: 26 tables of 40,000 x 64, batch 1024, one id per bag, Zipf ids."""
@@ -41,7 +41,7 @@ class FormPrediction:
         latency_ratio: estimated latency of a batch of single ids as a multiple of torchrec's fp32 collection, for the
             widest rows of each table, on a CPU with the compiled operators.
         latency_class: ``"faster"``, ``"similar"`` or ``"slower"``: `latency_ratio` in the steps of `LATENCY_CLASSES`.
-        is_exact: whether it holds the pruned values bit for bit.
+        is_exact: whether it holds the pruned values bit for bit; of a scheme with codes, no form does.
         warning: why one should not take it, or nothing.
     """
 
@@ -63,7 +63,7 @@ def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] | None = No
 
     Args:
         scheme: the retained dims of all tables.
-        forms: which forms, by name; all of `FORMS` if not given.
+        forms: which forms, by name; if not given, all of `FORMS` that the scheme can be served in.
 
     Returns:
         One prediction per form, in their order. A form that is larger than the dense tables in int4 is warned
@@ -84,9 +84,11 @@ def predict_forms(scheme: MixedDimensionScheme, forms: Sequence[str] | None = No
         >>> found["dense_int8"].warning
         'larger than the dense tables in int4'
     """
+    if forms is None:
+        forms = [name for name, form in FORMS.items() if scheme.has_codes or not form.needs_codes]
     tables = list(scheme.tables.values())
     int4_bytes = sum(table.num_embeddings * _int4_row_bytes(table) for table in tables)
-    return [_predict(form_named(name), tables, int4_bytes) for name in (FORMS if forms is None else forms)]
+    return [_predict(form_named(name), tables, int4_bytes) for name in forms]
 
 
 def recommended_form(predictions: Iterable[FormPrediction], *, exact: bool = False) -> str | None:
@@ -171,7 +173,7 @@ def serve(
         check_known("table", name, tables)
         shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
         check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", tuple(weight.shape))
-        encoded = codec_of(known).encode(known, table, rows_of(weight), 0, table.num_embeddings)
+        encoded = encode_shard(known, table, rows_of(weight), 0, table.num_embeddings)
         place = f"table {name!r}, form {form!r}"
         shards[name] = [Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=encoded)]
     return codec_of(known).build(known, scheme, shards, device=device, unknown_ids=unknown_ids)
@@ -179,11 +181,14 @@ def serve(
 
 def _predict(form: Form, tables: list[TableScheme], int4_bytes: int) -> FormPrediction:
     misfits = [table.name for table in tables if table.embedding_dim % form.dim_multiple]
+    lacking = [table.name for table in tables if form.needs_codes and not table.has_codes]
     ratio = sum(_cost(form, table) for table in tables) / sum(_dense_cost(table) for table in tables)
     latency = next((name for name, limit in LATENCY_CLASSES.items() if ratio <= limit), "slower")
     size, padding, warning = None, None, ""
     if misfits:
         warning = f"needs an embedding_dim that is a multiple of {form.dim_multiple}: not so in table {misfits[0]!r}"
+    elif lacking:
+        warning = f"needs bits, scales and shifts of every column: not so in table {lacking[0]!r}"
     else:
         size = sum(form.served_bytes(table) for table in tables)
         retained = sum(table.num_retained for table in tables)
@@ -196,7 +201,7 @@ def _predict(form: Form, tables: list[TableScheme], int4_bytes: int) -> FormPred
         padding=None if padding is None else round(padding, 4),
         latency_ratio=round(ratio, 3),
         latency_class=latency,
-        is_exact=form.is_exact,
+        is_exact=form.is_exact and not any(table.has_codes for table in tables),
         warning=warning,
     )
 
@@ -208,13 +213,14 @@ def _int4_row_bytes(table: TableScheme) -> int:
 
 def _cost(form: Form, table: TableScheme) -> float:
     """Nanoseconds of a lookup of one of the widest rows, which frequent ids mostly are."""
-    if not isinstance(form, Csr | MixedDimension):
+    if not isinstance(form, Csr | MixedDimension | Packed):
         return BATCHED_PER_ID + BATCHED_PER_VALUE * table.embedding_dim
     widest = max((dim for _, dim in stored_blocks(table).values()), default=0)
     if isinstance(form, Csr):
         share = table.num_retained / table.block_area if table.block_area else 0.0
         return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE["csr"] * widest * share
-    return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE["int4" if form.precision.bits == 4 else "mixed"] * widest
+    kernel = "packed" if isinstance(form, Packed) else "int4" if form.precision.bits == 4 else "mixed"
+    return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE[kernel] * widest
 
 
 def _dense_cost(table: TableScheme) -> float:

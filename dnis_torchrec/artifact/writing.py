@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec._dependencies import versions
-from dnis_torchrec.artifact.forms import Rows, codec_of, rows_of
+from dnis_torchrec.artifact.forms import Rows, check_codes, encode_shard, rows_of, values_of_codes
 from dnis_torchrec.artifact.manifest import (
     ARTIFACT,
     MAX_FILE_BYTES,
@@ -29,7 +29,7 @@ from dnis_torchrec.artifact.manifest import (
 )
 from dnis_torchrec.artifact.predictions import describe_forms
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.forms import WRITTEN_BY_DEFAULT, form_named
+from dnis_torchrec.forms import PACKED, WRITTEN_BY_DEFAULT, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.storage.json_files import conform
@@ -46,7 +46,7 @@ def write_artifact(
     scheme: MixedDimensionScheme,
     path: Path | str,
     *,
-    forms: Sequence[str] = WRITTEN_BY_DEFAULT,
+    forms: Sequence[str] | None = None,
     dense_state: Mapping[str, Tensor] | None = None,
     run: Mapping[str, Any] | None = None,
     scipy_formats: Sequence[str] = (),
@@ -58,11 +58,12 @@ def write_artifact(
     Tables are read one at a time, so beyond the tables themselves only the retained part of one is held.
 
     Args:
-        tables: table name -> ``(N, D)``, merged and pruned: zero outside the retained dims. Views are enough.
+        tables: table name -> ``(N, D)``, merged and pruned: zero outside the retained dims, unless the scheme has
+            codes, to which they are rounded. Views are enough.
         scheme: the retained dims of all tables.
         path: folder to write; missing parents are made.
         forms: some of `dnis_torchrec.forms.FORMS`, by name. From ``"csr_fp32"``, the canonical one, every other can be
-            made.
+            made. None: ``"packed"`` alone for a scheme that has codes, else `dnis_torchrec.forms.WRITTEN_BY_DEFAULT`.
         dense_state: the model's other weights, for `load_dense_state`.
         run: configuration and figures of the search; any JSON.
         scipy_formats: ``"coo"``, ``"csr"``: scipy.sparse ``.npz`` files beside, for other programs; never read here.
@@ -74,8 +75,8 @@ def write_artifact(
 
     Raises:
         ValueError: if a table is missing, has another shape, NaN or infinite values, or values outside its retained
-            dims; for unknown forms; if `run` is no JSON; if `path` exists and may not be overwritten; if a single row,
-            or a tensor of `dense_state`, does not fit into a file.
+            dims; for unknown forms, and ``"packed"`` of a scheme without codes; if `run` is no JSON; if `path` exists
+            and may not be overwritten; if a single row, or a tensor of `dense_state`, does not fit into a file.
         TypeError: if a table or a value of `dense_state` is no floating point table, or no tensor.
         OSError: if the disk is full; then what stood at `path` still stands there, and nothing else is left.
 
@@ -93,7 +94,8 @@ def write_artifact(
         True
     """
     check(bool(scheme.tables), "scheme", "at least one table", "none", "search and prune a model first")
-    check_forms(forms, scipy_formats)
+    forms = forms_of(scheme) if forms is None else forms
+    check_forms(forms, scipy_formats, scheme)
     for name in scheme.tables:
         check_known("table", name, tables)
     run = as_json(run or {})
@@ -157,7 +159,7 @@ def write_shards(
     spans = deque((begin, min(begin + step, last)) for begin in range(first, last, step))
     while spans:
         begin, end = spans.popleft()
-        tensors = codec_of(known).encode(known, table, rows, begin, end)
+        tensors = encode_shard(known, table, rows, begin, end)
         if file_bytes(tensors) > max_file_bytes:
             place, requirement = f"table {table.name!r}, form {form!r}", f"a row within {max_file_bytes} bytes"
             check(end - begin > 1, place, requirement, file_bytes(tensors), "raise max_file_bytes")
@@ -256,26 +258,39 @@ def scipy_file(index: int, table: str, scipy_format: str) -> str:
     return f"scipy/{_stem(index, table)}.{scipy_format}.npz"
 
 
-def check_forms(forms: Sequence[str], scipy_formats: Sequence[str] = ()) -> None:
+def forms_of(scheme: MixedDimensionScheme) -> tuple[str, ...]:
+    """The forms that a scheme is written in unless others are asked for.
+
+    Args:
+        scheme: the retained dims of all tables.
+    """
+    return (PACKED.name,) if scheme.has_codes else WRITTEN_BY_DEFAULT
+
+
+def check_forms(
+    forms: Sequence[str], scipy_formats: Sequence[str] = (), scheme: MixedDimensionScheme | None = None
+) -> None:
     """Checks that an artifact can be written in these forms.
 
     Args:
         forms: see `write_artifact`.
         scipy_formats: see `write_artifact`.
+        scheme: what is to be written, if it is known yet.
 
     Raises:
-        ValueError: for no form, one that is there twice, or one that is unknown.
+        ValueError: for no form, one that is there twice or unknown, or one that stores codes where a table has none.
     """
     check(bool(forms), "forms", f"some, such as {WRITTEN_BY_DEFAULT}", "none")
     check(len(set(forms)) == len(forms), "forms", "each once", tuple(forms))
-    for form in forms:
-        form_named(form)
+    for form in map(form_named, forms):
+        for table in () if scheme is None else scheme.tables.values():
+            check_codes(form, table)
     for scipy_format in scipy_formats:
         check_known("scipy format", scipy_format, SCIPY_FORMATS)
 
 
 def check_table(table: TableScheme, weight: Tensor) -> None:
-    """Checks that a dense table can be exported under its scheme without loss.
+    """Checks that a dense table can be exported under its scheme without other loss than that of its codes.
 
     Args:
         table: scheme of the table.
@@ -284,11 +299,14 @@ def check_table(table: TableScheme, weight: Tensor) -> None:
     Raises:
         TypeError: if it is not floating point.
         ValueError: if its shape differs, a value is NaN or infinite, or a value outside the retained dims is not zero.
+            Values of a table of codes are read when they are encoded, once, and checked then.
     """
     place, shape = f"table {table.name!r}", (table.num_embeddings, table.embedding_dim)
     if not weight.is_floating_point():
         raise TypeError(describe(place, "floating point values", weight.dtype))
     check(tuple(weight.shape) == shape, place, f"shape {shape}", tuple(weight.shape))
+    if table.has_codes:
+        return
     num_values = count_values(table, weight, 0)
     requirement = f"at most num_retained={table.num_retained} values"
     check(num_values <= table.num_retained, place, requirement, num_values, "prune the table with this scheme first")
@@ -354,7 +372,8 @@ def _write_scipy_files(
     if not scipy_formats:
         return {}
     files: Files = {}
-    sparse = CsrTable.from_dense(weight)
+    values = values_of_codes(table, rows_of(weight))
+    sparse = CsrTable.from_rows(values, 0, table.num_embeddings, embedding_dim=table.embedding_dim)
     for scipy_format in scipy_formats:
         name = scipy_file(index, table.name, scipy_format)
         (folder / name).parent.mkdir(exist_ok=True)

@@ -109,3 +109,30 @@ def packed_rows(fields: Tensor, bits: Tensor) -> Tensor:
         for byte in range(first, last):
             packed[:, byte] |= (field >> 8 * (byte - first) & 0xFF).to(torch.uint8)
     return packed
+
+
+def unpacked_fields(rows: Tensor, bits: Tensor) -> Tensor:
+    """The fields of rows of one block: the inverse of `packed_rows`.
+
+    Args:
+        rows: ``(n, stride)`` uint8.
+        bits: ``(D,)`` integers among `WIDTHS`.
+
+    Returns:
+        ``(n, D)`` int32: codes, the bits of a float32, and 0 for dropped columns.
+
+    Example:
+        >>> bits = torch.tensor([3, 0, 6])
+        >>> unpacked_fields(packed_rows(torch.tensor([[5, 9, 3]]), bits), bits).tolist()
+        [[5, 0, 3]]
+    """
+    (offsets,) = field_offsets(bits.unsqueeze(0))
+    fields = torch.zeros(len(rows), len(bits), dtype=torch.int32)
+    for column, (width, offset) in enumerate(zip(bits.tolist(), offsets.tolist(), strict=True)):
+        first, last = offset // 8, (offset + width + 7) // 8
+        field = torch.zeros(len(rows), dtype=torch.int64)
+        for byte in range(first, last):
+            field |= rows[:, byte].long() << 8 * (byte - first)
+        field = field >> offset % 8 & ((1 << width) - 1)
+        fields[:, column] = (field - (field >> FLOAT_BITS - 1 << FLOAT_BITS)).int()  # a sign, where all bits are used
+    return fields

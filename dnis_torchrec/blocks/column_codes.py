@@ -43,15 +43,21 @@ class ColumnCodes:
                 f"{dtype} of shape {tuple(self.bits.shape)}",
                 f"{value.dtype} {tuple(value.shape)}",
             )
+        sound = (self.scale > 0) & self.scale.isfinite() & (self.scale == self.scale.bfloat16().float())
+        if not bool(sound.all()):
+            block, column = (~sound).nonzero()[0].tolist()
+            received = f"{self.scale[block, column].item()} in block {block}, column {column}"
+            check(False, "ColumnCodes.scale", "finite bfloat16 values above 0", received)
 
 
-def encode_rows(chunk: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
+def encode_rows(chunk: Tensor, blocks: Tensor, codes: ColumnCodes, *, place: str = "codes") -> Tensor:
     """Codes of some rows. Local.
 
     Args:
         chunk: ``(n, D)`` float32, rows of a table.
         blocks: ``(n,)`` int64, the block of each row, S for none.
         codes: of the whole table.
+        place: whose rows they are, for the error.
 
     Returns:
         ``(n, D)`` int32: codes, a float32's own bits at 32 bits, and 0 for dropped columns and rows of no block.
@@ -66,7 +72,7 @@ def encode_rows(chunk: Tensor, blocks: Tensor, codes: ColumnCodes) -> Tensor:
         >>> encoded[:, 0].tolist(), decode_rows(encoded, torch.tensor([0, 1]), codes).tolist()
         ([2, 0], [[0.5, 7.0], [0.0, 0.0]])
     """
-    check_finite(chunk, blocks, "codes")
+    check_finite(chunk, blocks, place)
     bits, scale, shift = _of_rows(blocks, codes)
     largest = torch.where(is_coded(bits), (1 << bits.clamp(max=16)) - 1, 0)
     nearest = torch.minimum((chunk / scale - shift / 2).round_().clamp_(min=0), largest.float()).int()

@@ -29,8 +29,8 @@ def package(
     data: DataOption = None,
     recipe: RecipeOption = None,
     form: Annotated[
-        str, typer.Option(help="How tables are served: `csr_fp32`, `mixed_dimension_fp32` or another form.")
-    ] = "csr_fp32",
+        str | None, typer.Option(help="How tables are served; `packed` if the artifact holds it, else `csr_fp32`.")
+    ] = None,
     package_format: Annotated[
         str, typer.Option("--format", help="`aoti` (compiled, constants memory-mapped) or `torchscript` (for Triton).")
     ] = "aoti",
@@ -57,8 +57,9 @@ def package(
         free = overwrite or not out.exists()
         check(free, place, "a folder that does not exist", "an existing one", remedy)
         load_recorded(artifact, read_manifest(artifact)["run"], data, recipe)  # whose module may register the form
-        form_named(form)
-        check_packaged_form(form)
+        if form is not None:
+            form_named(form)
+            check_packaged_form(form)
         if name is not None:
             check_name(name)
     kind = package_format

@@ -149,7 +149,8 @@ def export(
     run: RunArgument,
     out: OutOption,
     form: Annotated[
-        list[str] | None, typer.Option(help="`csr_int8`, ...; `mixed_dimension_fp32` and `csr_fp32` if not given.")
+        list[str] | None,
+        typer.Option(help="`csr_int8`, ...; if not given `mixed_dimension_fp32` and `csr_fp32`, or `packed` of codes."),
     ] = None,
     scipy: Annotated[list[str] | None, typer.Option(help="Also write scipy `.npz` files: `csr`, `coo`.")] = None,
     regroup: Annotated[
@@ -158,13 +159,12 @@ def export(
     overwrite: OverwriteOption = False,
 ) -> None:
     """Exports a finished RUN as an artifact, ready to serve, and prints what every serving form of it would come to."""
-    from dnis_torchrec.artifact.writing import check_forms
-    from dnis_torchrec.forms import WRITTEN_BY_DEFAULT
+    from dnis_torchrec.artifact.writing import check_forms, forms_of
     from dnis_torchrec.jobs.artifact_jobs import run_export
     from dnis_torchrec.jobs.run_folder import RunFolder
 
     with arguments():
-        RunFolder.open(run)
+        scheme = RunFolder.open(run).scheme()
         check(
             overwrite or not out.exists(),
             f"artifact {out}",
@@ -173,8 +173,8 @@ def export(
             "choose another --out, or --overwrite",
         )
         check(regroup is None or regroup >= 1, "--regroup", "a number of groups >= 1", regroup)
-        forms, scipy_formats = form or WRITTEN_BY_DEFAULT, scipy or ()
-        check_forms(forms, scipy_formats)
+        forms, scipy_formats = form or forms_of(scheme), scipy or ()
+        check_forms(forms, scipy_formats, scheme)
     run_export(run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup)
     _print_forms(out)
     say(f"artifact: {shown(out)}")

@@ -14,7 +14,6 @@ from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.comparison.methods.projected import project_as_exported_
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code
-from dnis_torchrec.forms import DEFAULT_FORM
 from dnis_torchrec.jobs.model_shards import check_shapes, load_state_
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder
@@ -28,7 +27,7 @@ def run_export(
     run_path: Path,
     out: Path,
     *,
-    forms: Sequence[str],
+    forms: Sequence[str] | None = None,
     scipy_formats: Sequence[str] = (),
     overwrite: bool = False,
     num_groups: int | None = None,
@@ -59,7 +58,7 @@ def run_export(
         tables,
         scheme,
         out,
-        forms=tuple(forms),
+        forms=forms,
         dense_state=run.dense_state(),
         run=described,
         scipy_formats=tuple(scipy_formats),
@@ -149,7 +148,7 @@ def _check_features(collection: nn.Module, scheme: MixedDimensionScheme, fqn: st
         check(fits, f"{artifact}, table {name!r}", requirement, list(held.get(name, ())), "use the model of the run")
 
 
-def drop_in_(model: nn.Module, artifact: Path, *, form: str = DEFAULT_FORM) -> nn.Module:
+def drop_in_(model: nn.Module, artifact: Path, *, form: str | None = None) -> nn.Module:
     """Puts an artifact's serving modules and dense weights into a model in place of its EmbeddingBagCollections.
 
     A model of TorchRec's whose tables were turned has axes beside its weights; a fresh one gets them (`with_axes_`).

@@ -94,14 +94,30 @@ class PackedTable:
                 fits = rows is not None and tuple(rows.shape) == (num_rows, stride) and rows.dtype == torch.uint8
                 check(fits, place, f"rows: uint8 of shape {(num_rows, stride)}", received)
                 parts.append(blocks[block].reshape(-1))
+        return cls.from_rows(table, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8), scale, shift)
+
+    @classmethod
+    def from_rows(cls, table: TableScheme, rows: Tensor, scale: Tensor, shift: Tensor) -> PackedTable:
+        """Takes the rows of all blocks as they are, so that they may lie in a mapped file.
+
+        Args:
+            table: as in `from_blocks`.
+            rows: see `PackedTable`.
+            scale: as in `from_blocks`.
+            shift: as in `from_blocks`.
+
+        Raises:
+            ValueError: if there are other bytes than the table's.
+        """
+        bits = column_bits(table)
         is_code = is_coded(bits)
         return cls(
             bits=bits,
             directory=RowDirectory.of(table.routing),
-            rows=torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8),
+            rows=rows,
             scales=scale[is_code].bfloat16(),
             shifts=shift[is_code].to(torch.int16),
-            row_counts=counts,
+            row_counts=table.routing.row_counts(),
         )
 
     @property

@@ -51,7 +51,8 @@ def header(file: Path) -> dict:
     """What the manifest says of a safetensors file's tensors."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
-    names = {"F32": "float32", "F16": "float16", "U8": "uint8", "I32": "int32", "I64": "int64", "BOOL": "bool"}
+    names = {"F32": "float32", "F16": "float16", "U8": "uint8", "I16": "int16", "I32": "int32"}
+    names |= {"I64": "int64", "BOOL": "bool"}
     return {
         name: {"dtype": names[f["dtype"]], "shape": f["shape"], "offset": 8 + length + f["data_offsets"][0]}
         for name, f in json.loads(content[8 : 8 + length]).items()

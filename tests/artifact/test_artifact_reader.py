@@ -15,17 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.artifact import write_artifact
+from dnis_torchrec.artifact import load, write_artifact, writing
+from dnis_torchrec.artifact.writing import write_packed
+from dnis_torchrec.blocks.bit_fields import WIDTHS
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.forms import FORMS
 from dnis_torchrec.scheme import MixedDimensionScheme
+from tests.coded_tables import rounded, with_codes
 from tests.serving_reference import table_scheme
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "artifact.md"
 NUMPY_DTYPES = {
     "bool": "|b1",
     "int8": "|i1",
+    "int16": "<i2",
     "uint8": "|u1",
     "uint16": "<u2",
     "int32": "<i4",
@@ -63,8 +68,41 @@ def unpacked(row: np.ndarray, form: str, count: int) -> np.ndarray:
     return (scale * quantised.astype(np.float32) + bias)[:count]
 
 
+def fields_of(bits: np.ndarray) -> list[tuple[int, int, int]]:
+    """(column, first bit, width) of the fields of a row."""
+    fields, end = [], 0
+    for column, width in enumerate(bits.tolist()):
+        if width:
+            offset = (end + 7) // 8 * 8 if width == 32 else end
+            fields.append((column, offset, width))
+            end = offset + width
+    return fields
+
+
+def packed_values(
+    rows: np.ndarray, blocks: np.ndarray, bits: np.ndarray, scale: np.ndarray, shift: np.ndarray
+) -> np.ndarray:
+    """The rows of a shard of bit fields."""
+    out, begin = np.zeros((len(blocks), bits.shape[1]), np.float32), 0
+    for block, of_block in enumerate(bits):
+        fields = fields_of(of_block)
+        stride = (fields[-1][1] + fields[-1][2] + 7) // 8 if fields else 0
+        for row in np.nonzero(blocks == block)[0]:
+            number = int.from_bytes(rows[begin : begin + stride].tobytes(), "little")
+            begin += stride
+            for column, offset, width in fields:
+                code = number >> offset & (1 << width) - 1
+                if width == 32:
+                    out[row, column] = np.uint32(code).view("<f4")
+                else:
+                    half_steps = np.float32(2 * code + int(shift[block, column]))
+                    out[row, column] = scale[block, column] * half_steps / np.float32(2)
+    assert begin == len(rows)
+    return out
+
+
 class Reader:
-    """Reads an artifact of format 2.x."""
+    """Reads an artifact of format 1.x."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,11 +138,16 @@ class Reader:
             found[key] = array
         return found
 
-    def blocks(self, table: str) -> tuple[np.ndarray, np.ndarray]:
-        """Block of every row (S: none), and retained columns of every block."""
+    def scheme(self) -> dict[str, np.ndarray]:
+        """The tensors of the scheme."""
         tensors: dict[str, np.ndarray] = {}
         for name in self.manifest["scheme"]:
             tensors |= self.tensors(name)
+        return tensors
+
+    def blocks(self, table: str) -> tuple[np.ndarray, np.ndarray]:
+        """Block of every row (S: none), and retained columns of every block."""
+        tensors = self.scheme()
         retained = tensors[f"{table}/retained"]
         if f"{table}/block_of_row" in tensors:
             return tensors[f"{table}/block_of_row"], retained
@@ -116,11 +159,16 @@ class Reader:
         fields = self.manifest["tables"][table]
         out = np.zeros((fields["num_embeddings"], fields["embedding_dim"]), np.float32)
         blocks, retained = self.blocks(table)
+        bits, scale, shift = (self.scheme().get(f"{table}/{part}") for part in ("bits", "scale", "shift"))
         next_row = 0
         for shard in fields["shards"][form]:
             first, num_rows, tensors = shard["first_row"], shard["num_rows"], self.tensors(shard["file"])
             assert (first, num_rows > 0) == (next_row, True)
             next_row += num_rows
+            if form == "packed":
+                values = packed_values(tensors["rows"], blocks[first : first + num_rows], bits, scale, shift)
+                out[first : first + num_rows] = values
+                continue
             if not form.startswith("csr"):
                 used = dict.fromkeys(tensors, 0)
                 every_column = np.ones(fields["embedding_dim"], bool)
@@ -164,7 +212,7 @@ def check_interleaved(tensors: dict[str, np.ndarray]) -> None:
     assert tensors["interleaved_rows"].tobytes() == wanted
 
 
-def large_tables() -> tuple[dict[str, torch.Tensor], MixedDimensionScheme]:
+def large_tables(widest: int = 300) -> tuple[dict[str, torch.Tensor], MixedDimensionScheme]:
     """Uint8 and uint16 columns, routing by boundaries and by map, rows of no block, single values pruned."""
     torch.manual_seed(0)
     routings = {
@@ -172,7 +220,7 @@ def large_tables() -> tuple[dict[str, torch.Tensor], MixedDimensionScheme]:
         "wide": RowRouting.from_map(torch.randint(0, 4, (60,)), 3),
     }
     tables, schemes = {}, {}
-    for (name, routing), dim in zip(routings.items(), (16, 300), strict=True):
+    for (name, routing), dim in zip(routings.items(), (16, widest), strict=True):
         retained = torch.rand(routing.num_blocks, dim) < 0.3
         rows = torch.cat([retained, torch.zeros(1, dim, dtype=torch.bool)])[routing.all_blocks()]
         tables[name] = torch.randn(len(rows), dim) * rows * (torch.rand(len(rows), dim) < 0.8)
@@ -183,7 +231,7 @@ def large_tables() -> tuple[dict[str, torch.Tensor], MixedDimensionScheme]:
 @pytest.mark.parametrize("max_file_bytes", [2_000_000_000, 6000])
 def test_the_document_is_enough_to_read_an_artifact(tmp_path: Path, max_file_bytes: int) -> None:
     tables, scheme = large_tables()
-    forms, state = list(FORMS), {"layer": torch.arange(3.0).double()}
+    forms, state = [n for n, form in FORMS.items() if not form.needs_codes], {"layer": torch.arange(3.0).double()}
     path = write_artifact(tables, scheme, tmp_path / "a", forms=forms, dense_state=state, max_file_bytes=max_file_bytes)
     reader = Reader(path)
     reader.verify()
@@ -198,13 +246,38 @@ def test_the_document_is_enough_to_read_an_artifact(tmp_path: Path, max_file_byt
         for form, steps in PACKED.items():
             spread = weight.max(axis=1, keepdims=True) - weight.min(axis=1, keepdims=True)
             assert (np.abs(reader.dense(name, form) - weight) <= spread / steps + 0.002 * bound + 1e-6).all(), form
-    assert set(FORMS) == {"csr_fp32", "csr_fp16", "csr_int8", "mixed_dimension_fp32", "dense_fp32", *PACKED}
+    assert set(FORMS) == {"csr_fp32", "csr_fp16", "csr_int8", "mixed_dimension_fp32", "dense_fp32", *PACKED, "packed"}
     shards = [len(of_form) for fields in reader.manifest["tables"].values() for of_form in fields["shards"].values()]
     assert (max(shards) > 1) == (max_file_bytes == 6000)
     sizes = [entry["bytes"] for entry in reader.manifest["files"].values()]
     assert max(sizes) <= max_file_bytes
     (name,) = reader.manifest["dense_state"]
     assert reader.tensors(name)["layer"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("max_file_bytes", [2_000_000_000, 1000])
+def test_the_document_is_enough_to_read_bit_fields(tmp_path: Path, max_file_bytes: int) -> None:
+    torch.manual_seed(0)
+    _, scheme = large_tables(40)
+    coded = {name: with_codes(table, widths=WIDTHS) for name, table in scheme.tables.items()}
+    weights = {name: torch.randn(table.num_embeddings, table.embedding_dim) for name, table in coded.items()}
+    state = MixedDimensionScheme(coded)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "write_packed", lambda folder, stem, tensors, *_: write_packed(folder, stem, tensors))
+        path = write_artifact(weights, state, tmp_path / "a", max_file_bytes=max_file_bytes)
+    reader, served = Reader(path), load(path)
+    reader.verify()
+    assert {int(width) for table in coded.values() for width in table.codes.bits.unique()} == set(WIDTHS)
+    for name, table in coded.items():
+        found = torch.from_numpy(reader.dense(name, "packed"))
+        torch.testing.assert_close(found, rounded(table, weights[name]), rtol=1e-6, atol=1e-6)
+        ids = torch.arange(table.num_embeddings)
+        bags = KeyedJaggedTensor(
+            keys=list(coded), values=ids.repeat(len(coded)) % 60, lengths=torch.ones(len(coded) * len(ids)).int()
+        )
+        torch.testing.assert_close(served(bags).to_dict()[name], found[ids % 60], rtol=1e-5, atol=1e-5)
+        shards = reader.manifest["tables"][name]["shards"]["packed"]
+        assert (len(shards) > 1) == (max_file_bytes == 1000)
 
 
 def test_the_document_names_every_field(tmp_path: Path) -> None:
@@ -214,5 +287,6 @@ def test_the_document_names_every_field(tmp_path: Path) -> None:
     table = next(iter(manifest["tables"].values()))
     file = manifest["files"]["dense_state.safetensors"]
     shard, tensor = table["shards"]["csr_fp32"][0], file["tensors"]["x"]
-    for field in [*manifest, *table, *file, *shard, *tensor, *table["blocks"][0], *table["shards"], *NUMPY_DTYPES]:
+    forms = [*table["shards"], *FORMS]
+    for field in [*manifest, *table, *file, *shard, *tensor, *table["blocks"][0], *forms, *NUMPY_DTYPES]:
         assert f"`{field}`" in text or f'"{field}"' in text, field

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manifest, read_scheme
 from dnis_torchrec.artifact.manifest import describe_file, write_manifest
+from dnis_torchrec.artifact.predictions import SERVING_FORMS
 from dnis_torchrec.cli import app
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.forms import FORMS
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate
 from dnis_torchrec.jobs.verification import Finding, parity, verify
 from dnis_torchrec.jobs.verification.findings import OK
@@ -41,7 +41,7 @@ from tests.tiny_artifact import tables_alone, write_tiny_artifact
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's tables in every form that there is."""
-    return write_tiny_artifact(tmp_path_factory.mktemp("verification") / "artifact", forms=tuple(FORMS))
+    return write_tiny_artifact(tmp_path_factory.mktemp("verification") / "artifact", forms=SERVING_FORMS)
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,12 @@ def failed(findings: tuple[Finding, ...]) -> dict[str, str]:
 def test_a_whole_artifact_passes_in_every_form(artifact: Path) -> None:
     found = verify(artifact, recipe="tests.tiny:demo", measure=False)
     assert failed(found.findings) == {}
-    assert set(found.forms) == set(FORMS)
+    assert set(found.forms) == set(SERVING_FORMS)
     tried = {finding.subject for finding in found.findings if finding.check == "parity"}
     cases = bag_cases(read_scheme(artifact))
     assert {"all empty", "all the same id", "one long bag", "random bags"} < set(cases)
-    assert tried == {f"{form}: {case}" for form in FORMS for case in cases}
-    assert {f.subject for f in found.findings if f.check == "metric"} >= {f"{form}, auc" for form in FORMS}
+    assert tried == {f"{form}: {case}" for form in SERVING_FORMS for case in cases}
+    assert {f.subject for f in found.findings if f.check == "metric"} >= {f"{form}, auc" for form in SERVING_FORMS}
 
 
 def test_a_model_of_nothing_but_tables_has_an_empty_state(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.users_code import errors_of_its_code
-from dnis_torchrec.forms import CANONICAL_FORM, FORMS, Dense, RowPruned, form_named
+from dnis_torchrec.forms import CANONICAL_FORM, FORMS, PACKED, Dense, RowPruned, form_named
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, recipe_of_artifact
 from dnis_torchrec.jobs.packaging.package import write_package
 from dnis_torchrec.jobs.recorded import load_recorded
@@ -24,7 +24,7 @@ def run_package(
     *,
     recipe: str | None = None,
     data: Path | None = None,
-    form: str = CANONICAL_FORM,
+    form: str | None = None,
     kind: str = "aoti",
     name: str | None = None,
     overwrite: bool = False,
@@ -37,7 +37,7 @@ def run_package(
         recipe: ``module:function`` of the model; by default the one that the manifest names, if that is
             the user's own code.
         data: folder of its data, as the recipe wants it.
-        form: the tables' form.
+        form: the tables' form; ``"packed"`` if not given and the artifact holds it, else ``"csr"``.
         kind: ``"aoti"`` or ``"torchscript"``.
         name: of the model; the recipe's function by default.
         overwrite: replace a package that stands at `out`.
@@ -50,8 +50,10 @@ def run_package(
             `write_package`.
         NotImplementedError: for a form on FBGEMM's kernels, which torch.export does not take, and as `write_package`.
     """
+    manifest = read_manifest(artifact)
+    form = form or (PACKED.name if PACKED.name in manifest["forms"] else CANONICAL_FORM)
     check_packaged_form(form)
-    spec = load_recorded(artifact, read_manifest(artifact)["run"], data, recipe)
+    spec = load_recorded(artifact, manifest["run"], data, recipe)
     built = recipe_of_artifact(artifact, data, recipe=recipe)
     model = drop_in_(built.model, artifact, form=form)
     with torch.no_grad(), errors_of_its_code(spec):

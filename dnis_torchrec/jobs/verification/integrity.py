@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dnis_torchrec.artifact import load_csr, load_dense_state, read_scheme
+from dnis_torchrec.artifact import exact_rows, load_dense_state, read_scheme
+from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manifest
 from dnis_torchrec.artifact.writing import SCIPY_FORMATS, scipy_file
-from dnis_torchrec.forms import CANONICAL_FORM
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
+from dnis_torchrec.jobs.verification.parity import CODE_ROUNDING
+from dnis_torchrec.scheme import TableScheme, rows_per_chunk
 from dnis_torchrec.storage.fetching import FETCHED
 
 
@@ -65,7 +69,7 @@ def _referred(manifest: dict[str, Any]) -> set[str]:
 
 
 def check_against_run(artifact: Path, manifest: dict[str, Any], run_path: Path) -> list[Finding]:
-    """Is the artifact of that run? Tables bit for bit, and dense weights.
+    """Is the artifact of that run? Tables bit for bit, or as near as their codes come to them, and dense weights.
 
     Args:
         artifact: the folder.
@@ -77,15 +81,19 @@ def check_against_run(artifact: Path, manifest: dict[str, Any], run_path: Path) 
     """
     run = RunFolder.open(run_path)
     tables, scheme, dense = run.tables(), read_scheme(artifact), run.dense_state()
+    exact = exact_rows(artifact)
     different = sorted(set(tables) ^ set(scheme.tables))
     findings = [judged("run", "tables", not different, f"in one of the two alone: {different}" if different else "")]
     for name in sorted(set(tables) & set(scheme.tables)):
-        if CANONICAL_FORM not in manifest["forms"]:
-            findings.append(Finding("run", f"table {name}", SKIPPED, "the artifact holds no exact sparse rows"))
-            continue
-        exact = load_csr(artifact, name).to_dense()
-        same = exact.shape == tables[name].shape and torch.equal(exact, tables[name].float())
-        findings.append(judged("run", f"table {name}", same, "" if same else "other values than the run's"))
+        subject = f"table {name}"
+        if exact is None:
+            findings.append(Finding("run", subject, SKIPPED, "the artifact holds no exact sparse rows"))
+        elif manifest["run"].get("turned"):
+            findings.append(Finding("run", subject, SKIPPED, "it was turned into other axes than the run's"))
+        else:
+            findings.append(_compare_table(subject, scheme.tables[name], exact[name], tables[name]))
+    if manifest["run"].get("turned"):
+        return [*findings, Finding("run", "dense weights", SKIPPED, "they were turned along with the tables")]
     try:
         held = load_dense_state(artifact)
     except ValueError as error:
@@ -94,3 +102,42 @@ def check_against_run(artifact: Path, manifest: dict[str, Any], run_path: Path) 
         return [*findings, Finding("run", "dense weights", SKIPPED, "the artifact holds none; export with dense_state")]
     same = held.keys() == dense.keys() and all(torch.equal(held[name], dense[name]) for name in held)
     return [*findings, judged("run", "dense weights", same, "" if same else "others than the run's")]
+
+
+def _compare_table(subject: str, table: TableScheme, exact: Rows, weight: Tensor) -> Finding:
+    if tuple(weight.shape) != (table.num_embeddings, table.embedding_dim):
+        return Finding("run", subject, FAILED, "another shape than the run's")
+    furthest, step = 0.0, rows_per_chunk(table.embedding_dim)
+    for first in range(0, table.num_embeddings, step):
+        last = min(first + step, table.num_embeddings)
+        found, of_run = exact(first, last), weight[first:last].float()
+        if table.has_codes:
+            furthest = max(
+                furthest, _half_steps(table, found, of_run, table.routing.block_of(torch.arange(first, last)))
+            )
+        elif not torch.equal(found, of_run):
+            return Finding("run", subject, FAILED, "other values than the run's")
+    if not table.has_codes:
+        return judged("run", subject, True, "")
+    return judged("run", subject, furthest <= 1, f"off by at most {furthest:.2g} half steps from the run's")
+
+
+def _half_steps(table: TableScheme, found: Tensor, weight: Tensor, blocks: Tensor) -> float:
+    """How far values are from those that they were rounded from, in half steps of their codes; NaN compares as far.
+
+    What lies beyond the codes' range is to become its end, what is dropped 0, and float32 stays as it is.
+    """
+    codes, no_block = table.codes, torch.zeros(1, table.embedding_dim)
+    of_codes = is_coded(codes.bits)
+    levels = torch.where(of_codes, 2.0 ** codes.bits.clamp(max=16) - 1, 0.0)
+    scale = torch.where(of_codes, codes.scale, 0.0)
+    low, high = scale * codes.shift / 2, scale * (levels + codes.shift / 2)
+    rounding = CODE_ROUNDING * torch.maximum(low.abs(), high.abs())
+    allowed = torch.cat([scale / 2 + rounding, no_block])[blocks]
+    is_float = torch.cat([codes.bits == FLOAT_BITS, no_block.bool()])[blocks]
+    wanted = torch.minimum(
+        torch.maximum(weight, torch.cat([low, no_block])[blocks]), torch.cat([high, no_block])[blocks]
+    )
+    error = (found - torch.where(is_float, weight, wanted)).abs()
+    shares = torch.where(error == 0, 0.0, error / allowed)
+    return float(shares.nan_to_num(nan=torch.inf).max())

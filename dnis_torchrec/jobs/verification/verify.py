@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec.artifact import load_csr, read_manifest, read_scheme
+from dnis_torchrec.artifact import exact_rows, read_manifest, read_scheme
+from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code, named_errors
 from dnis_torchrec.forms import CANONICAL_FORM, form_named
@@ -67,12 +69,14 @@ def verify(
 ) -> Verification:
     """Checks an artifact: files, values, unknown ids and metric; measures memory and latency.
 
-    Every file is hashed. Every form is compared with the exact sparse rows on bags that break things. With `data` or
+    Every file is hashed. Every form is compared on bags that break things with the exact sparse rows, or with what
+    codes stand for. With `data` or
     `recipe` every form is evaluated on the test split and compared with the run's figures.
 
     Args:
         artifact: the folder.
-        against: the run that it came from: tables and dense weights have to be the same.
+        against: the run that it came from: tables and dense weights have to be the same, values in codes within half a
+            step.
         recipe: ``module:function``; by default the one in the manifest, if that is the user's own code. The metric is
             checked only if this or `data` is given, because it runs the recipe's code.
         data: folder of the recipe's data.
@@ -112,11 +116,11 @@ def verify(
 
 
 def _parity(artifact: Path, manifest: dict[str, Any], scheme: MixedDimensionScheme) -> list[Finding]:
-    if CANONICAL_FORM not in manifest["forms"]:
+    exact = exact_rows(artifact)
+    if exact is None:
         detail = f"no exact sparse rows to compare with; export with form {CANONICAL_FORM}"
         return [Finding("parity", "all forms", SKIPPED, detail)]
-    findings = []
-    row = _exact_row(artifact, scheme)
+    findings, row = [], _exact_row(exact)
     parts = collections_of(scheme)
     for fqn, part in parts.items():
         for form in manifest["forms"]:
@@ -125,16 +129,12 @@ def _parity(artifact: Path, manifest: dict[str, Any], scheme: MixedDimensionSche
     return findings
 
 
-def _exact_row(artifact: Path, scheme: MixedDimensionScheme) -> Row:
-    exact = {name: load_csr(artifact, name) for name in scheme.tables}
+def _exact_row(exact: Mapping[str, Rows]) -> Row:
     known: dict[tuple[str, int], Tensor] = {}
 
     def row(table: str, row_id: int) -> Tensor:
         if (table, row_id) not in known:
-            sparse, dense = exact[table], torch.zeros(scheme.tables[table].embedding_dim)
-            begin, end = int(sparse.row_pointers[row_id]), int(sparse.row_pointers[row_id + 1])
-            dense[sparse.columns[begin:end].long()] = sparse.values[begin:end]
-            known[table, row_id] = dense
+            known[table, row_id] = exact[table](row_id, row_id + 1)[0]
         return known[table, row_id]
 
     return row

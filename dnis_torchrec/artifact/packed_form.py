@@ -1,0 +1,125 @@
+"""The form ``"packed"``: every column of every block in bits of its own, for schemes that have codes.
+
+Rows of a block follow each other at a stride of whole bytes, and blocks follow each other, so that a table whose rows
+are one shard is served from its file. Bits, scales and shifts stand in the scheme; the row directory is made at load.
+
+Shapes: N rows of a table, D embedding_dim, S blocks, n rows of a block in a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.artifact.forms import Codec, Rows, Shard, register_codec
+from dnis_torchrec.artifact.mixed_dimension_form import chunks_of
+from dnis_torchrec.blocks.bit_fields import packed_rows, row_strides, unpacked_fields
+from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
+from dnis_torchrec.blocks.row_routing import ROWS_AT_A_TIME
+from dnis_torchrec.checks import check
+from dnis_torchrec.forms import PACKED, Form
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from dnis_torchrec.serving.packed_table import PackedTable
+
+
+def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
+    """The rows of a table as they are looked up: as they lie in their file, or those of several put together.
+
+    Args:
+        table: scheme of the table, with codes.
+        shards: of all its rows, in order.
+
+    Raises:
+        ValueError: if a shard holds something else than the scheme says.
+    """
+    requirement = "a scheme with bits, scales and shifts of its columns"
+    check(table.has_codes, shards[0].place, requirement, "none", "export again")
+    codes, of_shards = table.codes, [_blocks_of_shard(table, shard) for shard in shards]
+    if len(shards) == 1:
+        rows = shards[0].tensors["rows"]
+    else:
+        rows = torch.cat([part.flatten() for of_block in zip(*of_shards, strict=True) for part in of_block])
+    return PackedTable.from_rows(table, rows, codes.scale, codes.shift)
+
+
+def decoded_rows(table: TableScheme, packed: PackedTable) -> Rows:
+    """The values of a packed table, without its lookups: what other forms are made of, and compared with.
+
+    Args:
+        table: scheme of the table, with codes.
+        packed: its rows.
+    """
+    blocks = _split(packed.rows, packed.row_counts, table)
+
+    def rows(first: int, last: int) -> Tensor:
+        block, position = packed.directory.locate(torch.arange(first, last))
+        encoded = torch.zeros(last - first, table.embedding_dim, dtype=torch.int32)
+        for s in block.unique().tolist():
+            if s < len(blocks) and blocks[s].numel():
+                here = block == s
+                encoded[here] = unpacked_fields(blocks[s][position[here]], packed.bits[s])
+        return decode_rows(encoded, block, table.codes)
+
+    return rows
+
+
+def _row_counts(table: TableScheme, first: int, last: int) -> Tensor:
+    """Rows of every block among ``first <= i < last``: ``(S,)`` int64."""
+    routing = table.routing
+    if (first, last) == (0, table.num_embeddings):
+        return routing.row_counts()
+    counts = torch.zeros(routing.num_blocks + 1, dtype=torch.int64)
+    for begin in range(first, last, ROWS_AT_A_TIME):
+        blocks = routing.block_of(torch.arange(begin, min(begin + ROWS_AT_A_TIME, last)))
+        counts += torch.bincount(blocks, minlength=len(counts))
+    return counts[:-1]
+
+
+def _split(rows: Tensor, counts: Tensor, table: TableScheme) -> list[Tensor]:
+    """Block -> its rows, ``(n, stride)``; views."""
+    strides = row_strides(table.codes.bits)
+    parts = rows.split((counts * strides).tolist())
+    return [part.view(n, stride) for part, n, stride in zip(parts, counts.tolist(), strides.tolist(), strict=True)]
+
+
+def _blocks_of_shard(table: TableScheme, shard: Shard) -> list[Tensor]:
+    shard.check_names({"rows"})
+    counts, rows = _row_counts(table, shard.first_row, shard.first_row + shard.num_rows), shard.tensors["rows"]
+    size = int(counts @ row_strides(table.codes.bits))
+    fits = rows.dtype == torch.uint8 and tuple(rows.shape) == (size,)
+    check(fits, shard.place, f"uint8 of shape {(size,)}", f"{rows.dtype} {tuple(rows.shape)}", "export again")
+    return _split(rows, counts, table)
+
+
+def _encode(form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
+    codes, counts = table.codes, _row_counts(table, first, last)
+    packed = torch.empty(int(counts @ row_strides(codes.bits)), dtype=torch.uint8)
+    blocks, filled, begin = _split(packed, counts, table), [0] * len(counts), first
+    for chunk in chunks_of(table, rows, first, last):
+        block = table.routing.block_of(torch.arange(begin, begin + len(chunk)))
+        encoded = encode_rows(chunk.detach().cpu().float(), block, codes, place=f"table {table.name!r}")
+        begin += len(chunk)
+        for s in block.unique().tolist():
+            if s < len(blocks) and blocks[s].shape[1]:
+                fields = packed_rows(encoded[block == s], codes.bits[s])
+                blocks[s][filled[s] : filled[s] + len(fields)] = fields
+                filled[s] += len(fields)
+    return {"rows": packed}
+
+
+def _build(
+    form: Form,
+    scheme: MixedDimensionScheme,
+    shards: Mapping[str, Sequence[Shard]],
+    *,
+    device: torch.device | str,
+    unknown_ids: str,
+) -> PackedEmbeddingBagCollection:
+    tables = {name: packed_table(table, shards[name]) for name, table in scheme.tables.items()}
+    return PackedEmbeddingBagCollection(scheme, tables, unknown_ids=unknown_ids).to(device)
+
+
+register_codec(PACKED.layout, Codec(encode=_encode, build=_build))
