@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import write_artifact
 from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.forms import FORMS
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 ROUTINGS = {
@@ -20,6 +21,9 @@ ROUTINGS = {
 }
 MIXED_FILE = "mixed_dimension_fp32/000_movie_seen.safetensors"
 CSR_FILE = "csr_fp32/000_movie_seen.safetensors"
+
+PLAIN_FORMS = [name for name, form in FORMS.items() if not form.needs_codes]
+"""Forms that any scheme can take."""
 
 
 @dataclass

@@ -110,7 +110,7 @@ class Reader:
         self.manifest: dict[str, Any] = json.loads(content)
         if self.manifest["format"] != "dnis-torchrec-artifact":
             raise ValueError("another format")
-        if int(self.manifest["format_version"].split(".")[0]) != 2:
+        if int(self.manifest["format_version"].split(".")[0]) != 1:
             raise ValueError("another version")
         digits = self.manifest["sha256"].encode()
         before, _, after = content.rpartition(digits)

@@ -28,7 +28,7 @@ from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.forms import FORMS, PRECISIONS, Dense, Form, register
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import CsrEmbeddingBagCollection
-from tests.serving_reference import Case, all_rows, cases, pruned, table_scheme, two_tables
+from tests.serving_reference import PLAIN_FORMS, Case, all_rows, cases, pruned, table_scheme, two_tables
 
 
 @settings(max_examples=15, deadline=None)
@@ -55,7 +55,7 @@ def predictions(scheme: MixedDimensionScheme) -> dict[str, FormPrediction]:
 
 def test_every_form_is_told_of() -> None:
     found = predictions(blocks_of([64, 16, 4, 2]))
-    assert list(found) == list(FORMS)
+    assert list(found) == PLAIN_FORMS
     assert [form for form, p in found.items() if p.is_exact] == ["csr_fp32", "mixed_dimension_fp32", "dense_fp32"]
     assert found["mixed_dimension_fp32"].padding == 1.0
     assert found["mixed_dimension_int4"].padding == round((64 + 16 + 4 + 4) / 86, 4)
@@ -117,11 +117,11 @@ def test_single_values_pruned() -> None:
 def test_is_shown_and_kept() -> None:
     scheme = blocks_of([16, 4, 2, 1])
     rows = forms_table(scheme)
-    assert [row[0] for row in rows[1:]] == list(FORMS)
+    assert [row[0] for row in rows[1:]] == PLAIN_FORMS
     assert [row[0] for row in rows if row[-1] == "recommended"] == ["mixed_dimension_int8"]
     described = json.loads(json.dumps(describe_forms(scheme), allow_nan=False))
     assert described["recommended"] == "mixed_dimension_int8"
-    assert [form["form"] for form in described["forms"]] == list(FORMS)
+    assert [form["form"] for form in described["forms"]] == PLAIN_FORMS
 
 
 def test_nothing_retained() -> None:
@@ -142,7 +142,7 @@ def test_ids_that_are_no_integers_are_named(mode: type, dtype: torch.dtype) -> N
     scheme = blocks_of([4], rows=10, dim=8)
     weight = torch.randn(10, 8) * (torch.arange(8) < 4)
     batch = KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 2]).to(dtype), lengths=torch.tensor([1, 1]))
-    for form in FORMS:
+    for form in PLAIN_FORMS:
         module = serve(scheme, {"t": weight}, form)
         with mode(), pytest.raises(TypeError, match="feature 'f': expected integer ids, got torch"):
             module(batch)
@@ -153,7 +153,7 @@ def test_lengths_that_ask_for_other_ids_than_there_are_are_named(mode: type) -> 
     """In every form, compiled or not; tests/ops/test_batch_checks.py has all the ways to be wrong."""
     scheme = blocks_of([4], rows=10, dim=8)
     weight = torch.randn(10, 8) * (torch.arange(8) < 4)
-    for form in FORMS:
+    for form in PLAIN_FORMS:
         module = serve(scheme, {"t": weight}, form)
         for lengths in ([1, 9], [3, -1], [1, 0]):
             batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor(lengths, dtype=torch.int32))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from scipy import sparse as scipy_sparse
 from torch import Tensor
 
+from dnis_torchrec import forms as form_registry
 from dnis_torchrec.artifact import (
-    FORMS,
     load,
     load_csr,
     load_dense_state,
@@ -29,17 +29,17 @@ from dnis_torchrec.artifact import (
     write_artifact,
     writing,
 )
-from dnis_torchrec.artifact import forms as form_registry
 from dnis_torchrec.artifact.forms import encode_shard
-from dnis_torchrec.artifact.predictions import SERVING_FORMS, forms_table
+from dnis_torchrec.artifact.predictions import forms_table
 from dnis_torchrec.artifact.writing import write_packed
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, packed_bytes
+from dnis_torchrec.forms import FORMS, PACKED
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
 from dnis_torchrec.storage import whole_folders
 from tests.artifact.test_artifact_damage import restate
 from tests.coded_tables import PACKED_FILE, coded_case, coded_tables, rounded, write_coded_tables
-from tests.serving_reference import Case, all_rows, cases, two_tables, write_two_tables
+from tests.serving_reference import PLAIN_FORMS, Case, all_rows, cases, two_tables, write_two_tables
 
 
 def dense_rows(path: Path, form: str) -> Tensor:
@@ -72,11 +72,11 @@ def test_serves_the_nearest_levels_in_any_number_of_shards(
     assert list(found) == list(expected)
     for name, pooled in expected.items():
         torch.testing.assert_close(found[name], pooled, rtol=1e-5, atol=2e-5)
-    assert served.table_bytes() == sum(map(packed_bytes, coded.scheme.tables.values()))
+    assert served.table_bytes() == sum(map(PACKED.served_bytes, coded.scheme.tables.values()))
     for name, table in coded.scheme.tables.items():
         shards = read_manifest(path)["tables"][name]["shards"]["packed"]
         stored = sum(read_manifest(path)["files"][s["file"]]["tensors"]["rows"]["shape"][0] for s in shards)
-        assert stored == FORMS["packed"].predicted_bytes(table)
+        assert stored == FORMS["packed"].file_bytes(table)
 
 
 def test_tables_are_cut_into_shards(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_tables_are_cut_into_shards(tmp_path: Path) -> None:
 def test_other_forms_are_made_of_what_the_codes_stand_for(tmp_path: Path) -> None:
     path = write_coded_tables(tmp_path / "a")
     assert read_manifest(path)["forms"] == ["packed"]
-    for form in ("csr", "mixed_dimension"):
+    for form in ("csr_fp32", "mixed_dimension_fp32"):
         torch.testing.assert_close(dense_rows(path, form), by_hand(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(dense_rows(path, "packed"), dense_rows(path, form), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(dense_rows(path, "csr_int8"), by_hand(), rtol=0, atol=0.02)
@@ -101,8 +101,8 @@ def test_other_forms_are_made_of_what_the_codes_stand_for(tmp_path: Path) -> Non
 def test_every_form_of_codes_holds_the_same_values(tmp_path: Path) -> None:
     """Written or made, from packed or from sparse rows: nothing is rounded twice to something else."""
     made, tables = write_coded_tables(tmp_path / "made"), coded_tables()
-    held = write_coded_tables(tmp_path / "held", ("csr", "mixed_dimension"))
-    for form in ("packed", "csr", "mixed_dimension", "csr_fp16"):
+    held = write_coded_tables(tmp_path / "held", ("csr_fp32", "mixed_dimension_fp32"))
+    for form in ("packed", "csr_fp32", "mixed_dimension_fp32", "csr_fp16"):
         assert dense_rows(held, form).equal(dense_rows(made, form))
         assert serve(tables[1], tables[0], form)(all_rows()).values().equal(dense_rows(made, form))
     assert isinstance(load(made), PackedEmbeddingBagCollection)
@@ -120,7 +120,7 @@ def test_scheme_state_and_run_come_back(tmp_path: Path) -> None:
     assert [name for name, value in scheme.to_tensors().items() if not value.equal(tensors[name])] == []
     assert load_dense_state(path)["step"] == 7
     assert read_manifest(path)["run"] == {"seed": 3}
-    assert read_manifest(path)["bytes"]["packed"] == sum(map(packed_bytes, scheme.tables.values()))
+    assert read_manifest(path)["bytes"]["packed"] == sum(map(PACKED.served_bytes, scheme.tables.values()))
 
 
 def test_several_collections(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_rows_are_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("form", ["packed", "csr"])
+@pytest.mark.parametrize("form", ["packed", "csr_fp32"])
 def test_non_finite_values_are_named(tmp_path: Path, value: float, form: str) -> None:
     tables, scheme = coded_tables()
     tables["user"][3, 4] = value
@@ -188,8 +188,8 @@ def test_schemes_without_codes_are_refused(tmp_path: Path) -> None:
 def test_bytes_and_microseconds_are_predicted() -> None:
     _, scheme = coded_tables()
     found = {p.form: p for p in predict_forms(scheme)}
-    assert tuple(found) == ("packed", *SERVING_FORMS)
-    assert found["packed"].resident_bytes == sum(map(packed_bytes, scheme.tables.values()))
+    assert tuple(found) == (*PLAIN_FORMS, "packed")
+    assert found["packed"].resident_bytes == sum(map(PACKED.served_bytes, scheme.tables.values()))
     assert not [form for form, p in found.items() if p.is_exact]
     assert "packed" in [row[0] for row in forms_table(scheme)]
     (without,) = predict_forms(two_tables()[1], ["packed"])
@@ -224,7 +224,7 @@ def test_a_reader_without_the_form_says_what_it_lacks(tmp_path: Path, monkeypatc
             table["shards"] = {"entropy_coded": table["shards"]["packed"]}
 
     restate(tmp_path / "newer", rename)
-    message = r"expected form 'mixed_dimension', got \['entropy_coded'\]; update dnis_torchrec"
+    message = r"expected form 'mixed_dimension_fp32', got \['entropy_coded'\]; update dnis_torchrec"
     with pytest.raises(ValueError, match=message):
         load(tmp_path / "newer")
 
@@ -263,4 +263,4 @@ def test_rows_of_no_block_and_dropped_tables(tmp_path: Path) -> None:
     found = load(path)(all_rows()).to_dict()
     assert found["user"].equal(torch.zeros(10, 5))
     torch.testing.assert_close(found["movie"], rounded(scheme.tables["movie/seen"], tables["movie/seen"]))
-    assert load(path, form="csr")(all_rows()).to_dict()["user"].equal(torch.zeros(10, 5))
+    assert load(path, form="csr_fp32")(all_rows()).to_dict()["user"].equal(torch.zeros(10, 5))

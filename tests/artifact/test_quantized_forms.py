@@ -17,7 +17,9 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from tests.serving_reference import keyed_jagged_tensor, pruned, table_scheme
 
 NUM_ROWS, DIM = 300, 8
-QUANTIZED = [name for name, form in FORMS.items() if form.layout != "csr" and not form.is_exact]
+QUANTIZED = [
+    name for name, form in FORMS.items() if form.layout != "csr" and not form.is_exact and not form.needs_codes
+]
 
 
 def pruned_tables() -> tuple[dict[str, Tensor], MixedDimensionScheme]:

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from dnis_torchrec.artifact import load, load_csr, load_dense_state, read_manifest, read_scheme
 from dnis_torchrec.artifact.manifest import describe_file, write_manifest
-from dnis_torchrec.artifact.predictions import SERVING_FORMS
 from dnis_torchrec.cli import app
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate
@@ -34,14 +33,14 @@ from dnis_torchrec.jobs.verification.served import UNCOMPRESSED_FORMS, baseline
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.storage.fetching import fetch
 from tests import tiny
-from tests.serving_reference import pool
+from tests.serving_reference import PLAIN_FORMS, pool
 from tests.tiny_artifact import tables_alone, write_tiny_artifact
 
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's tables in every form that there is."""
-    return write_tiny_artifact(tmp_path_factory.mktemp("verification") / "artifact", forms=SERVING_FORMS)
+    return write_tiny_artifact(tmp_path_factory.mktemp("verification") / "artifact", forms=PLAIN_FORMS)
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +63,12 @@ def failed(findings: tuple[Finding, ...]) -> dict[str, str]:
 def test_a_whole_artifact_passes_in_every_form(artifact: Path) -> None:
     found = verify(artifact, recipe="tests.tiny:demo", measure=False)
     assert failed(found.findings) == {}
-    assert set(found.forms) == set(SERVING_FORMS)
+    assert set(found.forms) == set(PLAIN_FORMS)
     tried = {finding.subject for finding in found.findings if finding.check == "parity"}
     cases = bag_cases(read_scheme(artifact))
     assert {"all empty", "all the same id", "one long bag", "random bags"} < set(cases)
-    assert tried == {f"{form}: {case}" for form in SERVING_FORMS for case in cases}
-    assert {f.subject for f in found.findings if f.check == "metric"} >= {f"{form}, auc" for form in SERVING_FORMS}
+    assert tried == {f"{form}: {case}" for form in PLAIN_FORMS for case in cases}
+    assert {f.subject for f in found.findings if f.check == "metric"} >= {f"{form}, auc" for form in PLAIN_FORMS}
 
 
 def test_a_model_of_nothing_but_tables_has_an_empty_state(tmp_path: Path) -> None:
