@@ -112,6 +112,7 @@ class ComparisonRow:
         row = {
             "compression": self.group.compression,
             "parameters": round(self.group.parameters),
+            "dense_parameters": round(self.group.dense_parameters),
             "bytes": self.bytes(),
             "metrics": {name: self.group.mean(name) for name in metrics},
             "seed": self.group.seeds[0],

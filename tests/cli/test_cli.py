@@ -360,7 +360,7 @@ ANSWERED_AT_ONCE: list[tuple[str, int, str]] = [
     ("search a:b --out a --compression 0.5", 2, "--compression: expected a finite number above 1, got 0.5"),
     ("search a:b --out a --compression 4 --num-blocks 0", 2, "num_blocks: expected at least 1, got 0"),
     ("search a:b --out a --compression 4 --keep-checkpoints 0", 2, "keep_checkpoints: expected at least 1, got 0"),
-    ("prune a --out b --compression 4 --scope row", 2, "scope: expected one of ('global', 'table'), got 'row'"),
+    ("prune a --out b --compression 4 --structure row", 2, "structure: expected one of ('element', 'block')"),
 ]
 """Command line, its exit code and what it says."""
 

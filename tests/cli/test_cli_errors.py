@@ -55,7 +55,7 @@ def commands(run: Path, artifact: Path, out: Path) -> dict[str, tuple[object, ..
     return {
         "train": ("train", "tests.tiny:demo", "--out", out),
         "search": (*SEARCH, "--out", out),
-        "prune": ("prune", run, "--compression", 8, "--fine-tune-epochs", 0, "--out", out),
+        "prune": ("prune", run, "--compression", 5, "--fine-tune-epochs", 0, "--out", out),
         "evaluate": ("evaluate", run),
         "export": ("export", run, "--out", out),
         "verify": ("verify", artifact, "--no-measure"),
@@ -181,7 +181,7 @@ def test_commands_without_checkpoints_end_with_a_sentence_and_leave_nothing(
     handlers = [signal.getsignal(each) for each in signals.REQUESTS]
     for arguments in (
         ("export", run, "--out", tmp_path / "deep" / "artifact"),
-        ("prune", run, "--compression", 8, "--fine-tune-epochs", 0, "--out", tmp_path / "deep" / "run"),
+        ("prune", run, "--compression", 5, "--fine-tune-epochs", 0, "--out", tmp_path / "deep" / "run"),
     ):
         done = dnis(*arguments)
         assert done.returncode == 128 + number

@@ -437,7 +437,7 @@ def test_every_command_refuses_a_strangers_code_by_name(
         dnis("evaluate", "artifact", folder=attack.project),
         dnis("package", "artifact", "--out", "out", folder=attack.project),
         dnis("evaluate", "run", folder=attack.project),
-        dnis("prune", "run", "--compression", 8, "--out", "out", folder=attack.project),
+        dnis("prune", "run", "--compression", 5, "--out", "out", folder=attack.project),
     ]
     for done in tried:
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
@@ -462,7 +462,7 @@ def test_every_command_takes_a_recipe_of_the_users(
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["recipe"] == "shop.recipes:recipe"
     done = dnis(
-        "prune", "run", "--compression", 8, "--fine-tune-epochs", 0, "--out", "out", *own, folder=attack.project
+        "prune", "run", "--compression", 5, "--fine-tune-epochs", 0, "--out", "out", *own, folder=attack.project
     )
     assert done.returncode == 0, done.stderr
     assert artifact_jobs.recorded_run(Path("out"))["recipe"] == "shop.recipes:recipe"
@@ -482,7 +482,7 @@ def test_a_recipe_that_is_mistyped_is_a_wrong_argument(
     attack: Attack, hostile_artifact: Path, hostile_run: Path, command: str
 ) -> None:
     out = ["--out", "out"] if command in ("package", "prune") else []
-    size = ["--compression", 8] if command == "prune" else []
+    size = ["--compression", 5] if command == "prune" else []
     folder = "run" if command == "prune" else "artifact"
     done = dnis(command, folder, *out, *size, "--recipe", "shop.recipe:recipe", folder=attack.project)
     assert (done.returncode, done.stdout) == (2, "")
