@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.allocation.allocate import Allocation, allocate
-from dnis_torchrec.allocation.curvature import NUM_SAMPLES, Curvature, curvature, evaluating, on_all
+from dnis_torchrec.allocation.curvature import NUM_SAMPLES, Curvature, checked_batch, curvature, evaluating, on_all
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
 from dnis_torchrec.allocation.loss_derivatives import Loss
 from dnis_torchrec.allocation.rotation import rotate_
@@ -31,9 +32,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.column_codes import encode_rows
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.lookup_batches import for_lookup
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.data.split_checks import check_batch
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
@@ -201,7 +200,7 @@ def measure_(
     if counts is None:
         counts = count_stream((batch.sparse_features for batch in batches), tables, process_group=ranks.group)
     blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table")
-    _turn_(model, batches, counts, ranks)
+    _turn_(model, batches, loss, counts, ranks)
     worth = curvature(model, batches, blocks, loss=loss, num_samples=num_samples)
     if num_samples is not None and _is_missed(worth, blocks):
         worth = curvature(model, batches, blocks, loss=loss, num_samples=None)
@@ -276,12 +275,12 @@ def _check_finite(model: nn.Module) -> None:
                 check(False, f"table {shard.table!r}", "finite values", received, remedy)
 
 
-def _turn_(model: nn.Module, batches: Iterable[Batch], counts: FrequencyCounts, ranks: Ranks) -> None:
+def _turn_(model: nn.Module, batches: Iterable[Batch], loss: Loss, counts: FrequencyCounts, ranks: Ranks) -> None:
     with_axes_(model)
     with on_all(ranks):
-        batch = next(iter(batches), None)
-        check(batch is not None, "batches", "at least one batch", "none")
-        check_batch(batch, "batch 0")
+        first = next(iter(batches), None)
+        check(first is not None, "batches", "at least one batch", "none")
+        batch = checked_batch(cast(Batch, first), loss, "batch 0")
     before = _predictions(model, batch)
     rotate_(model, counts)
     after = _predictions(model, batch)
@@ -300,7 +299,7 @@ def _predictions(model: nn.Module, batch: Batch) -> Tensor:
     task = get_unwrapped_module(model)
     device = model.device if isinstance(model, DistributedModelParallel) else next(model.parameters()).device
     called = task.model if isinstance(task, TrainTask) else task
-    batch = for_lookup(batch).to(device)
+    batch = batch.to(device)
     with evaluating(model):
         predictions = called(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
     requirement, remedy = "predictions of the model", "give a model that returns its predictions alone"

@@ -217,7 +217,7 @@ def _batches(
         with on_all(ranks):
             batch = next(stream, None)
             if batch is not None:
-                batch = _checked(batch, loss, place)
+                batch = checked_batch(batch, loss, place)
         size = torch.tensor([-1 if batch is None else len(batch.labels)])
         sizes = ranks.concatenate(size).tolist()
         if max(sizes) < 0:
@@ -236,8 +236,20 @@ def _batches(
             yield place, slice_of(batch, first, last)
 
 
-def _checked(batch: Batch, loss: Loss, place: str) -> Batch:
-    """The batch as lookups take it."""
+def checked_batch(batch: Batch, loss: Loss, place: str) -> Batch:
+    """Checks a batch and its labels. Local, no collective.
+
+    Args:
+        batch: of this rank.
+        loss: decides which labels are allowed.
+        place: which batch, for the error.
+
+    Returns:
+        The batch as lookups take it.
+
+    Raises:
+        ValueError: for missing or bad labels or features.
+    """
     labels, num_samples = batch.labels, batch.sparse_features.stride()
     is_labelled = isinstance(labels, Tensor) and labels.dim() > 0 and (len(labels) > 0 or not num_samples)
     remedy = "take batches of training or validation data"
