@@ -91,7 +91,7 @@ class CompressionContent:
 
     def to_json(self) -> dict[str, Any]:
         """As compress.json holds it; an error that could not be estimated is null."""
-        content = asdict(self)
+        content = asdict(self) | {"rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
         content["relative_error"] = self.relative_error if self.relative_error < float("inf") else None
         json_text(content, "CompressionContent")
         return content
