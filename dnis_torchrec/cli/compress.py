@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +20,7 @@ from dnis_torchrec.cli.app import (
     check_json,
     print_table,
 )
-from dnis_torchrec.cli.options import Fields, command
+from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def compress(
     ] = None,
     recipe: RecipeOption = None,
     *,
-    settings: Annotated[dict[str, Any], Fields(CompressSettings)],
+    settings: CompressSettings,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write OUT/compress.json here.")] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
@@ -69,6 +69,8 @@ def compress(
 
     with arguments():
         run = run_or_recipe if run_or_recipe.is_dir() else None
+        is_known = run is not None or ":" in str(run_or_recipe)
+        check(is_known, str(run_or_recipe), "a run, or a recipe's module:function", "no such folder")
         check(run is not None or recipe is None, "--recipe", "a run beside it", str(run_or_recipe), "leave it out")
         job = CompressJob(
             run=run,
@@ -78,7 +80,7 @@ def compress(
             compressions=() if compression is None else parse_sizes(compression, "--compression"),
             weights=weights,
             overwrite=overwrite,
-            **settings,
+            **vars(settings),
         )
         if run is None:
             load_recipe(str(run_or_recipe))

@@ -45,7 +45,7 @@ from dnis_torchrec.streaming.checked_counts import read_before_training
 from dnis_torchrec.training.evaluation import evaluate, primary_metric
 from dnis_torchrec.training.process_group import process_group
 
-FORM = "packed"
+_FORM = "packed"
 """Of the artifacts."""
 FORMAT = "dnis-torchrec-compression"
 KIND = FolderKind("compression", COMPRESSED, FORMAT)
@@ -206,7 +206,7 @@ def _write(path: Path, measured: Measured, allocation: Allocation, head: dict[st
     shards = [shard for module in collections(measured.model).values() for shard in local_shards(module)]
     tables = {shard.table: shard.weight for shard in shards}
     dense = dense_state(measured.model)
-    write_artifact(tables, allocation.scheme, path, forms=(FORM,), dense_state=dense, run=head)
+    write_artifact(tables, allocation.scheme, path, forms=(_FORM,), dense_state=dense, run=head)
 
 
 def _note_metrics(path: Path, metrics: dict[str, float]) -> None:
@@ -220,7 +220,7 @@ def _served(
 ) -> list[dict[str, float]]:
     """Metrics on selection and test with the artifact's modules in the model, which gets its own back afterwards."""
     own = collections(model)
-    drop_in_(model, artifact, form=FORM)
+    drop_in_(model, artifact, form=_FORM)
     served = {fqn: model.get_submodule(fqn) for fqn in own}
     try:
         model.to(device)

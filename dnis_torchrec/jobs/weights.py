@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
 
-SHOWN = 3
+_SHOWN = 3
 """Names that an error lists."""
 
 
@@ -45,7 +45,7 @@ def load_weights_(model: nn.Module, path: Path) -> nn.Module:
     found = _behind_prefix(own, state)
     missing, others = sorted(set(own) - set(found)), sorted(set(found) - set(own))
     received = ", ".join(
-        f"{len(names)} {what}, such as {names[:SHOWN]}"
+        f"{len(names)} {what}, such as {names[:_SHOWN]}"
         for names, what in ((missing, "missing"), (others, "that it does not have"))
         if names
     )

@@ -115,7 +115,10 @@ def test_compress_prints_a_line_per_size_and_writes_the_same_numbers(gloo, tmp_p
         ),
         (("compress", run, "--out", tmp_path / "o"), "size: expected compressions or a largest loss, got neither"),
         ((*compress[:2], "--compression", "2,x", "--out", tmp_path / "o"), "--compression: expected numbers"),
-        (("compress", tmp_path / "no", "--compression", 2, "--out", tmp_path / "o"), "no': expected module:function"),
+        (
+            ("compress", tmp_path / "no", "--compression", 2, "--out", tmp_path / "o"),
+            "no: expected a run, or a recipe's module:function",
+        ),
         (("report", out), "expected a run, got what `dnis compress` wrote; its page is report.html"),
     ):
         refused = dnis(*line)
