@@ -48,8 +48,9 @@ def compress(
     weights: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Weights of the recipe's model: a .safetensors file, or a state_dict that torch.save wrote.",
+            metavar="PATH",
+            help="Weights of the recipe's model: a .safetensors file, a state_dict that torch.save wrote, or what "
+            "torch.distributed.checkpoint did, a folder.",
         ),
     ] = None,
     recipe: RecipeOption = None,

@@ -1,4 +1,4 @@
-"""A user's own weights, loaded into the model that they are of: safetensors, or a state_dict. Nothing is unpickled."""
+"""A user's own weights, loaded into the model that they are of. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.jobs.sharded_checkpoint import ShardedCheckpoint
 
 _SHOWN = 3
 """Names that an error lists."""
@@ -24,19 +25,16 @@ def load_weights_(model: nn.Module, path: Path) -> nn.Module:
     Names are the model's own, or stand behind one prefix, such as ``"model."`` beside an optimizer's states; what does
     not stand behind it is passed over. A model of TorchRec's gets its axes, if the weights have them (`with_axes_`).
 
-    A folder of torch.distributed.checkpoint is refused: what names its tensors, ``.metadata``, is a pickle, in a
-    protocol that torch's weights-only unpickler does not read, and a pickle runs the code that it names.
-
     Args:
         model: plain, changed in place.
-        path: a ``.safetensors`` file, or what ``torch.save(model.state_dict())`` wrote, read with weights_only.
+        path: a ``.safetensors`` file; what ``torch.save(model.state_dict())`` wrote, read with weights_only; or what
+            torch.distributed.checkpoint did, a folder, see `ShardedCheckpoint`.
 
     Returns:
         `model`.
 
     Raises:
         ValueError: for no such file, another kind of file, or names or shapes that do not fit, which are named.
-        NotImplementedError: for a folder of torch.distributed.checkpoint.
     """
     state = _state(path)
     if has_axes(state):
@@ -60,17 +58,11 @@ def load_weights_(model: nn.Module, path: Path) -> nn.Module:
     return model
 
 
-def _state(path: Path) -> dict[str, Tensor]:
+def _state(path: Path) -> Mapping[str, Tensor]:
     """All tensors of a file by name, those of dicts within dicts joined by dots."""
     place = f"weights {path}"
     if path.is_dir():
-        is_checkpoint = (path / ".metadata").is_file()
-        received = (
-            "a folder of torch.distributed.checkpoint, whose .metadata is a pickle" if is_checkpoint else "a folder"
-        )
-        supported = "supported are a .safetensors file and a state_dict that torch.save wrote"
-        remedy = "if you trust it, write one by dcp_to_torch_save of torch.distributed.checkpoint.format_utils"
-        raise NotImplementedError(describe(place, supported, received, remedy if is_checkpoint else ""))
+        return ShardedCheckpoint(path)
     check(path.is_file(), place, "a file", "none")
     try:
         if path.suffix == ".safetensors":
@@ -102,4 +94,4 @@ def _behind_prefix(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> di
     prefix = min(
         prefixes, key=lambda prefix: (sum(prefix + name not in state for name in own), len(prefix)), default=""
     )
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}

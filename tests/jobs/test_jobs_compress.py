@@ -93,7 +93,7 @@ def test_the_models_own_tables_are_back_between_sizes(run: Path, tmp_path: Path)
             assert all(table.bits.equal(other.tables[key].bits) for key, table in scheme.tables.items())
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "state_dict", "nested"])
+@pytest.mark.parametrize("kind", ["safetensors", "state_dict", "nested", "sharded"])
 def test_weights_of_a_users_own_give_what_the_run_gives(
     run: Path, compressed: tuple[Path, CompressionContent], tmp_path: Path, kind: str
 ) -> None:
@@ -101,6 +101,8 @@ def test_weights_of_a_users_own_give_what_the_run_gives(
     file = tmp_path / ("model.safetensors" if kind == "safetensors" else "model.pt")
     if kind == "safetensors":
         save_file(state, file)
+    elif kind == "sharded":
+        save_checkpoint({"model": state, "epoch": 1}, checkpoint_id=file)
     else:
         torch.save(state if kind == "state_dict" else {"model": state, "optimizer": {"step": 3}, "epoch": 1}, file)
     content = run_compress(job(None, tmp_path / "out", recipe="tests.tiny:demo", weights=file))
@@ -139,14 +141,6 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     with pytest.raises(ValueError, match=f"^weights {file}.*{message}"):
         run_compress(job(None, tmp_path / "out", recipe="tests.tiny:demo", weights=file))
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
-
-
-def test_a_sharded_checkpoint_is_refused_with_what_to_do(run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    save_checkpoint(RunFolder.open(run).state(), checkpoint_id=folder)
-    message = f"^weights {folder}: supported are .*, got a folder of torch.distributed.checkpoint.*dcp_to_torch_save"
-    with pytest.raises(NotImplementedError, match=message):
-        run_compress(job(None, tmp_path / "out", recipe="tests.tiny:demo", weights=folder))
 
 
 def test_a_run_of_a_search_is_compressed_as_it_was_merged(gloo, tmp_path: Path) -> None:
