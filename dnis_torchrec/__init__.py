@@ -17,6 +17,7 @@ from dnis_torchrec._dependencies import check_dependencies, silence_noise, versi
 
 if TYPE_CHECKING:
     from dnis_torchrec.allocation.allocate import allocate
+    from dnis_torchrec.allocation.compress import compress, measure_, packed_collections
     from dnis_torchrec.allocation.curvature import curvature
     from dnis_torchrec.allocation.torchrec_models import with_axes_
     from dnis_torchrec.artifact import load
@@ -55,13 +56,16 @@ __all__ = [
     "TrainTask",
     "allocate",
     "blocks_from_counts",
+    "compress",
     "count_frequencies",
     "count_frequencies_in_frame",
     "curvature",
     "embedding_configs",
     "export",
     "load",
+    "measure_",
     "merge_",
+    "packed_collections",
     "prepare_",
     "prune",
     "shard_model",
@@ -74,6 +78,9 @@ _HOME = {
     "with_axes_": "allocation.torchrec_models",
     "curvature": "allocation.curvature",
     "allocate": "allocation.allocate",
+    "compress": "allocation.compress",
+    "measure_": "allocation.compress",
+    "packed_collections": "allocation.compress",
     "load": "artifact",
     "export": "artifact.export",
     "RowBlocks": "blocks.blocking",

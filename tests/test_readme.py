@@ -17,6 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dnis_torchrec
+from dnis_torchrec.serving import PackedEmbeddingBagCollection
 from tests.cli.test_cli import SHORT, dnis
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -66,6 +67,17 @@ def test_the_other_way_to_shard_keeps_the_weights(quickstart: dict[str, Any]) ->
     assert torch.equal(kept.local_shards()[0].tensor, table.weight)
 
 
+def test_a_trained_model_is_compressed_as_written(
+    quickstart: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = quickstart["trained"] = DLRM(EmbeddingBagCollection(tables=quickstart["tables"]), 4, [32, 16], [32, 1])
+    exec(BLOCKS[3], quickstart)
+    assert isinstance(trained.sparse_arch.embedding_bag_collection, PackedEmbeddingBagCollection)
+    assert 10 <= quickstart["compressed"].compression < 11
+    assert bool(quickstart["served"].isfinite().all())
+    assert "  t: 16,000 values, " in capsys.readouterr().out
+
+
 def test_its_process_group_needs_no_launcher() -> None:
     (line,) = re.findall(r"^torch\.distributed\.init_process_group.*$", BLOCKS[0], re.MULTILINE)
     code = f"import torch\n{line}\nprint(torch.distributed.get_world_size())"
@@ -76,7 +88,7 @@ def test_its_process_group_needs_no_launcher() -> None:
 
 def test_its_recipe_is_searched(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imports = re.findall(r"^(?:import|from) .*$", BLOCKS[0], re.MULTILINE)
-    lines = [*imports, "from tests.test_readme import make_batches", BLOCKS[3]]
+    lines = [*imports, "from tests.test_readme import make_batches", BLOCKS[4]]
     (tmp_path / "my_ranker.py").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     done = dnis("search", "my_ranker:recipe", "--compression", 4, "--out", tmp_path / "run", *SHORT)

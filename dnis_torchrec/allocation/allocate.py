@@ -33,7 +33,7 @@ from dnis_torchrec.forms import PACKED
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Allocation:
     """How every column of every block is stored. The same on every rank.
 
@@ -51,6 +51,19 @@ class Allocation:
     def compression(self) -> float:
         """Bytes of the float32 tables over the bytes served."""
         return 4 * self.scheme.dense_parameters / self.num_bytes
+
+    def __repr__(self) -> str:
+        """The whole in one line."""
+        increase = f"predicted loss increase {self.predicted_loss_increase:.2g}"
+        return f"Allocation(compression {self.compression:.2f}, {self.num_bytes:,} bytes, {increase})"
+
+    def __str__(self) -> str:
+        """The whole, and a line for each table."""
+        lines = [repr(self)]
+        for name, table in self.scheme.tables.items():
+            values, size = table.num_embeddings * table.embedding_dim, PACKED.served_bytes(table)
+            lines.append(f"  {name}: {values:,} values, {size:,} bytes, {8 * size / values:.2f} bits a value")
+        return "\n".join(lines)
 
 
 def allocate(

@@ -160,11 +160,11 @@ def curvature(
     of = [CollectionBlocks(collection, blocks, device) for collection in found.values()]
     sums = _Sums(tables, blocks, device)
     task = get_unwrapped_module(model)
-    with _evaluating(model), watching(of) as lookups:
+    with evaluating(model), watching(of) as lookups:
         measure = _Measure(task.model if isinstance(task, TrainTask) else task, loss, lookups)
         for place, batch in _batches(batches, loss, ranks, enough, _samples_at_a_time(of)):
             looked_up = measure.look_up(batch.to(device), place)
-            with _on_all(ranks):
+            with on_all(ranks):
                 sums.add(looked_up, measure.derivatives(looked_up, place))
     return sums.over(ranks, loss)
 
@@ -180,14 +180,22 @@ def _samples_at_a_time(of: Iterable[CollectionBlocks]) -> int:
     return max(1, BYTES_AT_A_TIME // (4 * floats))
 
 
-def _on_all(ranks: Ranks) -> AbstractContextManager[None]:
-    """What is wrong on one rank is raised on all; a process whose model is its own does not ask others."""
+def on_all(ranks: Ranks) -> AbstractContextManager[None]:
+    """What is wrong on one rank is raised on all; a process whose model is its own does not ask others.
+
+    Args:
+        ranks: that hold the model.
+    """
     return together(ranks.group) if ranks.world_size > 1 else nullcontext()
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards every module is in the mode that it was in."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode; afterwards every module is in the mode that it was in.
+
+    Args:
+        model: any module.
+    """
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -206,10 +214,10 @@ def _batches(
         if taken >= enough:
             return
         place, batch = f"batch {index}", None
-        with _on_all(ranks):
+        with on_all(ranks):
             batch = next(stream, None)
             if batch is not None:
-                batch = _checked(batch, loss, place)
+                batch = checked_batch(batch, loss, place)
         size = torch.tensor([-1 if batch is None else len(batch.labels)])
         sizes = ranks.concatenate(size).tolist()
         if max(sizes) < 0:
@@ -228,8 +236,20 @@ def _batches(
             yield place, slice_of(batch, first, last)
 
 
-def _checked(batch: Batch, loss: Loss, place: str) -> Batch:
-    """The batch as lookups take it."""
+def checked_batch(batch: Batch, loss: Loss, place: str) -> Batch:
+    """Checks a batch and its labels. Local, no collective.
+
+    Args:
+        batch: of this rank.
+        loss: decides which labels are allowed.
+        place: which batch, for the error.
+
+    Returns:
+        The batch as lookups take it.
+
+    Raises:
+        ValueError: for missing or bad labels or features.
+    """
     labels, num_samples = batch.labels, batch.sparse_features.stride()
     is_labelled = isinstance(labels, Tensor) and labels.dim() > 0 and (len(labels) > 0 or not num_samples)
     remedy = "take batches of training or validation data"

@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 
 from dnis_torchrec.checks import describe_error, is_of_system
-from dnis_torchrec.cli import compare, package, plan, runs, train, verify
+from dnis_torchrec.cli import compare, compress, package, plan, runs, train, verify
 from dnis_torchrec.cli.app import app
 from dnis_torchrec.cli.terminal import guard_standard_error, say
 from dnis_torchrec.data.users_code import named_errors
 from dnis_torchrec.training.signals import Ending, Stopped, exit_code
 
-__all__ = ["app", "compare", "main", "package", "plan", "runs", "train", "verify"]
+__all__ = ["app", "compare", "compress", "main", "package", "plan", "runs", "train", "verify"]
 
 
 def main() -> None:

@@ -19,7 +19,9 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_settings
 from dnis_torchrec.cli.terminal import PlainConsole, fail, say
 
-ORDER = ("train", "search", "prune", "evaluate", "export", "verify", "package", "plan", "compare", "report")
+ORDER = (
+    *("train", "compress", "search", "prune", "evaluate", "export", "verify", "package", "plan", "compare", "report"),
+)
 """The commands in the order in which a user meets them."""
 
 

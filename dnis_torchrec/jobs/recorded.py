@@ -22,7 +22,7 @@ from dnis_torchrec.data.users_code import RecipeError, editable_folders, is_of_p
 from dnis_torchrec.storage.fetching import cache_folder
 
 _REMEDY = "name your own by --recipe MODULE:FUNCTION"
-WRITTEN = ("manifest.json", "package.json", "run.json")
+WRITTEN = ("manifest.json", "package.json", "run.json", "compress.json")
 """Files that make a folder one of this package's; each names its format, all of which begin alike."""
 _FORMATS = re.compile(rb'"format"\s*:\s*"dnis-torchrec-')
 

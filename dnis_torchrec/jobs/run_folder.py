@@ -59,6 +59,8 @@ WRITTEN_BY_RANKS = ("checkpoints/*", shard_name("*"))
 REPLACED = f"replaced{PARTIAL}"
 """Where a new run keeps the one that it replaces; no part of what is published."""
 
+COMPRESSED = "compress.json"
+"""File of what `dnis compress` leaves, which is no run."""
 SEARCHED, TRAINED = "searched", "trained"
 """Kinds of run: what `dnis search` and `dnis prune` leave, and what `dnis train` does."""
 
@@ -189,6 +191,11 @@ class RunFolder:
         """
         place = f"run folder {path}"
         file = path / "run.json"
+        is_compressed, remedy = (
+            (path / COMPRESSED).is_file(),
+            "its page is report.html; artifacts are the folders in it",
+        )
+        check(not is_compressed, place, "a run", "what `dnis compress` wrote", remedy)
         check(file.is_file(), place, "a folder written by `dnis search` or `dnis train`", "no run.json in it")
         check_plain(path, place)
         run = RunFolder(path)

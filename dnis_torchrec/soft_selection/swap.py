@@ -93,7 +93,7 @@ def prepare_(
         wrapper = SoftSelectionEmbeddingBagCollection(collection, blocks, alpha=alpha, multi_hot_features=multi_hot)
         wrappers[fqn] = wrapper.train(collection.training)
     for fqn, wrapper in wrappers.items():
-        model = _replace(model, found[fqn], wrapper)
+        model = replace_(model, found[fqn], wrapper)
     return model
 
 
@@ -123,10 +123,10 @@ def merge_(model: nn.Module) -> nn.Module:
         return model
     model = get_unwrapped_module(model)
     for pipelined in [module for module in model.modules() if isinstance(module, PipelinedPostproc)]:
-        model = _replace(model, pipelined, pipelined.postproc_module)  # it would give the bags of an older batch
+        model = replace_(model, pipelined, pipelined.postproc_module)  # it would give the bags of an older batch
     for wrapper in wrappers.values():
         plain = _collection_around(wrapper, wrapper.embedding_bag_configs(), wrapper.is_weighted())
-        model = _replace(model, wrapper, plain)
+        model = replace_(model, wrapper, plain)
     return unshard_(model)  # collections that were not wrapped are sharded still
 
 
@@ -149,9 +149,9 @@ def unshard_(model: nn.Module) -> nn.Module:
             raise NotImplementedError(describe(f"FQN {fqn!r}", "supported is world size 1", module._env.world_size))
         if isinstance(module, ShardedEmbeddingBagCollection):
             tables = list(module._embedding_bag_configs)
-            plain = _replace(plain, module, _collection_around(module, tables, module._is_weighted))
+            plain = replace_(plain, module, _collection_around(module, tables, module._is_weighted))
         else:
-            plain = _replace(plain, module, _sequence_collection_around(module))
+            plain = replace_(plain, module, _sequence_collection_around(module))
     left = {fqn: type(module).__name__ for fqn, module in plain.named_modules() if isinstance(module, ShardedModule)}
     if left:
         remedy = "copy their weights yourself: only embedding collections become plain again"
@@ -251,8 +251,17 @@ def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainColle
     return plain.train(holder.training)
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """Puts `new` wherever `old` is: a model may hold one collection under several names."""
+def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """Puts a module wherever another is: a model may hold one collection under several names. Local.
+
+    Args:
+        model: changed in place.
+        old: what is in it, or it itself.
+        new: what takes its place.
+
+    Returns:
+        `model`, or `new` if the model itself was `old`.
+    """
     if model is old:
         return new
     for parent in list(model.modules()):

@@ -35,7 +35,7 @@ MIRROR_SECONDS = 30.0
 """Seconds between two passes that copy to storage what changed in an output folder."""
 SHARED_WAIT_SECONDS, SHARED_POLL_SECONDS = 600.0, 0.1
 """How long processes wait for the one among them that fetches, and how often they look."""
-LAST_FILES = ("manifest.json", "run.json", "comparison.json")
+LAST_FILES = ("manifest.json", "run.json", "comparison.json", "compress.json")
 """Files that say that a folder is whole: published after everything else."""
 _MANIFEST, _RUN = "manifest.json", "run.json"
 """The first names every file beside it. The second vouches for a run that has finished, and may get a report later."""

@@ -92,6 +92,41 @@ def test_train_writes_a_run_that_is_evaluated_and_exported_and_nothing_else(gloo
         assert "expected a run of `dnis search`, got a trained one" in done.stderr
 
 
+def test_compress_prints_a_line_per_size_and_writes_the_same_numbers(gloo, tmp_path: Path) -> None:
+    run, out, file = tmp_path / "run", tmp_path / "small", tmp_path / "rows.json"
+    assert dnis("train", "tests.tiny:demo", "--out", run, "--epochs", 2, "--embedding-l2", 0.01).returncode == 0
+    compress = ("compress", run, "--compression", "2,3.5", "--num-blocks", 2, "--out", out)
+    done = dnis(*compress, "--json", file)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert rows == json.loads((out / "compress.json").read_text())["rows"]
+    for row, name in zip(rows, ("uncompressed", "x2", "x3.5"), strict=True):
+        line = next(line for line in done.stdout.splitlines() if line.startswith(f"{name} "))
+        assert f"{row['bytes']:,}" in line
+        assert f"{row['metrics']['auc']:.4f}" in line
+        assert f"{row['selection']['auc']:.4f}" in line
+    ends = [f"artifact: {out}/x2", f"artifact: {out}/x3.5", f"report: {out}/report.html"]
+    assert done.stdout.splitlines()[-3:] == ends
+    assert dnis("evaluate", out / "x2").returncode == 0
+    for line, told in (
+        (
+            compress,
+            "expected a folder that does not exist, got an existing one; choose another --out or --overwrite it",
+        ),
+        (("compress", run, "--out", tmp_path / "o"), "size: expected compressions or a largest loss, got neither"),
+        ((*compress[:2], "--compression", "2,x", "--out", tmp_path / "o"), "--compression: expected numbers"),
+        (
+            ("compress", tmp_path / "no", "--compression", 2, "--out", tmp_path / "o"),
+            "no: expected a run, or a recipe's module:function",
+        ),
+        (("report", out), "expected a run, got what `dnis compress` wrote; its page is report.html"),
+    ):
+        refused = dnis(*line)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert told in refused.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json", "run", "small"]
+
+
 def test_search_writes_what_others_rely_on(run: Path) -> None:
     rows = json.loads((run / "report.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["dnis", "dense", "uniform", "magnitude"]
@@ -360,6 +395,7 @@ ANSWERED_AT_ONCE: list[tuple[str, int, str]] = [
     ("search a:b --out a --compression 0.5", 2, "--compression: expected a finite number above 1, got 0.5"),
     ("search a:b --out a --compression 4 --num-blocks 0", 2, "num_blocks: expected at least 1, got 0"),
     ("search a:b --out a --compression 4 --keep-checkpoints 0", 2, "keep_checkpoints: expected at least 1, got 0"),
+    ("compress a:b --out c --compression 4 --num-blocks 0", 2, "num_blocks: expected an integer >= 1, got 0"),
     ("prune a --out b --compression 4 --structure row", 2, "structure: expected one of ('element', 'block')"),
 ]
 """Command line, its exit code and what it says."""

@@ -54,6 +54,7 @@ def commands(run: Path, artifact: Path, out: Path) -> dict[str, tuple[object, ..
     """Every command that does its work if nothing comes between."""
     return {
         "train": ("train", "tests.tiny:demo", "--out", out),
+        "compress": ("compress", run, "--compression", 2, "--num-blocks", 2, "--out", out),
         "search": (*SEARCH, "--out", out),
         "prune": ("prune", run, "--compression", 5, "--fine-tune-epochs", 0, "--out", out),
         "evaluate": ("evaluate", run),
@@ -68,6 +69,7 @@ def commands(run: Path, artifact: Path, out: Path) -> dict[str, tuple[object, ..
 
 WORK = {
     "train": "jobs.train_job.run_train",
+    "compress": "jobs.compress_job.run_compress",
     "search": "jobs.search_job.run_search",
     "prune": "jobs.prune_job.run_prune",
     "evaluate": "jobs.artifact_jobs.run_evaluate",

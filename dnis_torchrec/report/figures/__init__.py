@@ -1,9 +1,11 @@
 """Figures of a report, one function each, on matplotlib's object interface.
 
-Inside this folder, style comes first, then quality, comparison, frequency, search and saving, which know only style.
+Inside this folder, style comes first, then quality, comparison, compression, frequency, search and saving, which know
+only style.
 """
 
 from dnis_torchrec.report.figures.comparison import quality_at_the_same_bytes
+from dnis_torchrec.report.figures.compression import loss_against_compression, quality_against_compression
 from dnis_torchrec.report.figures.frequency import joint_distribution, retained_dims_against_frequency
 from dnis_torchrec.report.figures.quality import (
     bytes_per_form,
@@ -21,6 +23,8 @@ __all__ = [
     "bytes_per_form",
     "inline_svg",
     "joint_distribution",
+    "loss_against_compression",
+    "quality_against_compression",
     "quality_against_pruning_rate",
     "quality_against_setting",
     "quality_against_size",

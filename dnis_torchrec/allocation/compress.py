@@ -1,0 +1,310 @@
+r"""Compress: a trained model -> the same model on tables of bit fields, without a training step.
+
+.. math:: \text{axes turned} \to H_{sc} \text{ (curvature)}, \rho_{sck} \text{ (rounding energies)} \to
+    \text{bits} \to \text{codes}
+
+What a model is measured for, `measure_`, does not depend on a size, so that several sizes share it.
+
+Shapes: N rows of a table, D embedding_dim, S blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dnis_torchrec.allocation.allocate import Allocation, allocate
+from dnis_torchrec.allocation.curvature import ENOUGH_SAMPLES, Curvature, checked_batch, curvature, evaluating, on_all
+from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
+from dnis_torchrec.allocation.loss_derivatives import Loss
+from dnis_torchrec.allocation.rotation import rotate_
+from dnis_torchrec.allocation.settings import NUM_BLOCKS
+from dnis_torchrec.allocation.torchrec_models import with_axes_
+from dnis_torchrec.blocks.bit_fields import packed_rows, row_strides
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.column_codes import encode_rows
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from dnis_torchrec.serving.packed_table import PackedTable
+from dnis_torchrec.soft_selection.features_by_name import read_by_name_
+from dnis_torchrec.soft_selection.swap import replace_
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards, ranks_of, table_configs_of
+from dnis_torchrec.streaming.counting import count_stream
+
+UNCHANGED = 1e-4
+"""How far predictions may move when tables are turned, over the largest of them: rounding moves them by less."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Measured:
+    """A model whose tables stand in their axes, and all that allocating bits in it needs. The same on every rank.
+
+    Attributes:
+        model: as it was given, turned.
+        counts: of all rows in the training data.
+        blocks: of scope ``"table"``; every row has one.
+        curvature: what columns of blocks are worth.
+        energies: what every width leaves as an error.
+    """
+
+    model: nn.Module
+    counts: FrequencyCounts
+    blocks: RowBlocks
+    curvature: Curvature
+    energies: RoundingEnergies
+
+    def allocate(
+        self,
+        *,
+        compression: float | None = None,
+        embedding_bytes: int | None = None,
+        max_loss: float | None = None,
+    ) -> Allocation:
+        """Chooses bits for one size, see `dnis_torchrec.allocate`. Local, no collective; the model does not change.
+
+        Args:
+            compression: bytes of the float32 tables over bytes served. Give exactly one of the three sizes.
+            embedding_bytes: bytes served, at most.
+            max_loss: predicted increase of the loss, at most.
+
+        Raises:
+            ValueError: as `dnis_torchrec.allocate`; names the largest compression that can be met.
+        """
+        return allocate(
+            self.model,
+            self.blocks,
+            self.counts,
+            self.curvature,
+            compression=compression,
+            embedding_bytes=embedding_bytes,
+            max_loss=max_loss,
+            bits=self.energies.bits,
+            energies=self.energies,
+        )
+
+
+def compress(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    loss: Loss,
+    compression: float = 20.0,
+    counts: FrequencyCounts | None = None,
+) -> Allocation:
+    """Replaces the tables of a trained model by tables of bit fields, in place, without a training step.
+
+    Every EmbeddingBagCollection becomes a PackedEmbeddingBagCollection, which serves and does not train. Tables are
+    turned first where that is known to change no prediction (`with_axes_`, `rotation_groups`); frozen ones keep their
+    axes, and are compressed as all others are. What no batch reads is worth nothing and may be dropped.
+
+    Local, no collective; needs no process group. Of a model that is spread over ranks, use `measure_`.
+
+    Args:
+        model: trained, plain; called as ``model(dense_features=..., sparse_features=...)``.
+        batches: training data, that can be iterated again and again.
+        loss: called with (predictions, labels): ``nn.MSELoss()``, ``nn.BCEWithLogitsLoss()`` or another mean over
+            samples that is twice differentiable in the predictions.
+        compression: bytes of the float32 tables over bytes served, to be met from below.
+        counts: of all rows in the training data; None counts the batches.
+
+    Returns:
+        The scheme, and what it is predicted to cost; no table.
+
+    Raises:
+        ValueError: for bad batches, tables with NaN, or a compression that cannot be met: the model is turned then,
+            its tables are as they were.
+        RuntimeError: if turning the tables changes predictions, see `measure_`.
+        NotImplementedError: for a sharded model, before it is changed.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        >>> class Sum(nn.Module):
+        ...     def __init__(self, table):
+        ...         super().__init__()
+        ...         self.tables = EmbeddingBagCollection(tables=[table])
+        ...
+        ...     def forward(self, dense_features, sparse_features):
+        ...         return self.tables(sparse_features).values().sum(1)
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=800, embedding_dim=4, feature_names=["f"])
+        >>> model, ids = Sum(table), torch.arange(800)
+        >>> features = KeyedJaggedTensor(["f"], ids, lengths=torch.ones(800, dtype=torch.int64))
+        >>> batch = Batch(torch.zeros(800, 1), features, labels=model(None, features).detach())
+        >>> found = compress(model, [batch], loss=nn.MSELoss(), compression=6)
+        >>> found.compression >= 6, type(model.tables).__name__
+        (True, 'PackedEmbeddingBagCollection')
+    """
+    own = _plain_collections(model)
+    found = measure_(model, batches, loss=loss, counts=counts).allocate(compression=compression)
+    for fqn, packed in packed_collections(model, found.scheme).items():
+        replace_(model, own[fqn], packed)
+    return found
+
+
+def measure_(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    loss: Loss,
+    counts: FrequencyCounts | None = None,
+    num_blocks: int = NUM_BLOCKS,
+    num_samples: int | None = ENOUGH_SAMPLES,
+    bits: Sequence[int] = BITS,
+) -> Measured:
+    """Turns a model's tables into their axes and measures what every column of every block is worth.
+
+    Rows are put into blocks by frequency, each table by itself; those never seen stay in the last block, so that
+    nothing is zeroed for being new. Where the sample reads nothing of a table that the counts know, all batches are
+    measured.
+
+    Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`, `curvature`,
+    `rounding_energies` and `count_stream` for the collectives. All ranks get the same.
+
+    Args:
+        model: trained and merged, sharded or not; its tables are turned, and what reads them.
+        batches: see `compress`; of this rank.
+        loss: see `compress`.
+        counts: of all rows in the training data, the same on every rank; None counts the batches.
+        num_blocks: S of every table, or its rows where those are fewer.
+        num_samples: that the curvature is measured on, of all ranks together; None takes all.
+        bits: widths to measure, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
+
+    Raises:
+        ValueError: for bad batches or blocks, or NaN or infinity in a table; on all ranks for what is wrong on one.
+        RuntimeError: if predictions change when the tables are turned, as by `rotation_groups` that do not hold for
+            the model; its tables are turned then.
+    """
+    again = "batches that can be iterated again and again"
+    remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
+    check(not isinstance(batches, Iterator), "batches", again, type(batches).__name__, remedy)
+    found = collections(model)
+    check(bool(found), "model", "an EmbeddingBagCollection in it", "none")
+    ranks = ranks_of(*found.values())
+    tables = [table for collection in found.values() for table in table_configs_of(collection)]
+    with on_all(ranks):
+        _check_finite(model)
+    if counts is None:
+        counts = count_stream((batch.sparse_features for batch in batches), tables, process_group=ranks.group)
+    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table")
+    _turn_(model, batches, loss, counts, ranks)
+    worth = curvature(model, batches, blocks, loss=loss, num_samples=num_samples)
+    if num_samples is not None and _is_missed(worth, blocks):
+        worth = curvature(model, batches, blocks, loss=loss, num_samples=None)
+    return Measured(model, counts, blocks, worth, rounding_energies(model, blocks, counts, bits=bits))
+
+
+def packed_collections(model: nn.Module, scheme: MixedDimensionScheme) -> dict[str, PackedEmbeddingBagCollection]:
+    """The collections of a model as tables of bit fields, ready to take their places. Local; the model does not change.
+
+    A table is read once, a chunk of rows at a time.
+
+    Args:
+        model: plain, its tables as they were when bits were allocated.
+        scheme: of an `Allocation`.
+
+    Returns:
+        FQN -> what serves the collection.
+
+    Raises:
+        ValueError: for NaN or infinity in a table, a table without a scheme, or a scheme without bits.
+        NotImplementedError: for a sharded model.
+    """
+    packed = {}
+    for fqn, collection in _plain_collections(model).items():
+        tables = {}
+        for config in collection.embedding_bag_configs():
+            check(config.name in scheme.tables, f"table {config.name!r}", "a scheme of its own", "none")
+            tables[config.name] = scheme.tables[config.name]
+        weights = {shard.table: shard.weight for shard in local_shards(collection)}
+        rows = {name: _packed_table(table, weights[name]) for name, table in tables.items()}
+        packed[fqn] = PackedEmbeddingBagCollection(MixedDimensionScheme(tables), rows)
+    return packed
+
+
+def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    plain: dict[str, EmbeddingBagCollection] = {}
+    for fqn, collection in collections(model).items():
+        if not isinstance(collection, EmbeddingBagCollection):
+            supported, remedy = "supported is a plain EmbeddingBagCollection", "merge_ or unshard the model first"
+            raise NotImplementedError(describe(f"FQN {fqn!r}", supported, type(collection).__name__, remedy))
+        plain[fqn] = collection
+    return plain
+
+
+def _packed_table(table: TableScheme, weight: Tensor) -> PackedTable:
+    codes, sizes = table.codes, table.routing.row_counts().tolist()
+    strides = row_strides(codes.bits).tolist()
+    shapes = {block: shape for block, shape in enumerate(zip(sizes, strides, strict=True)) if all(shape)}
+    blocks = {block: torch.empty(shape, dtype=torch.uint8) for block, shape in shapes.items()}
+    filled = dict.fromkeys(blocks, 0)
+    step = rows_per_chunk(table.embedding_dim)
+    for first in range(0, table.num_embeddings, step):
+        chunk = weight[first : first + step].detach().float().cpu()
+        of_rows = table.routing.block_of(torch.arange(first, first + len(chunk)))
+        encoded = encode_rows(chunk, of_rows, codes)
+        for block, rows in blocks.items():
+            own = packed_rows(encoded[of_rows == block], codes.bits[block])
+            rows[filled[block] : filled[block] + len(own)] = own
+            filled[block] += len(own)
+    return PackedTable.from_blocks(table, blocks, codes.scale, codes.shift)
+
+
+def _check_finite(model: nn.Module) -> None:
+    """Axes of a table with NaN would be NaN in all of its rows."""
+    for shard in (shard for collection in collections(model).values() for shard in local_shards(collection)):
+        for chunk, rows, _ in shard.chunks():
+            bad = (~chunk.isfinite()).nonzero()
+            if len(bad):
+                row, column = bad[0].tolist()
+                received = f"{chunk[row, column].item()} in row {rows.start + row}"
+                remedy = "take weights of a model whose training did not diverge"
+                check(False, f"table {shard.table!r}", "finite values", received, remedy)
+
+
+def _turn_(model: nn.Module, batches: Iterable[Batch], loss: Loss, counts: FrequencyCounts, ranks: Ranks) -> None:
+    with_axes_(model)
+    with on_all(ranks):
+        first = next(iter(batches), None)
+        check(first is not None, "batches", "at least one batch", "none")
+        batch = checked_batch(cast(Batch, first), loss, "batch 0")
+    before = _predictions(model, batch)
+    rotate_(model, counts)
+    after = _predictions(model, batch)
+    with on_all(ranks):
+        moved, largest = float((after - before).abs().max()), float(before.abs().max())
+        if moved > UNCHANGED * largest:
+            requirement = f"predictions to stay within {UNCHANGED * largest:.3g} when tables are turned"
+            remedy = "the model's rotation_groups do not hold for it: correct them, and load its weights again"
+            raise RuntimeError(describe("rotation", requirement, f"a change by {moved:.3g}", remedy))
+
+
+@torch.no_grad()
+def _predictions(model: nn.Module, batch: Batch) -> Tensor:
+    """Of one batch, float64."""
+    read_by_name_(model, refuse_weights=None)
+    task = get_unwrapped_module(model)
+    device = model.device if isinstance(model, DistributedModelParallel) else next(model.parameters()).device
+    called = task.model if isinstance(task, TrainTask) else task
+    batch = batch.to(device)
+    with evaluating(model):
+        predictions = called(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
+    remedy = "give a model that returns its predictions alone"
+    check(isinstance(predictions, Tensor), "batch 0", "predictions of the model", type(predictions).__name__, remedy)
+    return predictions.double()
+
+
+def _is_missed(worth: Curvature, blocks: RowBlocks) -> bool:
+    """Whether the sample says nothing of a table that training looks up."""
+    seen = [table for table, occurrences in blocks.occurrences.items() if bool(occurrences.any())]
+    return any(not bool(worth.curvature[table].any()) for table in seen)

@@ -1,0 +1,104 @@
+"""`dnis compress`: a trained model on tables of bit fields, in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dnis_torchrec.allocation.settings import CompressSettings
+from dnis_torchrec.checks import check
+from dnis_torchrec.cli.addresses import fetched_settings, shown
+from dnis_torchrec.cli.app import (
+    DataOption,
+    OutOption,
+    OverwriteOption,
+    RecipeOption,
+    arguments,
+    check_data,
+    check_json,
+    print_table,
+)
+from dnis_torchrec.cli.options import command
+from dnis_torchrec.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dnis_torchrec.report.compression_content import CompressionContent
+
+TABLE_WIDTH = 130
+
+
+@command
+def compress(
+    run_or_recipe: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_RECIPE",
+            help="What `dnis train` or `dnis search` wrote, or its URL; or `module:function` beside --weights.",
+            **fetched_settings,
+        ),
+    ],
+    out: OutOption,
+    data: DataOption = None,
+    compression: Annotated[
+        str | None,
+        typer.Option(help="Bytes of the float32 tables over bytes served, each above 1, with commas between them."),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Weights of the recipe's model: a .safetensors file, a state_dict that torch.save wrote, or what "
+            "torch.distributed.checkpoint did, a folder.",
+        ),
+    ] = None,
+    recipe: RecipeOption = None,
+    *,
+    settings: CompressSettings,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write OUT/compress.json here.")] = None,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Compresses a trained model: bits for every column of every block of rows, by what they are worth to the loss.
+
+    Nothing is trained. Writes an artifact per size, OUT/x8 for 8 times, OUT/compress.json and OUT/report.html.
+    """
+    from dnis_torchrec.comparison.plan import parse_sizes
+    from dnis_torchrec.data.recipe import load_recipe
+    from dnis_torchrec.jobs.compress_job import CompressJob, check_free, recipe_of, run_compress
+    from dnis_torchrec.storage.whole_files import write_json
+
+    with arguments():
+        run = run_or_recipe if run_or_recipe.is_dir() else None
+        is_known = run is not None or ":" in str(run_or_recipe)
+        check(is_known, str(run_or_recipe), "a run, or a recipe's module:function", "no such folder")
+        check(run is not None or recipe is None, "--recipe", "a run beside it", str(run_or_recipe), "leave it out")
+        job = CompressJob(
+            run=run,
+            recipe=recipe if run is not None else str(run_or_recipe),
+            data=data,
+            out=out,
+            compressions=() if compression is None else parse_sizes(compression, "--compression"),
+            weights=weights,
+            overwrite=overwrite,
+            **vars(settings),
+        )
+        if run is None:
+            load_recipe(str(run_or_recipe))
+        check_free(out, overwrite=overwrite)
+        check_data(data)
+        check_json(json_file)
+        recipe_of(job)
+    content = run_compress(job)
+    if json_file is not None:
+        write_json(json_file, content.to_json())
+    _print(content, out)
+
+
+def _print(content: CompressionContent, out: Path) -> None:
+    from dnis_torchrec.report.compression_page import compression_table
+
+    print_table(compression_table(content), TABLE_WIDTH)
+    for row in content.compressed:
+        say(f"artifact: {shown(out)}/{row.name}")
+    say(f"report: {shown(out)}/report.html")

@@ -1,0 +1,297 @@
+"""`dnis compress`: a trained model -> an artifact for each size, and what each costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dnis_torchrec._dependencies import versions
+from dnis_torchrec.allocation.allocate import Allocation
+from dnis_torchrec.allocation.compress import Measured, measure_
+from dnis_torchrec.allocation.settings import CompressSettings
+from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
+from dnis_torchrec.artifact import read_manifest, write_artifact
+from dnis_torchrec.artifact.manifest import write_manifest
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask, build_recipe
+from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.jobs.artifact_jobs import drop_in_
+from dnis_torchrec.jobs.model_shards import load_state_
+from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
+from dnis_torchrec.jobs.run_folder import COMPRESSED, RunFolder, RunWriteError
+from dnis_torchrec.jobs.weights import load_weights_
+from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.report.compression_content import COMPRESS, UNCOMPRESSED, CompressionContent, CompressionRow
+from dnis_torchrec.report.compression_page import write_compression
+from dnis_torchrec.soft_selection.swap import replace_
+from dnis_torchrec.soft_selection.table_shards import (
+    collections,
+    dense_parameters,
+    dense_state,
+    local_shards,
+    table_configs,
+)
+from dnis_torchrec.storage.whole_files import write_json
+from dnis_torchrec.storage.whole_folders import FolderKind, new_folder
+from dnis_torchrec.streaming import CountLimits
+from dnis_torchrec.streaming.checked_counts import read_before_training
+from dnis_torchrec.training.evaluation import evaluate, primary_metric
+from dnis_torchrec.training.process_group import process_group
+
+_FORM = "packed"
+"""Of the artifacts."""
+FORMAT = "dnis-torchrec-compression"
+KIND = FolderKind("compression", COMPRESSED, FORMAT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressJob(CompressSettings):
+    """What `dnis compress` is asked for, beside its settings.
+
+    Attributes:
+        run: a finished run; None for a recipe and its weights.
+        recipe: ``module:function``; None for the one that the run names, where that is the user's own code.
+        data: folder of the data, or None for a recipe that makes its own.
+        out: folder to make.
+        compressions: bytes of the float32 tables over bytes served, each above 1; empty with `max_loss`.
+        weights: file of the recipe's model, see `load_weights_`; None takes the model as the recipe makes it.
+        overwrite: replace what `dnis compress` wrote to `out`, once this is complete.
+    """
+
+    run: Path | None
+    recipe: str | None
+    data: Path | None
+    out: Path
+    compressions: tuple[float, ...] = ()
+    weights: Path | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_clear = bool(self.compressions) != (self.max_loss is not None)
+        received = "both" if self.compressions else "neither"
+        check(is_clear, "size", "compressions or a largest loss", received, "say --compression 8,20,40, for example")
+        names = [_name(size) for size in self.compressions]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        check(not twice, "compression", "each size once", twice)
+        for size in self.compressions:
+            check(1 < size < float("inf"), "compression", "finite numbers above 1", size)
+        check(self.run is not None or self.recipe is not None, "model", "a run or a recipe", "neither")
+        if self.run is not None:
+            remedy = "give --weights to a recipe"
+            check(self.weights is None, f"run folder {self.run}", "its own weights", "--weights", remedy)
+            check(self.seed is None, f"run folder {self.run}", "its own seed", f"--seed {self.seed}", "leave it out")
+
+    @property
+    def sizes(self) -> dict[str, dict[str, float]]:
+        """Name of an artifact's folder -> its size, as `Measured.allocate` takes it."""
+        if self.max_loss is not None:
+            return {f"loss{self.max_loss:g}": {"max_loss": self.max_loss}}
+        return {_name(size): {"compression": size} for size in self.compressions}
+
+
+def _name(size: float) -> str:
+    return f"x{size:g}"
+
+
+def run_compress(job: CompressJob) -> CompressionContent:
+    """Measures a trained model once, and writes an artifact in packed form for each size, with a page about all.
+
+    Nothing at `out` is touched before all of it is written beside it.
+
+    Args:
+        job: what is asked for.
+
+    Returns:
+        What `out` holds as compress.json.
+
+    Raises:
+        ValueError: for a bad argument, data, weights or place, NaN in a table, or a size that cannot be met; before
+            anything is written.
+        RuntimeError: if turning the tables changes predictions.
+        NonFiniteError: if a prediction is NaN or infinite.
+        RunWriteError: if it could not be written; what stood at `out` is as it was.
+    """
+    check_free(job.out, overwrite=job.overwrite)
+    spec = recipe_of(job)
+    with process_group() as device, errors_of_its_code(spec):
+        recipe, head = _trained(job, spec)
+        data, counts, _ = read_before_training(recipe, table_configs(recipe.model), Ranks.everyone(), CountLimits())
+        model = recipe.model.to(device)
+        before = [_evaluated(model, data, split, recipe.loss, device) for split in ("selection", "test")]
+        started = time.monotonic()
+        measured = measure_(
+            model,
+            data.train,
+            loss=recipe.loss,
+            counts=counts,
+            num_blocks=job.num_blocks,
+            num_samples=job.num_samples,
+        )
+        allocations = {name: measured.allocate(**size) for name, size in job.sizes.items()}  # type: ignore[arg-type]
+        seconds = time.monotonic() - started
+        head |= {"versions": versions(), "notes": [*recipe.notes, *counts.notes()]}
+        dense_bytes = 4 * dense_parameters(model)
+        rows = [_row(UNCOMPRESSED, before, head["seed"], compression=1.0, num_bytes=dense_bytes)]
+        with _written(job) as folder:
+            for name, allocation in allocations.items():
+                writing = time.monotonic()
+                _write(folder / name, measured, allocation, head | {"configuration": _configuration(job, name)})
+                taken = seconds + time.monotonic() - writing
+                metrics = _served(model, folder / name, data, recipe.loss, device)
+                _note_metrics(folder / name, metrics[1])
+                rows.append(_row(COMPRESS, metrics, head["seed"], allocation=allocation, seconds=taken, name=name))
+            content = _content(job, spec, measured, rows, head, primary_metric(recipe.loss, data.test))
+            write_json(folder / COMPRESSED, {"format": FORMAT, "format_version": 1} | content.to_json())
+            write_compression(folder / "report.html", content)
+    return content
+
+
+def check_free(out: Path, *, overwrite: bool) -> None:
+    """Refuses an `out` that something stands at, unless `dnis compress` wrote it and it may be replaced.
+
+    Args:
+        out: folder to make.
+        overwrite: whether it may be replaced.
+
+    Raises:
+        ValueError: naming the folder.
+    """
+    is_ours, remedy = (out / COMPRESSED).is_file(), "choose another --out"
+    is_free = not out.exists() or (overwrite and is_ours)
+    remedy += " or --overwrite it" if is_ours else ""
+    check(is_free, f"folder {out}", "a folder that does not exist", "an existing one", remedy)
+
+
+def recipe_of(job: CompressJob) -> str:
+    """The name of the recipe: the one that the user gives, or the run's, where that is the user's own code.
+
+    Args:
+        job: what is asked for.
+
+    Raises:
+        ValueError: if the run is none or not finished, and as `load_recorded`.
+    """
+    if job.run is None:
+        return str(job.recipe)
+    return load_recorded(job.run, RunFolder.open(job.run).read_head(), job.data, job.recipe)
+
+
+def _trained(job: CompressJob, spec: str) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe with its trained model, and what an artifact tells of the run that it came from."""
+    if job.run is None:
+        seed = job.seed or 0
+        recipe = build_recipe(spec, job.data, seed=seed)
+        if job.weights is not None:
+            load_weights_(recipe.model, job.weights)
+        return recipe, {"recipe": spec, "seed": seed}
+    run = RunFolder.open(job.run)
+    head, state = run.read_head(), run.state()
+    recipe = build_recorded(job.run, head, job.data, job.recipe)
+    if has_axes(state):
+        with_axes_(recipe.model)
+    load_state_(recipe.model, state, str(job.run))
+    kept = ("seed", "embedding_dim")
+    return recipe, {"recipe": spec} | {name: head[name] for name in kept if name in head}
+
+
+def _write(path: Path, measured: Measured, allocation: Allocation, head: dict[str, Any]) -> None:
+    shards = [shard for module in collections(measured.model).values() for shard in local_shards(module)]
+    tables = {shard.table: shard.weight for shard in shards}
+    dense = dense_state(measured.model)
+    write_artifact(tables, allocation.scheme, path, forms=(_FORM,), dense_state=dense, run=head)
+
+
+def _note_metrics(path: Path, metrics: dict[str, float]) -> None:
+    """Puts the metrics of an artifact as it is served into its manifest, for `dnis verify`."""
+    manifest = read_manifest(path)
+    write_manifest(path, manifest | {"run": manifest["run"] | {"metrics": metrics}})
+
+
+def _served(
+    model: nn.Module, artifact: Path, data: DataSplits, loss: nn.Module, device: torch.device
+) -> list[dict[str, float]]:
+    """Metrics on selection and test with the artifact's modules in the model, which gets its own back afterwards."""
+    own = collections(model)
+    drop_in_(model, artifact, form=_FORM)
+    served = {fqn: model.get_submodule(fqn) for fqn in own}
+    try:
+        model.to(device)
+        return [_evaluated(model, data, split, loss, device) for split in ("selection", "test")]
+    finally:
+        for fqn, collection in own.items():
+            replace_(model, served[fqn], collection)
+
+
+def _evaluated(
+    model: nn.Module, data: DataSplits, split: str, loss: nn.Module, device: torch.device
+) -> dict[str, float]:
+    return evaluate(TrainTask(model, loss), getattr(data, split), loss, device)
+
+
+def _row(
+    method: str,
+    metrics: list[dict[str, float]],
+    seed: int,
+    *,
+    allocation: Allocation | None = None,
+    compression: float = 1.0,
+    num_bytes: int = 0,
+    seconds: float = 0.0,
+    name: str = "",
+) -> CompressionRow:
+    return CompressionRow(
+        method=method,
+        compression=compression if allocation is None else allocation.compression,
+        bytes=num_bytes if allocation is None else allocation.num_bytes,
+        metrics=metrics[1],
+        selection=metrics[0],
+        predicted_loss_increase=0.0 if allocation is None else allocation.predicted_loss_increase,
+        seed=seed,
+        seconds=seconds,
+        name=name,
+    )
+
+
+def _configuration(job: CompressJob, name: str | None = None) -> dict[str, Any]:
+    size = {"sizes": job.sizes} if name is None else job.sizes[name]
+    return size | {"num_blocks": job.num_blocks, "num_samples": job.num_samples}
+
+
+def _content(
+    job: CompressJob,
+    spec: str,
+    measured: Measured,
+    rows: list[CompressionRow],
+    head: dict[str, Any],
+    primary: tuple[str, bool],
+) -> CompressionContent:
+    return CompressionContent(
+        recipe=spec,
+        rows=tuple(rows),
+        primary_metric=primary[0],
+        higher_is_better=primary[1],
+        num_samples=measured.curvature.num_samples,
+        relative_error=measured.curvature.relative_error,
+        notes=tuple(head["notes"]),
+        configuration=_configuration(job),
+        versions=head["versions"],
+    )
+
+
+@contextmanager
+def _written(job: CompressJob) -> Iterator[Path]:
+    """The folder to fill; it appears at `out` when it is complete."""
+    try:
+        with new_folder(job.out, overwrite=job.overwrite, kind=KIND) as folder:
+            yield folder
+    except OSError as error:
+        requirement = "to write the compressed model"
+        raise RunWriteError(describe(f"folder {job.out}", requirement, str(error), "make room for it")) from error

@@ -1,0 +1,97 @@
+"""What compressing a trained model comes to: a row for the model as it was, and one per size. Plain frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.report.content import json_text
+
+UNCOMPRESSED, COMPRESS = "uncompressed", "compress"
+"""Methods of the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionRow:
+    """One model as it is served.
+
+    Attributes:
+        method: `UNCOMPRESSED` or `COMPRESS`.
+        compression: bytes of the float32 tables over bytes served.
+        bytes: served, all tables together.
+        metrics: on the test split.
+        selection: the same on the selection split.
+        predicted_loss_increase: over the uncompressed model, to second order.
+        seed: of the splits.
+        seconds: from the trained model to the tables on disk, measuring it included; 0 where nothing was done.
+        name: of its artifact's folder; empty for the model as it was.
+    """
+
+    method: str
+    compression: float
+    bytes: int
+    metrics: dict[str, float]
+    selection: dict[str, float]
+    predicted_loss_increase: float
+    seed: int
+    seconds: float
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionContent:
+    """All sizes of one model.
+
+    Attributes:
+        recipe: ``module:function``.
+        rows: the uncompressed model first.
+        primary_metric: that the recipe is judged by.
+        higher_is_better: its direction.
+        num_samples: that columns were measured on.
+        relative_error: of the sum of the curvature, over it.
+        notes: limits of the data behind every figure.
+        configuration: settings; JSON-able.
+        versions: of the libraries.
+    """
+
+    recipe: str
+    rows: tuple[CompressionRow, ...]
+    primary_metric: str
+    higher_is_better: bool
+    num_samples: int
+    relative_error: float
+    notes: tuple[str, ...] = ()
+    configuration: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        methods = [row.method for row in self.rows]
+        fits = methods[:1] == [UNCOMPRESSED] and set(methods[1:]) <= {COMPRESS}
+        check(fits, "CompressionContent.rows", "the uncompressed model, then compressed ones", methods)
+
+    @property
+    def uncompressed(self) -> CompressionRow:
+        """The model as it was."""
+        return self.rows[0]
+
+    @property
+    def compressed(self) -> tuple[CompressionRow, ...]:
+        """All others, smallest compression first."""
+        return tuple(sorted(self.rows[1:], key=lambda row: row.compression))
+
+    def loss_increase(self, row: CompressionRow, split: str = "metrics") -> float:
+        """How much loss a row was measured to cost.
+
+        Args:
+            row: one of `rows`.
+            split: ``"metrics"`` (test) or ``"selection"``.
+        """
+        return float(getattr(row, split)["loss"] - getattr(self.uncompressed, split)["loss"])
+
+    def to_json(self) -> dict[str, Any]:
+        """As compress.json holds it; an error that could not be estimated is null."""
+        content = asdict(self) | {"rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
+        content["relative_error"] = self.relative_error if self.relative_error < float("inf") else None
+        json_text(content, "CompressionContent")
+        return content

@@ -1,0 +1,277 @@
+"""compress: what is served are the nearest codes of turned tables, in place; what cannot be is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import dnis_torchrec as dnis
+from dnis_torchrec.allocation import compress as module
+from dnis_torchrec.allocation.axes import LinearReader, RotationGroup
+from dnis_torchrec.allocation.compress import Measured, measure_, packed_collections
+from dnis_torchrec.scheme import TableScheme
+from dnis_torchrec.serving import PackedEmbeddingBagCollection
+
+ROWS = {"user": (60, 8), "genre": (30, 8), "bias": (60, 1), "one": (1, 4), "unread": (20, 4)}
+"""Table -> N and D; each is read by a feature of its name, the last one by none that a batch fills."""
+UNSEEN = 50
+"""Users from here on are in no batch."""
+
+
+class Model(nn.Module):
+    """Two collections, of which one pools by MEAN: a dot product of two tables, what a linear layer reads, a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = EmbeddingBagCollection(tables=[table("user"), table("genre", PoolingType.MEAN)])
+        self.rest = EmbeddingBagCollection(tables=[table(name) for name in ("bias", "one", "unread")])
+        self.reader = nn.Linear(8, 1)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        pairs, rest = self.pairs(sparse_features), self.rest(sparse_features).values()
+        user, genre = pairs["user"], pairs["genre"]
+        return (user * genre).sum(1) + self.reader(user).squeeze(1) + rest.sum(1) + dense_features.sum(1)
+
+    def rotation_groups(self) -> list[RotationGroup]:
+        return [RotationGroup(tables=("user", "genre"), readers={"user": (LinearReader(weight=self.reader.weight),)})]
+
+
+class WronglyTurned(Model):
+    """Says that nothing reads its users but the dot product."""
+
+    def rotation_groups(self) -> list[RotationGroup]:
+        return [RotationGroup(tables=("user", "genre"))]
+
+
+def table(name: str, pooling: PoolingType = PoolingType.SUM) -> EmbeddingBagConfig:
+    rows, dim = ROWS[name]
+    return EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[name], pooling=pooling)
+
+
+def batch(seed: int, size: int = 64, *, with_genre: bool = True) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, UNSEEN, (size,), generator=generator) % torch.randint(
+        1, UNSEEN, (size,), generator=generator
+    )
+    lengths = torch.randint(0, 3 if with_genre else 1, (size,), generator=generator)
+    genres = torch.randint(0, ROWS["genre"][0], (int(lengths.sum()),), generator=generator)
+    one, none = torch.ones(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    features = KeyedJaggedTensor(
+        keys=["user", "genre", "bias", "one", "unread"],
+        values=torch.cat([ids, genres, ids, none]),
+        lengths=torch.cat([one, lengths, one, one, none]),
+    )
+    return Batch(torch.rand(size, 2, generator=generator), features, torch.randn(size, generator=generator))
+
+
+BATCHES = [batch(seed) for seed in range(4)]
+
+
+def trained(kind: Callable[[], Model] = Model) -> Model:
+    """A model, the same every time, whose labels are near its predictions."""
+    torch.manual_seed(0)
+    model = kind()
+    for collection in (model.pairs, model.rest):
+        for bag in collection.embedding_bags.values():
+            nn.init.normal_(bag.weight, std=0.7)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def labels() -> None:
+    model = trained()
+    for index, own in enumerate(BATCHES):
+        noise = torch.randn(len(own.labels), generator=torch.Generator().manual_seed(index))
+        with torch.no_grad():
+            own.labels = model(own.dense_features, own.sparse_features) + 0.1 * noise
+
+
+def nearest_codes(scheme: TableScheme, weight: Tensor) -> Tensor:
+    """The served table, value by value: of all levels of its column in its block, the nearest."""
+    served, codes = torch.zeros_like(weight), scheme.codes
+    for row, block in enumerate(scheme.routing.all_blocks().tolist()):
+        for column in range(weight.shape[1]):
+            width = int(codes.bits[block, column])
+            if width == 32:
+                served[row, column] = weight[row, column]
+            elif width:
+                shift = float(codes.shift[block, column]) / 2
+                levels = float(codes.scale[block, column]) * (torch.arange(2**width) + shift)
+                served[row, column] = levels[(levels - weight[row, column]).abs().argmin()]
+    return served
+
+
+def rounded(model: Model, measured: Measured, compression: float) -> Model:
+    """The plain model with every table's nearest codes in it."""
+    found, model = measured.allocate(compression=compression), copy.deepcopy(model)
+    for collection in (model.pairs, model.rest):
+        for name, bag in collection.embedding_bags.items():
+            bag.weight.data.copy_(nearest_codes(found.scheme.tables[name], bag.weight.detach()))
+    return model
+
+
+def predictions(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model(own.dense_features, own.sparse_features) for own in BATCHES])
+
+
+def test_a_compressed_model_predicts_what_the_nearest_codes_of_its_tables_do() -> None:
+    model, other = trained(), trained()
+    found = dnis.compress(model, BATCHES, loss=nn.MSELoss(), compression=5)
+    oracle = rounded(other, measure_(other, BATCHES, loss=nn.MSELoss()), 5)
+    torch.testing.assert_close(predictions(model), predictions(oracle), rtol=1e-5, atol=1e-5)
+    assert isinstance(model.pairs, PackedEmbeddingBagCollection)
+    assert isinstance(model.rest, PackedEmbeddingBagCollection)
+    assert found.num_bytes == model.pairs.table_bytes() + model.rest.table_bytes()
+    assert found.compression == pytest.approx(4 * sum(n * d for n, d in ROWS.values()) / found.num_bytes)
+    assert found.compression >= 5
+    assert repr(found).startswith("Allocation(compression 5.")
+    assert [line.split(":")[0].strip() for line in str(found).splitlines()[1:]] == list(ROWS)
+
+
+def test_several_sizes_share_what_was_measured_and_the_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained()
+    before = predictions(model)
+    measured = measure_(model, BATCHES, loss=nn.MSELoss())
+    torch.testing.assert_close(predictions(model), before, rtol=1e-5, atol=1e-5)
+    increases = []
+    for compression, step in ((3, 4096), (4, 1), (6, 7)):
+        monkeypatch.setattr(module, "rows_per_chunk", lambda _, step=step: step)
+        state = copy.deepcopy(model.state_dict())
+        found = measured.allocate(compression=compression)
+        served = copy.copy(model)
+        served._modules = dict(model._modules) | packed_collections(model, found.scheme)
+        oracle = rounded(model, measured, compression)
+        torch.testing.assert_close(predictions(served), predictions(oracle), rtol=1e-5, atol=1e-5)
+        assert all(value.equal(state[name]) for name, value in model.state_dict().items())
+        increases.append(found.predicted_loss_increase)
+    assert increases == sorted(increases)
+    allowed = measured.allocate(max_loss=increases[1])
+    assert allowed.predicted_loss_increase <= increases[1]
+
+
+def test_every_row_has_a_block_and_counts_may_be_given() -> None:
+    counted = measure_(trained(), BATCHES, loss=nn.MSELoss())
+    given = measure_(trained(), BATCHES, loss=nn.MSELoss(), counts=counted.counts)
+    for name, (rows, _) in ROWS.items():
+        routing = counted.blocks.routings[name]
+        assert (routing.num_blocks, int(routing.row_counts().sum())) == (min(8, rows), rows)
+        assert counted.curvature.curvature[name].equal(given.curvature.curvature[name])
+    unseen = counted.blocks.routings["user"].block_of(torch.arange(UNSEEN, ROWS["user"][0]))
+    assert set(unseen.tolist()) <= {6, 7}  # the rarest
+
+
+def test_what_no_batch_reads_is_dropped_and_what_the_sample_missed_is_not() -> None:
+    batches = [batch(9, with_genre=False), *BATCHES]
+    batches[0].labels = BATCHES[0].labels
+    found = measure_(trained(), batches, loss=nn.MSELoss(), num_samples=1)
+    assert found.curvature.num_samples == 64 * len(batches)
+    assert bool(found.curvature.curvature["genre"].any())
+    scheme = found.allocate(compression=3.5).scheme
+    assert not bool(scheme.tables["unread"].bits.any())
+    assert bool(scheme.tables["genre"].bits.any())
+
+
+def test_a_frozen_table_keeps_its_axes_and_is_compressed() -> None:
+    model = trained()
+    model.pairs.embedding_bags["user"].weight.requires_grad_(False)
+    before = {name: bag.weight.clone() for name, bag in model.pairs.embedding_bags.items()}
+    found = measure_(model, BATCHES, loss=nn.MSELoss()).allocate(compression=4)
+    assert all(bag.weight.equal(before[name]) for name, bag in model.pairs.embedding_bags.items())
+    assert int(found.scheme.tables["user"].bits.max()) in range(1, 9)
+
+
+def test_columns_that_are_constant_or_zero_are_served_as_they_are() -> None:
+    model = trained(type("Unturned", (Model,), {"rotation_groups": lambda _: []}))
+    weight = model.pairs.embedding_bags["user"].weight.data
+    weight[:, 0], weight[:, 1] = 0.0, 0.5
+    model.rest.embedding_bags["one"].weight.data.zero_()
+    found = dnis.compress(model, BATCHES, loss=nn.MSELoss(), compression=4).scheme.tables["user"]
+    ids = KeyedJaggedTensor(["user", "genre"], torch.arange(60), lengths=torch.tensor([1] * 60 + [0] * 60))
+    served, is_retained = model.pairs(ids)["user"], found.retained[found.routing.all_blocks()]
+    assert bool((served[:, 0] == 0).all())
+    assert bool((served[:, 1] == 0.5 * is_retained[:, 1]).all())
+    assert bool(is_retained[:, 1].any())
+
+
+def test_a_size_that_cannot_be_met_is_refused_with_the_one_that_can() -> None:
+    measured = measure_(trained(), BATCHES, loss=nn.MSELoss())
+    with pytest.raises(
+        ValueError, match=r"^compression: expected at most [\d.]+ for these tables and blocks"
+    ) as refused:
+        measured.allocate(compression=10_000)
+    most = float(str(refused.value).split("at most ")[1].split(" ")[0])
+    assert measured.allocate(compression=most).compression >= most
+
+
+def test_a_model_that_was_never_trained_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = trained()
+    for collection in (model.pairs, model.rest):
+        for bag in collection.embedding_bags.values():
+            bag.weight.data.mul_(1e-4)
+    with caplog.at_level(logging.WARNING):
+        measure_(model, BATCHES, loss=nn.MSELoss())
+    assert "the model looks untrained" in caplog.text
+
+
+def with_nan(model: Model) -> None:
+    model.pairs.embedding_bags["genre"].weight.data[7, 2] = float("nan")
+
+
+def unlabelled() -> list[Batch]:
+    own = copy.copy(BATCHES[0])
+    own.labels = torch.zeros(0)
+    return [own]
+
+
+@pytest.mark.parametrize(
+    ("change", "batches", "error", "message"),
+    [
+        (
+            with_nan,
+            lambda: BATCHES,
+            ValueError,
+            "^table 'genre': expected finite values, got nan in row 7; take weights",
+        ),
+        (None, lambda: iter(BATCHES), ValueError, "^batches: expected batches that can be iterated again and again"),
+        (None, unlabelled, ValueError, "^batch 0, labels: expected those of 64 samples, for the loss, got none"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    change: Callable[[Model], None] | None,
+    batches: Callable[[], list[Batch]],
+    error: type[Exception],
+    message: str,
+) -> None:
+    model = trained()
+    if change is not None:
+        change(model)
+    with pytest.raises(error, match=message):
+        dnis.compress(model, batches(), loss=nn.MSELoss())
+    assert isinstance(model.pairs, EmbeddingBagCollection)
+
+
+def test_axes_that_change_predictions_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"^rotation: expected predictions to stay within .*rotation_groups do not"):
+        measure_(trained(WronglyTurned), BATCHES, loss=nn.MSELoss())
+
+
+def test_a_prepared_model_is_refused_before_it_is_changed() -> None:
+    model = trained()
+    measured = measure_(copy.deepcopy(model), BATCHES, loss=nn.MSELoss())
+    prepared = dnis.prepare_(model, measured.blocks)
+    state = copy.deepcopy(prepared.state_dict())
+    with pytest.raises(
+        NotImplementedError, match=r"^FQN 'pairs': supported is a plain EmbeddingBagCollection, got Soft"
+    ):
+        dnis.compress(prepared, BATCHES, loss=nn.MSELoss())
+    assert all(value.equal(state[name]) for name, value in prepared.state_dict().items())
