@@ -76,11 +76,12 @@ def measure_memory(num_embeddings: int) -> MemoryRow:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
-        mp.spawn(_measure, args=(num_embeddings, str(path)), nprocs=1)
+        mp.spawn(measure_here, args=(num_embeddings, str(path)), nprocs=1)
         return cast(MemoryRow, json.loads(path.read_text(encoding="utf-8")))
 
 
-def _measure(rank: int, num_embeddings: int, path: str) -> None:
+def measure_here(rank: int, num_embeddings: int, path: str) -> None:
+    """What the process does; leaves its figures in a file."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     _compress(1000)  # libraries and code do not count
@@ -112,13 +113,10 @@ def _problem(num_embeddings: int) -> tuple[nn.Module, FrequencyCounts, list[Batc
     """Rows in no order of frequency, ids that follow Zipf's law."""
     scattered = torch.randperm(num_embeddings)
     counts = (num_embeddings / (1 + scattered)).long()
-    features = [scattered.argsort()[(num_embeddings ** torch.rand(BATCH_SIZE)).long() - 1] for _ in range(NUM_BATCHES)]
-    batches = [
-        Batch(
-            torch.zeros(BATCH_SIZE, 1),
-            KeyedJaggedTensor(["f"], ids, torch.ones(BATCH_SIZE).long()),
-            torch.rand(BATCH_SIZE),
-        )
-        for ids in features
-    ]
+    rows, lengths = scattered.argsort(), torch.ones(BATCH_SIZE, dtype=torch.int64)
+    batches = []
+    for _ in range(NUM_BATCHES):
+        ids = rows[(num_embeddings ** torch.rand(BATCH_SIZE)).long() - 1]
+        features = KeyedJaggedTensor(["f"], ids, lengths=lengths)
+        batches.append(Batch(torch.zeros(BATCH_SIZE, 1), features, torch.rand(BATCH_SIZE)))
     return OneTable(num_embeddings), FrequencyCounts({"t": counts}, {"f": 1}, int(counts.sum())), batches
