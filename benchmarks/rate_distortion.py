@@ -3,8 +3,8 @@
     python -m benchmarks.rate_distortion [--quick] [--recipes movielens:mf,anime:fm] [--seeds 0,1,2]
         [--sizes 8,20,40,64] [--ablations] [--memory] [--cache DIR] --json FILE
 
-Every recipe is trained once per seed, plainly and to its own early stop; its weights are kept in `--cache`. From this
-model come:
+Every recipe is trained once per seed, plainly and to its own early stop. Its weights are kept in `--cache`, by recipe,
+seed, D and L2: empty the folder when a recipe changes. From this model come:
 
 compress              bits for every column of every block, tables turned into their principal axes before
 compress, not turned  the same in the axes that training has left (`--ablations`)
@@ -30,7 +30,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 from torch import nn
@@ -68,6 +68,7 @@ SEEDS = (0, 1, 2)
 
 class _File(TypedDict):
     rows: list[Row]
+    memory: NotRequired[MemoryRow | None]
 
 
 class Results:
@@ -79,8 +80,9 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[Row] = read_json(path, _File)["rows"] if path.is_file() else []
-        self.memory: MemoryRow | None = None
+        held = read_json(path, _File) if path.is_file() else _File(rows=[])
+        self.rows = held["rows"]
+        self.memory = held.get("memory")
 
     def lacks(self, case: Case, wanted: Wanted) -> bool:
         """Whether a row is still to be measured."""
@@ -164,7 +166,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipes", type=recipes, help="commas between them; all of RECIPES if not given")
     parser.add_argument("--seeds", type=seeds, help="commas between them (default 0,1,2)")
     parser.add_argument("--sizes", type=sizes, help="compressions, commas between them (default 8,20,40,64)")
-    parser.add_argument("--l2", type=float, help="of all trainings, instead of the recorded ones")
+    parser.add_argument("--l2", type=float, help="of all trainings, instead of that in RECIPES (0 of others)")
     data = Path(os.environ.get("DNIS_DATA", "../shared/data"))
     parser.add_argument("--data", type=Path, default=data, help="folder of the data sets' folders (default DNIS_DATA)")
     parser.add_argument("--cache", type=Path, help="folder to keep trained weights in; none are kept if not given")

@@ -66,14 +66,18 @@ def test_a_second_run_measures_what_the_first_has_left_out(
     path = tmp_path / "rates.json"
     first = run(path, "--cache", str(case.cache))
     kept = [found for found in first if found["method"] != "row-wise"]
-    path.write_text(json.dumps({"rows": kept}))
+    memory = {"rows": 9, "dim": 64, "table_bytes": 2304, "peak_bytes": 1152, "ratio": 0.5, "seconds": 1.0}
+    path.write_text(json.dumps({"rows": kept, "memory": memory}))
     monkeypatch.setattr(rate_models, "_train", lambda *_: pytest.fail("the weights are in the cache"))
     capsys.readouterr()
     second = run(path, "--cache", str(case.cache))
     assert second[: len(kept)] == kept
     for again, before in zip(second[len(kept) :], first[1:3], strict=True):
         assert again | {"seconds": 0} == before | {"seconds": 0}
-    assert "compress mixed" not in capsys.readouterr().out.split("\n\n")[0]
+    assert json.loads(path.read_text())["memory"] == memory
+    printed = capsys.readouterr().out
+    assert "compress mixed" not in printed.split("\n\n")[0]
+    assert printed.endswith("a table of 9 x 64: 0.50 of it, wanted 1.2: met\n")
 
 
 def test_the_model_has_its_own_tables_again_after_serving(case: Case) -> None:
