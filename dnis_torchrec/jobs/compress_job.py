@@ -15,6 +15,7 @@ from torch import nn
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.allocation.allocate import Allocation
 from dnis_torchrec.allocation.compress import Measured, measure_
+from dnis_torchrec.allocation.rotation import rotation_groups
 from dnis_torchrec.allocation.settings import CompressSettings
 from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.artifact import read_manifest, write_artifact
@@ -205,8 +206,8 @@ def _trained(job: CompressJob, spec: str) -> tuple[Recipe, dict[str, Any]]:
 def _write(path: Path, measured: Measured, allocation: Allocation, head: dict[str, Any]) -> None:
     shards = [shard for module in collections(measured.model).values() for shard in local_shards(module)]
     tables = {shard.table: shard.weight for shard in shards}
-    dense = dense_state(measured.model)
-    write_artifact(tables, allocation.scheme, path, forms=(_FORM,), dense_state=dense, run=head)
+    dense, run = dense_state(measured.model), head | {"turned": bool(rotation_groups(measured.model))}
+    write_artifact(tables, allocation.scheme, path, forms=(_FORM,), dense_state=dense, run=run)
 
 
 def _note_metrics(path: Path, metrics: dict[str, float]) -> None:

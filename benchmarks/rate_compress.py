@@ -1,0 +1,127 @@
+"""Compress as `benchmarks.rate_distortion` measures it: bits for every column of every block of a trained model.
+
+Shapes: N rows of a table, D embedding_dim, S blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dnis_torchrec.allocation.allocate import Allocation, allocate
+from dnis_torchrec.allocation.curvature import Curvature, curvature
+from dnis_torchrec.allocation.energies import RoundingEnergies, rounding_energies
+from dnis_torchrec.allocation.rotation import rotate_
+from dnis_torchrec.allocation.torchrec_models import with_axes_
+from dnis_torchrec.blocks.bit_fields import packed_rows
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.column_codes import encode_rows
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
+from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from dnis_torchrec.serving.packed_table import PackedTable
+from dnis_torchrec.soft_selection.table_shards import collections, table_configs
+
+NUM_BLOCKS = 8
+"""S of every table, for all recipes."""
+
+
+class UnmetError(Exception):
+    """A method has nothing of so few bytes, or cannot work on the model; the message says why."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Prepared:
+    """What all sizes of `compress` share."""
+
+    model: nn.Module
+    blocks: RowBlocks
+    curvature: Curvature
+    energies: RoundingEnergies
+    seconds: float
+
+
+def prepare(
+    model: nn.Module, batches: Iterable[Batch], counts: FrequencyCounts, *, loss: nn.Module, turns: bool
+) -> Prepared:
+    """Turns the tables of a trained model and measures them, in place.
+
+    Args:
+        model: it keeps its predictions.
+        batches: of the training split.
+        counts: of the training split.
+        loss: of the recipe.
+        turns: False leaves the tables in the axes that training has left.
+    """
+    started = time.monotonic()
+    if turns:
+        rotate_(with_axes_(model), counts)
+    blocks = blocks_from_counts(counts, table_configs(model), num_blocks=NUM_BLOCKS, scope="table")
+    found = curvature(model, batches, blocks, loss=loss)
+    energies = rounding_energies(model, blocks, counts)
+    return Prepared(model=model, blocks=blocks, curvature=found, energies=energies, seconds=time.monotonic() - started)
+
+
+def compress(prepared: Prepared, counts: FrequencyCounts, num_bytes: int) -> tuple[Allocation, dict[str, nn.Module]]:
+    """Bits for every column of every block, and the tables in them; the model itself stays as it is.
+
+    Args:
+        prepared: the model, and what was measured of it.
+        counts: of the training split.
+        num_bytes: served, at most.
+
+    Returns:
+        What was allocated, and FQN -> what is served in place of that collection.
+
+    Raises:
+        UnmetError: if there is nothing of so few bytes.
+    """
+    p = prepared
+    try:
+        found = allocate(p.model, p.blocks, counts, p.curvature, embedding_bytes=num_bytes, energies=p.energies)
+    except ValueError as error:
+        raise UnmetError(str(error)) from error
+
+    def build(scheme: MixedDimensionScheme, tables: Mapping[str, Tensor]) -> nn.Module:
+        packed = {name: packed_table(table, tables[name]) for name, table in scheme.tables.items()}
+        return PackedEmbeddingBagCollection(scheme, packed)
+
+    return found, by_collection(p.model, found.scheme, build)
+
+
+def packed_table(table: TableScheme, weight: Tensor) -> PackedTable:
+    """A table in the codes of its scheme, read a chunk of rows at a time."""
+    codes, counts = table.codes, table.routing.row_counts().tolist()
+    rows = {s: packed_rows(torch.zeros(0, table.embedding_dim), bits) for s, bits in enumerate(codes.bits)}
+    rows = {s: own.new_empty(counts[s], own.shape[1]) for s, own in rows.items()}
+    filled, num_rows = [0] * len(rows), rows_per_chunk(table.embedding_dim)
+    for first in range(0, table.num_embeddings, num_rows):
+        chunk = weight[first : first + num_rows]
+        blocks = table.routing.block_of(torch.arange(first, first + len(chunk)))
+        encoded = encode_rows(chunk, blocks, codes)
+        for s in blocks.unique().tolist():
+            if s in rows:
+                packed = packed_rows(encoded[blocks == s], codes.bits[s])
+                rows[s][filled[s] : filled[s] + len(packed)] = packed
+                filled[s] += len(packed)
+    return PackedTable.from_blocks(table, rows, codes.scale, codes.shift)
+
+
+Build = Callable[[MixedDimensionScheme, Mapping[str, Tensor]], nn.Module]
+
+
+def by_collection(model: nn.Module, scheme: MixedDimensionScheme, build: Build) -> dict[str, nn.Module]:
+    """FQN -> what is served in place of that collection."""
+    made = {}
+    for fqn, collection in collections(model).items():
+        own = MixedDimensionScheme({name: t for name, t in scheme.tables.items() if t.collection == fqn})
+        bags = cast(EmbeddingBagCollection, collection).embedding_bags
+        made[fqn] = build(own, {name: cast(Tensor, bags[name].weight).detach() for name in own.tables})
+    return made

@@ -1,0 +1,243 @@
+"""The methods of `benchmarks.rate_distortion`: ways to store the tables of one trained model in few bytes.
+
+All start from the same plain model and serve from the collection that stands in for the model's own. Nothing trains but
+the narrower models of `uniform`.
+
+Shapes: N rows of a table, D embedding_dim, S blocks, K columns that are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from benchmarks.rate_compress import Prepared, UnmetError, by_collection, compress
+from benchmarks.rate_models import Trained, row_bytes
+from dnis_torchrec.allocation.rotation import rotation_groups
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection
+from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
+from dnis_torchrec.serving.quantized_rows import PRECISIONS, Precision
+from dnis_torchrec.soft_selection.table_shards import collections
+
+WHOLE_ROWS = ("int8", "int4")
+"""Precisions of all D columns; their bytes are sizes for other methods, too."""
+NARROWEST = "fp16"
+"""Precision of rivals at sizes that leave no bytes for a row of int8 or int4 beside its scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A row that is to be measured.
+
+    Attributes:
+        method: name of an entry of `METHODS`.
+        precision: what values are stored in.
+        size: compression asked for; ``"int8 rows"`` or ``"int4 rows"`` for the bytes of all D columns so; None for the
+            uncompressed model.
+    """
+
+    method: str
+    precision: str
+    size: float | str | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Served:
+    """A model whose tables are stored in few bytes.
+
+    Attributes:
+        model: it holds the tables in float32.
+        tables: FQN of a collection -> what is served in its place; none of the uncompressed model.
+        num_bytes: served, all tables together.
+        seconds: from the trained model to this one; of one that is trained, with its training.
+        predicted: increase of the loss, where the method predicts one.
+        extra: what else a row tells.
+    """
+
+    model: nn.Module
+    tables: Mapping[str, nn.Module]
+    num_bytes: int
+    seconds: float
+    predicted: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def in_place(self) -> Iterator[nn.Module]:
+        """The model with the served tables in it, for the block."""
+        own = collections(self.model)
+        try:
+            for fqn, module in self.tables.items():
+                _put(self.model, fqn, module)
+            yield self.model
+        finally:
+            for fqn in self.tables:
+                _put(self.model, fqn, own[fqn])
+
+
+def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
+    parent, _, child = fqn.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _bytes_served(tables: Mapping[str, nn.Module]) -> int:
+    return sum(cast(Any, module).table_bytes() for module in tables.values())
+
+
+def columns_that_fit(configs: Sequence[EmbeddingBagConfig], precision: str, num_bytes: int) -> int:
+    """The most columns of every table that fit in so many bytes, as wide as the kernels want them.
+
+    Args:
+        configs: the tables.
+        precision: a name of `PRECISIONS`; `NARROWEST` only where neither int8 nor int4 fits.
+        num_bytes: of all tables together.
+
+    Returns:
+        K, a multiple of what the kernels want, below the widest D.
+
+    Raises:
+        UnmetError: if none fits, or int8 or int4 fits beside `NARROWEST`.
+
+    Example:
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=64, feature_names=["f"])
+        >>> [columns_that_fit([table], name, 10 * 256 // 20) for name in ("int8", "int4")]
+        [8, 16]
+        >>> columns_that_fit([table], "fp16", 10 * 256 // 64)
+        2
+    """
+    widest = max(config.embedding_dim for config in configs)
+
+    def most(stored: Precision) -> int:
+        widths = range(stored.dim_multiple, widest, stored.dim_multiple)
+        return max((width for width in widths if row_bytes(configs, stored, width) <= num_bytes), default=0)
+
+    if precision == NARROWEST and any(most(PRECISIONS[name]) for name in WHOLE_ROWS):
+        raise UnmetError("int8 or int4 can be met")
+    columns = most(PRECISIONS[precision])
+    if not columns:
+        raise UnmetError(f"no column of {precision} fits")
+    return columns
+
+
+def _uncompressed(trained: Trained, wanted: Wanted) -> Served:
+    del wanted
+    training = trained.training
+    extra = {"epochs": training["epochs"], "epoch_seconds": training["seconds"] / training["epochs"]}
+    return Served(
+        model=trained.model, tables={}, num_bytes=trained.dense_bytes, seconds=training["seconds"], extra=extra
+    )
+
+
+def _row_wise(trained: Trained, wanted: Wanted) -> Served:
+    """FBGEMM's rows of all D columns."""
+    if any(config.embedding_dim % PRECISIONS[wanted.precision].dim_multiple for config in trained.configs):
+        raise UnmetError(f"a table's embedding_dim does not fit {wanted.precision}")
+    started = time.monotonic()
+
+    def build(scheme: MixedDimensionScheme, tables: Mapping[str, Tensor]) -> nn.Module:
+        return DenseEmbeddingBagCollection.from_tables(scheme, tables, precision=wanted.precision, drops_rows=False)
+
+    tables = by_collection(trained.model, uncompressed_scheme(trained.model), build)
+    seconds = time.monotonic() - started
+    return Served(model=trained.model, tables=tables, num_bytes=_bytes_served(tables), seconds=seconds)
+
+
+def _cut_axes(trained: Trained, wanted: Wanted) -> Served:
+    """The first K of the turned tables' columns, each row quantised as FBGEMM does."""
+    columns = columns_that_fit(trained.configs, wanted.precision, trained.bytes_of(wanted.size))
+    model = trained.turned.model
+    turned = {table for group in rotation_groups(model) for table in group.tables}
+    if not turned.issuperset(config.name for config in trained.configs):
+        raise UnmetError("some tables may not be turned, and their first columns say no more than their last")
+    started = time.monotonic()
+    kept = {name: _first_columns(table, columns) for name, table in uncompressed_scheme(model).tables.items()}
+
+    def build(scheme: MixedDimensionScheme, tables: Mapping[str, Tensor]) -> nn.Module:
+        cut = {name: weight * scheme.tables[name].retained for name, weight in tables.items()}
+        made = QuantizedMixedDimensionEmbeddingBagCollection
+        return made.from_tables(scheme, cut, precision=wanted.precision)
+
+    tables = by_collection(model, MixedDimensionScheme(kept), build)
+    return Served(
+        model=model,
+        tables=tables,
+        num_bytes=_bytes_served(tables),
+        seconds=time.monotonic() - started,
+        extra={"columns": columns},
+    )
+
+
+def _first_columns(table: TableScheme, columns: int) -> TableScheme:
+    retained = (torch.arange(table.embedding_dim) < columns).unsqueeze(0)
+    return replace(table, retained=retained, num_retained=table.num_embeddings * int(retained.sum()))
+
+
+def _uniform(trained: Trained, wanted: Wanted) -> Served:
+    """A plain model trained at a smaller D, each row quantised as FBGEMM does."""
+    dim = columns_that_fit(trained.configs, wanted.precision, trained.bytes_of(wanted.size))
+    narrow = Trained(trained.case, dim)
+    served = _row_wise(narrow, wanted)
+    seconds = served.seconds + narrow.training["seconds"]
+    return replace(served, seconds=seconds, extra={"embedding_dim": dim})
+
+
+def _compressed(prepared: Prepared, trained: Trained, wanted: Wanted) -> Served:
+    started = time.monotonic()
+    found, tables = compress(prepared, trained.counts, trained.bytes_of(wanted.size))
+    own = time.monotonic() - started
+    bits = torch.cat([table.codes.bits.flatten() for table in found.scheme.tables.values()])
+    return Served(
+        model=prepared.model,
+        tables=tables,
+        num_bytes=_bytes_served(tables),
+        seconds=prepared.seconds + own,
+        predicted=found.predicted_loss_increase,
+        extra={
+            "shared_seconds": prepared.seconds,
+            "relative_error": prepared.curvature.relative_error,
+            "columns_by_bits": torch.bincount(bits.long()).tolist(),
+        },
+    )
+
+
+UNCOMPRESSED, COMPRESS, NOT_TURNED = "uncompressed", "compress", "compress, not turned"
+ROW_WISE, CUT_AXES, UNIFORM = "row-wise", "cut axes", "uniform"
+RIVALS = (ROW_WISE, CUT_AXES, UNIFORM)
+METHODS: Mapping[str, Callable[[Trained, Wanted], Served]] = {
+    UNCOMPRESSED: _uncompressed,
+    COMPRESS: lambda trained, wanted: _compressed(trained.turned, trained, wanted),
+    NOT_TURNED: lambda trained, wanted: _compressed(trained.not_turned, trained, wanted),
+    ROW_WISE: _row_wise,
+    CUT_AXES: _cut_axes,
+    UNIFORM: _uniform,
+}
+"""Name -> what serves a trained model so, or raises an UnmetError."""
+
+
+def wanted_rows(sizes: list[float], *, ablations: bool) -> list[Wanted]:
+    """What is measured of a trained model, in the order of the table.
+
+    Args:
+        sizes: compressions to meet.
+        ablations: `compress` without turning the tables, too.
+    """
+    whole = [f"{precision} rows" for precision in WHOLE_ROWS]
+    rows = [Wanted(method=UNCOMPRESSED, precision="fp32", size=None)]
+    rows += [Wanted(method=ROW_WISE, precision=p, size=size) for p, size in zip(WHOLE_ROWS, whole, strict=True)]
+    for method in (COMPRESS, NOT_TURNED) if ablations else (COMPRESS,):
+        rows += [Wanted(method=method, precision="mixed", size=size) for size in [*whole, *sizes]]
+    for method in (CUT_AXES, UNIFORM):
+        rows += [
+            Wanted(method=method, precision=precision, size=size)
+            for size in sizes
+            for precision in (*WHOLE_ROWS, NARROWEST)
+        ]
+    return rows

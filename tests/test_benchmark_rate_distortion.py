@@ -1,0 +1,198 @@
+"""The benchmark of rate and distortion: what it measures, what it keeps, and how it judges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from benchmarks import rate_compress, rate_distortion, rate_memory, rate_methods, rate_models, rate_summary
+from benchmarks.rate_methods import Wanted
+from benchmarks.rate_models import Case, Trained
+from benchmarks.rate_summary import Differences, Row
+from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from tests import tiny
+
+RECIPE = "tests.tiny:demo"
+
+
+def run(path: Path, *options: str) -> list[dict[str, Any]]:
+    rate_distortion.main(["--recipes", RECIPE, "--seeds", "0", "--sizes", "3", "--json", str(path), *options])
+    return cast(list[dict[str, Any]], json.loads(path.read_text())["rows"])
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    cache = tmp_path_factory.mktemp("cache")
+    return Case(recipe=RECIPE, data=None, seed=0, embedding_l2=0.0, cache=cache)
+
+
+@pytest.fixture(autouse=True)
+def short_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_models, "MAX_EPOCHS", 2)
+
+
+def row(method: str, size: float | str | None, metrics: dict[str, float], **fields: Any) -> Row:
+    """A row of seed 0 as the benchmark writes it, where nothing else is said."""
+    given = {"recipe": "examples.movielens:mf", "seed": 0, "embedding_l2": 0.03, "precision": "mixed", "bytes": 1}
+    given |= {"method": method, "size": size, "compression": 1.0, "metrics": metrics, "selection": {"loss": 0.5}}
+    return cast(Row, given | {"predicted_loss_increase": None, "seconds": 1.0} | fields)
+
+
+def test_every_method_is_measured_in_the_bytes_that_it_serves(case: Case, tmp_path: Path) -> None:
+    rows = run(tmp_path / "rates.json", "--cache", str(case.cache), "--ablations")
+    measured = {(row["method"], row["precision"], row["size"]) for row in rows}
+    wanted = {(w.method, w.precision, w.size) for w in rate_methods.wanted_rows([3.0], ablations=True)}
+    assert wanted - measured == {(method, "fp16", 3.0) for method in ("cut axes", "uniform")}
+    dense = 4 * tiny.EMBEDDING_DIM * sum(tiny.ROWS.values())
+    for found in rows:
+        assert {"loss", "auc", "logloss"} <= set(found["metrics"])
+        assert {"loss", "auc"} <= set(found["selection"])
+        assert found["compression"] == dense / found["bytes"]
+        assert isinstance(found["size"], str) or found["compression"] >= (found["size"] or 1)
+        assert (found["predicted_loss_increase"] is not None) == found["method"].startswith("compress")
+    int8_bytes = sum(tiny.ROWS.values()) * (tiny.EMBEDDING_DIM + 4)
+    assert next(row["bytes"] for row in rows if row["method"] == "row-wise") == int8_bytes
+    assert all(row["bytes"] <= int8_bytes for row in rows if row["size"] == "int8 rows")
+
+
+def test_a_second_run_measures_what_the_first_has_left_out(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rates.json"
+    first = run(path, "--cache", str(case.cache))
+    kept = [found for found in first if found["method"] != "row-wise"]
+    memory = {"rows": 9, "dim": 64, "table_bytes": 2304, "peak_bytes": 1152, "ratio": 0.5, "seconds": 1.0}
+    path.write_text(json.dumps({"rows": kept, "memory": memory}))
+    monkeypatch.setattr(rate_models, "_train", lambda *_: pytest.fail("the weights are in the cache"))
+    capsys.readouterr()
+    second = run(path, "--cache", str(case.cache))
+    assert second[: len(kept)] == kept
+    for again, before in zip(second[len(kept) :], first[1:3], strict=True):
+        assert again | {"seconds": 0} == before | {"seconds": 0}
+    assert json.loads(path.read_text())["memory"] == memory
+    printed = capsys.readouterr().out
+    assert "compress mixed" not in printed.split("\n\n")[0]
+    assert printed.endswith("a table of 9 x 64: 0.50 of it, wanted 1.2: met\n")
+
+
+def test_the_model_has_its_own_tables_again_after_serving(case: Case) -> None:
+    trained = Trained(case)
+    served = rate_methods.METHODS["row-wise"](trained, Wanted(method="row-wise", precision="int4", size="int4 rows"))
+    own = trained.model.sparse_arch.embedding_bag_collection
+    with served.in_place() as model:
+        assert model.sparse_arch.embedding_bag_collection is served.tables["sparse_arch.embedding_bag_collection"]
+    assert trained.model.sparse_arch.embedding_bag_collection is own
+
+
+def test_packed_tables_look_up_the_codes_of_the_turned_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Trained(case)
+    monkeypatch.setattr(rate_compress, "rows_per_chunk", lambda dim: 7)  # several chunks a table
+    allocation, tables = rate_compress.compress(trained.turned, trained.counts, trained.dense_bytes // 3)
+    bags = cast(EmbeddingBagCollection, trained.turned.model.sparse_arch.embedding_bag_collection).embedding_bags
+    decoded = EmbeddingBagCollection(tables=trained.configs)
+    for name, table in allocation.scheme.tables.items():
+        blocks = table.routing.all_blocks()
+        rows = decode_rows(encode_rows(bags[name].weight.detach(), blocks, table.codes), blocks, table.codes)
+        decoded.embedding_bags[name].weight.data.copy_(rows)
+    features = tiny.make_batch(64, 0).sparse_features
+    (served,) = tables.values()
+    assert served(features).values().allclose(decoded(features).values(), atol=1e-6)
+    assert allocation.num_bytes == served.table_bytes() <= trained.dense_bytes // 3
+
+
+def test_tables_that_may_not_be_turned_are_not_cut(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_methods, "rotation_groups", lambda model: [])
+    with pytest.raises(rate_compress.UnmetError, match="may not be turned"):
+        rate_methods.METHODS["cut axes"](Trained(case), Wanted(method="cut axes", precision="int8", size=3.0))
+
+
+def test_bytes_of_rows_are_spent_on_as_many_columns_as_fit() -> None:
+    (table,) = tiny.make_collection(64).embedding_bag_configs()[:1]
+    dense = table.num_embeddings * 256
+
+    def fitting(precision: str, size: float) -> int:
+        return rate_methods.columns_that_fit([table], precision, int(dense / size))
+
+    assert [fitting("int8", size) for size in (8, 20, 40)] == [28, 8, 2]
+    assert [fitting("int4", size) for size in (8, 20, 40)] == [56, 16, 4]
+    assert fitting("fp16", 64) == 2
+    for precision, size in (("int8", 64), ("int4", 64), ("fp16", 40), ("fp16", 400)):
+        with pytest.raises(rate_compress.UnmetError):
+            fitting(precision, size)
+
+
+def test_costs_are_judged_within_each_seed() -> None:
+    rows = []
+    for seed, plain, own in ((0, 0.70, 0.7004), (1, 0.75, 0.7508)):
+        rows += [row("uncompressed", None, {"mse": plain, "loss": plain}, seed=seed, precision="fp32")]
+        rows += [row("compress", 8.0, {"mse": own, "loss": own}, seed=seed, predicted_loss_increase=0.0009)]
+        rows += [row("cut axes", 8.0, {"mse": own + 0.001, "loss": own}, seed=seed, precision="int8")]
+    rows.append(row("compress", 8.0, {"mse": 9.0, "loss": 9.0}, seed=2))  # its uncompressed model is not there yet
+    own = Differences(rows)
+    (cost,) = rate_summary.cost_lines("examples.movielens:mf", own)
+    assert cost == "examples.movielens:mf at 8: mse worse by +0.00060, wanted 0.0005: MISSED by 0.0001"
+    (rival,) = rate_summary.rival_lines("examples.movielens:mf", own)
+    assert rival.endswith("ahead of the best of 1 rivals (cut axes, int8) by +0.00100: met")
+    (prediction,) = rate_summary.prediction_lines("examples.movielens:mf", own)
+    assert prediction.endswith("loss +0.00060, predicted over measured 1.50, wanted 0.5 to 2: met")
+
+
+def test_a_rival_that_is_ahead_is_told_where_higher_is_better() -> None:
+    rows = [
+        row("uncompressed", None, {"auc": 0.8, "loss": 0.5}, precision="fp32"),
+        row("compress", "int4 rows", {"auc": 0.79, "loss": 0.5}),
+        row("row-wise", "int4 rows", {"auc": 0.792, "loss": 0.5}, precision="int4"),
+    ]
+    (rival,) = rate_summary.rival_lines("examples.movielens:ctr_fm", Differences(rows))
+    assert rival.endswith("(row-wise, int4) by -0.00200: MISSED")
+
+
+def test_time_is_what_sizes_share_once_and_their_own() -> None:
+    plain = row("uncompressed", None, {"mse": 0.7, "loss": 0.7}, precision="fp32", epoch_seconds=4.0)
+    sizes = [
+        row("compress", size, {"mse": 0.7, "loss": 0.7}, seconds=3.0, shared_seconds=2.0) for size in (8.0, 20.0, 40.0)
+    ]
+    (line,) = rate_summary.time_lines("r:f", Differences([plain, *sizes]))
+    assert line == "r:f: 3 sizes take 1.25 plain epochs, wanted 2: met"
+    assert rate_summary.time_lines("r:f", Differences([plain, *sizes[:2]])) == []
+
+
+def test_the_selection_split_chooses_the_precision_that_is_marked() -> None:
+    rows = [row("uncompressed", None, {"mse": 0.7, "loss": 0.7}, precision="fp32")]
+    rows += [
+        row("cut axes", 8.0, {"mse": test, "loss": test}, precision=precision, selection={"loss": selection})
+        for precision, selection, test in (("int8", 0.71, 0.9), ("int4", 0.72, 0.8))
+    ]
+    own = Differences(rows)
+    assert own.chosen() == {("cut axes", "int8", 8.0)}
+    marked = [line for line in rate_summary.table_lines("r:f", own) if "*" in line]
+    assert [line.split(" | ")[1] for line in marked] == ["int8*"]
+
+
+def test_memory_is_that_of_what_is_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+
+    def compress(prepared: rate_compress.Prepared, counts: FrequencyCounts, num_bytes: int) -> None:
+        budgets.append((counts.counts["t"].numel(), num_bytes))
+        rate_compress.compress(prepared, counts, num_bytes)
+
+    monkeypatch.setattr(rate_memory, "compress", compress)
+    rate_memory.measure_here(0, 20_000, str(tmp_path / "measured.json"))
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert budgets[-1] == (20_000, 20_000 * 256 // 20)
+    assert measured["ratio"] == measured["peak_bytes"] / (20_000 * 256)
+    assert "MISSED by" in rate_summary.memory_line(measured | {"ratio": 1.5})
+
+
+def test_quick_takes_few_and_what_is_named_stays() -> None:
+    arguments = rate_distortion.parse(["--quick", "--recipes", "anime:fm,my:own", "--json", "x.json"])
+    assert (arguments.recipes, arguments.seeds, arguments.sizes) == (["examples.anime:fm", "my:own"], [0], [8.0, 20.0])
+    arguments = rate_distortion.parse(["--json", "x.json"])
+    assert arguments.recipes == list(rate_distortion.RECIPES)
+    with pytest.raises(SystemExit):
+        rate_distortion.parse(["--sizes", "1", "--json", "x.json"])
