@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import write_artifact
 from dnis_torchrec.blocks.row_routing import RowRouting
+from dnis_torchrec.ops.native_build import NO_COMPILE
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 ROUTINGS = {
@@ -20,6 +24,14 @@ ROUTINGS = {
 }
 MIXED_FILE = "mixed_dimension/000_movie_seen.safetensors"
 CSR_FILE = "csr/000_movie_seen.safetensors"
+
+
+@contextmanager
+def lookups(compiled: bool) -> Iterator[None]:
+    """Modules that are made inside look up by the compiled operator, or by TorchRec's and FBGEMM's kernels alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(NO_COMPILE, "0" if compiled else "1")
+        yield
 
 
 @dataclass
