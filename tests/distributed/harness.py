@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,6 @@ HANG_SECONDS = 60
 """A collective of a scenario that takes longer has lost a rank."""
 DEADLINE_SECONDS = 300
 """All scenarios together, on a machine that has much else to do."""
-IMPORTED = [
-    *("dnis_torchrec.jobs.search_job", "dnis_torchrec.jobs.train_job", "dnis_torchrec.artifact.export"),
-    *("dnis_torchrec.report.search_images", "torch.utils.tensorboard", "tests.small_models"),
-]
-"""What ranks need and would each import for themselves, in seconds."""
 
 Results = dict[str, Any]
 
@@ -119,7 +113,6 @@ def running_ranks(
     # A server that has imported everything forks ranks in no time; CUDA may not be forked, and what is to run on CPUs
     # is to see no GPU.
     start_method = "spawn" if backend == "nccl" else "forkserver"
-    set_forkserver_preload(IMPORTED)
     hidden = {} if backend == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
     with _environment(OMP_NUM_THREADS="1", **hidden):
         context = mp.start_processes(
