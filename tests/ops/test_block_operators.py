@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -393,15 +390,6 @@ def test_a_collection_gives_the_same_without_the_operators(monkeypatch: pytest.M
         results.append([values.detach(), *(p.grad for p in wrapper.parameters()), *gradients, *hits.values()])
     for first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, second)
-
-
-def test_nothing_is_compiled_where_that_is_forbidden() -> None:
-    program = "from dnis_torchrec.ops.block_operators import are_compiled; print(are_compiled())"
-    environment = os.environ | {"DNIS_NO_COMPILE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_a_failing_compiler_is_told_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
