@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -54,6 +54,17 @@ def blocks(scope: str = "global", dims: dict[str, int] | None = None) -> RowBloc
     """Blocks of all three tables."""
     configs = [config for name in ROWS for config in tables(name, dim=(dims or {}).get(name, 8))]
     return blocks_from_counts(counts(), configs, num_blocks=3, scope=scope)
+
+
+def lookups_of(model: nn.Module) -> list[nn.Module]:
+    """What a sharded model looks its tables up with, one for each sharding type; TorchRec names them nowhere."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
+    return [lookup for collection in sharded for lookup in collection._lookups]
+
+
+def kernels_of(model: nn.Module) -> list[nn.Module]:
+    """The kernels of those lookups, each of one or more tables."""
+    return [kernel for lookup in lookups_of(model) for kernel in getattr(lookup, "module", lookup)._emb_modules]
 
 
 def features(seed: int = 1) -> KeyedJaggedTensor:

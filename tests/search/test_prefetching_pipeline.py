@@ -107,9 +107,9 @@ def test_locked_is_what_was_prefetched_for_the_next_batch_and_nothing_else(gloo,
                 assert not any(cache.kernel.lxu_cache_locking_counter.any() for cache in caches)
             assert all(cache.kernel.lxu_cache_locations_list for cache in caches)
         if step == 7:
-            pipeline._model.eval()
+            model.eval()
         pipeline.progress(stream)
-        pipeline._model.train()
+        model.train()
         for cache in caches:
             assert cache.kernel.lxu_cache_locations_list
             assert torch.equal(cache.kernel.lxu_cache_locking_counter, cache.of_next_batch())

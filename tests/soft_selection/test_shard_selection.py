@@ -33,6 +33,7 @@ from tests.distributed.shard_selection_scenarios import (
     tables,
     upper_gradients,
 )
+from tests.small_models import kernels_of, lookups_of
 
 
 class OwnLookup(GroupedPooledEmbeddingsLookup):
@@ -126,11 +127,11 @@ def test_a_batch_of_no_samples(
 def test_a_second_time_changes_nothing(gloo: dist.ProcessGroup) -> None:
     model = select_on_shards_(shard(make_model(False), "mixed", gloo))
     wrapper = model.module["ebc"]
-    selection, lookups = wrapper.selection, [own.forward for own in wrapper.embedding_bag_collection._lookups]
+    selection, forwards = wrapper.selection, [kernel.forward for kernel in kernels_of(model)]
     assert isinstance(selection, SelectedPooled)
     assert select_on_shards_(model) is model
     assert wrapper.selection is selection
-    assert [own.forward for own in wrapper.embedding_bag_collection._lookups] == lookups
+    assert [kernel.forward for kernel in kernels_of(model)] == forwards
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_what_cannot_be_moved_selects_behind_the_collection(gloo: dist.ProcessGr
     assert select_on_shards_(unsharded) is unsharded
     sharded = shard(make_model(False), "table_wise", gloo)
     wrapper = sharded.module["ebc"]
-    for lookup in wrapper.embedding_bag_collection._lookups:
+    for lookup in lookups_of(sharded):
         lookup.__class__ = OwnLookup
     select_on_shards_(sharded)
     for own in (unsharded["ebc"], wrapper):
