@@ -1,4 +1,4 @@
-"""`dnis` in processes of their own that have imported everything: real signals and exit codes, Python not begun anew."""
+"""`dnis` in processes that have imported everything: real signals and exit codes, and Python is not begun anew."""
 
 from __future__ import annotations
 
