@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
@@ -17,9 +21,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.ops import bag_splitting
+from dnis_torchrec.soft_selection import bag_check, on_shards, select_pooled
 from dnis_torchrec.soft_selection.alpha import Alpha
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.training import sharded as sharding_of_training
 
 BATCH_SIZE = 5
 NUM_DENSE = 3
@@ -54,6 +61,15 @@ def blocks(scope: str = "global", dims: dict[str, int] | None = None) -> RowBloc
     """Blocks of all three tables."""
     configs = [config for name in ROWS for config in tables(name, dim=(dims or {}).get(name, 8))]
     return blocks_from_counts(counts(), configs, num_blocks=3, scope=scope)
+
+
+@contextmanager
+def operators(compiled: bool) -> Iterator[None]:
+    """What learns inside does so as always, or as on a machine that has no compiler: a process asks for one once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in () if compiled else (bag_check, bag_splitting, on_shards, select_pooled, sharding_of_training):
+            patch.setattr(module, "are_compiled", lambda: False)
+        yield
 
 
 def lookups_of(model: nn.Module) -> list[nn.Module]:
