@@ -75,6 +75,7 @@ NUM_DENSE = 13
 ROUNDS, QUICK_ROUNDS, WARM_UP_ROUNDS = 60, 6, 2
 PROFILED_ROUNDS, QUICK_PROFILED_ROUNDS = 3, 1
 STEPS_FOR_MEMORY = 4
+START_METHOD = "spawn"
 MEMORY_RUNS, QUICK_MEMORY_RUNS = 3, 1
 
 
@@ -300,7 +301,8 @@ def measure_over_ranks(shape: Shape, rounds: int, profiled_rounds: int) -> Measu
     if shape.ranks == 1:
         return measure(shape, rounds, profiled_rounds)
     with tempfile.TemporaryDirectory() as folder, hidden_gpus():
-        torch.multiprocessing.spawn(measure_on_rank, (shape, rounds, profiled_rounds, folder), nprocs=shape.ranks)
+        arguments = (shape, rounds, profiled_rounds, folder)
+        torch.multiprocessing.start_processes(measure_on_rank, arguments, shape.ranks, start_method=START_METHOD)
         return Measured(**json.loads((Path(folder) / "measured.json").read_text(encoding="utf-8")))
 
 

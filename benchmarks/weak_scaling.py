@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 import torchrec
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from benchmarks import step_time
 from benchmarks.cpu_ranks import hidden_gpus
 from benchmarks.files import output_file
 from benchmarks.step_time import (
@@ -48,7 +49,6 @@ RANKS = [1, 2, 4]
 BATCH_SIZE = 1024
 ROUNDS, QUICK_ROUNDS = 60, 8
 TARGET = 1.7
-START_METHOD = "spawn"
 CPU = torch.device("cpu")
 
 
@@ -92,7 +92,7 @@ def measure(shape: Shape, world_size: int, rounds: int) -> dict[str, Any]:
     """A row of the JSON file: the rounds in processes of their own."""
     with tempfile.TemporaryDirectory() as folder, hidden_gpus():
         mp.start_processes(
-            run_rank, args=(world_size, folder, shape, rounds), nprocs=world_size, start_method=START_METHOD
+            run_rank, args=(world_size, folder, shape, rounds), nprocs=world_size, start_method=step_time.START_METHOD
         )
         found = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
     lower = [own[1] / own[0] for own in found["times"]]

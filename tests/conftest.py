@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 
 import hypothesis
@@ -13,11 +14,13 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec.storage import access, claim
+from tests.started import IMPORTED
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("DNIS_DATA", ROOT.parent / "shared" / "data"))
 
 torch.set_num_threads(1)
+set_forkserver_preload(IMPORTED)  # of no effect once a test has forked
 
 # Tensors are slow to make the first time, so no deadline; in CI the same examples every time.
 hypothesis.settings.register_profile(

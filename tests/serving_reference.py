@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.artifact import write_artifact
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.forms import FORMS
+from dnis_torchrec.ops.native_build import NO_COMPILE
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 ROUTINGS = {
@@ -24,6 +28,14 @@ CSR_FILE = "csr_fp32/000_movie_seen.safetensors"
 
 PLAIN_FORMS = [name for name, form in FORMS.items() if not form.needs_codes]
 """Forms that any scheme can take."""
+
+
+@contextmanager
+def lookups(compiled: bool) -> Iterator[None]:
+    """Modules that are made inside look up by the compiled operator, or by TorchRec's and FBGEMM's kernels alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(NO_COMPILE, "0" if compiled else "1")
+        yield
 
 
 @dataclass

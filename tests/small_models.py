@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -17,9 +21,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.ops import bag_splitting
+from dnis_torchrec.soft_selection import bag_check, on_shards, select_pooled
 from dnis_torchrec.soft_selection.alpha import Alpha
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.training import sharded as sharding_of_training
 
 BATCH_SIZE = 5
 NUM_DENSE = 3
@@ -54,6 +61,26 @@ def blocks(scope: str = "global", dims: dict[str, int] | None = None) -> RowBloc
     """Blocks of all three tables."""
     configs = [config for name in ROWS for config in tables(name, dim=(dims or {}).get(name, 8))]
     return blocks_from_counts(counts(), configs, num_blocks=3, scope=scope)
+
+
+@contextmanager
+def operators(compiled: bool) -> Iterator[None]:
+    """What learns inside does so as always, or as on a machine that has no compiler: a process asks for one once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in () if compiled else (bag_check, bag_splitting, on_shards, select_pooled, sharding_of_training):
+            patch.setattr(module, "are_compiled", lambda: False)
+        yield
+
+
+def lookups_of(model: nn.Module) -> list[nn.Module]:
+    """What a sharded model looks its tables up with, one for each sharding type; TorchRec names them nowhere."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
+    return [lookup for collection in sharded for lookup in collection._lookups]
+
+
+def kernels_of(model: nn.Module) -> list[nn.Module]:
+    """The kernels of those lookups, each of one or more tables."""
+    return [kernel for lookup in lookups_of(model) for kernel in getattr(lookup, "module", lookup)._emb_modules]
 
 
 def features(seed: int = 1) -> KeyedJaggedTensor:

@@ -94,7 +94,8 @@ def test_an_upper_step_may_take_a_part_of_a_batch() -> None:
     assert sizes == [32, 8, 32, 8]
 
 
-def test_two_ranks_measure_together() -> None:
+def test_two_ranks_measure_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_time, "START_METHOD", "forkserver")  # the tests' server has imported everything
     measured = step_time.measure_over_ranks(small("movielens", ranks=2), rounds=1, profiled_rounds=1)
     assert {len(values) for values in measured.times.values()} == {1}
     assert set(measured.parts) == {"plain", "lower", "upper"}

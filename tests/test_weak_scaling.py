@@ -16,7 +16,7 @@ def test_weak_scaling_writes_a_row_per_number_of_ranks(
     sizes = {"num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3, "num_tables": 3, "pooling": None}
     monkeypatch.setitem(weak_scaling.SHAPES, "criteo", step_time.vary(step_time.SHAPES["criteo"], **sizes))
     monkeypatch.setattr(weak_scaling, "QUICK_ROUNDS", 2)
-    monkeypatch.setattr(weak_scaling, "START_METHOD", "forkserver")  # the tests' server has imported everything
+    monkeypatch.setattr(step_time, "START_METHOD", "forkserver")  # the tests' server has imported everything
     path = tmp_path / "scaling.json"
     weak_scaling.main(["--quick", "--ranks", "1,2", "--batch-size", "16", "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]

@@ -22,6 +22,7 @@ from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.cli import main
 from dnis_torchrec.cli.app import ON_RANKS, ORDER, app
 from dnis_torchrec.forms import FORMS
+from tests.started import start_dnis
 from tests.tiny_artifact import write_tiny_artifact
 
 ROOT = Path(__file__).parents[2]
@@ -363,16 +364,13 @@ def test_a_size_that_cannot_be_met_exits_with_1_and_says_what_can(tmp_path: Path
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_export_of_the_unfinished_run_is_refused(tmp_path: Path, number: int, code: int) -> None:
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "dnis_torchrec", "search", "tests.tiny:demo", "--compression", "4", "--out", out]
-    with subprocess.Popen(
-        [*map(str, command), "--ramp-epochs", "500"], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
-    ) as process:
-        deadline = time.monotonic() + 120
-        while not (out / "checkpoints" / "latest.json").is_file() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(number)
-        _, messages = process.communicate(timeout=60)
-    assert process.returncode == code
+    search = start_dnis(tmp_path, "search", "tests.tiny:demo", "--compression", 4, "--out", out, "--ramp-epochs", 500)
+    deadline = time.monotonic() + 120
+    while not (out / "checkpoints" / "latest.json").is_file() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    search.send_signal(number)
+    found, _, messages = search.ended(timeout=60)
+    assert found == code
     assert "stopped on request; everything is saved in" in messages
     assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
     done = dnis("export", out, "--out", tmp_path / "artifact")

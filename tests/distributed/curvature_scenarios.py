@@ -27,6 +27,9 @@ CASES = {
     "weighted": Case(is_weighted=True),
 }
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+PAIRS = [("several ids", kind) for kind in KINDS]
+PAIRS += [(name, kind) for name in ("one id", "mean", "weighted") for kind in ("row_wise", "column_wise")]
+"""What is tried on two ranks: every sharding type, and every other case where bags are cut by rows and by columns."""
 SIZE = 8
 
 
@@ -89,9 +92,7 @@ def refuse(at: Rank, what: str) -> Results:
     return {"error": "none"}
 
 
-SCENARIOS: dict[str, Scenario] = {
-    f"{name} {kind}": partial(measure, name=name, kind=kind) for name in CASES for kind in KINDS
-}
+SCENARIOS: dict[str, Scenario] = {f"{name} {kind}": partial(measure, name=name, kind=kind) for name, kind in PAIRS}
 SCENARIOS["prepared"] = partial(measure, name="several ids", kind="row_wise", prepared=True)
 SCENARIOS["cut"] = partial(measure_cut, name="several ids", kind="row_wise")
 SCENARIOS["enough"] = partial(measure, name="several ids", kind="table_wise", num_samples=SIZE)

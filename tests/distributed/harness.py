@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,6 @@ def running_ranks(
     # A server that has imported everything forks ranks in no time; CUDA may not be forked, and what is to run on CPUs
     # is to see no GPU.
     start_method = "spawn" if backend == "nccl" else "forkserver"
-    set_forkserver_preload(["dnis_torchrec", "dnis_torchrec.training.plain"])
     hidden = {} if backend == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
     with _environment(OMP_NUM_THREADS="1", **hidden):
         context = mp.start_processes(

@@ -130,7 +130,7 @@ def search_and_fold(kind: str, at: Rank) -> Results:
     with recorded_logs() as logs:
         pipeline, stream, model = make_pipeline(kind, at.process_group, (at.rank,))
         found = run_steps(pipeline, stream, STEPS) | {"alpha": alpha_of(pipeline), "dense": dense_of(model)}
-    found |= {"tables": tables_of(model), "logs": logs, "checkpoint": round_trip(pipeline, kind, at)}
+    found |= {"tables": tables_of(model), "logs": logs, "checkpoint": round_trip(model, kind, at)}
     pipeline.detach()
     model.eval()
     probe = Stream("probe", 1, (at.rank,)).batches[0]
@@ -151,17 +151,17 @@ def search_and_fold(kind: str, at: Rank) -> Results:
     return found | {"merged_alpha": alpha_of(pipeline)}
 
 
-def round_trip(pipeline: BilevelTrainPipeline, kind: str, at: Rank) -> Results:
+def round_trip(model: nn.Module, kind: str, at: Rank) -> Results:
     """Saves, and loads into a model with other weights."""
     path = at.folder / f"{kind}_last"
-    save_checkpoint(path, pipeline._model)
+    save_checkpoint(path, model)
     other, _ = shard_as(task(), kind, at.process_group)
     with torch.no_grad():
         for value in state_tensors(other).values():
             value.fill_(-7.0)
     load_checkpoint(path, other)
     return {
-        "saved": {name: value.clone() for name, value in state_tensors(pipeline._model).items()},
+        "saved": {name: value.clone() for name, value in state_tensors(model).items()},
         "loaded": {name: value.clone() for name, value in state_tensors(other).items()},
     }
 

@@ -9,7 +9,7 @@ import torch
 
 from dnis_torchrec import curvature
 from tests.allocation.curvature_cases import ROWS, make_blocks, make_model
-from tests.distributed.curvature_scenarios import CASES, KINDS, LOSS, SCENARIOS, SIZE, batches
+from tests.distributed.curvature_scenarios import CASES, LOSS, PAIRS, SCENARIOS, SIZE, batches
 from tests.distributed.harness import RankResults, Results, running_ranks
 
 ON_FOUR = ("several ids row_wise", "mean column_wise", "refused labels")
@@ -46,8 +46,7 @@ def assert_as_in_one_process(ranks: list[Results], name: str, num_batches: int =
         assert own["relative_error"] == ranks[0]["relative_error"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_two_ranks_find_what_one_process_does(two: RankResults, name: str, kind: str) -> None:
     assert_as_in_one_process(two[f"{name} {kind}"], name)
 

@@ -28,7 +28,7 @@ from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.serving.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
 from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
-from tests.serving_reference import table_scheme
+from tests.serving_reference import lookups, table_scheme
 
 ROWS = 30
 RETAINED = torch.tensor([[True, True, True, True], [False, True, False, True]])
@@ -52,17 +52,17 @@ def tables() -> dict[str, Tensor]:
     return {"t": torch.ones(ROWS, 4), "u": torch.ones(ROWS, 4)}
 
 
-def uncompiled(module: MixedDimensionEmbeddingBagCollection) -> nn.Module:
-    """The same through TorchRec's and FBGEMM's kernels, as where there is no compiler."""
-    module._compiled = False
-    return module
+def uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
+    """Made as where there is no compiler."""
+    with lookups(compiled=False):
+        return make()
 
 
 FORMS: dict[str, Callable[[MixedDimensionScheme], nn.Module]] = {
     "csr_fp32": lambda s: CsrEmbeddingBagCollection.from_tables(s, tables()),
     "csr_int8": lambda s: CsrEmbeddingBagCollection.from_tables(s, tables(), value_dtype=torch.int8),
     "mixed": lambda s: MixedDimensionEmbeddingBagCollection.from_tables(s, tables()),
-    "mixed_uncompiled": lambda s: uncompiled(MixedDimensionEmbeddingBagCollection.from_tables(s, tables())),
+    "mixed_uncompiled": lambda s: uncompiled(lambda: MixedDimensionEmbeddingBagCollection.from_tables(s, tables())),
     "mixed_int8": lambda s: QuantizedMixedDimensionEmbeddingBagCollection.from_tables(s, tables(), precision="int8"),
     "dense_fp16": lambda s: DenseEmbeddingBagCollection.from_tables(s, tables(), precision="fp16", drops_rows=False),
     "row_pruned": lambda s: DenseEmbeddingBagCollection.from_tables(s, tables(), precision="int4", drops_rows=True),

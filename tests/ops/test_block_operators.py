@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +14,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.ops import bag_splitting
 from dnis_torchrec.ops.block_operators import (
     are_compiled,
     are_good_bags,
@@ -26,8 +22,8 @@ from dnis_torchrec.ops.block_operators import (
     split_bags,
 )
 from dnis_torchrec.ops.native_build import INSTRUCTION_SETS, SELECTION
-from dnis_torchrec.soft_selection import select_pooled
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+from tests.small_models import operators
 
 pytestmark = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
 
@@ -363,7 +359,7 @@ def test_nothing_is_written_over_what_tells_where_to_write() -> None:
         torch.ops.dnis_torchrec.select_pooled(*arguments, rows.view(torch.float32))
 
 
-def test_a_collection_gives_the_same_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collection_gives_the_same_without_the_operators() -> None:
     """Outputs, hits and gradients of single-id, multi-hot, MEAN and shared features of two dims, keys in any order."""
     tables = [
         EmbeddingBagConfig(name="a", num_embeddings=9, embedding_dim=4, feature_names=["one", "two"]),
@@ -379,29 +375,19 @@ def test_a_collection_gives_the_same_without_the_operators(monkeypatch: pytest.M
     features = KeyedJaggedTensor(keys=["many", "one", "two"], values=ids, lengths=lengths)
     results = []
     for compiled in (True, False):
-        for module in (select_pooled, bag_splitting):
-            monkeypatch.setattr(module, "are_compiled", lambda compiled=compiled: compiled)
-        torch.manual_seed(0)
-        wrapper = SoftSelectionEmbeddingBagCollection(EmbeddingBagCollection(tables=tables), blocks)
-        for dim in wrapper.alpha.dims:
-            wrapper.alpha.of(dim).uniform_(0, 1)
-        values = wrapper(features).values()
-        values.square().sum().backward()
-        with wrapper.alpha.upper_level() as hits:
-            loss = wrapper(features).values().square().sum()
-            gradients = torch.autograd.grad(loss, [wrapper.alpha.of(dim) for dim in wrapper.alpha.dims])
-        results.append([values.detach(), *(p.grad for p in wrapper.parameters()), *gradients, *hits.values()])
+        with operators(compiled):
+            torch.manual_seed(0)
+            wrapper = SoftSelectionEmbeddingBagCollection(EmbeddingBagCollection(tables=tables), blocks)
+            for dim in wrapper.alpha.dims:
+                wrapper.alpha.of(dim).uniform_(0, 1)
+            values = wrapper(features).values()
+            values.square().sum().backward()
+            with wrapper.alpha.upper_level() as hits:
+                loss = wrapper(features).values().square().sum()
+                gradients = torch.autograd.grad(loss, [wrapper.alpha.of(dim) for dim in wrapper.alpha.dims])
+            results.append([values.detach(), *(p.grad for p in wrapper.parameters()), *gradients, *hits.values()])
     for first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, second)
-
-
-def test_nothing_is_compiled_where_that_is_forbidden() -> None:
-    program = "from dnis_torchrec.ops.block_operators import are_compiled; print(are_compiled())"
-    environment = os.environ | {"DNIS_NO_COMPILE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_a_failing_compiler_is_told_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

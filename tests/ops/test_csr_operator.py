@@ -466,13 +466,15 @@ def test_what_cannot_be_compiled_is_said(error: Exception, monkeypatch: pytest.M
 
 
 def test_without_compiler_torch_does_the_work() -> None:
+    """And nothing is compiled where that is forbidden."""
     script = (
         "import torch; from dnis_torchrec.serving import load_operator; compiled = load_operator()\n"
         "one = torch.tensor([0, 0, 128, 63, 0], dtype=torch.uint8)  # 1.0 in column 0\n"
         "rest = ([one, torch.tensor([0, 1])], torch.tensor([[0, 1, 0, 1, 0, 4, 1]]), None, 1, 1, False)\n"
         "bag = torch.tensor([0, 0]), torch.tensor([0, 2]), None\n"
-        "print(compiled, torch.ops.dnis_torchrec.csr_embedding_bag(*bag, *rest).item())"
+        "print(compiled, torch.ops.dnis_torchrec.csr_embedding_bag(*bag, *rest).item())\n"
+        "from dnis_torchrec.ops.block_operators import are_compiled; print(are_compiled())"
     )
     variables = os.environ | {"DNIS_NO_COMPILE": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=True)
-    assert (done.stdout.split(), done.stderr) == (["False", "2.0"], "")
+    assert (done.stdout.split(), done.stderr) == (["False", "2.0", "False"], "")

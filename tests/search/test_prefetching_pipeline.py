@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +36,7 @@ from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import shard
 from tests.row_caches import caches_of, counting_locks, plan_caches_
+from tests.small_models import operators
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")
@@ -56,9 +56,7 @@ def prepared(*, cached: bool):
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
     blocks = blocks_from_counts(counts, tables, num_blocks=3)
-    with mock.patch.object(
-        sharding_of_training, "are_compiled", return_value=False
-    ):  # as on a GPU, where tables can be cached
+    with operators(compiled=False):  # as on a GPU, where tables can be cached
         sharded, optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
     if cached:
         plan_caches_(sharded)
@@ -107,9 +105,9 @@ def test_locked_is_what_was_prefetched_for_the_next_batch_and_nothing_else(gloo,
                 assert not any(cache.kernel.lxu_cache_locking_counter.any() for cache in caches)
             assert all(cache.kernel.lxu_cache_locations_list for cache in caches)
         if step == 7:
-            pipeline._model.eval()
+            model.eval()
         pipeline.progress(stream)
-        pipeline._model.train()
+        model.train()
         for cache in caches:
             assert cache.kernel.lxu_cache_locations_list
             assert torch.equal(cache.kernel.lxu_cache_locking_counter, cache.of_next_batch())

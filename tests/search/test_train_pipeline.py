@@ -170,7 +170,7 @@ def test_detached_lends_the_model_and_training_goes_on(gloo) -> None:
             with pipeline.detached() as model, torch.no_grad():
                 assert not model.training
                 assert [own.bag_splitter for own in soft_selection_modules(model).values()] == [None]  # shards split
-                assert not [name for name in get_unwrapped_module(model)._modules if "." in name]
+                assert not [name for name, _ in get_unwrapped_module(model).named_children() if "." in name]
                 model(recipe.data.test.batches[0])
             assert model.training
         got, expected = pipeline.progress(stream)[0], undisturbed[3].progress(other)[0]

@@ -26,7 +26,7 @@ from dnis_torchrec.artifact.predictions import serve
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection, block_tables
-from tests.serving_reference import Case, cases, keyed_jagged_tensor, pruned, table_scheme
+from tests.serving_reference import Case, cases, keyed_jagged_tensor, lookups, pruned, table_scheme
 
 MAPPED = RowRouting.from_map(torch.tensor([2, 0, 1, 0, 2, 1, 1, 3, 0, 2]), 3)
 SORTED = RowRouting(10, 3, boundaries=torch.tensor([0, 2, 6, 9]))
@@ -67,8 +67,8 @@ def test_compiled_pass_equals_naive_oracle(case: Case) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_lookup_from_plain_tensors(compiled: bool) -> None:
     scheme, tables = one_table(MAPPED, feature_names=("f", "g"))
-    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4, new_rows=False)
-    module._compiled = compiled and module._compiled
+    with lookups(compiled):
+        module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, dim_multiple=4, new_rows=False)
     ids, offsets = torch.tensor([3, 1, 4, 1, 5, 9]), torch.tensor([0, 2, 3, 3, 6])
     with torch.inference_mode():
         pooled = module.lookup(ids, offsets)
@@ -84,8 +84,8 @@ def test_lookup_from_plain_tensors(compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_no_samples_give_an_output_of_none(form: str, compiled: bool) -> None:
     scheme, tables = one_table(MAPPED, feature_names=("f", "g"), pooling="mean")
-    module = serve(scheme, tables, form)
-    module._compiled = compiled and module._compiled
+    with lookups(compiled):
+        module = serve(scheme, tables, form)
     none = torch.empty(0, dtype=torch.int64)
     with torch.inference_mode():
         pooled = module(KeyedJaggedTensor(keys=["f", "g"], values=none, lengths=none, stride=0))

@@ -32,11 +32,11 @@ from tests.serving_reference import Case, cases, keyed_jagged_tensor, table_sche
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
 
 
-def arguments_of(module: PackedEmbeddingBagCollection, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> list:
-    """What the operator is given for the features in order."""
-    buffers = [list(part._buffers.values()) for part in (module.tables, module.outputs)]
-    batch_size = (offsets.numel() - 1) // len(module._logical.features)
-    return [ids, offsets, weights, buffers[0], *buffers[1], None, batch_size, module._width, module._zero_unknown]
+def by_torch(module: PackedEmbeddingBagCollection, *bags: Tensor | None) -> Tensor:
+    """What `lookup` finds where the operator is in torch alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.dnis_torchrec.packed_embedding_bag, "default", torch_packed_embedding_bag)
+        return module.lookup(*bags)
 
 
 def large(dim: int, *, is_weighted: bool = False, blocks: int = 9) -> tuple[PackedEmbeddingBagCollection, Tensor]:
@@ -92,7 +92,7 @@ def test_instruction_sets_and_threads_give_the_same_bits(dim: int) -> None:
     lengths = torch.randint(0, 30, (800,))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids, weights = torch.randint(3_000, (int(offsets[-1]),)), torch.randn(int(offsets[-1]))
-    expected = torch_packed_embedding_bag(*arguments_of(module, ids, offsets, weights))
+    expected = by_torch(module, ids, offsets, weights)
     widest, found = LOOKUPS.instruction_set(), []
     try:
         for limit in INSTRUCTION_SETS:
@@ -156,8 +156,11 @@ def test_unknown_ids_are_named_or_contribute_zero() -> None:
 
 
 def test_int32_ids_of_a_table_with_more_rows_than_they_tell_apart_are_refused() -> None:
-    module, _ = one_table()
-    module._needs_int64 = True
+    rows = 2**31 + 1
+    scheme = table_scheme("t", RowRouting(rows, 1, boundaries=torch.tensor([0, rows])), torch.zeros(1, 3).bool())
+    stored = PackedTable.from_blocks(scheme, {}, torch.ones(1, 3), torch.zeros(1, 3))
+    module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
+    assert module.lookup(torch.tensor([rows - 1]), torch.tensor([0, 1])).equal(torch.zeros(1, 3))
     with pytest.raises(TypeError, match="expected int64 ids, because a table has more than"):
         module.lookup(torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1]))
 
@@ -219,9 +222,7 @@ def _pickled(module: nn.Module) -> bytes:
 
 
 def test_parts_that_do_not_fit() -> None:
-    module, _ = one_table()
-    scheme = module._logical.tables[0]
-    _, stored, _ = packed(scheme, Random(1))
+    scheme, stored, _ = packed(two_tables()[1].tables["movie/seen"], Random(1))
     for field, message in (
         ({"rows": stored.rows[:-1]}, r"PackedTable.rows: expected \d+ of them"),
         ({"scales": -stored.scales}, "PackedTable.scales: expected finite ones above 0"),
@@ -239,9 +240,7 @@ def test_parts_that_do_not_fit() -> None:
 
 
 def test_tables_that_do_not_fit_the_scheme() -> None:
-    module, _ = one_table()
-    scheme = module._logical.tables[0]
-    _, stored, _ = packed(scheme, Random(1))
+    scheme, stored, _ = packed(two_tables()[1].tables["movie/seen"], Random(1))
     tables = MixedDimensionScheme({scheme.name: scheme})
     with pytest.raises(ValueError, match="movie/seen"):
         PackedEmbeddingBagCollection(tables, {})

@@ -15,13 +15,21 @@ from hypothesis import strategies as st
 
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.forms import PRECISIONS
-from dnis_torchrec.ops.csr_operator import load_operator
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
 from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection, quantized_block_rows
 from dnis_torchrec.serving.quantized_rows import error_bound, quantized_rows
 from tests.quantized_reference import assert_within, expected_with_unknown, with_unknown_ids
-from tests.serving_reference import Case, all_rows, cases, keyed_jagged_tensor, pruned, table_scheme, two_tables
+from tests.serving_reference import (
+    Case,
+    all_rows,
+    cases,
+    keyed_jagged_tensor,
+    lookups,
+    pruned,
+    table_scheme,
+    two_tables,
+)
 
 WAYS = [pytest.param(True, id="compiled"), pytest.param(False, id="stock")]
 
@@ -30,13 +38,6 @@ def served(case: Case, precision: str, **options: object) -> QuantizedMixedDimen
     return QuantizedMixedDimensionEmbeddingBagCollection.from_tables(
         case.scheme, case.tables, precision=precision, **options
     )
-
-
-def take(module: torch.nn.Module, compiled: bool) -> None:
-    """Takes one of the two ways; without a compiler there is only one."""
-    if compiled and not load_operator():
-        pytest.skip("no C++ compiler")
-    module._compiled = compiled
 
 
 def row_bound(case: Case, table: str, precision: str) -> torch.Tensor:
@@ -53,20 +54,21 @@ def row_bound(case: Case, table: str, precision: str) -> torch.Tensor:
 @settings(max_examples=30, deadline=None)
 @given(cases(), st.sampled_from(sorted(PRECISIONS)), st.booleans())
 def test_within_the_stated_bound(case: Case, precision: str, compiled: bool) -> None:
-    module = served(case, precision)
-    module._compiled = compiled and module._compiled
+    with lookups(compiled):
+        module = served(case, precision)
     assert_within(case, module(case.kjt()).to_dict(), lambda table: row_bound(case, table, precision))
 
 
 @settings(max_examples=15, deadline=None)
 @given(cases(), st.booleans(), st.lists(st.sampled_from([-1, -(2**40), 12, 2**31, 2**40]), max_size=2))
 def test_unknown_ids_give_zero_and_count(case: Case, compiled: bool, unknown: list[int]) -> None:
-    modules = [
-        served(case, "fp32", unknown_ids="zero"),
-        MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables, unknown_ids="zero", new_rows=False),
-    ]
+    options = {"unknown_ids": "zero", "new_rows": False}
+    with lookups(compiled):
+        modules = [
+            served(case, "fp32", unknown_ids="zero"),
+            MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables, **options),
+        ]
     for module in modules:
-        module._compiled = compiled and module._compiled
         with torch.no_grad():
             pooled = module(with_unknown_ids(case, unknown)).to_dict()
         for name, expected in expected_with_unknown(case, len(unknown)).items():
@@ -89,10 +91,10 @@ def test_rows_are_within_their_bound(dim: int, seed: int, precision: str, scale:
     assert rows.shape == (4, stored.row_bytes(-(-dim // stored.dim_multiple) * stored.dim_multiple))
     routing = RowRouting(4, 1, boundaries=torch.tensor([0, 4]))
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, torch.ones(1, dim, dtype=torch.bool))})
-    module = QuantizedMixedDimensionEmbeddingBagCollection(scheme, {"t/b0": rows}, precision=precision)
     bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(4)]})
-    for compiled in {module._compiled, False}:
-        module._compiled = compiled
+    for compiled in (True, False):
+        with lookups(compiled):
+            module = QuantizedMixedDimensionEmbeddingBagCollection(scheme, {"t/b0": rows}, precision=precision)
         assert bool(((module(bags).values() - weight).abs() <= error_bound(weight, stored).unsqueeze(1)).all())
 
 
@@ -135,8 +137,8 @@ def test_rows_that_lose_nothing_are_those_of_fbgemm() -> None:
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 def test_is_deterministic_and_safe_in_threads(precision: str, compiled: bool) -> None:
     tables, scheme = two_tables()
-    module = QuantizedMixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, precision=precision)
-    take(module, compiled)
+    with lookups(compiled):
+        module = QuantizedMixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, precision=precision)
     expected = module(all_rows()).values()
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: module(all_rows()).values(), range(40)))
@@ -147,8 +149,8 @@ def test_is_deterministic_and_safe_in_threads(precision: str, compiled: bool) ->
 @pytest.mark.parametrize("compiled", WAYS)
 def test_unknown_id_is_named(compiled: bool) -> None:
     tables, scheme = two_tables()
-    module = QuantizedMixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, precision="int8")
-    take(module, compiled)
+    with lookups(compiled):
+        module = QuantizedMixedDimensionEmbeddingBagCollection.from_tables(scheme, tables, precision="int8")
     bags = keyed_jagged_tensor({"user": [[(10, 1.0)]], "movie": [[(0, 1.0)]]})
     with pytest.raises(ValueError, match=r"table 'user', feature 'user': expected ids in 0\.\.9 .*id 10.*'zero'"):
         module(bags)
@@ -188,10 +190,10 @@ def test_tables_count_off_the_cpu_too(precision: str, row_bytes: tuple[int, int]
 def test_nothing_retained_gives_zeros(precision: str, compiled: bool) -> None:
     routing = RowRouting(10, 3, boundaries=torch.tensor([0, 2, 6, 9]))
     scheme = MixedDimensionScheme({"t": table_scheme("t", routing, torch.zeros(3, 5, dtype=torch.bool))})
-    module = QuantizedMixedDimensionEmbeddingBagCollection.from_tables(
-        scheme, {"t": torch.zeros(10, 5)}, precision=precision
-    )
-    take(module, compiled)
+    with lookups(compiled):
+        module = QuantizedMixedDimensionEmbeddingBagCollection.from_tables(
+            scheme, {"t": torch.zeros(10, 5)}, precision=precision
+        )
     assert module(keyed_jagged_tensor({"f": [[(1, 1.0)], []]})).values().equal(torch.zeros(2, 5))
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.soft_selection import bag_check
 from dnis_torchrec.soft_selection.swap import prepare_
-from tests.small_models import ROWS, blocks, collection
+from tests.small_models import ROWS, blocks, collection, operators
 
 KEYS = [f"{name}_id" for name in ROWS]
 BAD = {
@@ -25,15 +24,11 @@ BAD = {
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", list(BAD))
-def test_lengths_that_are_not_those_of_the_ids(
-    monkeypatch: pytest.MonkeyPatch, name: str, grad: bool, compiled: bool
-) -> None:
-    if not compiled:
-        monkeypatch.setattr(bag_check, "are_compiled", lambda: False)
+def test_lengths_that_are_not_those_of_the_ids(name: str, grad: bool, compiled: bool) -> None:
     lengths, message = BAD[name]
     features = KeyedJaggedTensor(keys=KEYS, values=torch.zeros(15, dtype=torch.int64), lengths=torch.tensor(lengths))
     model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
-    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=message):
+    with operators(compiled), torch.set_grad_enabled(grad), pytest.raises(ValueError, match=message):
         model["e"](features)
 
 
@@ -55,18 +50,15 @@ def test_ids_of_other_types(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_of_a_key_that_occurs_twice_the_later_one_is_checked_and_read(
-    monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
-    if not compiled:
-        monkeypatch.setattr(bag_check, "are_compiled", lambda: False)
-    model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
-    ids = [ROWS["user"] + 5, ROWS["user"] - 1, ROWS["movie"] - 1, ROWS["genre"] - 1]
-    features = KeyedJaggedTensor(keys=["user_id", *KEYS], values=torch.tensor(ids), lengths=torch.ones(4).int())
-    expected = KeyedJaggedTensor(keys=KEYS, values=torch.tensor(ids[1:]), lengths=torch.ones(3).int())
-    assert torch.equal(model["e"](features).values(), model["e"](expected).values())
-    features = KeyedJaggedTensor(
-        keys=["user_id", *KEYS], values=torch.tensor([*ids[:3], ROWS["genre"]]), lengths=torch.ones(4).int()
-    )
-    with pytest.raises(ValueError, match=f"feature 'genre_id': expected ids in 0..{ROWS['genre'] - 1}"):
-        model["e"](features)
+def test_of_a_key_that_occurs_twice_the_later_one_is_checked_and_read(compiled: bool) -> None:
+    with operators(compiled):
+        model = prepare_(nn.ModuleDict({"e": collection()}), blocks())
+        ids = [ROWS["user"] + 5, ROWS["user"] - 1, ROWS["movie"] - 1, ROWS["genre"] - 1]
+        features = KeyedJaggedTensor(keys=["user_id", *KEYS], values=torch.tensor(ids), lengths=torch.ones(4).int())
+        expected = KeyedJaggedTensor(keys=KEYS, values=torch.tensor(ids[1:]), lengths=torch.ones(3).int())
+        assert torch.equal(model["e"](features).values(), model["e"](expected).values())
+        features = KeyedJaggedTensor(
+            keys=["user_id", *KEYS], values=torch.tensor([*ids[:3], ROWS["genre"]]), lengths=torch.ones(4).int()
+        )
+        with pytest.raises(ValueError, match=f"feature 'genre_id': expected ids in 0..{ROWS['genre'] - 1}"):
+            model["e"](features)

@@ -14,9 +14,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.ops import bag_splitting
-from dnis_torchrec.soft_selection import on_shards as shard_selection
-from dnis_torchrec.soft_selection import select_pooled
 from dnis_torchrec.soft_selection.on_shards import SelectedPooled, ShardSelection, select_on_shards_
 from dnis_torchrec.soft_selection.select_pooled import SelectPooled
 from dnis_torchrec.soft_selection.swap import prepare_
@@ -33,6 +30,7 @@ from tests.distributed.shard_selection_scenarios import (
     tables,
     upper_gradients,
 )
+from tests.small_models import kernels_of, lookups_of, operators
 
 
 class OwnLookup(GroupedPooledEmbeddingsLookup):
@@ -48,11 +46,10 @@ class OwnLookup(GroupedPooledEmbeddingsLookup):
     ],
 )
 def test_it_computes_what_the_unsharded_collection_does(
-    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, compiled: bool, kind: str, weighted: bool
+    gloo: dist.ProcessGroup, compiled: bool, kind: str, weighted: bool
 ) -> None:
-    if not compiled:
-        monkeypatch.setattr(shard_selection, "are_compiled", lambda: False)
-    found = compare(kind, weighted, 0, 1, gloo)
+    with operators(compiled):
+        found = compare(kind, weighted, 0, 1, gloo)
     assert found["keys"]
     assert found["state"]
     assert found["columns"] == 36
@@ -61,9 +58,7 @@ def test_it_computes_what_the_unsharded_collection_does(
 
 
 @pytest.mark.parametrize("kind", ["data_parallel", "table_wise"])
-def test_weights_that_learn_get_the_gradient_of_the_unsharded_collection(
-    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_weights_that_learn_get_the_gradient_of_the_unsharded_collection(gloo: dist.ProcessGroup, kind: str) -> None:
     """Compiled or not. Without table b: FBGEMM has no gradient for the weights of a feature of two tables."""
     features, gradients = make_features(0, True), []
     for on_shards, compiled in ((False, True), (True, True), (True, False)):
@@ -73,9 +68,7 @@ def test_weights_that_learn_get_the_gradient_of_the_unsharded_collection(
         bags = type(features)(
             keys=features.keys(), values=features.values(), lengths=features.lengths(), weights=weights
         )
-        with monkeypatch.context() as patch:
-            if not compiled:
-                patch.setattr(shard_selection, "are_compiled", lambda: False)
+        with operators(compiled):
             loss_of(wrapper(bags)).backward()
         gradients.append(weights.grad)
     expected, *others = gradients
@@ -108,15 +101,13 @@ def test_a_batch_without_ids(gloo: dist.ProcessGroup, kind: str) -> None:
     ],
 )
 def test_a_batch_of_no_samples(
-    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, kind: str, weighted: bool, compiled: bool, on_shards: bool
+    gloo: dist.ProcessGroup, kind: str, weighted: bool, compiled: bool, on_shards: bool
 ) -> None:
     """TorchRec's sharded collections take one, as the last batch of a rank may be."""
-    if not compiled:
-        for module in (bag_splitting, select_pooled, shard_selection):
-            monkeypatch.setattr(module, "are_compiled", lambda: False)
-    sharded = shard(make_model(weighted), kind, gloo)
-    wrapper = (select_on_shards_(sharded) if on_shards else sharded).module["ebc"]
-    found = look_up_nothing(wrapper, weighted)
+    with operators(compiled):
+        sharded = shard(make_model(weighted), kind, gloo)
+        wrapper = (select_on_shards_(sharded) if on_shards else sharded).module["ebc"]
+        found = look_up_nothing(wrapper, weighted)
     assert found["keys"]
     assert found["shape"] == [0, 36]
     assert found["alpha_values"] == [wrapper.alpha.of(dim).numel() for dim in wrapper.alpha.dims]
@@ -126,11 +117,11 @@ def test_a_batch_of_no_samples(
 def test_a_second_time_changes_nothing(gloo: dist.ProcessGroup) -> None:
     model = select_on_shards_(shard(make_model(False), "mixed", gloo))
     wrapper = model.module["ebc"]
-    selection, lookups = wrapper.selection, [own.forward for own in wrapper.embedding_bag_collection._lookups]
+    selection, forwards = wrapper.selection, [kernel.forward for kernel in kernels_of(model)]
     assert isinstance(selection, SelectedPooled)
     assert select_on_shards_(model) is model
     assert wrapper.selection is selection
-    assert [own.forward for own in wrapper.embedding_bag_collection._lookups] == lookups
+    assert [kernel.forward for kernel in kernels_of(model)] == forwards
 
 
 @pytest.mark.parametrize(
@@ -157,7 +148,7 @@ def test_what_cannot_be_moved_selects_behind_the_collection(gloo: dist.ProcessGr
     assert select_on_shards_(unsharded) is unsharded
     sharded = shard(make_model(False), "table_wise", gloo)
     wrapper = sharded.module["ebc"]
-    for lookup in wrapper.embedding_bag_collection._lookups:
+    for lookup in lookups_of(sharded):
         lookup.__class__ = OwnLookup
     select_on_shards_(sharded)
     for own in (unsharded["ebc"], wrapper):

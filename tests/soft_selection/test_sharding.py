@@ -28,6 +28,7 @@ from dnis_torchrec.soft_selection.sharding import (
 )
 from dnis_torchrec.soft_selection.swap import merge_, prepare_, unshard_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
+from tests.small_models import lookups_of
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_replicated_tables_of_one_process_keep_gradients_where_they_are(gloo: di
     constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=["data_parallel"]))
     sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS, constraints=constraints), SHARDERS)
     collection = sharded.module["ebc"]
-    assert not any(isinstance(lookup, DistributedDataParallel) for lookup in collection._lookups)
+    assert not any(isinstance(lookup, DistributedDataParallel) for lookup in lookups_of(sharded))
     collection(features).values().square().sum().backward()
     for name, part in collection.embedding_bags.items():
         torch.testing.assert_close(part.weight.grad, expected[name])

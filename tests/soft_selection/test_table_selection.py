@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,27 +21,23 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
 from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
-from dnis_torchrec.search.config import SearchConfig
-from dnis_torchrec.search.search import search
+from dnis_torchrec.search.alpha_optimizer import Pressure
+from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.soft_selection.on_shards import ShardSelection, _features_of, _table_selection, select_on_shards_
 from dnis_torchrec.soft_selection.swap import prepare_
 from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.soft_selection.whole_tables import multiply_rows
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.training.sharded import shard
 from tests.distributed.shard_selection_scenarios import MULTIPLIED_TABLES, make_features, make_model
 from tests.distributed.shard_selection_scenarios import shard as shard_scenario
+from tests.small_models import kernels_of
 from tests.tiny import make_recipe
 
 pytestmark = pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
 
 CPU = torch.device("cpu")
-
-
-def kernels_of(model: nn.Module) -> list[nn.Module]:
-    """All that are called by one selection each."""
-    (wrapper,) = soft_selection_modules(model).values()
-    return [kernel for lookup in wrapper.embedding_bag_collection._lookups for kernel in lookup._emb_modules]
 
 
 def multiply_tables(model: nn.Module) -> list[bool]:
@@ -209,23 +203,20 @@ def test_small_tables_are_multiplied(
     assert multiply_tables(model) == [expected] * len(kernels_of(model))
 
 
-def test_a_search_finds_the_same_either_way(
-    gloo: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for is_small in (False, True):
-        monkeypatch.setattr("dnis_torchrec.training.sharded._are_small", lambda *_, is_small=is_small: is_small)
-        torch.manual_seed(3)
+def test_training_finds_the_same_either_way(gloo: dist.ProcessGroup) -> None:
+    """Tables beside batches in which they are large, and in which they are small."""
+    losses, alphas = [], []
+    for batch_size in (1, 10_000):
         recipe = make_recipe()
-        config = SearchConfig.of(
-            recipe,
-            Size(compression=2),
-            {"num_blocks": 2, "warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1},
-        )
-        found.append(search(recipe, config, tmp_path / str(is_small), CPU))
-    split, multiplied = found
-    for dim, alpha in split.alpha.items():
-        torch.testing.assert_close(multiplied.alpha[dim], alpha, atol=1e-4, rtol=0)
-    assert [epoch.selection_loss for epoch in multiplied.history] == pytest.approx(
-        [epoch.selection_loss for epoch in split.history], abs=1e-4
-    )
+        tables = table_configs(recipe.model)
+        counts = count_frequencies([batch.sparse_features for batch in recipe.data.train], tables)
+        task = TrainTask(prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2)), recipe.loss)
+        model, optimizer = shard(task, recipe, CPU, batch_size=batch_size)
+        pressure = Pressure(size=Size(compression=2), ramp_steps=20)
+        pipeline = BilevelTrainPipeline(model.train(), optimizer, CPU, alpha_learning_rate=0.05, pressure=pressure)
+        stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=5))
+        losses.append(torch.stack([pipeline.progress(stream)[0].detach() for _ in range(40)]))
+        alphas.append(pipeline.alpha.of(8).clone())
+    assert bool((alphas[0] == 0).any())
+    torch.testing.assert_close(alphas[1], alphas[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-4, rtol=0)

@@ -56,13 +56,14 @@ def test_a_restart_does_not_wait_for_what_it_was_itself(
 
 def test_of_two_that_begin_together_one_is_refused(remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one writes its claim after this one has looked."""
-    write = claim.Claim._write
+    write = MemoryFileSystem.pipe_file
 
-    def and_the_other(self: claim.Claim) -> None:
-        write(self)
-        left_behind(remote)
+    def and_the_other(self: MemoryFileSystem, path: str, content: bytes, **options: object) -> None:
+        write(self, path, content, **options)
+        if b"far" not in content:
+            left_behind(remote)
 
-    monkeypatch.setattr(claim.Claim, "_write", and_the_other)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", and_the_other)
     with pytest.raises(ValueError, match="got process 7 on far"), claimed(URL):
         pass
     assert json.loads(remote.cat_file(WRITER))["job"] == "another"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.cli.test_cli import ROOT, SHORT, dnis, environment
+from tests.cli.test_cli import SHORT, dnis
 from tests.shared_storage import register
+from tests.started import Started, start_dnis
 
 
 @pytest.fixture
@@ -91,51 +90,37 @@ def test_wrong_addresses_are_wrong_arguments(remote: MemoryFileSystem, monkeypat
     assert "expected RANK, LOCAL_RANK, LOCAL_WORLD_SIZE of every rank, got no RANK, LOCAL_RANK; start it" in done.stderr
 
 
-HOST = "from tests.shared_storage import register; register(); from dnis_torchrec.cli import main; main()"
-"""`dnis` on a host that knows the protocol of these tests."""
-
-
-def start_hosts(folder: Path, *arguments: object) -> list[subprocess.Popen[str]]:
+def start_hosts(folder: Path, *arguments: object) -> list[Started]:
     """A rank on each of two hosts, as torchrun starts them: with a cache, and so a disk, of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "hosts"}
-    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", HOST, *map(str, arguments)],
-            cwd=ROOT,
-            env=environment() | common | ranks | {"RANK": str(rank), "DNIS_CACHE": str(folder / f"cache{rank}")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    of_ranks = [{"RANK": str(rank), "DNIS_CACHE": str(folder / f"cache{rank}")} for rank in range(2)]
+    return [start_dnis(folder / f"said{rank}", *arguments, **common, **own) for rank, own in enumerate(of_ranks)]
 
 
 def test_hosts_put_one_run_on_storage_and_go_on_with_it(gloo, tmp_path: Path, monkeypatch) -> None:
     """Both are told to stop in the midst; what they have put there is enough to go on, and for one process to read."""
     run, stored = f"shared://{tmp_path}/run", tmp_path / "run"
-    command = ("search", "tests.tiny:demo", "--compression", 4, "--out", run, *SHORT, "--ramp-epochs", 30)
+    command = ("search", "tests.tiny:demo", "--compression", 4, "--out", run, *SHORT, "--ramp-epochs", 12)
     hosts = start_hosts(tmp_path, *command)
     deadline = time.monotonic() + 120
     while not (stored / "checkpoints" / "latest.json").is_file() and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.02)
     for host in hosts:
         host.send_signal(signal.SIGINT)
     for host in hosts:
-        _, said = host.communicate(timeout=120)
-        assert host.returncode == 130, said
+        code, _, said = host.ended(timeout=120)
+        assert code == 130, said
         assert f"everything is saved in {run}/checkpoints/step-" in said
     assert json.loads((stored / "run.json").read_text())["status"] == "interrupted"
-    hosts = start_hosts(tmp_path, *command, "--resume")
-    said = [host.communicate(timeout=120) for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], said
-    assert f"run: {run}" in said[0][0]
-    assert "resumed after lower step" in said[0][1]
-    assert said[1][0] == ""
+    first, second = [host.ended(timeout=120) for host in start_hosts(tmp_path, *command, "--resume")]
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert f"run: {run}" in first[1]
+    assert "resumed after lower step" in first[2]
+    assert second[1] == ""
     assert {"model.rank0.safetensors", "model.rank1.safetensors", "run.json", "scheme.safetensors"} <= {
         path.name for path in stored.iterdir()
     }

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -22,10 +19,10 @@ from dnis_torchrec.data.labels import RANKING_KS, RankingBatch, check_candidates
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.training.evaluation import evaluate, primary_metric
 from dnis_torchrec.training.metrics import Calibration, NormalizedEntropy, RankingMetrics, metrics_of
+from tests.distributed.harness import Rank, Results, run_on_ranks
 
 CPU = torch.device("cpu")
 RANKING_NAMES = {f"{name}@{k}" for name in ("recall", "mrr", "ndcg") for k in RANKING_KS}
-DEADLINE_SECONDS = 150
 
 
 def naive_ranking(preds: list[float], labels: list[int], queries: list[int], k: int) -> dict[str, float]:
@@ -82,10 +79,11 @@ class TestRanking:
         for k in RANKING_KS:
             for name, theirs in (("recall", RetrievalRecall(top_k=k)), ("ndcg", RetrievalNormalizedDCG(top_k=k))):
                 assert found[f"{name}@{k}"] == pytest.approx(float(theirs(preds, labels, queries)), abs=1e-6)
-        metric = RankingMetrics(ks=(int(queries.bincount().min()),))
+        k = int(queries.bincount().min())
+        metric = RankingMetrics(ks=(k,))
         small = torch.isin(queries, queries.bincount().argmin())
         metric.update(preds[small], labels[small], queries[small])
-        assert computed(metric)[f"mrr@{metric._ks[0]}"] == pytest.approx(
+        assert computed(metric)[f"mrr@{k}"] == pytest.approx(
             float(RetrievalMRR()(preds[small], labels[small], queries[small])), abs=1e-6
         )
 
@@ -240,18 +238,13 @@ class TestRankingBatch:
         assert {(pointer, "stream") for pointer in own} <= set(recorded)
 
 
-def _rank(rank: int, world_size: int, folder: str) -> None:
+def metrics_of_rank(at: Rank) -> Results:
     """Evaluates this rank's batches: the queries go across ranks, and rank 0 has three batches more than rank 1."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    loss = nn.BCEWithLogitsLoss()
-    parts = _parts()
-    own = parts[:5] if rank == 0 else parts[5:]
+    loss, parts = nn.BCEWithLogitsLoss(), _parts()
+    own = parts[:5] if at.rank == 0 else parts[5:]
     ranking = evaluate(TrainTask(FirstDense(), loss), own, loss, CPU)
     clicks = evaluate(TrainTask(FirstDense(), loss), [_as_clicks(part) for part in own], loss, CPU)
-    torch.save({"ranking": ranking, "clicks": clicks}, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    return {"ranking": ranking, "clicks": clicks}
 
 
 def _parts() -> list[RankingBatch]:
@@ -269,18 +262,9 @@ def _as_clicks(batch: RankingBatch) -> Batch:
     return Batch(batch.dense_features, batch.sparse_features, batch.labels)
 
 
-def test_two_ranks_get_the_metrics_of_all_samples(tmp_path: Path, monkeypatch):
+def test_two_ranks_get_the_metrics_of_all_samples(tmp_path: Path) -> None:
     loss, task = nn.BCEWithLogitsLoss(), TrainTask(FirstDense(), nn.BCEWithLogitsLoss())
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    context = mp.start_processes(_rank, args=(2, str(tmp_path)), nprocs=2, join=False, start_method="spawn")
-    try:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not context.join(timeout=max(deadline - time.monotonic(), 0.1)):
-            assert time.monotonic() < deadline, "the ranks did not come to an end"
-    finally:
-        for process in context.processes:
-            process.kill()
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    first, second = run_on_ranks(2, {"metrics": metrics_of_rank}, tmp_path)["metrics"]
     assert first == second
     assert first["ranking"] == pytest.approx(evaluate(task, _parts(), loss, CPU), abs=1e-6)
     alone = evaluate(task, [_as_clicks(part) for part in _parts()], loss, CPU)

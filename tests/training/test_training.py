@@ -26,6 +26,7 @@ from dnis_torchrec.training.finite import NonFiniteError
 from dnis_torchrec.training.plain import EarlyStopping, PlainEvents, train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import set_learning_rates_, shard
+from tests.small_models import kernels_of
 from tests.tiny import ROWS, make_batch, make_collection, make_recipe
 
 CPU = torch.device("cpu")
@@ -85,9 +86,7 @@ def test_multi_hot_searches_have_a_kernel_for_every_table(gloo, most_ids: int) -
     counts = FrequencyCounts(rows, dict.fromkeys(features, most_ids), 30)
     prepared = prepare_(recipe.model, blocks_from_counts(counts, configs, num_blocks=2))
     model, _ = shard(TrainTask(prepared, recipe.loss), recipe, CPU)
-    (wrapper,) = soft_selection_modules(model).values()
-    (lookup,) = wrapper.embedding_bag_collection._lookups
-    assert len(lookup._emb_modules) == (1 if most_ids == 1 else len(configs))
+    assert len(kernels_of(model)) == (1 if most_ids == 1 else len(configs))
 
 
 @pytest.mark.skipif(not are_compiled(), reason="no C++ compiler, or DNIS_NO_COMPILE")
@@ -102,8 +101,7 @@ def test_lookups_of_a_multi_hot_search_read_one_key_per_feature(gloo) -> None:
         wrapper.alpha.of(dim).uniform_(0, 1)
     expected = TrainTask(prepared, recipe.loss)(batch)[1][1]
     model, _ = shard(TrainTask(prepared, recipe.loss), recipe, CPU)
-    (lookup,) = wrapper.embedding_bag_collection._lookups
-    keys = [config.feature_names() for config in lookup.grouped_configs]
+    keys = [kernel.config.feature_names() for kernel in kernels_of(model)]
     assert sorted(keys) == sorted([feature] for config in configs for feature in config.feature_names)
     torch.testing.assert_close(model(batch)[1][1], expected, atol=1e-6, rtol=0)
 
