@@ -70,7 +70,7 @@ TRUE_DIMS, NOISE = 2, 0.3
 TRAIN_BATCHES, HELD_OUT_BATCHES = 60, 4
 ALPHA_LEARNING_RATE = 0.01
 LEARNING_RATES = {"naive": (0.03, 0.01, 0.1), "dnis": (0.1, 0.03, 0.3)}
-"""Of Adam over whole tables, and of row-wise Adagrad; the likeliest one first, which the others have to beat."""
+"""Learning rates of Adam over whole tables, and of row-wise Adagrad. The likeliest is first; others have to beat it."""
 TUNING_ROWS = 100_000
 
 TARGET_LOSS = 0.35
@@ -236,7 +236,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a job came to.
+    """Results of a job.
 
     Attributes:
         seconds: in steps, until the target was reached or a limit was.
@@ -315,7 +315,7 @@ def tuned_learning_rate(side: str, num_rows: int, run: RunJob) -> float:
 
 
 def naive_fits(num_rows: int) -> bool:
-    """Whether this machine has the memory for NAIVE_COPIES of the tables, and a fifth to spare."""
+    """Returns whether this machine has the memory for NAIVE_COPIES of the tables, and a fifth to spare."""
     return NAIVE_COPIES * num_rows * EMBEDDING_DIM * 4 < 0.8 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -355,11 +355,11 @@ def compare(num_rows: int, rates: dict[str, float], time_limit: float, repeats: 
 
 
 QUANTITIES = ("seconds", "cpu_seconds", "preparation_seconds", "pairs", "best_loss", "peak_bytes")
-"""Of a `Run`, whose medians are in a row."""
+"""Fields of a `Run` whose medians stand in a row."""
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """One line of the table, and further ones about what does not show in it."""
+    """Prints one line of the table, and further ones for facts that it has no column for."""
     sides = "  ".join(
         f"{own['seconds']:9.2f} s {own['pairs']:5.0f} {own['peak_bytes'] / 2**20:8.0f}" if own else f"{'-':>26}"
         for own in (row["naive"], row["dnis"])

@@ -1,4 +1,4 @@
-"""What an artifact costs in memory: after loading, after one lookup, and after all of its rows were used.
+"""Memory that an artifact takes: after loading, after one lookup, and after all of its rows were used.
 
     python -m benchmarks.artifact_memory [--gigabytes 1] [--json FILE]
 
@@ -30,7 +30,7 @@ from dnis_torchrec.storage.whole_files import write_json
 FORMS = ("csr_fp32", "csr_int8", "mixed_dimension_fp32")
 EMBEDDING_DIM, RETAINED = 32, 16
 BYTES_PER_ROW = 4 * RETAINED
-"""Of values in float32: a form's files take at least this, but for int8."""
+"""Bytes of a row's values in float32: every form's files take at least these, except int8."""
 
 
 def write(path: Path, num_rows: int, forms: tuple[str, ...]) -> Path:
@@ -59,7 +59,7 @@ def resident_bytes() -> int:
 
 
 def grow(path: Path, small: Path, form: str) -> dict[str, Any]:
-    """How this process grows when an artifact is loaded, looked up once, and looked up everywhere.
+    """Measures how this process grows when an artifact is loaded, looked up once, and looked up everywhere.
 
     Args:
         path: the artifact.
@@ -92,7 +92,7 @@ def measure(folder: Path, forms: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 
 def print_growth(folder: str, *forms: str) -> None:
-    """What the process of `measure` does."""
+    """Prints how this process grows with each form; `measure` runs it in a process of its own."""
     print(json.dumps({form: grow(Path(folder) / form, Path(folder) / "small", form) for form in forms}))
 
 

@@ -35,7 +35,7 @@ BEST_OTHER = "the best other of its size"
 
 @dataclass(frozen=True, kw_only=True)
 class Margin:
-    """How far a method is ahead of a rival.
+    """Margin by which a method is ahead of a rival.
 
     Attributes:
         size: compression asked for.
@@ -62,7 +62,7 @@ class Margin:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a row has in one metric.
+    """The values of one metric in a row.
 
     Attributes:
         row_name: of the method, such as ``"uniform+validation"``.
@@ -102,7 +102,7 @@ def read_cells(folders: Sequence[Path]) -> dict[Cell, CellResult]:
 
 
 def measured(cells: Mapping[Cell, CellResult]) -> list[Measured]:
-    """What every row has, seed by seed, rows without size first."""
+    """Returns every metric of every row, seed by seed, rows without size first."""
     of_rows: dict[tuple[float, str], list[CellResult]] = {}
     for cell, result in cells.items():
         of_rows.setdefault((cell.size or 0.0, cell.row_name), []).append(result)
@@ -121,7 +121,7 @@ def measured(cells: Mapping[Cell, CellResult]) -> list[Measured]:
 
 
 def margins(cells: Mapping[Cell, CellResult], method: str) -> list[Margin]:
-    """How far a method is ahead, size by size and metric by metric.
+    """Returns the margins by which a method is ahead, size by size and metric by metric.
 
     Args:
         cells: as `read_cells` gives them.

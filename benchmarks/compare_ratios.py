@@ -1,4 +1,4 @@
-"""What moved: the ratios of the quick benchmarks beside the committed ones.
+"""Ratios of the quick benchmarks beside the committed ones, with marks where they moved.
 
     make bench
     python -m benchmarks.compare_ratios [--update --note "machine and load"]
@@ -26,10 +26,10 @@ from dnis_torchrec.storage.whole_files import write_json
 BENCHMARKS = ("step_time", "against_naive")
 COMMITTED = Path(__file__).parent / "ratios.json"
 TOLERANCES = {"volume_ratio": 0.0, "time_ratio": 1.0, "time_cpu_ratio": 1.0, "": 0.2}
-"""How a ratio's name ends -> share of the committed one by which it may differ without a mark; the first that fits.
+"""End of a ratio's name -> share of the committed ratio by which it may differ without a mark; the first that fits.
 
-Runs of `against_naive` are processes that follow each other, so that their times bear no more than a factor of two;
-steps of `step_time` take turns. Peaks of memory differ by up to .15 from run to run of the same code.
+Runs of `against_naive` are processes that follow each other, so their times are trusted only to a factor of two; steps
+of `step_time` take turns. Peaks of memory differ by up to .15 from run to run of the same code.
 """
 
 
@@ -46,7 +46,7 @@ class Ratio:
     quartiles: Sequence[float] | None = None
 
     def overlaps(self, other: Ratio) -> bool:
-        """Whether the middle halves of both have values in common; not if those of one are not known."""
+        """Returns whether the middle halves of both have values in common; not if those of one are not known."""
         if self.quartiles is None or other.quartiles is None:
             return False
         return self.quartiles[0] <= other.quartiles[1] and other.quartiles[0] <= self.quartiles[1]
@@ -143,7 +143,7 @@ def measure() -> dict[str, Ratio]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints what moved; with --update, commits to what was measured."""
+    """Measures and prints which ratios moved; with --update, records the new ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write the measured ratios to benchmarks/ratios.json")
     parser.add_argument("--note", default="", help="with --update: where they were taken, and what else ran there")

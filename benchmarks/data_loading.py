@@ -1,4 +1,4 @@
-"""How fast Criteo's text becomes batches: parsed once, and from the cache ever after.
+"""Speed at which Criteo's text becomes batches: parsed once, and read from the cache ever after.
 
     python -m benchmarks.data_loading [--quick] [--rows N] [--batch-size 4096,16384] --json FILE
 

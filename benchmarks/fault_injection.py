@@ -1,4 +1,4 @@
-"""Does a search survive being killed? Kills random ranks of a job under torchrun and compares what it comes to.
+"""Test that a search survives being killed: kills random ranks of a job under torchrun, and compares the results.
 
     python -m benchmarks.fault_injection [--kills N] [--ranks W] --json FILE
 
@@ -75,7 +75,7 @@ def recipe() -> Recipe:
 
 
 def work(folder: Path) -> None:
-    """What a rank does: the search, and the kill that is planned for this attempt, if it is this rank's."""
+    """Runs the search on one rank, and kills this rank where the plan of this attempt says so."""
     torch.set_num_threads(1)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ def has_finished(job: subprocess.Popen[str]) -> bool:
 
 
 def is_identical(folder: Path, undisturbed: Path) -> bool:
-    """Whether alpha, tables and history of two jobs are the same, bit for bit."""
+    """Returns whether alpha, tables and history of two jobs are the same, bit for bit."""
     names = sorted(path.name for path in undisturbed.glob("result.rank*.safetensors"))
     return all((folder / name).read_bytes() == (undisturbed / name).read_bytes() for name in ["history.json", *names])
 

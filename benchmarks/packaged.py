@@ -40,7 +40,7 @@ NUM_EMBEDDINGS = (
     *(1_000, 540, 33_000, 29_000, 210, 14, 9_300, 430, 3, 18_000, 4_000, 32_000, 3_000),
     *(26, 7_600, 31_000, 10, 3_200, 1_400, 4, 32_000, 13, 15, 14_000, 60, 11_000),
 )
-"""About what the 26 fields of a sample of 137,139 lines come to."""
+"""Rows of the 26 tables, roughly the categories of each field in a sample of 137,139 lines."""
 EMBEDDING_DIM, NUM_DENSE = 64, 13
 DIMS_OF_BLOCKS = (20, 10, 6, 4, 3, 2)
 BATCH_SIZES = (1, 64, 1024, 4096)

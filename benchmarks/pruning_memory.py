@@ -52,7 +52,7 @@ def _status(field: str) -> int:
 
 
 def measure(rank: int, arguments: argparse.Namespace, sharding: str, structure: str, folder: str) -> None:
-    """What one rank does; leaves its figures in the folder."""
+    """Measures on one rank, and leaves its figures in the folder."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", arguments.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.ranks)

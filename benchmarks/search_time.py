@@ -94,7 +94,7 @@ def _each_once(text: str) -> list[str]:
 
 
 def settings_of(setting: str) -> dict[str, int | float]:
-    """What a setting changes in the configuration of the recipe's search."""
+    """Returns the fields that a setting changes in the configuration of the recipe's search."""
     if setting == RECIPE:
         return {}
     names = ("ramp_epochs", "release_epochs", "upper_every", "search_table_learning_rate")
@@ -134,7 +134,7 @@ def measure_search(arguments: argparse.Namespace, setting: str, seed: int) -> di
 
 
 def mean_over_seeds(setting: str, of_seeds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """A row of the table: what was measured on every seed as its mean, and how far seeds differ."""
+    """Returns a row of the table: means over the seeds, and how far seeds differ."""
     names = [name for name in of_seeds[0] if all(name in measured for measured in of_seeds)]
     columns = {name: [measured[name] for measured in of_seeds] for name in names}
     spread = {name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1}

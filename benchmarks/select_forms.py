@@ -58,7 +58,7 @@ class Taken:
 
 
 def formula(pooled: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
-    """As one writes it."""
+    """Selects by the formula as it is written."""
     return pooled * alpha[rows].flatten(1)
 
 
@@ -77,7 +77,7 @@ def sorted_by_block(pooled: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
 
 
 def per_sample(pooled: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
-    """By torch's operators, 256 samples at a time."""
+    """Selects by torch's operators, 256 samples at a time."""
     return select_per_sample(pooled.view(*rows.shape, -1), alpha, rows).flatten(1)
 
 
@@ -89,7 +89,7 @@ def by_operator(pooled: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
 
 
 def forms(with_inductor: bool) -> dict[str, Select]:
-    """Name -> way, what the search uses last."""
+    """Returns name -> way of selecting; the one that the search uses comes last."""
     found: dict[str, Select] = {"formula": formula, "one_hot": by_one_hot, "sorted": sorted_by_block}
     if with_inductor:
         found["inductor"] = torch.compile(formula)

@@ -1,4 +1,4 @@
-"""What pruned tables cost in service: latency beside dense tables, bytes beside what no encoding could do without.
+"""Latency of pruned tables beside dense ones, and their bytes beside what no encoding could do without.
 
     python -m benchmarks.serving [--quick] [--artifact PATH] [--device cuda] --json FILE
 
@@ -218,7 +218,7 @@ def dense_collection(case: Case) -> EmbeddingBagCollection:
 
 
 def contenders(case: Case) -> tuple[str, dict[str, Callable[[Any], Any]]]:
-    """The dense baseline's name, and what each contender (the baseline first) does with a batch."""
+    """Returns the dense baseline's name, and contender -> its lookup of a batch, the baseline first."""
     if not case.is_plain:
         modules: dict[str, nn.Module] = {"dense": dense_collection(case), **case.forms}
         return "torchrec.EmbeddingBagCollection", modules

@@ -1,4 +1,4 @@
-"""What a training step is spent on, from a profile: copy, input_dist, lookup, selection, dense layers, optimizer."""
+"""Breakdown of a training step, from a profile: copy, input_dist, lookup, selection, dense layers, optimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PART_OF = (
     ("## optimizer", "optimizer"),
     ("## zero_grad", "optimizer"),
 )
-"""What a profiled name begins or contains, and the part of a step that it and everything inside it belong to."""
+"""Text that a profiled name begins with or contains, and the part of a step to which it and all inside it belong."""
 
 PARTS = (*dict.fromkeys(part for _, part in PART_OF), "other")
 

@@ -1,4 +1,4 @@
-"""How a bi-level pair of steps grows: linearly with the batch, and not at all with the rows of a table.
+"""Growth of a bi-level pair of steps: linear with the batch, and none with the rows of a table.
 
     python -m benchmarks.step_growth [--quick] [--batch-size 1024,2048] [--num-embeddings 10000,10000000] --json FILE
 
@@ -31,7 +31,7 @@ BATCH_SIZES = [1024, 2048, 4096, 8192]
 NUM_EMBEDDINGS = [10_000, 100_000, 1_000_000, 10_000_000]
 ROUNDS, QUICK_ROUNDS = 40, 8
 WANTED = 0.1
-"""Share by which a step may differ from what is expected of it."""
+"""Share by which a step may differ from its expected time."""
 
 
 def shapes_of(varied: str, values: Sequence[int]) -> list[Shape]:
@@ -56,7 +56,7 @@ def take_turns(pipelines: Sequence[Bilevel]) -> tuple[list[float], list[float]]:
 
 
 def measure(varied: str, values: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """The rows of what is varied: a row per value, over the first one."""
+    """Measures the steps for each value of the quantity that is varied: a row per value, over the first one."""
     with process_group() as device:
         pipelines = [
             Bilevel(shape, make_batches(shape, 4, seed=0), make_batches(shape, 2, seed=1), device)
@@ -83,7 +83,7 @@ def measure(varied: str, values: Sequence[int], rounds: int) -> list[dict[str, A
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """A table of what is varied."""
+    """Prints a table of the rows."""
     print(f"\n{rows[0]['varied']:>15}    pair ms      time over the first's    CPU time over the first's  per sample")
     for row in rows:
         (low, high), (low_cpu, high_cpu) = row["time_quartiles"], row["time_cpu_quartiles"]

@@ -1,4 +1,4 @@
-"""What a bi-level step costs beside a plain training step, and what it is spent on.
+"""Time of a bi-level step beside a plain training step, and its breakdown.
 
     python -m benchmarks.step_time [--quick] [--shape NAME] [--batch-size 1024,4096 ...] [--ranks 1,2] --json FILE
 
@@ -250,7 +250,7 @@ def take_turns(
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was seen of one shape.
+    """Measurements of one shape.
 
     Attributes:
         times: step, and step with ``_cpu``, -> milliseconds of every round.

@@ -1,4 +1,4 @@
-"""What a bi-level step costs beside a plain training step, on 1, 2 and 4 ranks.
+"""Time of a bi-level step beside a plain training step, on 1, 2 and 4 ranks.
 
     python -m benchmarks.weak_scaling [--quick] [--ranks 1,2,4] [--batch-size 1024] --json FILE
 

@@ -107,7 +107,7 @@ _HOME = {
     "SoftSelectionEmbeddingBagCollection": "soft_selection.wrapper",
     "RetainedMask": "training.retained_mask",
 }
-"""Where each public name lives: its module is imported when the name is first asked for."""
+"""Public name -> its module, which is imported when the name is first asked for."""
 
 check_dependencies()
 silence_noise()

@@ -22,7 +22,7 @@ TORCH_OF_TORCHREC = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13"}
 has run on the first (torchrec 1.6.1) but for tests of the C++ loader and of Kubernetes, whose needs were not there."""
 
 NEEDED_BY_TORCHREC = ("pyre-extensions", "tensordict", "torchmetrics", "tqdm")
-"""What torchrec imports, and what is missing after a bare ``pip install --no-deps torchrec``."""
+"""Distributions that torchrec imports; a bare ``pip install --no-deps torchrec`` leaves them out."""
 
 PINNED = "torch==2.13.0 tensordict==0.15.3 torchmetrics==1.0.3 pyre-extensions==0.0.32 tqdm"
 BUILDS = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
@@ -85,7 +85,7 @@ LOGS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """What an environment holds.
+    """The distributions of an environment, and the state of its torch and fbgemm.
 
     Attributes:
         versions: distribution name -> version, of those that are installed.
@@ -237,7 +237,7 @@ def version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a result."""
+    """Returns the versions of the distributions that decide a result."""
     names = ("dnis-torchrec", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu")
     found = {"python": platform.python_version()}
     for name in names:

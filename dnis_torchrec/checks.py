@@ -78,7 +78,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def is_of_system(error: BaseException) -> bool:
-    """Whether the operating system has refused something, in whatever error a library has wrapped that.
+    """Returns whether the operating system has refused something, in whatever error a library has wrapped that.
 
     Args:
         error: any; those of gloo, safetensors and torch's writers are no OSErrors, but hold what the system said.
@@ -106,7 +106,7 @@ def visible(text: str) -> str:
 
 
 def _escape(code: int) -> str:
-    """As JSON has it, so that JSON stays what it is."""
+    """Escapes a character as JSON does, so that escaped JSON has the same meaning."""
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 

@@ -41,12 +41,12 @@ def rounded_up(dim: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What a value is stored in.
+    """A precision, in which values are stored.
 
     Attributes:
         name: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``.
         bits: of a value; 0 where the scheme says them for every column.
-        dim_multiple: what FBGEMM's kernels want the number of columns to be a multiple of.
+        dim_multiple: FBGEMM's kernels want a number of columns that is a multiple of it.
     """
 
     name: str
@@ -110,7 +110,7 @@ def precision_named(name: str) -> Precision:
 
 
 class RetainedTable(Protocol):
-    """What bytes depend on of a `dnis_torchrec.scheme.TableScheme`."""
+    """The facts about a `dnis_torchrec.scheme.TableScheme` on which bytes depend."""
 
     @property
     def num_embeddings(self) -> int:
@@ -200,7 +200,7 @@ class Form(ABC):
 
     @property
     def dim_multiple(self) -> int:
-        """What D has to be a multiple of."""
+        """Number of which D has to be a multiple."""
         return 1
 
     @property

@@ -29,10 +29,10 @@ def rank_of(process_group: dist.ProcessGroup | None = None) -> int:
 
 
 def world_size_of(process_group: dist.ProcessGroup | None = None) -> int:
-    """How many processes a group has: 1 without one.
+    """Returns the number of processes in a group: 1 where torch.distributed is not initialised.
 
     Args:
-        process_group: the group; None for that of all processes.
+        process_group: the group; None for the group of all processes.
     """
     return dist.get_world_size(process_group) if dist.is_initialized() else 1
 
@@ -232,6 +232,6 @@ class Ranks:
         return [part.cpu() for part in parts]
 
     def _device(self) -> torch.device:
-        """Where collectives of this group want their tensors."""
+        """Returns the device on which collectives of this group want their tensors."""
         on_gpu = dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -19,7 +19,7 @@ from dnis_torchrec.forms import DEFAULT_FORM, FORMS, PACKED, form_named
 
 
 class DescribedTable(TypedDict):
-    """What `MixedDimensionScheme.to_json` says of a table."""
+    """The entry of one table in `MixedDimensionScheme.to_json`."""
 
     collection: str
     num_embeddings: int
@@ -102,7 +102,7 @@ class TableScheme:
 
     @property
     def codes(self) -> ColumnCodes:
-        """How retained values are stored.
+        """The codes in which retained values are stored.
 
         Raises:
             ValueError: if bits, scales or shifts are missing.

@@ -1,4 +1,4 @@
-"""The rooms of the package, drawn from its imports: what stands lower imports from what stands higher, never back.
+"""The rooms of the package, drawn from its imports: lower rooms import from higher ones, never the other way round.
 
     python -m docs.rooms [--out docs/rooms.png]
 
@@ -38,7 +38,7 @@ SAID = {
     "jobs": "what each command does",
     "cli": "dnis",
 }
-"""Room -> what is in it, in a few words."""
+"""Room -> its content, in a few words."""
 
 
 def imports_between_rooms() -> dict[str, set[str]]:

@@ -47,7 +47,7 @@ ROWS_PER_CATEGORY = 16
 """Rows of a small field's table per category: about 3 % of the categories then share a row with another."""
 _TEXT_FILE = re.compile(r"(train\.txt|day_\d+)(\.gz)?")
 _LOGS = {"train.txt": KAGGLE_CATEGORIES, "day_": TERABYTE_CATEGORIES}
-"""How the names of a log's files begin, and its categories."""
+"""Start of the names of a log's files -> the numbers of its categories."""
 
 
 def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -108,7 +108,7 @@ def open_stream(folder: Path) -> ParsedStream:
 
 
 def categories_of(files: Sequence[str]) -> tuple[int, ...]:
-    """How many categories each field has: of the log that the files' names tell, else the larger of both.
+    """Returns each field's number of categories: that of the log whose names the files have, else the larger of both.
 
     Args:
         files: addresses, as `find_files` gives them.

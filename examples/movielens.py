@@ -35,30 +35,33 @@ from examples.models import (
 BATCH_SIZE = 4096
 EMBEDDING_DIM = 64
 INIT_STD = 0.003
-"""Of .001, .003, .01 and .03 the best for MF on `selection` of seed 0, for uniform tables of D=64 and of D=12."""
+"""Standard deviation of initial weights: the best of .001, .003, .01 and .03 for MF on `selection` of seed 0. It is the
+best for uniform tables of D=64 and of D=12."""
 MLP_INIT_STD = 0.01
-"""Of .003, .01 and .1 the best for MLP on `selection` of seed 0 at D=64, by .002 and .007."""
+"""The same for MLP: the best of .003, .01 and .1 on `selection` of seed 0 at D=64, by .002 and .007."""
 CLICKS_INIT_STD = 0.01
-"""Of .003, .01 and .05 the best for DLRM on `selection` of seed 0 at D=64; runs differ by .01."""
+"""The same for clicks: the best of .003, .01 and .05 for DLRM on `selection` of seed 0 at D=64; runs differ by .01."""
 MLP_TOWER = (64, 32, 16)
 """NCF's halving layers below a first one of D=64. The same at every D: comparing D changes tables only."""
 NEUMF_TOWER = ncf_tower(EMBEDDING_DIM)
 """NCF's layers for D=64, at every D for the same reason."""
 CLICKS_TOWER = (256, 128)
 CLICKS_LEARNING_RATE = 0.003
-"""Of .001, .003 and .01 the best for plain tables on `selection` of seed 0: FM's at D=64 by .0012 and at D=4 by .0002;
-in the mean of D=64 and 11, with and without alpha's split, DLRM's by .0009. DeepFM's and Wide & Deep's are better than
-at .001 by .0011 and .0004; .01 was tried for DeepFM at D=64 alone, and is worse by .02."""
+"""Learning rate of plain tables for clicks, the best of .001, .003 and .01 on `selection` of seed 0. FM gains .0012 at
+D=64 and .0002 at D=4. DLRM gains .0009 in the mean of D=64 and 11, with and without alpha's split. DeepFM and Wide &
+Deep are better than at .001 by .0011 and .0004. A rate of .01 was tried for DeepFM at D=64 alone: worse by .02."""
 CLICKS_RELEASE_RATE = 0.01
-"""Of .001, .003, .01 and .03 the best for the release of FM's search on `selection` of seed 0, at compression 20; of
-.003, .006, .01 and .02 the best before the release of a short one."""
+"""Learning rate of the tables in the release for clicks. It is the best of .001, .003, .01 and .03 for FM's search on
+`selection` of seed 0, at compression 20. Before the release of a short search it is the best of .003, .006, .01 and
+.02."""
 NEUMF_SEARCH_RATE = 0.003
-"""Of .001 and .003 the better for the tables in NeuMF's search on `selection` of seed 0, at compression 4 and 10."""
+"""Learning rate of the tables in NeuMF's search: better than .001 on `selection` of seed 0, at compression 4 and 10."""
 RELEASE_NETWORK_RATE = 1e-4
-"""Of a network in the release, a tenth of plain training's, at which selection losses jump from epoch to epoch."""
+"""Learning rate of a network in the release: a tenth of plain training's, at which selection losses jump from epoch to
+epoch."""
 SEARCH_NETWORK_RATE = 3e-4
-"""Of a network that overfits before its tables do, in a search before its release: a search is longer than plain
-training, which loses by that rate."""
+"""Learning rate, before the release of a search, of a network that overfits before its tables do. A search is longer
+than plain training, which would lose by that rate."""
 _RATINGS_WITH_TOWER = {
     "column_order": "importance",
     "warm_up_epochs": 5,
@@ -67,18 +70,19 @@ _RATINGS_WITH_TOWER = {
     "alpha_learning_rate": 0.01,
     "release_dense_learning_rate": RELEASE_NETWORK_RATE,
 }
-"""How ratings are searched with a network behind the tables; chosen for MLP on `selection` of seed 0, compression 4,
-the network's rate in the release for NeuMF at 2, the order of columns for both at 4 and 10. So that a search takes at
-most three plain trainings MLP's warm-up is 5 epochs: beside 8, in the mean of `selection` of seeds 0, 1 and 2, worse by
-.0011 at compression 4 and better by .0045 at 10."""
+"""Settings of searches of ratings with a network behind the tables, chosen for MLP on `selection` of seed 0 at
+compression 4. The network's rate in the release was chosen for NeuMF at 2, the order of columns for both at 4 and 10.
+MLP's warm-up is 5 epochs, so that a search takes at most three plain trainings. Beside 8 epochs that is worse by .0011
+at compression 4 and better by .0045 at 10 (mean of `selection` of three seeds, 0 to 2)."""
 _WITH_NETWORK = {
     "scope": "table",
     "release_table_learning_rate": CLICKS_RELEASE_RATE,
     "release_dense_learning_rate": RELEASE_NETWORK_RATE,
 }
-"""How clicks are searched with a network behind the tables; the network's rate in the release chosen for DLRM on
-`selection` of seeds 0 and 2, compression 20. Tables that differ in worth have blocks of their own: for DLRM as it was
-searched first better at compression 6 and 20, by .0010 and .0066, and worse at 4 and 10, by .0053 and .0012."""
+"""Settings of searches of clicks with a network behind the tables. The network's rate in the release was chosen for
+DLRM on `selection` of seeds 0 and 2, at compression 20. Tables that differ in worth have blocks of their own. For DLRM
+as it was searched first that is better at compression 6 and 20, by .0010 and .0066. It is worse at 4 and 10, by .0053
+and .0012."""
 _FEWER_UPPER_STEPS = {"upper_every": 2, "alpha_learning_rate": 0.012}
 """So that a search takes at most three plain trainings. Half as many upper steps want larger ones: at the rate of one
 every lower step alpha gets half as far. Of .003, .006 and .012 the best for DeepFM on `selection` of seed 0, at
@@ -111,10 +115,11 @@ _WITH_TOWER = _WITH_NETWORK | {
     "ramp_epochs": 8,
     "release_epochs": 7,
 }
-"""Where the tables can be rotated. Faster tables alone do not help where a tower reads them, which overfits first; with
-a slower tower they do: on `selection` of seed 0, at compression 6 and 20, better than tables and tower at .001. By
-importance tables may have blocks of their own, each its worth; in the order of alpha DeepFM lost by it. Wide & Deep
-wants a ramp that long, and an upper step every lower one (docs/design.md)."""
+"""Settings of searches of clicks where the tables can be rotated and a tower reads them. Faster tables alone do not
+help, because the tower overfits first. With a slower tower they do: on `selection` of seed 0, at compression 6 and 20,
+they are better than tables and tower at .001. In the order of importance tables may have blocks of their own; in the
+order of alpha DeepFM lost by it. Wide & Deep wants a ramp that long, and an upper step after every lower one
+(docs/design.md)."""
 _DEEPFM = _WITH_TOWER | {"alpha_learning_rate": 0.006, "ramp_epochs": 4, "release_decay": 0.7}
 """So that a search takes at most three plain trainings, which are shorter at that rate; larger upper steps, as the ramp
 is half as long. On `selection` at compression 20 an upper step every second lower one at .012 is worse by .0008 in the

@@ -30,12 +30,12 @@ BATCH_SIZE = 8190
 TEST_BATCH_SIZE = 16384
 NUM_NEGATIVES = 4
 SEARCH_RATE = 0.003
-"""Of a search's tables. Plain tables are level at it and at .001: selection losses .2614 and .2613 at D=16, .2674 and
-.2673 at D=4."""
+"""Learning rate of a search's tables. Plain tables are level at it and at .001: selection losses are .2614 and .2613 at
+D=16, .2674 and .2673 at D=4."""
 INIT_STD = 0.01
-"""As the authors of NCF have it."""
+"""Standard deviation of initial weights, as the authors of NCF have it."""
 PART_DIM, PART_TOWER = 64, (64, 32, 16)
-"""Of MF and of the MLP alone: the tables and layers that `neumf_topk` has in its MLP."""
+"""D and tower of MF and of the MLP alone: those of the MLP in `neumf_topk`."""
 INITIAL_LOG_ODDS = -math.log(NUM_NEGATIVES)
 MLP_SEARCH: dict[str, Any] = {
     "warm_up_epochs": 7,

@@ -16,7 +16,7 @@ BATCH_SIZE = 1024
 EMBEDDING_DIM = 16
 NUM_SAMPLES = 60_000
 DATA_SEED = 2020
-"""Of the generated data set, which is the same for all seeds of a recipe, as a downloaded one would be."""
+"""Seed of the generated data set, which is the same for all seeds of a recipe, as a downloaded one would be."""
 
 
 def demo(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:

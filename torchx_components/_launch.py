@@ -1,4 +1,4 @@
-"""What all jobs share. Outside of the file with the components, where TorchX takes every function for one."""
+"""Helpers that all jobs share. In the file with the components TorchX would take every function for one."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ ARGUMENTS = {
     "max_restarts": "times that torchrun restarts the processes on their nodes",
     "max_retries": "times that the scheduler starts the job again",
 }
-"""What the components' arguments for machines mean."""
+"""Help of the components' arguments for machines."""
 
 
 def documented(component: Component) -> Component:
-    """Adds what `ARGUMENTS` says of a component's arguments to its docstring, which TorchX makes its help from.
+    """Adds the texts of `ARGUMENTS` to a component's docstring, from which TorchX makes its help.
 
     Args:
         component: its docstring ends with the arguments of its own.
@@ -47,11 +47,11 @@ def torchrun(
     max_restarts: int,
     max_retries: int,
 ) -> specs.AppDef:
-    """One role that runs a module under torchrun, with what a restart there takes.
+    """Builds one role that runs a module under torchrun, with the settings that a restart there needs.
 
     Args:
         job: the component's name.
-        module: what ``python -m`` would run.
+        module: module that ``python -m`` would run.
         args: its arguments.
         j: nodes x processes per node.
         node: resources, image and mounts of a node, as `torchx.components.dist.ddp` names them.

@@ -35,12 +35,12 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Allocation:
-    """How every column of every block is stored. The same on every rank.
+    """An assignment of bits to every column of every block. The same on every rank.
 
     Attributes:
         scheme: with bits, scales and shifts of every table that has blocks.
-        predicted_loss_increase: over the loss of the model as it is, to second order.
-        num_bytes: served, all tables together.
+        predicted_loss_increase: predicted loss minus the loss of the model as it is, to second order.
+        num_bytes: bytes served, of all tables together.
     """
 
     scheme: MixedDimensionScheme
@@ -140,7 +140,7 @@ class _Problem:
     Attributes:
         tables: in the model's order.
         blocks: theirs.
-        bits: ``(K,)`` int64, what is offered, rising from 0.
+        bits: ``(K,)`` int64, the widths that are offered, rising from 0.
         steps: of the columns of every block.
         options: of the rows of every block.
         purse: to buy wider rows from.
@@ -203,7 +203,7 @@ class _Problem:
         return self.purse.least(everything - max_loss)
 
     def allocation(self, spent: Spent, energies: RoundingEnergies) -> Allocation:
-        """Scheme and codes of what was bought."""
+        """Returns the scheme and codes that the bytes have bought."""
         index = widths_of(self.steps, self.options, spent.row_bytes, max(t.config.embedding_dim for t in self.tables))
         sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
         schemes = {}

@@ -1,4 +1,4 @@
-"""Axes: which tables of a model may be turned, and what turns along, so that no prediction changes.
+"""Axes: tables of a model that may be turned, and the layers that turn with them, so that no prediction changes.
 
 A model whose embeddings meet only in dot products and in linear layers cannot tell its embedding space from a rotated
 one (see `rotation`). A model says so by `rotation_groups`; TorchRec's own are known by type (see `torchrec_models`).
@@ -53,7 +53,7 @@ class RotationGroup:
     Attributes:
         tables: their names.
         readers: table -> the linear layers that read pooled embeddings of its features.
-        product: what weighs the product of the two tables.
+        product: weights of the product of the two tables.
         along: further columns that turn with the tables, once: those of a matrix ``(in, D)`` that a vector is
             multiplied by, ``x @ matrix``, before it meets the embeddings, and those that read the vector.
     """

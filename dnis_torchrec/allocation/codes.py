@@ -25,7 +25,7 @@ LEAST_SCALE = 2.0**-120
 """Values below it are 0 in any float32 that anybody trains."""
 LARGEST_SCALE = float(torch.finfo(torch.bfloat16).max)
 ROUNDS = 2
-"""Of alternating least squares after the search."""
+"""Number of rounds of alternating least squares after the search."""
 CLIPS = {
     **{2: (0.05, 1, 12), 4: (0.08, 1, 12), 8: (0.15, 1, 12), 16: (0.2, 1, 10), 32: (0.3, 1, 8)},
     **{64: (0.4, 1, 5), 128: (0.5, 1, 4), 256: (0.6, 1, 3), 65536: (1, 1, 1)},
@@ -187,7 +187,7 @@ def _clipped_ranges(columns: _SortedColumns, levels: int) -> tuple[Tensor, Tenso
 
 
 def _rounded(columns: _SortedColumns, scale: Tensor, low: Tensor, levels: int) -> _Codes:
-    """What scales and lowest levels become when they are stored, and what these err by."""
+    """Rounds scales and lowest levels to what can be stored; returns their squared errors, and better ones to try."""
     smallest = (2 * (low + columns.mean).abs() / LARGEST_SHIFT).clamp(min=LEAST_SCALE)
     scale = _up_to_bfloat16(torch.maximum(scale, smallest), smallest)
     shift = (2 * (low + columns.mean) / scale).round_().clamp_(-LARGEST_SHIFT, LARGEST_SHIFT)

@@ -59,21 +59,21 @@ logger = logging.getLogger(__name__)
 ENOUGH_SAMPLES = 1 << 16
 """Samples that are enough: the error of the sum of H is then about a hundredth, and a pass takes seconds."""
 BYTES_AT_A_TIME = 1 << 26
-"""What a pass holds beside the model's own activations, about: larger batches are cut."""
+"""Bytes, roughly, that a pass holds beside the model's own activations. Larger batches are cut."""
 LEAST_CURVATURE = 1e-6
 """Sum of H over the mean loss, below which dropping all tables would cost nothing that counts."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Curvature:
-    """What every column of every block is worth, see `curvature`.
+    """Gradient and curvature of the loss in alpha, for every column of every block, see `curvature`.
 
     Attributes:
         gradient: table -> G, ``(S, D)`` float64, in units of the loss.
         curvature: table -> H, ``(S, D)`` float64, in units of the loss.
         num_samples: how many samples they are means over, of all ranks.
-        relative_error: standard error of the sum of H over all tables, over that sum; estimated from how the batches
-            (or what large ones are cut into) differ, so infinite of a single one.
+        relative_error: standard error of the sum of H over all tables, divided by that sum. It is estimated from how
+            batches (or the chunks that large ones are cut into) differ, so it is infinite for a single one.
     """
 
     gradient: Mapping[str, Tensor]
@@ -170,12 +170,12 @@ def curvature(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where a model takes its batches: tables may lie elsewhere."""
+    """Returns the device on which a model takes its batches; its tables may lie elsewhere."""
     return model.device if isinstance(model, DistributedModelParallel) else next(model.parameters()).device
 
 
 def _samples_at_a_time(of: Iterable[CollectionBlocks]) -> int:
-    """How many samples' pooled embeddings, their gradients and their blocks fit into `BYTES_AT_A_TIME`."""
+    """Returns the number of samples whose pooled embeddings, gradients and blocks fit into `BYTES_AT_A_TIME`."""
     floats = sum((blocks.num_slots + 2) * sum(o.embedding_dim for o in blocks.outputs) for blocks in of)
     return max(1, BYTES_AT_A_TIME // (4 * floats))
 
@@ -261,13 +261,13 @@ def checked_batch(batch: Batch, loss: Loss, place: str) -> Batch:
 
 @dataclass(frozen=True, eq=False)
 class _LookedUp:
-    """What a batch's forward and backward passes have left.
+    """Results of a batch's forward and backward passes.
 
     Attributes:
         predictions: ``(B, T)``.
         labels: of the batch.
-        calls: every call of a collection: what was looked up, block by block if need be, and the gradient of the
-            predictions in it, ``(T, B, columns)``.
+        calls: one entry per call of a collection. It holds the lookup, the same block by block where need be, and the
+            gradient of the predictions in its output, ``(T, B, columns)``.
     """
 
     predictions: Tensor
@@ -311,7 +311,7 @@ class _Measure:
         return _LookedUp(predictions.detach(), batch.labels, calls)
 
     def derivatives(self, looked_up: _LookedUp, place: str) -> LossDerivatives:
-        """Of the loss, in the predictions. Local, no collective."""
+        """Computes the derivatives of the loss in the predictions. Local, no collective."""
         predictions, labels = looked_up.predictions, looked_up.labels
         finite = predictions.isfinite()
         if not bool(finite.all()):

@@ -1,4 +1,4 @@
-r"""Rounding energies: what storing a column of a block in k bits leaves of it as an error.
+r"""Rounding energies: the squared error that storing a column of a block in k bits leaves.
 
 .. math:: \rho_{sck} = \frac{\sum_i w_i (x_{ic} - \hat x_{ick})^2}{\sum_i w_i x_{ic}^2}
 
@@ -128,7 +128,7 @@ def blocked_tables(model: nn.Module, blocks: RowBlocks) -> list[BlockedTable]:
 def rounding_energies(
     model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts, *, bits: Sequence[int] = BITS
 ) -> RoundingEnergies:
-    """Measures what every width leaves as an error, on a sample of a few thousand rows of every block.
+    """Measures the error that every width leaves, on a sample of a few thousand rows of every block.
 
     Takes about half a second per million values of the sample. Distributed: one all_reduce of a number per table, then
     one per table of its sampled rows ``(n, D)``; all else is done on every rank alike, so all get the same bits.

@@ -23,7 +23,7 @@ from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
 from dnis_torchrec.forms import COLUMN_SCALE_BYTES
 
 LOOK_AHEAD = 24
-"""Steps that are tried for what is left of a row."""
+"""Steps that are tried for the bytes that are left of a row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class ColumnSteps:
 
 @dataclass(frozen=True, eq=False)
 class RowOptions:
-    """What a row of r bytes is worth, for every block and r from 0, ``(A, R + 1)`` each.
+    """Cost and loss of rows of r bytes, for every block and every r from 0, ``(A, R + 1)`` each.
 
     Attributes:
         num_bytes: of the whole block, int64: rows at their stride, and scales.
@@ -67,10 +67,10 @@ class RowOptions:
 
 
 def lower_hull(rate: Tensor, loss: Tensor) -> Tensor:
-    """Which points are corners of the falling part of the lower convex hull of loss over rate.
+    """Marks the points that are corners of the falling part of the lower convex hull of loss over rate.
 
     Args:
-        rate: ``(B, n)``, of the first point of each row the lowest. They may fall where the loss does, too.
+        rate: ``(B, n)``; the first point of each row has the lowest. Rates may fall where the loss falls, too.
         loss: ``(B, n)``.
 
     Returns:

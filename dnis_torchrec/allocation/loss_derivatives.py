@@ -19,7 +19,7 @@ Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Called with (predictions, labels), both float64: their mean loss, a scalar."""
 
 RELATIVE, ABSOLUTE = 1e-6, 1e-12
-"""How near two ways of one float64 number come."""
+"""Tolerances within which one float64 number, computed in two ways, counts as equal."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def loss_derivatives(loss: Loss, predictions: Tensor, labels: Tensor) -> LossDer
 
 
 def name_of(loss: Loss) -> str:
-    """How an error calls a loss.
+    """Returns the name of a loss for errors.
 
     Args:
         loss: a module, a function or another object.

@@ -1,4 +1,4 @@
-"""What every block adds to the pooled embeddings of a model's collections, without a kernel of its own.
+"""Contributions of every block to the pooled embeddings of a model's collections, without a kernel of its own.
 
 A model is called while `watching` stands between it and its collections: their outputs become leaves, and the gradient
 of the predictions in them says what every pooled value is worth. A bag of one id is its block's pooled embedding. Bags
@@ -37,7 +37,7 @@ from dnis_torchrec.soft_selection.wrapper import (
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """What samples read of the blocks of one table through one feature.
+    """Reads of one table's blocks through one feature: an entry is a pair of a sample and a block that it reads.
 
     Attributes:
         samples: ``(M,)`` int64.
@@ -52,7 +52,7 @@ class Entries:
 
 @dataclass(frozen=True, eq=False)
 class Apart:
-    """What a collection returned for bags of single blocks.
+    """Outputs of a collection for bags that each hold the ids of a single block.
 
     Attributes:
         pooled: output key -> ``(slots * B, D)``.
@@ -112,7 +112,7 @@ class CollectionBlocks:
         self._rows_of_slots = self._place_keys(list(keys_of.values())).to(device)
 
     def _place_keys(self, keys_of_features: Sequence[Sequence[str]]) -> Tensor:
-        """For each slot of each feature the number of its key among the splitter's, 0 for what is always empty."""
+        """Returns, for each slot of each feature, its key's number among the splitter's; 0 is always empty."""
         rows, first = torch.zeros(len(keys_of_features), self.num_slots, dtype=torch.int64), 1
         for row, keys in zip(rows, keys_of_features, strict=True):
             row[: len(keys)] = torch.arange(first, first + len(keys))
@@ -142,11 +142,11 @@ class CollectionBlocks:
     def entries(
         self, features: KeyedJaggedTensor, pooled: KeyedTensor, apart: Apart | None, gradient: Tensor
     ) -> Iterator[tuple[str, Entries]]:
-        """What every feature reads of every block. Local, no collective.
+        """Yields the reads of every feature, block by block. Local, no collective.
 
         Args:
             features: the bags.
-            pooled: what the collection returned for them.
+            pooled: the collection's output for them.
             apart: the same for `block_by_block`; None where no feature is multi-hot.
             gradient: ``(T, B, sum of D)``, of the predictions in the values of `pooled`.
 
@@ -198,7 +198,7 @@ class Lookup:
     Attributes:
         of: the collection.
         features: the bags that the model gave it.
-        pooled: what the model got: its values are a leaf that requires a gradient.
+        pooled: the output that the model got; its values are a leaf that requires a gradient.
     """
 
     of: CollectionBlocks
@@ -259,12 +259,12 @@ def _noting(
 
 
 def _wait(pooled: KeyedTensor | LazyAwaitable[KeyedTensor]) -> KeyedTensor:
-    """Sharded collections return what is still on its way."""
+    """Waits for the output of a sharded collection, which may still be on its way."""
     return pooled.wait() if isinstance(pooled, LazyAwaitable) else pooled
 
 
 def merged(entries: Sequence[Entries], batch_size: int) -> Entries:
-    """One entry for each sample and block: what several features read is added up.
+    """Merges entries into one for each sample and block; reads of several features are added up.
 
     Args:
         entries: of one table, a pair of a sample and a block at most once in each.

@@ -61,13 +61,13 @@ SQUARED_STATES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
 
 def rotation_groups(model: nn.Module) -> list[RotationGroup]:
-    """What can be rotated in a model. Local, no collective.
+    """Finds the groups of tables that can be rotated in a model. Local, no collective.
 
     Args:
         model: sharded or not; any module inside it may be `Rotatable`, or one of TorchRec's models (`with_axes_`).
 
     Returns:
-        The groups. Those with a table or a layer that is frozen (requires_grad is False) are left out: these are to
+        The groups. Groups with a frozen table or layer (requires_grad is False) are left out, because frozen weights
         keep their values.
 
     Raises:
@@ -94,7 +94,7 @@ def _embedding_dims(model: nn.Module) -> dict[str, int]:
 
 @torch.no_grad()
 def rotate_(model: nn.Module, counts: FrequencyCounts, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    """Turns the tables of every rotation group, and what reads them, into the tables' principal axes.
+    """Turns the tables of every rotation group, and the layers that read them, into the tables' principal axes.
 
     Predictions stay as they were, up to rounding. Where training goes on, states of optimizers turn along: averages of
     gradients exactly, sums of squares as if the gradients of different columns were uncorrelated, one number per row
@@ -154,7 +154,9 @@ def rotate_(model: nn.Module, counts: FrequencyCounts, optimizer: torch.optim.Op
 
 @torch.no_grad()
 def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) -> dict[int, Tensor]:
-    r"""What columns of blocks carry: :math:`\sqrt{\sum_i \eta_i E_{ik}^2 / \sum_i \eta_i}` over the rows i of a block.
+    r"""Measures the root mean square of every column of every block, over its rows i weighted by their frequencies.
+
+    .. math:: \sqrt{\sum_i \eta_i E_{ik}^2 / \sum_i \eta_i}
 
     Distributed: shards of any kind and replicated tables; one all_reduce of ``(A, D)`` float64 per embedding_dim, and
     one of a number per table.

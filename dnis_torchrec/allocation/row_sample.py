@@ -23,7 +23,7 @@ from dnis_torchrec.soft_selection.table_shards import TableShard
 
 ROWS_PER_BLOCK = 4096
 UNSEEN_WEIGHT = 0.125
-"""What a row weighs that training never looked up, in look-ups: little, but its codes shall not be garbage."""
+"""Weight, in lookups, of a row that training never looked up: little, but enough that its codes are no garbage."""
 _ROUNDS = 8
 """Rows that are certain leave more of the sample to the others, which may make further ones certain."""
 
@@ -86,7 +86,7 @@ def sampled_values(
 
     Args:
         sample: which rows.
-        shards: what this rank holds of the table, perhaps nothing.
+        shards: this rank's shards of the table, perhaps none.
         embedding_dim: D.
         num_copies: on how many ranks each value is held.
         ranks: that hold the table; all of them call this.

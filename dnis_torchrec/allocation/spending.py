@@ -55,11 +55,11 @@ class Path:
 
 @dataclass(frozen=True, eq=False)
 class Spent:
-    """What some bytes bought.
+    """The rows that some bytes have bought.
 
     Attributes:
         row_bytes: ``(A,)`` int64, r of each block.
-        num_bytes: that it takes.
+        num_bytes: the bytes that they take.
         smallest: the least bytes that buy anything.
     """
 
@@ -70,7 +70,7 @@ class Spent:
 
 @dataclass(frozen=True, eq=False)
 class Purse:
-    """A path, and what tables take beside its steps.
+    """A path, and the fixed bytes of tables beside its steps.
 
     Attributes:
         path: over all blocks.
@@ -135,7 +135,7 @@ class Purse:
         return self.table_of_block[self.path.block[steps]]
 
     def _costs(self, steps: Tensor, is_open: Tensor) -> Tensor:
-        """What each step costs, the first of a table that is not open with what opens it."""
+        """Returns the bytes of each step; the first step of a table that is not open also pays its fixed bytes."""
         tables = self._tables(steps)
         first = torch.full((len(self.fixed),), len(steps)).scatter_reduce_(
             0, tables, torch.arange(len(steps)), "amin", include_self=True

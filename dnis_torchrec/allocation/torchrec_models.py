@@ -1,4 +1,4 @@
-r"""TorchRec's own models, known by type: what turns with their tables.
+r"""TorchRec's own models, known by type, and the layers that turn with their tables.
 
 ===================  ==================================================================================================
 `DLRM`               One group. All features and the dense arch's output meet in dot products, so all turn together.
@@ -113,7 +113,7 @@ class DirectedFactorizationMachine(nn.Module):
 
 
 def with_axes_(model: nn.Module) -> nn.Module:
-    """Adds to TorchRec's DLRM and SimpleDeepFMNN what their tables need to be turned. Local, no collective.
+    """Adds buffers to TorchRec's DLRM and SimpleDeepFMNN, so that their tables can be turned. Local, no collective.
 
     Predictions stay as they are, and so do the names of all weights; a buffer called ``axes`` comes to the state_dict.
     A model that has it already, or needs none, is left as it is: so a fresh model takes the dense weights of a turned
@@ -145,7 +145,7 @@ def with_axes_(model: nn.Module) -> nn.Module:
 
 
 def has_axes(names: Iterable[str]) -> bool:
-    """Whether a state_dict is that of a model `with_axes_`.
+    """Returns whether a state_dict is that of a model `with_axes_`.
 
     Args:
         names: of its values.
@@ -158,7 +158,7 @@ def has_axes(names: Iterable[str]) -> bool:
 
 
 def known_groups(model: nn.Module) -> list[RotationGroup]:
-    """What may be turned of TorchRec's models inside a model, as the table above says. Local, no collective.
+    """Finds the groups of TorchRec's own models inside a model, see the table at the top. Local, no collective.
 
     Args:
         model: sharded or not.
@@ -211,7 +211,7 @@ def _known_models(root: nn.Module) -> Iterator[KnownModel]:
 
 
 def _parts_of_dlrm(model: dlrm.DLRM) -> Iterator[tuple[nn.Module, tuple[type[nn.Module], ...]]]:
-    """What is read or changed of a DLRM, from outside to inside, and what each has to be."""
+    """Yields every module of a DLRM that is read or changed, from outside to inside, and the types that it may have."""
     yield model, (dlrm.DLRM,)
     yield model.sparse_arch, (dlrm.SparseArch,)
     yield model.inter_arch, (dlrm.InteractionArch, dlrm.InteractionProjectionArch)
@@ -245,7 +245,7 @@ def _parts_of_deepfm(model: deepfm.SimpleDeepFMNN) -> Iterator[tuple[nn.Module, 
 
 
 def _computes_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a module computes what one of TorchRec's or torch's classes does: not what a subclass makes of it."""
+    """Returns whether a module computes as one of TorchRec's or torch's own classes, and not as a subclass does."""
     is_one = isinstance(module, kinds) and any(type(module).forward is kind.forward for kind in kinds)
     is_patched = "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
     return is_one and not is_patched and not is_parametrized(module)

@@ -45,7 +45,7 @@ class WholeRows:
     """The rows of one table that this rank walks through.
 
     Attributes:
-        shards: what this rank holds of the table.
+        shards: this rank's shards of the table.
         shape: ``(N, D)``.
         is_cut: whether some rank holds parts of rows; all ranks then walk through all rows.
         copies: how many ranks walk through each row.
@@ -91,7 +91,7 @@ class WholeRows:
 
 
 def _within(shard: TableShard, start: int, stop: int) -> Iterator[tuple[Tensor, slice, slice]]:
-    """What a shard holds of rows ``start .. stop``, if anything."""
+    """Yields a shard's weights for rows ``start .. stop``, and their place there; nothing if it holds none of them."""
     first = max(start, shard.first_row)
     last = min(stop, shard.first_row + shard.weight.shape[0])
     if first < last:
@@ -108,7 +108,7 @@ def whole_rows(
     Distributed: one all_reduce of a number per table to know which are cut, another to know which are replicated.
 
     Args:
-        shards: what this rank holds, of these tables and others.
+        shards: this rank's shards, of these tables and others.
         shapes: table -> ``(N, D)``, the same tables in the same order on every rank.
         ranks: that hold the tables.
 

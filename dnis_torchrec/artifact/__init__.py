@@ -1,4 +1,4 @@
-"""Export: artifacts of pruned tables, and what reads them back."""
+"""Export: artifacts of pruned tables, written and read back."""
 
 from dnis_torchrec.artifact import csr_forms, dense_forms, mixed_dimension_form, packed_form
 from dnis_torchrec.artifact.forms import CODECS, Codec, Shard, register_codec

@@ -18,7 +18,7 @@ from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable, column_dtype
 
 LOOKUP_TENSORS = frozenset({"compact_row_pointers", "interleaved_rows"})
-"""What is derived from the rest, so that lookups find it in a mapped file."""
+"""Tensors that are derived from the others, and stored so that lookups find them in a mapped file."""
 VALUE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
 """Precision -> dtype of the values."""
 

@@ -40,8 +40,8 @@ def export(
     same.
 
     Args:
-        model: what `merge_` gave and `prune` pruned, plain or sharded.
-        scheme: what `prune` returned.
+        model: merged by `merge_` and pruned by `prune`, plain or sharded.
+        scheme: the result of `prune`.
         path: folder to write.
         forms: see `write_artifact`.
         run: configuration and figures to keep in the manifest; any JSON.

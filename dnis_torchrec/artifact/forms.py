@@ -86,7 +86,7 @@ class Build(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """What writes and serves the forms of one layout.
+    """A pair of functions that write and serve the forms of one layout.
 
     Attributes:
         encode: rows of a table -> tensors of a shard. They may not share memory.
@@ -116,7 +116,7 @@ def register_codec(layout: str, codec: Codec) -> None:
 
 
 def codec_of(form: Form) -> Codec:
-    """What writes and serves a form.
+    """Returns the codec that writes and serves a form.
 
     Args:
         form: of a layout that has a codec.

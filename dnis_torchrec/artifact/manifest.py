@@ -31,7 +31,7 @@ _FORMS_OF_1_0 = {"csr": "csr_fp32", "mixed_dimension": "mixed_dimension_fp32"}
 """Form as format 1.0 spells it -> as it is spelt since."""
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 2_000_000_000
-"""What no file of an artifact exceeds, by default."""
+"""Default limit on the bytes of a file of an artifact."""
 REQUIRED_FIELDS = (
     "format",
     "format_version",
@@ -62,7 +62,7 @@ SAFETENSORS_DTYPES = {
 
 
 class RunOfArtifact(TypedDict):
-    """What others rely on of a manifest's ``run``, which may tell more."""
+    """The fields of a manifest's ``run`` that others rely on; it may hold more."""
 
     recipe: NotRequired[str | None]
     seed: NotRequired[NotNegative]

@@ -71,7 +71,7 @@ def write_over_ranks(
     Distributed: every rank calls it. Texts (file names, hashes) and one number per table are exchanged, no table.
 
     Args:
-        shards: table -> what this rank holds of it.
+        shards: table -> this rank's shards of it.
         scheme: the retained dims, the same on every rank.
         path: folder to write, on storage that all ranks see.
         ranks: that hold the tables.

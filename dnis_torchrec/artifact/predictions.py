@@ -1,4 +1,4 @@
-"""What every serving form of a scheme would weigh and cost, told before anything is written.
+"""Predicted bytes and latency of every serving form of a scheme, before anything is written.
 
 Predictions are pure: a scheme goes in, numbers come out. Bytes are exact (`Form.served_bytes`); latency is
 an estimate. `serve` builds any of the forms, for those who want to measure.
@@ -32,7 +32,7 @@ BATCHED_PER_ID, BATCHED_PER_VALUE = 10.0, 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class FormPrediction:
-    """What one form of a scheme comes to.
+    """Predicted bytes and latency of one form of a scheme.
 
     Attributes:
         form: name, as `load` takes it.

@@ -23,7 +23,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chu
 NUM_SAMPLED_ROWS = 4096
 """Rows whose masks the search looks at; the others are only assigned."""
 COLUMN_COST = 1e-3
-"""Of a column that rounding hides, in columns: lets the search cross the steps of `dim_multiple`."""
+"""Cost, in columns, of a column that rounding hides: it lets the search cross the steps of `dim_multiple`."""
 
 
 def regroup(
@@ -191,7 +191,7 @@ class _Search:
         return best if float(after[best]) > now + 1e-6 else None
 
     def _saved(self, others: Tensor, size: int) -> Tensor:
-        """What a set of so many columns saves on each mask that is within it, ``(n,)``."""
+        """Returns what a set of `size` columns saves on each mask, if the mask lies within it, ``(n,)``."""
         return self._counts * (others - self._width[size]).clamp(min=0)
 
 

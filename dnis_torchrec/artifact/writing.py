@@ -140,7 +140,7 @@ def write_shards(
         table: scheme of the table.
         rows: gives its dense rows, within `span`.
         span: the first row and the one after the last: all of the table, or a part that somebody else completes.
-        max_file_bytes: what no file may exceed.
+        max_file_bytes: limit on the bytes of a file.
 
     Returns:
         The shards and the files, as the manifest lists them.
@@ -178,9 +178,9 @@ def write_packed(folder: Path, stem: str, tensors: Mapping[str, Tensor], max_fil
 
     Args:
         folder: the artifact's folder.
-        stem: what the names of the files begin with.
-        tensors: what to write; none, no file.
-        max_file_bytes: what no file may exceed.
+        stem: beginning of the files' names.
+        tensors: tensors to write; without any no file is made.
+        max_file_bytes: limit on the bytes of a file.
 
     Returns:
         The files, as the manifest lists them.
@@ -213,7 +213,7 @@ def manifest_of(
     dense_files: Iterable[str],
     run: Any,
 ) -> dict[str, Any]:
-    """What manifest.json says, but for format, version and hash, which `write_manifest` adds.
+    """Builds the content of manifest.json without format, version and hash, which `write_manifest` adds.
 
     Args:
         scheme: the retained dims of all tables.
@@ -343,7 +343,7 @@ def as_json(run: Mapping[str, Any]) -> Any:
     """`run` as it will stand in the manifest.
 
     Args:
-        run: what describes where the tables come from.
+        run: description of where the tables come from.
 
     Raises:
         ValueError: if it holds what JSON cannot.

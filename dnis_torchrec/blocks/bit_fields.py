@@ -34,7 +34,7 @@ def check_widths(bits: Tensor, place: str) -> None:
 
 
 def is_coded(bits: Tensor) -> Tensor:
-    """Which columns are stored in codes, with a scale and a shift: neither dropped nor float32.
+    """Marks the columns that are stored in codes, with a scale and a shift: neither dropped nor float32.
 
     Args:
         bits: any shape, integers among `WIDTHS`.

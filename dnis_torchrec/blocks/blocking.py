@@ -38,7 +38,7 @@ class _Head(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class RowBlocks:
-    """Which row of alpha multiplies which row of which table.
+    """Row blocks of all tables: they say which row of alpha multiplies which row of which table.
 
     Attributes:
         scope: ``"global"`` or ``"table"``.
@@ -122,7 +122,7 @@ class RowBlocks:
 
     @staticmethod
     def load(path: Path) -> RowBlocks:
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Args:
             path: of the file.
@@ -319,9 +319,9 @@ def _block_starts(order: _FrequencyOrder, strategy: str, num_blocks: int, bounda
 
 
 def _block_rows(counts: RowCounts, order: _FrequencyOrder, starts: Tensor) -> tuple[RowRouting, Tensor, Tensor]:
-    """Which rows of the next table are in which block; how often the rows of each block occur, and how many do.
+    """Puts the rows of the next table into blocks; also returns each block's occurrences and number of seen rows.
 
-    By boundaries only if they still say it all once never-seen rows are dropped, so that sizes can be told now.
+    The routing has boundaries only if they still suffice once never-seen rows are dropped, so that sizes are known now.
     """
     num_rows, num_blocks = counts.numel(), starts.numel()
     block_of_row = torch.empty(num_rows, dtype=torch.uint8 if num_blocks < 256 else torch.uint16)

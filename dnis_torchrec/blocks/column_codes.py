@@ -21,7 +21,7 @@ from dnis_torchrec.checks import check
 
 @dataclass(frozen=True, eq=False)
 class ColumnCodes:
-    """How the columns of a table's blocks are stored.
+    """The codes in which the columns of a table's blocks are stored: bits, scale and shift of each.
 
     Attributes:
         bits: ``(S, D)`` uint8, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.

@@ -85,7 +85,7 @@ class FrequencyCounts:
         return torch.cat([chunk == 0 for chunk in count_chunks(self.counts[table])])
 
     def error_bounds(self) -> dict[str, float]:
-        """Table -> what no row's count exceeds the true one by, with probability 1 - delta each; 0 if all are exact.
+        """Table -> largest excess of a row's count over the true one, with probability 1 - delta each; 0 if exact.
 
         A row that never occurred may have a count above 0 in a table that is not exact: it is then kept as if it had.
         """
@@ -94,7 +94,7 @@ class FrequencyCounts:
         }
 
     def notes(self) -> list[str]:
-        """For people: what is not exact, a sentence per table."""
+        """Says for people which counts are not exact, in a sentence per table."""
         return [
             f"Table {name!r}: frequencies are estimates in bounded memory, none too low, {counts.confidence:.0%} of "
             f"them at most {counts.error_bound:,.1f} too high; a row that never occurred may pass for one that did."
@@ -132,7 +132,7 @@ class FrequencyCounts:
 
     @staticmethod
     def load(path: Path) -> FrequencyCounts:
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Args:
             path: of the file.

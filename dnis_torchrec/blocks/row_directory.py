@@ -36,7 +36,7 @@ _BITS_OF_BYTE = torch.tensor([value.bit_count() for value in range(256)], dtype=
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """What the records of a rank directory are made of.
+    """Layout of the records of a rank directory.
 
     Attributes:
         num_blocks: K, at least 2.
@@ -82,7 +82,7 @@ class RecordLayout:
 
 
 def directory_bytes(routing: RowRouting) -> int:
-    """Bytes of what says where every row stands.
+    """Returns the bytes of a directory, which says where every row stands.
 
     Args:
         routing: the blocks of the rows.
@@ -108,7 +108,7 @@ def directory_bytes(routing: RowRouting) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowDirectory:
-    """Where every row of a table stands; see the module.
+    """Directory that finds the block of every row of a table, and its place there; see the module.
 
     Attributes:
         num_embeddings: N.

@@ -25,7 +25,7 @@ ROWS_AT_A_TIME = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class RowRouting:
-    """Where each of N rows belongs, in the smallest form that says it.
+    """Map from each of N rows to its block, in the smaller of two forms.
 
     Rows sorted by frequency need only `boundaries`: rows ``boundaries[s] <= i < boundaries[s + 1]`` belong to block s,
     and rows from ``boundaries[S]`` on to none. Hashed or unsorted rows need `block_of_row`, one small integer per row.
@@ -154,7 +154,7 @@ class RowRouting:
         return counts
 
     def positions(self) -> Tensor | None:
-        """Where each row stands once rows are ordered by block: the id remap of the mixed-dimension form.
+        """Returns each row's position once rows are ordered by block: the id remap of the mixed-dimension form.
 
         Returns:
             ``(N,)`` int32, a permutation, or None where the rows are in that order already.

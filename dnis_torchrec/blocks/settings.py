@@ -1,4 +1,4 @@
-"""What a user may set of counting and blocking rows; without torch, as all that the command line takes options from."""
+"""Settings of counting and blocking rows, in a module without torch: the command line builds its options from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STRATEGIES = ("equal_rows", "equal_mass", "decades", "explicit")
 
 @dataclass(frozen=True, kw_only=True)
 class CountLimits:
-    """What counting may cost.
+    """Limits of counting: how much memory it takes, and by how much counts may err.
 
     Attributes:
         exact_rows: tables up to this many rows are counted exactly, at 8 bytes a row.

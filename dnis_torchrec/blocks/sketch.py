@@ -99,7 +99,7 @@ class BoundedCounter:
         delta: as given.
         ids: ids of the table, rising int64.
         counts: their occurrences since they came into the table, int64.
-        before: what the sketch said of each when it came, int64; 0 means that the count is exact.
+        before: count that the sketch gave each id when it came, int64; 0 means that the id's count is exact.
         sketch: None while everything is exact.
 
     Example:
@@ -164,7 +164,7 @@ class BoundedCounter:
         Args:
             ids: ``(n,)``, rising.
             counts: ``(n,)`` int64, exact occurrences of each.
-            before: ``(n,)`` int64, what a sketch said of each, which is this one or will be added to it.
+            before: ``(n,)`` int64, the count that a sketch gave each id; it is this sketch, or will be added to it.
         """
         where = np.searchsorted(self.ids, ids)
         self.ids = np.insert(self.ids, where, ids)
@@ -212,7 +212,7 @@ class BoundedCounter:
         return exact + sketched
 
     def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where ids stand in the table or would, and whether they do."""
+        """Returns the places of ids in the table, or where they would be put, and whether they are in it."""
         places = np.searchsorted(self.ids, ids)
         known = places < len(self.ids)
         known[known] = self.ids[places[known]] == ids[known]

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _is_told(error: Exception) -> bool:
-    """Whether a user can do something about an error: it is then said in one line, without a traceback."""
+    """Returns whether a user can do something about an error: it is then said in one line, without a traceback."""
     if isinstance(error, ValueError | TypeError | NotImplementedError) or is_of_system(error):
         return True
     from dnis_torchrec.jobs.run_folder import RunWriteError

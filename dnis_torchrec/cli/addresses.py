@@ -34,7 +34,7 @@ def address_of(path: Path | None) -> str | None:
 
 
 def url_of_ranks(out: Path) -> str | None:
-    """Where each rank puts what it writes, for an `out` that only those of the first host see; else None."""
+    """Returns the URL where ranks write, if only ranks of the first host see `out`; else None."""
     return _ADDRESS_OF[out] if out in _ADDRESS_OF and _are_on_several_hosts() else None
 
 

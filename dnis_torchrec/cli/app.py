@@ -1,4 +1,4 @@
-"""What the commands share: the application itself, options, checks of arguments, printing."""
+"""Common ground of the commands: the application itself, options, checks of arguments, printing."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what
 
 @contextmanager
 def arguments() -> Iterator[None]:
-    """What fails in here is the caller's arguments: exit code 2."""
+    """Blames the caller's arguments for errors inside the block: the command ends with exit code 2."""
     try:
         yield
     except (NotImplementedError, OSError, ValueError) as error:
@@ -120,7 +120,7 @@ def _before_any_command(
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for a job that a launcher such as torchrun has started on several ranks."""
+    """Returns whether this process speaks for a job that a launcher such as torchrun has started on several ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 

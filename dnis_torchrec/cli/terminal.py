@@ -53,11 +53,11 @@ class PlainConsole(Console):
         super().__init__(width=width, file=sys.stdout, markup=False, emoji=False)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """As rich does, which measures lines by this, too."""
+        """Renders a text with control characters made visible; rich measures lines by it, too."""
         return super().render_str(visible(text), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """As rich does; colours and what else rich itself says to the terminal are added after this."""
+        """Renders with control characters made visible; rich adds its own colours and controls after this."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 

@@ -110,7 +110,7 @@ def _rows(findings: Sequence[Finding]) -> list[tuple[str, str, str, str]]:
 
 
 def _is_plain(finding: Finding) -> bool:
-    """Whether nothing but that it is good can be said of it; bytes of a file and figures of the metric are not news."""
+    """Returns whether a finding is good and brings no news; bytes of a file and figures of the metric are none."""
     from dnis_torchrec.jobs.verification.findings import OK
 
     return finding.status == OK and finding.check in ("checksums", "run")

@@ -1,10 +1,10 @@
-"""A cell of a comparison, one method at one size under one seed, and what it leaves on disk.
+"""A cell of a comparison, one method at one size under one seed, and its files on disk.
 
-OUT/cells/<cell>/task.json      what the cell is asked for
-                 log.txt        what its processes printed
+OUT/cells/<cell>/task.json      the task of the cell
+                 log.txt        output of its processes
                  result.json    once it has finished, or its method cannot do it; such a cell is never run again
                  crash.txt      the traceback, if it crashed; such a cell is run again by the next call
-                 artifact/      what it exports to, if asked for
+                 artifact/      its artifact, if asked for
                  work/          checkpoints and trials, while it runs
 """
 
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def row_name(self) -> str:
-        """What the method is called in tables."""
+        """Name of the method in tables."""
         return f"{self.method}{WITH_VALIDATION}" if self.with_validation else self.method
 
     @property
@@ -66,15 +66,15 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class CellTask:
-    """What the process of a cell is asked for.
+    """The task of the process that runs a cell.
 
     Attributes:
         cell: which.
-        rules: what all cells of the comparison share: recipe with its settings and embedding_dims, data, registry,
-            patience, max_epochs, trials.
+        rules: settings that all cells of the comparison share: recipe with its settings and embedding_dims, data,
+            registry, patience, max_epochs, trials.
         data: folder of the data on this machine, or None for a recipe that makes its own.
         registry: ``module:name`` of the mapping from method name to `Method`.
-        cells_at_once: how many share the machine, which its times depend on.
+        cells_at_once: how many cells share the machine; measured times depend on it.
         processes: how many may train trials of this cell at a time, see `MethodTask`.
         artifact: whether to export the result.
     """
@@ -88,7 +88,7 @@ class CellTask:
     artifact: bool
 
     def write(self, folder: Path) -> None:
-        """Writes task.json; what an earlier try left of a crash stays until the next one begins.
+        """Writes task.json. The record of an earlier crash stays until the next try begins.
 
         Args:
             folder: of the cell; made, with its parents, where it is missing.
@@ -118,7 +118,7 @@ class CellTask:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedCell:
-    """What a cell measured.
+    """Measurements of a cell.
 
     Attributes:
         row: size and test metrics; `seconds` is the wall time of the one run that is reported.
@@ -128,11 +128,11 @@ class TrainedCell:
         extra_bytes: how many of them lie beside the form.
         network_bytes: float32 bytes of all other weights of the model, which are not part of the size: the first layers
             of models that are built at a smaller D are narrower. 0 in results of older versions.
-        selection_loss: what the method chose by.
-        trials: runs that it took to choose this one.
+        selection_loss: loss on the selection split, by which the method chose.
+        trials: runs that the method took to choose this one.
         seconds_of_trials: wall time of all runs, added up, whether or not some of them ran at the same time.
-        settings: what the method chose.
-        device: what it trained on.
+        settings: the settings that the method chose.
+        device: the device that it trained on.
         cells_at_once: how many cells shared the machine.
         resident_bytes: serving form -> bytes of all tables in memory, of the forms that can hold them (see
             `dnis_torchrec.artifact.predict_forms`); none in results of older versions.
@@ -157,7 +157,7 @@ class TrainedCell:
 
 
 class _Head(TypedDict):
-    """What every result.json holds."""
+    """The fields of every result.json."""
 
     format: str
     format_version: int
@@ -194,9 +194,9 @@ class CellResult:
 
     Attributes:
         cell: which.
-        rules: what it was run under.
+        rules: the rules that it was run under.
         versions: package -> version.
-        trained: what it measured; None if the method cannot meet the size, or cannot work on the model.
+        trained: its measurements; None if the method cannot meet the size, or cannot work on the model.
         reason: why it cannot.
     """
 
@@ -217,10 +217,10 @@ class CellResult:
 
     @staticmethod
     def from_json(described: Mapping[str, Any]) -> CellResult:
-        """Reads what `to_json` gave.
+        """Rebuilds a result from the dict that `to_json` gave.
 
         Args:
-            described: what a result.json holds.
+            described: the content of a result.json.
 
         Raises:
             ValueError: if it is something else.
@@ -294,7 +294,7 @@ def write_crash(folder: Path, text: str) -> None:
 
     Args:
         folder: of the cell, existing.
-        text: the traceback, or what else is known of the end.
+        text: the traceback, or whatever is known of the end.
 
     Raises:
         ValueError: if the folder does not exist.

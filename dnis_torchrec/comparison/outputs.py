@@ -57,7 +57,7 @@ def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None =
 
 
 def missing_lines(rows: Iterable[ComparisonRow]) -> list[str]:
-    """What is missing and why, one line per row that has not all its seeds.
+    """Says why seeds are missing, in one line per row that lacks any.
 
     Args:
         rows: of a comparison, in the order of the lines.

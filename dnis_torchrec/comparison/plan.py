@@ -1,4 +1,4 @@
-"""What a comparison is asked for: methods x sizes x seeds, and the rules that all its cells share."""
+"""Plan of a comparison: methods x sizes x seeds, and the rules that all its cells share."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from dnis_torchrec.training.evaluation import primary_metric
 from dnis_torchrec.training.sharded import check_pooling
 
 SETTINGS = "settings"
-"""Name of the rule that holds what the recipe says."""
+"""Name of the rule that holds the recipe's settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(CompareSettings):
-    """What `dnis compare` is asked for.
+    """Arguments of `dnis compare`.
 
     The uncompressed model (``"dense"``) is always among the methods: every other row is compared with it, seed by seed.
 
     Attributes:
         recipe: ``module:function``.
         data: folder of the data, or None for a recipe that makes its own.
-        data_address: where `data` was fetched from, if it was. Cells of an older comparison then have to have been
-            trained on the same address, wherever its copy lay; else in the same folder.
-        out: folder of the comparison; an older one of the same rules goes on.
+        data_address: where `data` was fetched from, if it was. Cells of an older comparison have to be trained on data
+            of the same address, wherever its copy lay. Without an address the folder has to be the same.
+        out: folder of the comparison. A comparison that stands there is continued, if its rules are the same.
         methods: names of the registry.
         sizes: compressions, bytes of the uncompressed float32 tables over bytes wanted, each above 1.
         seeds: each gives its own splits and initial weights.
@@ -82,7 +82,7 @@ class Comparison(CompareSettings):
         self.check_rules(self.rules())
 
     def cells(self) -> tuple[Cell, ...]:
-        """All cells, seed by seed, so that what is there early can be compared; the uncompressed model first."""
+        """All cells, seed by seed, so that early results can be compared; the uncompressed model comes first."""
         methods, cells = load_registry(self.registry), []
         for seed in self.seeds:
             for method in (DENSE, *(name for name in self.methods if name != DENSE)):
@@ -100,11 +100,11 @@ class Comparison(CompareSettings):
         return self.out / "cells" / cell.name
 
     def task(self, cell: Cell, rules: Mapping[str, Any], *, cells_at_once: int) -> CellTask:
-        """What the process of a cell is asked for.
+        """Returns the task of the process that runs a cell.
 
         Args:
             cell: one of `cells`.
-            rules: what all cells share, see `CellTask.rules`.
+            rules: settings that all cells share, see `CellTask.rules`.
             cells_at_once: how many cells run at a time, at least 1; each has an equal share of `num_jobs`, one process
                 at least.
         """
@@ -128,7 +128,7 @@ class Comparison(CompareSettings):
         return default_jobs() if self.jobs is None else self.jobs
 
     def rules(self) -> dict[str, Any]:
-        """What all cells share; results under other rules are never put beside each other."""
+        """Returns the settings that all cells share. Results under other rules are never compared with these."""
         return {
             "recipe": self.recipe,
             "data": self.data_address or self._local_data,
@@ -185,7 +185,7 @@ class Comparison(CompareSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFacts:
-    """What a comparison needs to know of its recipe.
+    """The facts about a recipe that its comparison needs.
 
     Attributes:
         embedding_dims: table -> D.
@@ -193,7 +193,7 @@ class RecipeFacts:
         primary_metric: the metric it is judged by.
         higher_is_better: its direction.
         test_fingerprint: of the samples of the test split of that seed, see `NotedBatches`.
-        settings: what else decides how its model is trained and searched, JSON-able.
+        settings: all other settings that decide how its model is trained and searched, JSON-able.
         notes: limits of the data.
     """
 
@@ -206,7 +206,7 @@ class RecipeFacts:
     notes: tuple[str, ...]
 
     def rules(self) -> dict[str, Any]:
-        """What a cell is run under beside the rules of its comparison: rates, blocks and sizes of the recipe."""
+        """Returns the rules of a cell that come from the recipe: its rates, blocks and embedding_dims."""
         return {"embedding_dims": dict(self.embedding_dims), SETTINGS: dict(self.settings)}
 
 
@@ -263,10 +263,11 @@ def _parts(name: str, there: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _settings_of(recipe: Recipe) -> dict[str, Any]:
-    """What decides how a recipe's model is trained and searched, as it is read back from JSON.
+    """Collects the settings that decide how a recipe's model is trained and searched, as JSON gives them back.
 
-    Every field of the recipe but data and notes; of the model what each weight beside the tables is named, and its
-    shape but for the first size, which may be rows that a seed's split has. A layer's is the next layer's second.
+    They are all fields of the recipe but data, redraw and notes. The loss stands there as its type, the model as names
+    and shapes of the weights beside its tables. A shape goes without its first size, which may be a number of rows that
+    a seed's split has. A layer's first size is the next layer's second.
     """
     names = [part.name for part in fields(recipe) if part.name not in ("model", "data", "loss", "redraw", "notes")]
     own = {name: getattr(recipe, name) for name in names}
@@ -282,7 +283,7 @@ def parse_names(text: str, place: str, requirement: str = "names with commas bet
     Args:
         text: the words.
         place: where they stand, for the error.
-        requirement: what they should be, for the error.
+        requirement: expected values, for the error.
 
     Raises:
         ValueError: if one is empty.
@@ -300,7 +301,7 @@ def parse_sizes(text: str, place: str) -> tuple[float, ...]:
     """Numbers between commas.
 
     Args:
-        text: what was given, blanks around numbers allowed.
+        text: the user's text; blanks around numbers are allowed.
         place: where it stands, for the error.
 
     Raises:
@@ -315,10 +316,10 @@ def parse_sizes(text: str, place: str) -> tuple[float, ...]:
 
 
 def parse_seeds(text: str, place: str) -> tuple[int, ...]:
-    """How many seeds from 0 on, or, with a comma in it, the seeds themselves.
+    """Parses a number of seeds, counted from 0, or with a comma in it the seeds themselves.
 
     Args:
-        text: what was given; a comma at the end makes a single number a seed.
+        text: the user's text; a comma at the end makes a single number a seed.
         place: where it stands, for the error.
 
     Raises:

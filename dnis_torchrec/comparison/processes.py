@@ -149,7 +149,7 @@ class _Processes:
             write_crash(folder, _silent_end(folder, process.returncode))
 
     def end_helpers(self, folder: Path) -> None:
-        """Ends what helps a cell that needs no help any more."""
+        """Ends processes that help a cell which needs no help any more."""
         with self._lock:
             helpers = [process for job, process in self._running.items() if job.helps and job.folder == folder]
         _end(helpers)
@@ -188,7 +188,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _silent_end(folder: Path, returncode: int) -> str:
-    """What to say of a process that left neither a result nor a traceback, as one that ran out of memory does."""
+    """Describes the end of a process without result or traceback, such as one that ran out of memory."""
     tail = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-4000:]
     end = f"was killed by signal {-returncode}" if returncode < 0 else f"ended with exit status {returncode}"
     return f"{tail}\nthe process {end}"

@@ -1,4 +1,4 @@
-"""Where the methods of a comparison are found."""
+"""Registry of the methods of a comparison."""
 
 from __future__ import annotations
 

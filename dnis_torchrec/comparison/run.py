@@ -1,4 +1,4 @@
-"""The whole comparison: run what is not finished, then put everything side by side."""
+"""The whole comparison: cells that have not finished are run, then all results are put side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dnis_torchrec.storage.foreign_folders import file_lock
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """What a comparison came to.
+    """Results of a comparison.
 
     Attributes:
         content: the rows, as OUT/comparison.json, comparison.csv and comparison.html hold them.
@@ -42,7 +42,7 @@ def run_comparison(comparison: Comparison) -> Compared:
     """Runs the cells that have not finished, each in its own process, and writes tables and page into `out`.
 
     Args:
-        comparison: what to run; cells that have finished in its `out` are taken as they are, crashed ones run again.
+        comparison: its plan. Cells that have finished in its `out` are taken as they are, crashed ones run again.
 
     Returns:
         The rows, and the cells that crashed, which leave the others alone.
@@ -107,7 +107,7 @@ def _written(comparison: Comparison, facts: RecipeFacts) -> Compared:
 
 
 def _told(folder: Path, metric: str) -> str:
-    """What became of a cell, in a few words."""
+    """Says in a few words how a cell has ended."""
     result = read_result(folder)
     if result is None:
         return f"crashed, see {folder / 'crash.txt'}: {read_crash(folder)}"

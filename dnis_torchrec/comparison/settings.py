@@ -1,4 +1,4 @@
-"""What a user may set of a comparison; without torch, as all that the command line takes its options from."""
+"""Settings of a comparison, in a module without torch: the command line builds its options from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dnis_torchrec.checks import check
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRules:
-    """How long every method may train; a search has at least one epoch of warm-up, ramp and release each."""
+    """Limits on the training of every method; a search has at least one epoch of warm-up, ramp and release each."""
 
     patience: Annotated[int, "Epochs without a better selection loss before a training stops."] = 3
     max_epochs: Annotated[int, "Epochs of one training at most."] = 60
@@ -24,7 +24,7 @@ class TrainingRules:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSettings(TrainingRules):
-    """How a comparison is run."""
+    """Settings by which a comparison is run."""
 
     jobs: Annotated[
         int | None,

@@ -51,8 +51,8 @@ class CountedAs:
     split do not pay.
 
     Args:
-        batches: what is trained on.
-        counted: what is counted, see `dnis_torchrec.data.over_ranks.all_samples`.
+        batches: batches to train on.
+        counted: batches to count, see `dnis_torchrec.data.over_ranks.all_samples`.
 
     Example:
         >>> list(CountedAs("abX", "ab")), list(all_samples(CountedAs("abX", "ab")))
@@ -66,7 +66,7 @@ class CountedAs:
         return iter(self._batches)
 
     def counted(self) -> Iterator[Batch]:
-        """What is counted of these batches."""
+        """Yields the batches that are counted."""
         return iter(all_samples(self._counted))
 
 

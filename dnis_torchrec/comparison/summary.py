@@ -1,4 +1,4 @@
-"""From finished cells to rows: means and spread over seeds, differences within each seed, the Pareto front."""
+"""Summary of finished cells in rows: means and spread over seeds, differences within each seed, the Pareto front."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def comparison_rows(
     Args:
         cells: of the whole comparison.
         finished: results; a cell without one, or whose method cannot do it, leaves its seed out.
-        crashes: what to say of each cell without a result.
+        crashes: cell without a result -> the reason to show.
         primary_metric: metric of the Pareto front.
         higher_is_better: its direction.
     """
@@ -45,7 +45,7 @@ def comparison_rows(
 
 
 def with_ranking_mean(trained: TrainedCell) -> TrainedCell:
-    """What a cell measured, with `RANKING_MEAN` in front where it is a ranking, which is judged by several metrics.
+    """Puts `RANKING_MEAN` in front of a cell's metrics, if they are those of a ranking, which has several.
 
     Args:
         trained: of one cell; stays as it is.

@@ -88,7 +88,7 @@ def help_cell(folder: Path) -> None:
 
 
 def _method(task: CellTask, device: torch.device, work: Path) -> tuple[Method, MethodTask]:
-    """The method of a cell, and what it is given; seeds what is random."""
+    """Returns the method of a cell and its task; seeds all random numbers."""
     cell, rules = task.cell, task.rules
 
     def build(embedding_dim: int | None) -> Recipe:
@@ -121,7 +121,7 @@ def _work_folder(folder: Path) -> Iterator[Path]:
 
 
 def _measure(task: CellTask, made: MethodResult, recipe: Recipe, device: torch.device) -> TrainedCell:
-    """Evaluates on the test split and gathers what the method cost."""
+    """Evaluates on the test split, and gathers the costs of the method."""
     test = NotedBatches(recipe.data.test)
     row = result_row(task.cell.row_name, made, recipe, test, seed=task.cell.seed, device=device)
     return TrainedCell(

@@ -1,4 +1,4 @@
-"""Whether a model ends in a sigmoid, which a loss of logits applies once more: a warning, before training."""
+"""Warning, before training, of a model that ends in a sigmoid, which a loss of logits applies once more."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def warn_of_sigmoid(model: nn.Module, loss: nn.Module, batch: Batch) -> None:
 
 
 def ends_in_sigmoid(model: nn.Module, batch: Batch) -> bool:
-    """Whether what a model returns comes out of a sigmoid, as autograd has noted it.
+    """Returns whether what a model returns comes out of a sigmoid, as autograd has noted it.
 
     Args:
         model: see `warn_of_sigmoid`.

@@ -1,4 +1,4 @@
-"""Labels and candidates of batches: what a loss and a metric can be computed from."""
+"""Labels and candidates of batches, from which a loss and a metric can be computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RankingBatch(Batch):
     Attributes:
         dense_features: ``(B, num_dense)``.
         sparse_features: stride B.
-        labels: ``(B,)``, 1 for what should rank first and 0 for the rest.
+        labels: ``(B,)``, 1 for candidates that should rank first and 0 for the rest.
         queries: ``(B,)`` int64, the query of each sample; a query may go on in the next batch, or on another rank.
     """
 

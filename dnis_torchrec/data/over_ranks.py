@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "selection", "test")
 FINGERPRINTS = 1 << 40
-"""How many fingerprints there are: few enough that those of many ranks can be added up."""
+"""Number of fingerprints, small enough that those of many ranks can be added up."""
 SAME_BATCHES = "as many batches on every rank"
 OVERLAP = 0.5
 """Share of a split's samples, beyond what repeats anyway, that another split may have too before a warning says so.
@@ -132,13 +132,13 @@ def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
 
 
 def all_samples(batches: Iterable[Batch]) -> Iterable[Batch]:
-    """What this rank counts and checks of a split that is learned on, once. Local, no collective.
+    """Returns the batches that this rank counts and checks, once, of a split that is learned on. Local, no collective.
 
-    Over all ranks it is every sample: what an epoch leaves out may be in the next one, or in a part of a batch.
+    Together the ranks count every sample: one that an epoch leaves out may come in the next, or in part of a batch.
 
     Args:
-        batches: of a split from `split_over_ranks`. Those that leave samples out say with a method ``counted()`` what
-            all of them are; of others an epoch is taken.
+        batches: of a split from `split_over_ranks`. Where they leave samples out, their method ``counted()`` gives all
+            samples; where they have no such method, one epoch is counted.
     """
     counted = getattr(batches, "counted", None)
     return batches if counted is None else counted()
@@ -198,7 +198,7 @@ class NotedBatches:
         return self._noting(self._batches)
 
     def counted(self) -> Iterator[Batch]:
-        """What `all_samples` takes."""
+        """Yields the batches that `all_samples` returns, and notes their samples."""
         return self._noting(all_samples(self._batches))
 
     def _noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -265,7 +265,7 @@ def check_steps(data: DataSplits, noted: DataSplits, ranks: Ranks) -> None:
 
 
 def warn_of_overlaps(noted: DataSplits, ranks: Ranks) -> None:
-    """Warns of splits that have batches or many samples in common: what is measured on such data says little.
+    """Warns of splits that have batches or many samples in common: metrics on such data say little.
 
     Some reductions of a sample of bounded size per split; the warnings come from rank 0, one per pair of splits.
 

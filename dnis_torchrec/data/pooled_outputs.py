@@ -1,4 +1,4 @@
-"""What a model's embedding collections hand out during a forward pass, and the L2 penalty on it.
+"""Pooled outputs of a model's embedding collections, recorded during a forward pass, and the L2 penalty on them.
 
 Shapes: B batch, F (feature, table) pairs, D embedding_dim.
 """
@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 @contextmanager
 def pooled_outputs(model: nn.Module) -> Iterator[list[KeyedTensor]]:
-    """Collects what the pooled collections of a model return in the block. Local, no collective.
+    """Collects the outputs of a model's pooled collections in the block. Local, no collective.
 
     Of nested collections the outermost counts: what the model reads is what a wrapper, as soft selection is one, made
     of its child's output. Sharded collections return awaitables, which the reader of `KeyedTensor.values` waits for.
@@ -51,7 +51,7 @@ def pooled_outputs(model: nn.Module) -> Iterator[list[KeyedTensor]]:
 
 
 def squared_norm(outputs: Sequence[KeyedTensor]) -> Tensor | float:
-    """Mean over the samples of a batch of the squared norms of what they looked up: ``1/B sum over b, f of |v_bf|^2``.
+    """Returns the mean squared norm of a batch's looked-up embeddings: ``1/B sum over b, f of |v_bf|^2``.
 
     v_bf is the pooled embedding of feature f of sample b. Differentiable; in float32 where embeddings are narrower.
 

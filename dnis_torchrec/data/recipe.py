@@ -28,7 +28,7 @@ from dnis_torchrec.data.split_checks import check_batch
 from dnis_torchrec.data.users_code import RecipeError, errors_of_recipe
 
 _MISSING: Any = None
-"""What a part of the data is that was not given, so that the error says more than that an argument is missing."""
+"""Default of every split: a split that was not given then gets an error that names a remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class DataSplits:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a search needs from its user.
+    """A model, its data and the settings that suit them: everything that a search needs from its user.
 
     Attributes:
         model: a plain TorchRec model, called as ``model(dense_features=..., sparse_features=...)`` and returning one

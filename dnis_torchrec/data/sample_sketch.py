@@ -96,7 +96,7 @@ class SampleSketch:
 
 
 def share_found(of: SampleSketch, among: SampleSketch) -> float:
-    """How many samples of one stream another has too.
+    """Estimates the share of one stream's samples that another stream has too.
 
     Args:
         of: the stream whose samples are looked for.
@@ -114,9 +114,9 @@ def share_found(of: SampleSketch, among: SampleSketch) -> float:
 
 
 def share_repeated(stream: SampleSketch) -> float:
-    """How many samples of a stream occur more than once in it: that many of another one's, drawn as they were, it has.
+    """Estimates the share of samples that a stream would have of another stream drawn in the same way.
 
-    That is Good and Turing's estimate.
+    By Good and Turing's estimate it is the share of its own samples that occur in it more than once.
 
     Args:
         stream: the stream.

@@ -1,4 +1,4 @@
-"""What no batch of any split may hold, found while the data is read before training: nothing at all, NaN, infinity.
+"""Checks of every batch of every split while the data is read before training: no batch is empty, no value not finite.
 
 Shapes: B batch, F features.
 """
@@ -65,7 +65,7 @@ def _check_num_samples(batch: Any, place: str) -> None:
 
 
 def parts_of(batch: Batch) -> dict[str, Any]:
-    """What a batch holds, by name.
+    """Returns the fields of a batch by name.
 
     Args:
         batch: a dataclass, as TorchRec's Batch is, or another object with attributes.

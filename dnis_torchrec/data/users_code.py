@@ -49,9 +49,9 @@ def errors_of_recipe(spec: str) -> Iterator[None]:
 
 @contextmanager
 def errors_of_its_code(spec: str) -> Iterator[None]:
-    """What a recipe's data or model raises while it is at work gets a note that names the recipe, see `named_errors`.
+    """Adds a note that names the recipe to errors from its data or model at work, see `named_errors`.
 
-    What this package raises goes without one, also where the user's code has called it.
+    Errors that this package raises get no note, even where the user's code has called it.
 
     Args:
         spec: ``module:function``.
@@ -91,7 +91,7 @@ def named_errors() -> Iterator[None]:
 
 
 def lies_in(file: Path | str, folders: tuple[Path, ...]) -> bool:
-    """Whether a file, or a folder, is one of these folders or lies in one.
+    """Returns whether a file, or a folder, is one of these folders or lies in one.
 
     Args:
         file: an absolute path.
@@ -105,7 +105,7 @@ def lies_in(file: Path | str, folders: tuple[Path, ...]) -> bool:
 
 
 def is_of_python(file: Path | str) -> bool:
-    """Whether a file belongs to Python's standard library.
+    """Returns whether a file belongs to Python's standard library.
 
     Args:
         file: an absolute path without links.
@@ -118,7 +118,7 @@ def is_of_python(file: Path | str) -> bool:
 
 
 def is_of_package(file: Path | str) -> bool:
-    """Whether a file lies where packages are installed; those installed as links to a checkout do not.
+    """Returns whether a file lies where packages are installed; those installed as links to a checkout do not.
 
     Args:
         file: an absolute path, without links or as Python's own paths have them.
@@ -165,7 +165,7 @@ def _is_own(file: str) -> bool:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a frame's file is the user's own: no library's, and no code without a file, as dataclasses make it."""
+    """Returns whether a frame's file is the user's own: neither a library's nor code without a file."""
     real = os.path.realpath(file)
     return not (file.startswith("<") or _is_own(file) or is_of_python(real) or is_of_package(real))
 

@@ -1,4 +1,4 @@
-"""`dnis export` and `dnis evaluate`: a finished run as an artifact, and what either predicts."""
+"""`dnis export` and `dnis evaluate`: a finished run as an artifact, and the metrics of either."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) ->
 
 
 def recorded_run(path: Path) -> Any:
-    """What a finished run says of itself, or an artifact of the run that it came from: JSON of anybody's making.
+    """Reads the record of a finished run, or of the run that an artifact came from. It may be JSON of anybody's making.
 
     Args:
         path: run folder or artifact.
@@ -123,7 +123,7 @@ def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str | None 
     """The recipe that an artifact's model was trained by, its fresh model of the kind that `drop_in_` takes.
 
     Args:
-        artifact: what `dnis export` or a cell of `dnis compare` wrote.
+        artifact: folder that `dnis export` or a cell of `dnis compare` wrote.
         data: folder of the data.
         recipe: ``module:function``; None for the one that the manifest names, where that is the user's own code.
 
@@ -155,7 +155,7 @@ def drop_in_(model: nn.Module, artifact: Path, *, form: str | None = None) -> nn
 
     Args:
         model: a model of the kind that was searched; changed in place.
-        artifact: what `export` wrote.
+        artifact: folder that `export` wrote.
         form: how its tables are served, see `dnis_torchrec.load`.
 
     Returns:

@@ -77,7 +77,7 @@ def save_shards(folder: Address, model: nn.Module, ranks: Ranks) -> None:
 
 
 def has_shards(folder: Path) -> bool:
-    """Whether a model was written by several ranks."""
+    """Returns whether a model was written by several ranks."""
     return (folder / shard_name(0)).is_file()
 
 
@@ -141,7 +141,7 @@ def shard_name(rank: int | str) -> str:
 
 
 def _world_size(file: Path) -> int:
-    """How many ranks have written, as one of their files says."""
+    """Returns the number of ranks that have written, as one of their files says."""
     remedy = "copy the files of all ranks into the folder, or search again"
     check(file.is_file(), str(file), "the part of a rank", "none", remedy)
     try:

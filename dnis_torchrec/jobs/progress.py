@@ -1,4 +1,4 @@
-"""What a person sees of a search or training that runs: progress, curves, images in TensorBoard; how to stop it."""
+"""Progress of a search or training for people: lines, curves, images in TensorBoard, and how to stop it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[Search
 
     Args:
         run: the folder of the run.
-        notes: what its user should know before it begins.
+        notes: notes to show its user before it begins.
 
     Yields:
         Events to hand to `search`.
@@ -89,7 +89,7 @@ def plain_progress(notes: Sequence[str] = ()) -> Iterator[PlainEvents]:
     """Progress of a plain training on standard error (tqdm). Only rank 0 shows anything.
 
     Args:
-        notes: what its user should know before it begins.
+        notes: notes to show its user before it begins.
 
     Yields:
         Events to hand to `train_plainly`.

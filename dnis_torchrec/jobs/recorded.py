@@ -54,7 +54,7 @@ def load_recorded(folder: Path, run: Mapping[str, Any], data: Path | None = None
 
     Args:
         folder: the run or the artifact, or this machine's copy of it.
-        run: what is recorded there; its ``recipe`` is used where the user names none.
+        run: the record of the run; its ``recipe`` is used where the user names none.
         data: folder of the data; no recorded recipe is taken from there.
         recipe: ``module:function`` by the user's own word, wherever that lies.
 
@@ -91,12 +91,12 @@ def _spellings(folder: Path) -> tuple[Path, ...]:
 
 
 def _names_in(here: Path, folder: Path) -> set[str]:
-    """What the working folder calls the folder that something lies in, or it itself."""
+    """Returns the names, in the working folder `here`, of the entries through which `folder` is reached."""
     return {inner.relative_to(here).parts[0] for inner in _spellings(folder) if inner.is_relative_to(here)}
 
 
 def _takes_a_place(name: str, here: Path) -> bool:
-    """Whether a folder of the working folder is a package that libraries would import instead of the one they mean."""
+    """Returns whether libraries would import this folder of the working folder instead of the package they mean."""
     found = PathFinder.find_spec(name, [str(here)])
     if found is None or found.origin is None:  # no package, or one without code, which any other of the name precedes
         return False
@@ -107,7 +107,7 @@ def _takes_a_place(name: str, here: Path) -> bool:
 
 
 def _foreign(folder: Path, data: Path | None, here: Path) -> tuple[Path, ...]:
-    """Folders that may be others': what is read, with all that came in one folder with it, its data, copies of URLs."""
+    """Returns folders that others may have made: the one read and all that came with it, data, copies of URLs."""
     found = list(_spellings(folder))
     for inner in _spellings(folder):
         projects = [base for base in (here, *editable_folders()) if inner != base and inner.is_relative_to(base)]
@@ -158,7 +158,7 @@ def _not_users(file: str, foreign: tuple[Path, ...], here: Path) -> str:
 
 
 def _is_written(folder: Path) -> bool:
-    """Whether a folder is a run, an artifact or a package."""
+    """Returns whether a folder is a run, an artifact or a package."""
     for file in (folder / name for name in WRITTEN):
         try:
             if _FORMATS.search(file.read_bytes()):

@@ -59,7 +59,7 @@ def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
 
 
 def read_runs(paths: Sequence[Path]) -> SeveralRuns:
-    """What the report of finished runs shows of each, the first one being what it is about.
+    """Reads what a report shows of several finished runs. The report is about the first one.
 
     Args:
         paths: run folders, at least one.

@@ -1,4 +1,4 @@
-"""RunFolder: what a search or a training leaves on disk, and how later commands find it again.
+"""RunFolder: the files that a search or a training leaves, and the way in which later commands find them.
 
 run.json               recipe, seed, configuration, status, history, versions
 counts.safetensors     training frequencies
@@ -57,7 +57,7 @@ _KIND = FolderKind("run", "run.json", _FORMAT)
 WRITTEN_BY_RANKS = ("checkpoints/*", shard_name("*"))
 """Patterns of the files that every rank writes; rank 0 writes the others."""
 REPLACED = f"replaced{PARTIAL}"
-"""Where a new run keeps the one that it replaces; no part of what is published."""
+"""Folder in which a new run keeps the run that it replaces. It is never published."""
 
 COMPRESSED = "compress.json"
 """File of what `dnis compress` leaves, which is no run."""
@@ -72,7 +72,7 @@ class _Configuration(TypedDict):
 
 
 class _Head(TypedDict):
-    """What later commands rely on of every run."""
+    """The fields of every run that later commands rely on."""
 
     status: str
     kind: NotRequired[str]
@@ -83,7 +83,7 @@ class _Head(TypedDict):
 
 
 class _FinishedHead(_Head):
-    """What later commands rely on of a run that has finished."""
+    """The fields of a finished run that later commands rely on."""
 
     primary_metric: str
     higher_is_better: bool
@@ -95,7 +95,7 @@ class _FinishedHead(_Head):
 
 
 class RunWriteError(RuntimeError):
-    """What a job found could not be written; what was there, as a search's checkpoints, is as it was."""
+    """Error of a job whose results could not be written; what was there, such as checkpoints, is as it was."""
 
 
 class RunFolder:
@@ -103,7 +103,7 @@ class RunFolder:
 
     Args:
         path: the folder.
-        url: where ranks put what they write, if they do not all see the folder; only rank 0 may then use anything else.
+        url: where ranks put their files, if they do not all see the folder; only rank 0 may then use anything else.
     """
 
     def __init__(self, path: Path, *, url: str | None = None) -> None:
@@ -227,7 +227,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Address:
-        """Where the checkpoints are."""
+        """Address of the checkpoints."""
         return inside(self._written_by_ranks, "checkpoints")
 
     @property
@@ -235,7 +235,7 @@ class RunFolder:
         return self.path if self._url is None else self._url
 
     def has_checkpoint(self) -> bool:
-        """Whether training got as far as its first checkpoint."""
+        """Returns whether training got as far as its first checkpoint."""
         return bool(checkpoint_folder(self.checkpoints).steps())
 
     @contextmanager
@@ -261,7 +261,7 @@ class RunFolder:
         """Checks that the run was started with the recipe and settings that it is to be resumed with.
 
         Args:
-            fields: what the run is to be resumed with, as `write_head` takes it; JSON-able.
+            fields: fields to resume the run with, as `write_head` takes them; JSON-able.
 
         Raises:
             ValueError: naming every difference.
@@ -290,7 +290,7 @@ class RunFolder:
             shutil.rmtree(self.path / REPLACED, ignore_errors=True)
 
     def _set_aside(self) -> None:
-        """Makes what stands here a folder of a new one."""
+        """Moves the run that stands here into a folder of the new one; deletes it if ranks write to a URL."""
         if self._url is not None:
             shutil.rmtree(self.path)
             return
@@ -449,7 +449,7 @@ class RunFolder:
 
 
 def _is_unused(path: Path) -> bool:
-    """Whether a folder holds no more than what a job makes before it writes run.json."""
+    """Returns whether a folder holds no more than what a job makes before it writes run.json."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
     names -= {name for name in names if name.endswith(PARTIAL)}  # a kill leaves what was being written
     is_before_head = bool(names) and names <= {"checkpoints", "lock", FETCHED}  # of a URL, which has no empty folders
@@ -457,7 +457,7 @@ def _is_unused(path: Path) -> bool:
 
 
 def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the outcome of a run, by name."""
+    """Returns the settings that decide the outcome of a run, by name."""
     settings = {name: head.get(name) for name in ("recipe", "seed", "embedding_dim")} | dict(head["configuration"])
     return {"kind": _kind(head)} | settings
 

@@ -38,20 +38,20 @@ BASELINES = ("dense", "uniform", "magnitude")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchJob:
-    """What `dnis search` is asked for.
+    """Arguments of `dnis search`.
 
     Attributes:
         recipe: ``module:function``.
         data: folder of the data, or None for a recipe that makes its own.
-        out: run folder to make, or to go on with; all ranks have to see it, unless `url` says where else they write.
-        url: where ranks on several hosts put their checkpoints and shards; `out` is then rank 0's alone, which whoever
-            gave it publishes at this URL.
+        out: run folder to make, or to go on with. All ranks have to see it, unless `url` says where else they write.
+        url: where ranks on several hosts put their checkpoints and shards. Only rank 0 then uses `out`, which the
+            caller publishes at this URL.
         size: the requested size.
         settings: fields of `SearchConfig` to set otherwise than the recipe does.
         embedding_dim: D to start from, or None for the recipe's own.
         seed: of weights, splits and batch order.
-        baselines: what to train beside, at the same size: of ``"dense"``, ``"uniform"``, ``"magnitude"``.
-        overwrite: replace a run that stands at `out`; it is back if this one fails before its first checkpoint.
+        baselines: methods to train beside, at the same size: of ``"dense"``, ``"uniform"``, ``"magnitude"``.
+        overwrite: replace a run that stands at `out`. It is put back if this one fails before its first checkpoint.
         saving: when to save, and whether to go on with a run that stands at `out`.
     """
 
@@ -88,7 +88,7 @@ def run_search(job: SearchJob) -> list[ReportRow]:
     only the missing baselines are trained.
 
     Args:
-        job: what is asked for, the same on every rank.
+        job: arguments of the command, the same on every rank.
 
     Returns:
         The rows of report.json, the search's own first.
@@ -177,7 +177,7 @@ def _search(
 
 @contextmanager
 def _left_in_order(run: RunFolder, head: Mapping[str, Any]) -> Iterator[None]:
-    """What an error in the block leaves: a run to resume, or what was there before where nothing was trained."""
+    """Leaves a run to resume after an error in the block, or what was there before if nothing was trained."""
     try:
         yield
     except BaseException:

@@ -37,12 +37,12 @@ from dnis_torchrec.training.settings import TrainSettings
 from dnis_torchrec.training.sharded import shard
 
 METHOD = "uncompressed"
-"""What the row of a trained model is called in report.json."""
+"""Name of a trained model's row in report.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob(TrainSettings):
-    """What `dnis train` is asked for, beside its settings.
+    """Arguments of `dnis train`, with its settings.
 
     Attributes:
         recipe: ``module:function``.
@@ -67,7 +67,7 @@ def run_train(job: TrainJob) -> ReportRow:
     rest; it alone shows progress.
 
     Args:
-        job: what is asked for, the same on every rank.
+        job: arguments of the command, the same on every rank.
 
     Returns:
         The row of report.json.

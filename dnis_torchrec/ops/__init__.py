@@ -1,1 +1,1 @@
-"""Ops: compiled operators, what takes their place without a compiler, and checks of what they are given."""
+"""Ops: compiled operators, their substitutes without a compiler, and checks of their inputs."""

@@ -49,11 +49,11 @@ def names_tensor(features: Sequence[str]) -> Tensor:
 
 
 def bag_offsets(lengths: Tensor, ids: Tensor, features: Tensor) -> Tensor:
-    """Where the bags of a batch begin. `load_operator` comes first.
+    """Returns the offsets at which the bags of a batch begin. `load_operator` has to be called before.
 
     Args:
         lengths: ``(F, B)`` int32 or int64.
-        ids: ``(I,)``; only how many is looked at.
+        ids: ``(I,)``; only their number is looked at.
         features: their names, see `names_tensor`.
 
     Returns:

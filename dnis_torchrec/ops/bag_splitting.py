@@ -24,7 +24,7 @@ from dnis_torchrec.ops.block_operators import are_compiled, split_bags
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureSplit:
-    """How the bags of one feature are split.
+    """The rule by which the bags of one feature are split.
 
     Attributes:
         feature: KJT key to read.
@@ -134,7 +134,7 @@ class BagSplitter(nn.Module):
         )
 
     def _split_at_once(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """By the compiled operator: ids, lengths and weights of the split bags."""
+        """Splits bags by the compiled operator: returns ids, lengths and weights of the split bags."""
         none = self._slots.new_empty(0, dtype=torch.int64)
         routings = [
             none if index is None else cast(RowRouter, self._routers[index]).routing_tensor()
@@ -153,12 +153,12 @@ class BagSplitter(nn.Module):
         )
 
     def _split_by_sorting(self, bags: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """By torch's own operators, on any device: the same."""
+        """Splits bags by torch's own operators, on any device; returns the same."""
         slot = self._slots.index_select(0, self._blocks_of(bags.values().split(bags.length_per_key())))
         return sort_by_slot(bags, slot, len(self._keys))
 
     def _blocks_of(self, values: Sequence[Tensor]) -> Tensor:
-        """For each id the index of its (split, block), ``(I,)``."""
+        """Returns, for each id, the index of its pair of split and block, ``(I,)``."""
         blocks, first = [], 0
         for split, router, ids in zip(self._splits, self._router_of_split, values, strict=True):
             block = torch.zeros_like(ids, dtype=torch.int64) if router is None else self._routers[router](ids)
@@ -224,7 +224,7 @@ def select_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJ
 
 
 def check_one_batch_size(features: KeyedJaggedTensor) -> None:
-    """Refuses what TorchRec calls variable batch size.
+    """Refuses batches of TorchRec's variable batch size.
 
     Args:
         features: a batch.

@@ -1,4 +1,4 @@
-"""Checks that a batch holds what it says: as many ids as its lengths ask for, before anything reads them.
+"""Checks that a batch holds as many ids as its lengths ask for, before anything reads them.
 
 Kernels trust lengths and offsets: where these ask for more ids than there are, they read beyond the batch. So what
 comes from outside passes here, or through an operator that checks as much by itself, and errors name the feature.
@@ -17,13 +17,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.checks import SHOWN, check, describe
 
 INTEGERS = (torch.int32, torch.int64)
-"""What operators take ids, lengths and offsets as."""
+"""Dtypes of the ids, lengths and offsets that operators take."""
 _FEW_BAGS = 128
 """Numbers that Python adds up before torch has begun."""
 
 
 _RAISES, _NO_WARNING = 0, torch.zeros(1, dtype=torch.int64)
-"""How FBGEMM's check of bounds is told to change nothing."""
+"""Arguments with which FBGEMM's check of bounds raises, and changes nothing."""
 
 
 def named(features: Sequence[str]) -> str:
@@ -73,17 +73,17 @@ def check_bags(features: KeyedJaggedTensor) -> None:
 
 
 def offsets_of_rows(features: KeyedJaggedTensor, limits: Tensor) -> Tensor | None:
-    """Where the bags of a batch begin, if nothing is wrong with them and every id is a row: one pass, the usual case.
+    """Returns the offsets of a sound batch, in which every id is a row, in one pass: the usual case.
 
-    FBGEMM's operator is there wherever TorchRec is, and compiled; torch's own would take several passes and as many
-    calls, which small batches feel.
+    FBGEMM's compiled operator is there wherever TorchRec is. torch's own operators would take several passes and as
+    many calls, which cost small batches time.
 
     Args:
         features: the batch, of one batch size.
-        limits: ``(keys,)`` int64, how many rows the ids of each key may mean.
+        limits: ``(keys,)`` int64, the number of rows that ids of each key may name.
 
     Returns:
-        ``(keys * B + 1,)``; None where the batch has to be looked at more closely, which says no more than that.
+        ``(keys * B + 1,)``, or None where the batch has to be looked at more closely; it may still be sound.
 
     Example:
         >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3, 5]), lengths=torch.tensor([0, 2]))
@@ -110,7 +110,7 @@ def offsets_of_rows(features: KeyedJaggedTensor, limits: Tensor) -> Tensor | Non
 
 
 def are_sound(lengths: Tensor, num_bags: int, num_ids: int) -> bool:
-    """Whether no length is below 0, and they add up to the number of ids.
+    """Returns whether no length is below 0, and they add up to the number of ids.
 
     Args:
         lengths: of any shape, on the CPU.
@@ -171,7 +171,7 @@ def refuse_bags(
 def readable_bags(
     names: Sequence[str], ids: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What to give an operator that refused some bags: they are checked, and converted.
+    """Checks bags that an operator has refused, and converts them to dtypes that it takes.
 
     Args:
         names: keys of the batch.

@@ -25,7 +25,7 @@ from dnis_torchrec.ops.native_build import NAMESPACE, SELECTION, once
 
 @once
 def are_compiled() -> bool:
-    """Whether the compiled operators are there; the first call of a process loads them, building them if need be.
+    """Returns whether the compiled operators are there. A process's first call loads, and if need be builds, them.
 
     Warns:
         RuntimeWarning: if they could not be compiled, with the reason; ``DNIS_NO_COMPILE=1`` silences it.
@@ -108,7 +108,7 @@ class _SelectPieces(torch.autograd.Function):
 
 
 def _holders(tensor: Tensor) -> int:
-    """How many hold a tensor's memory: tensors, views, and what autograd has saved."""
+    """Counts the holders of a tensor's memory: tensors, views, and tensors that autograd has saved."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -183,7 +183,7 @@ def fill_rows_(
 
 
 def are_good_bags(ids: Tensor, lengths: Tensor, bounds: Tensor, longest: Tensor) -> bool:
-    """Whether no bag is longer than allowed, and every id is at least 0 and below the bound of its key. CPU, compiled.
+    """Returns whether no bag is too long, and every id is at least 0 and below the bound of its key. CPU, compiled.
 
     Args:
         ids: ``(I,)`` int32 or int64, the bags of one key after those of another.

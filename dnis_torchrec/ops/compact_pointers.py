@@ -38,7 +38,7 @@ def compact_bytes(num_rows: int) -> int:
 
 
 def has_compact_pointers(embedding_dim: int) -> bool:
-    """Whether lookups read compact row pointers: up to D = 255.
+    """Returns whether lookups read compact row pointers: up to D = 255.
 
     Example:
         >>> has_compact_pointers(255), has_compact_pointers(256)
@@ -128,7 +128,7 @@ def compacted(row_pointers: Tensor) -> Tensor:
 
 
 def row_bounds(pointers: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where rows begin and end, from row pointers of either kind.
+    """Returns where rows begin and end, from row pointers of either kind.
 
     Args:
         pointers: ``(n + 1,)`` int32 or int64, or compact.

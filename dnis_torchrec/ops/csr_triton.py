@@ -32,7 +32,7 @@ WARPS_PER_PROGRAM = 1
 
 
 class _Encoding(NamedTuple):
-    """What the kernel is compiled for: features that have it in common share a launch."""
+    """Sizes of stored numbers, for which the kernel is compiled. Features of equal sizes share a launch."""
 
     value_bytes: int
     column_bytes: int
@@ -40,7 +40,7 @@ class _Encoding(NamedTuple):
 
 
 class _Feature(NamedTuple):
-    """What the kernel reads about a feature; addresses are of the GPU's memory."""
+    """The numbers that the kernel reads about a feature. Addresses are of the GPU's memory."""
 
     rows: int
     row_pointers: int
@@ -77,7 +77,7 @@ def triton_csr_embedding_bag(
         keys: positions of keys, or None.
         batch_size: B.
         width: output columns.
-        zero_unknown: what becomes of unknown ids.
+        zero_unknown: whether unknown ids give zeros; else they are an error.
 
     Returns:
         ``(B, width)`` float32.
@@ -156,7 +156,7 @@ def _by_encoding(
 
 @functools.lru_cache(maxsize=256)
 def _on_device(features: tuple[_Feature, ...], device: torch.device) -> Tensor:
-    """What the kernel reads about features; the same for every batch of a module, so that few calls copy anything."""
+    """Copies what the kernel reads about features to a device; a module's features stay the same, so few calls copy."""
     return torch.tensor(features, dtype=torch.int64).to(device)
 
 
@@ -198,7 +198,7 @@ def _row_bounds(  # type: ignore[no-untyped-def]
 
 
 def _bag_bounds(offsets, bag, num_bags, num_ids, fault):  # type: ignore[no-untyped-def]
-    """Where the ids of a bag begin and end; nothing, and a fault, where offsets do not rise from 0 to `num_ids`."""
+    """Returns where the ids of a bag begin and end. Offsets that do not rise from 0 to `num_ids` give a fault."""
     begin, end = tl.load(offsets + bag).to(tl.int64), tl.load(offsets + bag + 1).to(tl.int64)
     is_sound = (begin >= 0) & (begin <= end) & (end <= num_ids)
     is_sound = is_sound & (tl.load(offsets) == 0) & (tl.load(offsets + num_bags) == num_ids)

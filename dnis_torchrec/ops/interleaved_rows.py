@@ -23,7 +23,7 @@ _DTYPE_OF_BYTES = {4: torch.float32, 2: torch.float16, 1: torch.int8}
 
 
 class RowLayout(NamedTuple):
-    """What rows are interleaved of.
+    """Sizes of the values and column indices that rows are interleaved of.
 
     Attributes:
         value_bytes: 4 (float32), 2 (float16) or 1 (int8).
@@ -118,7 +118,7 @@ def read_rows(
 
     Args:
         rows: interleaved.
-        layout: of what.
+        layout: sizes of the values and columns.
         index: ``(I,)`` int64, which rows.
         first: ``(I,)`` int64, their row pointers.
         count: ``(I,)`` int64, how many values each has; all of them within `rows`.
@@ -148,7 +148,7 @@ def read_rows(
 
 
 def _entries(count: Tensor) -> tuple[Tensor, Tensor]:
-    """For each value of rows of so many: its row, and its place in it."""
+    """Returns each value's row and its place in the row, for rows of `count` values each."""
     row = torch.repeat_interleave(count)
     return row, torch.arange(row.numel(), device=count.device) - (count.cumsum(0) - count)[row]
 

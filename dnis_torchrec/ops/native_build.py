@@ -28,7 +28,7 @@ import torch
 from dnis_torchrec.checks import check_known, describe
 
 NAMESPACE = "dnis_torchrec"
-"""Of all operators, as in ``torch.ops.dnis_torchrec``."""
+"""Namespace of all operators, as in ``torch.ops.dnis_torchrec``."""
 COMPILERS = ("c++", "g++", "clang++")
 """Names tried where the variable CXX gives none."""
 FLAGS = (
@@ -43,10 +43,10 @@ NO_COMPILE = "DNIS_NO_COMPILE"
 """Environment variable: set to anything but 0, nothing is compiled or loaded, and torch's own operators do the work."""
 SECONDS_TO_COMPILE = 300
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
-"""From narrow to wide: a library holds its loops for each, so that one serves every machine."""
+"""Instruction sets from narrow to wide. A library holds its loops for each, so that one serves every machine."""
 ELF_MAGIC = b"\x7fELF"
 ELF_HEADER = struct.Struct("=40xQ10xHH2x")
-"""Of a 64-bit file: where the section headers begin, how long one is, and how many there are."""
+"""Header of a 64-bit ELF file: offset of the section headers, size of one, and their number."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +55,11 @@ _built_elsewhere: ContextVar[tuple[Path, ...]] = ContextVar("built_elsewhere", d
 
 @dataclass(frozen=True, kw_only=True)
 class NativeLibrary:
-    """A shared library, and what it is compiled from.
+    """A shared library, and the sources that it is compiled from.
 
     Attributes:
         name: of the library.
-        place: what it is, for errors.
+        place: name of the library, for errors.
         sources: folder of the ``.cpp`` files that are compiled, and of all that they include.
         without: what happens where it cannot be built, for a warning.
         instruction_set_function: the function of the library that tells or sets the instruction set.
@@ -184,7 +184,7 @@ class NativeLibrary:
             os.replace(place.new, library)
 
     def _key(self) -> str:
-        """Hash of what is compiled; not of the compiler, so that a library outlives it, as in a slim serving image."""
+        """Hash of the sources, not of the compiler, so that a library outlives it, as in a slim serving image."""
         parts = [str(torch.__version__), platform.machine(), *FLAGS]
         digest = hashlib.sha256("\0".join(parts).encode())
         for source in sorted(self.sources.iterdir()):
@@ -200,7 +200,7 @@ class NativeLibrary:
 
 
 def _is_cut_off(library: Path) -> bool:
-    """Whether an ELF file ends before its section headers do, its last part. Loading one ends the process by SIGBUS."""
+    """Returns whether an ELF file ends before its section headers do, its last part. Loading it would raise SIGBUS."""
     with library.open("rb") as stream:
         header = stream.read(ELF_HEADER.size)
     if not ELF_MAGIC.startswith(header[: len(ELF_MAGIC)]):
@@ -232,7 +232,7 @@ def find_compiler() -> str | None:
 
 
 def library_folder() -> Path:
-    """Where libraries are kept: ``$XDG_CACHE_HOME/dnis_torchrec``, by default ``~/.cache/dnis_torchrec``."""
+    """Returns the folder of libraries: ``$XDG_CACHE_HOME/dnis_torchrec``, by default ``~/.cache/dnis_torchrec``."""
     # serving needs nothing else of storage, and this only where no library was loaded yet
     from dnis_torchrec.storage.user_folders import user_cache_folder
 

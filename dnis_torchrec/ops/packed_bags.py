@@ -25,7 +25,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedBags:
-    """What a lookup reads, and where its pieces belong.
+    """Bags split into pieces, as a lookup reads them, and the bag and the row of alpha of every piece.
 
     Attributes:
         ids: the ids, key by key.
@@ -51,7 +51,7 @@ class PackedBags:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """How the bags of one feature are split.
+    """The rule by which the bags of one feature are split.
 
     Attributes:
         routing: block of every row of the table, see `dnis_torchrec.ops.block_operators.split_bags`.
@@ -164,7 +164,7 @@ def select_packed(pooled: Tensor, alpha: Tensor, bags: PackedBags, layout: Tenso
         pooled: ``(R, sum of D over keys)``, float32 or float64; its empty bags are not looked at, nor is anything
             written to the memory of their gradient.
         alpha: ``(sum of A * D,)``: the alphas of all embedding_dims, flattened, one after the other.
-        bags: what was looked up.
+        bags: the bags that were looked up.
         layout: ``(F, 6)`` int64: first column of the feature's keys in `pooled`, first column of its output, its
             columns (fewer than D where a shard holds some only), its keys, where the first of these columns of row 0
             stands in `alpha`, and D, from one row of alpha to the next.

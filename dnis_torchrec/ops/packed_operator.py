@@ -55,9 +55,9 @@ def register_packed_embedding_bag(*, compiled: bool) -> None:
 
 
 def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """What a lookup has to know of the columns of blocks, 16 of them in a group: 24 bytes for each column.
+    """Describes the columns of blocks for a lookup, 16 columns in a group, 24 bytes for each column.
 
-    A group is 96 int32: sixteen of each of the first five, then seven, then zeros.
+    A group is 96 int32: sixteen for each of the first five numbers below, then six, then zeros.
 
     - bytes of the field within the 64 from the group's first on, four to a number, lowest first;
     - mask of the field in these, all bits for a float32, 0 for a dropped column;
@@ -111,7 +111,7 @@ def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def _first(start: Tensor, retained: Tensor) -> Tensor:
-    """Where the first retained field of each row of a matrix starts; 0 where there is none."""
+    """Returns where the first retained field of each row of a matrix starts; 0 where there is none."""
     first = torch.where(retained, start, torch.iinfo(torch.int64).max).amin(dim=1, keepdim=True)
     return torch.where(retained.any(1, keepdim=True), first, 0)
 

@@ -1,4 +1,4 @@
-"""What a comparison comes to: one row per method and size. Plain frozen values."""
+"""Content of a comparison's files: one row per method and size, as plain frozen values."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class ComparisonRow:
         return "; ".join(f"seed {', '.join(numbers)}: {reason}" for reason, numbers in seeds.items())
 
     def num_seeds(self, metric: str) -> int:
-        """How many seeds have a metric."""
+        """Returns the number of seeds that have a metric."""
         return sum(metric in row.metrics for row in self.group.rows)
 
     def is_whole(self, metric: str) -> bool:
-        """Whether every seed has a metric; a mean over fewer of them is one of other splits, which differ in level."""
+        """Returns whether every seed has a metric. A mean over fewer is one of other splits, which differ in level."""
         return not self.is_empty and not self.missing and self.num_seeds(metric) == len(self.group.rows)
 
     def point(self, metric: str) -> ParetoPoint | None:
@@ -142,7 +142,7 @@ class ComparisonContent:
         rows: in the order in which they should be read.
         primary_metric: the metric of the figures and the Pareto front.
         higher_is_better: its direction.
-        rules: what all cells share, JSON-able.
+        rules: settings that all cells share, JSON-able.
         notes: limits of the data.
         versions: package -> version, several with commas between them if cells differ.
 

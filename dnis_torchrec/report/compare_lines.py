@@ -1,4 +1,4 @@
-"""A comparison as lines of a table, for terminal and page alike: what every method reaches and what it costs."""
+"""A comparison as lines of a table, for terminal and page alike: the metrics and the cost of every method."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ComparedLine:
     """One row of a comparison as it is printed; an empty one has dashes.
 
     Attributes:
-        row: what is printed.
+        row: the row that is printed.
         size: the compression asked for.
         parameters: retained values of the tables.
         megabytes: bytes in the form that is compared.
         form: that form.
-        ratio: what the bytes came to, against the uncompressed tables.
+        ratio: bytes of the uncompressed tables over its bytes.
         metrics: text of each metric, and whether it is the best at this size.
         difference: of the primary metric to the uncompressed model.
         tone: ``"better"``, ``"worse"`` or ``""``, of the difference.
@@ -146,12 +146,12 @@ def _difference(content: ComparisonContent, row: ComparisonRow) -> tuple[str, st
 
 @dataclass(frozen=True, kw_only=True)
 class CostLine:
-    """What one method costs.
+    """The cost of one method at every size.
 
     Attributes:
         method: its name.
-        cells: per size, the wall time of all its runs and in words what that is in runs and plain trainings; two empty
-            strings where it has none.
+        cells: per size, the wall time of all its runs, and the same in words as runs and plain trainings. Both are
+            empty where it has no results.
     """
 
     method: str
@@ -159,7 +159,7 @@ class CostLine:
 
 
 def cost_lines(content: ComparisonContent) -> list[CostLine]:
-    """What every method costs at every size of `sizes_of`, in the order in which the methods were asked for.
+    """Returns the cost of every method at every size of `sizes_of`, methods in the order of the comparison.
 
     Args:
         content: the comparison.

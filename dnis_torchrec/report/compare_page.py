@@ -1,4 +1,4 @@
-"""A comparison as one self-contained HTML page: what every method reaches at the same bytes, and what it costs."""
+"""A comparison as one self-contained HTML page: the metrics of every method at the same bytes, and its cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dnis_torchrec.report.tables import (
 from dnis_torchrec.storage.whole_files import write_text
 
 MANY_METRICS = 3
-"""From more on, deviations stand below their means, so that the table stays readable."""
+"""Number of metrics above which deviations stand below their means, so that the table stays readable."""
 FEW_LINES = 24
 """Up to so many, the table of bytes is open from the start."""
 
@@ -47,7 +47,7 @@ class Winner:
         size: the compression asked for.
         method: its name.
         metric: its mean of the primary metric, in words.
-        detail: how far it is from the uncompressed model, and what comes next.
+        detail: its difference to the uncompressed model, and the method that comes next.
         tone: ``"better"`` or ``"worse"`` than the uncompressed model, ``""`` if neither.
     """
 
@@ -63,7 +63,7 @@ def write_comparison(path: Path, content: ComparisonContent) -> Path:
 
     Args:
         path: of the page; an older one is replaced.
-        content: what it shows.
+        content: the content of the page.
 
     Returns:
         `path`.
@@ -79,7 +79,7 @@ def render_comparison(content: ComparisonContent) -> str:
     """The page of `write_comparison` as a string.
 
     Args:
-        content: what the page shows.
+        content: the content of the page.
 
     Raises:
         TypeError: if the rules are not JSON-able.
@@ -174,7 +174,7 @@ def _winner(content: ComparisonContent, size: str, ranked: list[ComparisonRow]) 
 
 
 def _sentence(content: ComparisonContent, winners: list[Winner]) -> str:
-    """Who is best at which size, in words."""
+    """Says in words which method is best at which size."""
     if not winners:
         return f"No method has finished on {content.recipe} under every seed yet."
     sizes: dict[str, list[str]] = {}

@@ -20,7 +20,7 @@ def write_compression(path: Path, content: CompressionContent) -> Path:
 
     Args:
         path: of the page; an older one is replaced.
-        content: what it shows.
+        content: the content of the page.
 
     Returns:
         `path`.

@@ -1,4 +1,4 @@
-"""What a report says: rows of results, blocks, alpha, history. Plain frozen values; report.json holds the rows.
+"""Content of a report: rows of results, blocks, alpha, history, as plain frozen values. report.json holds the rows.
 
 Shapes: S blocks, D embedding_dim.
 """
@@ -24,7 +24,7 @@ from dnis_torchrec.storage.whole_files import write_text
 DENSE, NO_EMBEDDINGS = "dense", "no-embeddings"
 """The methods that have no size: the uncompressed model, and the model with every embedding zero."""
 WITH_VALIDATION = "+validation"
-"""What the name of a row ends with whose method was trained on the alpha-validation split as well."""
+"""Suffix of a row's name whose method was trained on the alpha-validation split as well."""
 SAME_SIZE_RATIO = 1.05
 """Rows of one method whose compressions differ by no more than this factor are seeds of the same experiment."""
 
@@ -189,7 +189,7 @@ def read_report_rows(path: Path) -> tuple[ReportRow, ...]:
 
 
 def _is_empty(row: object) -> bool:
-    """Whether it is a row of a comparison that has a reason instead of results."""
+    """Returns whether it is a row of a comparison that has a reason instead of results."""
     return isinstance(row, Mapping) and "reason" in row and not row.get("metrics")
 
 
@@ -303,7 +303,7 @@ def seed_groups(rows: Iterable[ReportRow]) -> tuple[RowGroup, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSummary:
-    """What became of one block of one table.
+    """Rows, occurrences and retained dims of one block of one table.
 
     Attributes:
         table: table name.
@@ -353,7 +353,7 @@ class ReportContent:
         primary_metric: the metric that the figures show.
         higher_is_better: direction of `primary_metric`.
         alpha: which tables share it, or a table name -> ``(S, D)`` alpha at the end of the search, values in [0, 1].
-        blocks: what became of every block.
+        blocks: a summary of every block.
         history: one mapping per epoch with the keys step, epoch, train_loss, selection_loss, alpha_density, alpha_mean
             and pressure; a key may be missing.
         row_distribution: rows by frequency and retained dims, None if it is not known.

@@ -1,4 +1,4 @@
-"""From what a search leaves behind to what a report shows: blocks, alpha by name, and the distribution of the rows.
+"""Content of a report, made of the files of a search: blocks, alpha by name, and the distribution of the rows.
 
 Shapes: N rows of a table, D embedding_dim, S blocks, A rows of alpha for one D.
 """
@@ -48,7 +48,7 @@ def _mean_dims(of_rows: Tensor, routing: RowRouting, seen_rows: Tensor) -> list[
 
 
 def searched_summaries(alpha: Mapping[int, Tensor], blocks: RowBlocks) -> tuple[BlockSummary, ...]:
-    """As `block_summaries`, in the middle of a search: what pruning would retain is where alpha is not 0.
+    """Summarises blocks as `block_summaries` does, in the middle of a search: pruning would retain alpha that is not 0.
 
     Args:
         alpha: embedding_dim -> ``(A, D)``.
@@ -109,7 +109,7 @@ def count_rows(
 
 
 def count_searched_rows(alpha: Mapping[int, Tensor], blocks: RowBlocks, counts: FrequencyCounts) -> RowDistribution:
-    """As `count_rows`, in the middle of a search, see `searched_summaries`.
+    """Counts rows as `count_rows` does, in the middle of a search, see `searched_summaries`.
 
     Args:
         alpha: embedding_dim -> ``(A, D)``.
@@ -124,7 +124,7 @@ def count_searched_rows(alpha: Mapping[int, Tensor], blocks: RowBlocks, counts: 
 
 
 def _distribution(dims: Mapping[str, Tensor], counts: FrequencyCounts, embedding_dim: int) -> RowDistribution:
-    """Of tables whose rows retain so many dims, in pieces that bound the memory."""
+    """Counts the rows of tables by frequency and retained dims, in chunks that bound the memory."""
     of_tables = (
         zip(count_chunks(counts.counts[name]), per_row.split(ROWS_AT_A_TIME), strict=True)
         for name, per_row in dims.items()
@@ -156,7 +156,7 @@ def scheme_row(
     """The row of a model whose tables follow a scheme.
 
     Args:
-        method: what the row is called.
+        method: name of the row.
         scheme: retained dims of all tables: they give parameters and bytes.
         metrics: metric -> value on the test split.
         seed: of splits and initial weights.

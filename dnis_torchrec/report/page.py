@@ -74,7 +74,7 @@ def write_report(path: Path, content: ReportContent, *, figure_folder: Path | No
 
     Args:
         path: the file, usually ``RUN/report.html``; an older one is replaced.
-        content: what to show.
+        content: the content of the page.
         figure_folder: folder for every figure as PNG and as SVG, usually ``RUN/figures``; made if it does not exist.
             Figures of an older report that this one lacks are deleted.
 
@@ -95,7 +95,7 @@ def render_report(content: ReportContent) -> str:
     """The page of `write_report` as a string.
 
     Args:
-        content: what the page shows.
+        content: the content of the page.
     """
     return _page(content, draw_figures(content))
 
@@ -139,7 +139,7 @@ def draw_figures(content: ReportContent) -> dict[str, Figure]:
     """Draws the figures for which there is something to show; names are of `FIGURES`.
 
     Args:
-        content: what is drawn; a part of it that is empty has no figure.
+        content: the content of the report; an empty field of it has no figure.
     """
     drawn: dict[str, Figure] = {}
     metric, higher = content.primary_metric, content.higher_is_better

@@ -41,9 +41,9 @@ LEFT, RIGHT, TOP, BOTTOM = 84.0, 880.0, 14.0, 346.0
 MARK_RADIUS, LABEL_LINE, LABEL_CHARACTER = 9.0, 15.0, 7.5
 """Room for a mark, for a line of a label beside it and for a character of that, at most."""
 SUBJECT = " subject"
-"""Class of what is drawn for the method that the chart is about."""
+"""CSS class of the marks of the method that the chart is about."""
 ARROWS = {1: "\N{UPWARDS ARROW}", -1: "\N{DOWNWARDS ARROW}"}
-"""In front of a number above the axis and of one below it."""
+"""Arrows in front of a number above the axis and of one below it."""
 DARK = {
     BLUE: "#4fa8e0",
     ORANGE: "#f4894a",
@@ -79,7 +79,7 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
     the Tab key, shows method, bytes, metric and deviation, compression, seeds and time.
 
     Args:
-        points: what to draw.
+        points: points to draw.
         metric: name of the metric.
         higher_is_better: its direction.
 
@@ -125,7 +125,7 @@ def pareto_chart(points: Sequence[ParetoPoint], metric: str, *, higher_is_better
 
 @dataclass(frozen=True, kw_only=True)
 class _Scale:
-    """From bytes and metric to places in the SVG."""
+    """Scale that turns bytes and metric into places in the SVG."""
 
     low_bytes: float
     high_bytes: float
@@ -190,7 +190,7 @@ def _row_class(method: str) -> str:
 
 
 def _places(points: Sequence[ParetoPoint], scale: _Scale) -> list[tuple[float, float]]:
-    """Where every mark stands: at its bytes and metric, beyond the axis at its edge and beside the others there."""
+    """Returns the place of every mark: at its bytes and metric, or, beyond the axis, apart from others at its edge."""
     places = [(scale.x(point.bytes), scale.y(point.mean)) for point in points]
     for beyond, edge in ((1, TOP), (-1, BOTTOM)):
         outside = [index for index, point in enumerate(points) if scale.beyond(point.mean) == beyond]

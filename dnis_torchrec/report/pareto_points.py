@@ -29,10 +29,10 @@ class Difference:
     num_seeds: int
 
     def told(self, num_seeds: int) -> str:
-        """As it is printed; of a row with more seeds it says of how many it is.
+        """Formats the difference; if the row has more seeds, the text says how many this one has.
 
         Args:
-            num_seeds: those of the row.
+            num_seeds: seeds of the row.
 
         Example:
             >>> Difference(mean=0.5, deviation=None, num_seeds=1).told(3)

@@ -1,4 +1,4 @@
-"""How many rows have which frequency and which retained dims: the joint distribution, small whatever the tables are.
+"""Joint distribution of the rows over frequency and retained dims; it is small, however large the tables are.
 
 Shapes: N rows, F bins of frequency, D embedding_dim.
 """

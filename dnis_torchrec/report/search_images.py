@@ -35,7 +35,7 @@ class SearchImages:
         self._spent = 0.0
 
     def is_due(self) -> bool:
-        """Whether the images drawn so far took less than their share of the time."""
+        """Returns whether the images drawn so far took less than their share of the time."""
         return self._spent <= SHARE_OF_TIME * (time.monotonic() - self._started)
 
     def draw(self, alpha: Mapping[int, Tensor], step: int) -> None:

@@ -18,10 +18,10 @@ Series = dict[str, tuple[tuple[float, ReportRow], ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunResults:
-    """What a report needs to know of a run to put it beside others.
+    """The results and settings of a run, by which a report puts it beside others.
 
     Attributes:
-        name: where it is, for errors.
+        name: path of the run, for errors.
         recipe: ``module:function``.
         configuration: of the search.
         embedding_dim: D, the largest of its tables.

@@ -18,7 +18,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def cell(text: str, style: str = "") -> Text:
-    """What a cell or heading of a terminal's table says, where it is no markup and steers no terminal.
+    """Makes the text of a cell or heading of a terminal's table: neither markup nor control codes have an effect.
 
     Args:
         text: with names of others in it.
@@ -65,7 +65,7 @@ def rows_table(rows: Iterable[ReportRow], metrics: Sequence[str] | None = None) 
     The best value of every metric whose direction is known by name is bold.
 
     Args:
-        rows: what is reported.
+        rows: the results to show.
         metrics: those to show; all of them if not given.
     """
     rows = list(rows)
@@ -124,7 +124,7 @@ def smallest_form(group: RowGroup) -> str:
 
 
 def of_fewer_seeds(num_seeds: int, num_rows: int) -> str:
-    """What stands behind a mean over fewer seeds than its row has, nothing behind the others.
+    """Returns the note behind a mean over fewer seeds than its row has, or an empty text.
 
     Args:
         num_seeds: seeds of the mean.

@@ -46,10 +46,10 @@ FADE_SHARE = 0.15
 """Share of the ramp in which a column fades out before it dies."""
 
 FADED_TO = 0.02
-"""What is left of its alpha when it dies."""
+"""Share of a column's alpha that is left when it dies."""
 
 SWING = 88.0
-"""How many times alpha could cross the way of the ramp, if its normalised gradient always pointed one way."""
+"""Number of times that alpha could cross the way of the ramp, if its normalised gradient always pointed one way."""
 
 MAX_LEARNING_RATE = 0.03
 """Bounds the step of short ramps: above it alpha follows noise (measured on MovieLens-1M: docs/design.md)."""
@@ -69,7 +69,7 @@ class Pressure:
     """Leads the search to a requested size; nobody has to tune lambda.
 
     Attributes:
-        size: what the tables have to come down to.
+        size: size that the tables have to come down to.
         ramp_steps: upper steps in which the mean of alpha is led from 1 to the size.
         column_sharing: weight of what a column is worth to all blocks beside what it is worth to its own, in the order
             in which columns die. 0: every block loses the columns it needs least. The more, the more the blocks keep
@@ -97,7 +97,7 @@ class AlphaOptimizer:
     """Steps alpha on validation gradients. Local and deterministic: equal gradients give equal alphas on all ranks.
 
     Args:
-        alpha: what is stepped.
+        alpha: the alpha that is stepped.
         blocks: blocks of the tables that alpha multiplies.
         pressure: where to go, or None for the paper's search without pressure.
         learning_rate: step length; None takes 0.01 (paper) without pressure, and with it SWING times the slope of the
@@ -219,7 +219,7 @@ class AlphaOptimizer:
         return summed / max(self._alpha.weighted(living, self._costs), 1e-9)
 
     def _line(self, progress: float) -> float:
-        """What the living columns may cost."""
+        """Returns how much the living columns may cost."""
         return max(self._amount, self._target**progress * self._total)
 
     def _first(self, amounts: Sequence[float]) -> list[Tensor]:
@@ -258,7 +258,7 @@ class AlphaOptimizer:
         return int(order[self._is_within_reach[order]][0])
 
     def _all_scores(self) -> Tensor:
-        """Of every column, one after the other over all embedding_dims; -1 for the dead."""
+        """Returns the score of every column, one after the other over all embedding_dims; -1 for the dead."""
         scores = {dim: self._order.scores(dim).masked_fill(dead, -1.0) for dim, dead in self._dead.items()}
         return torch.cat([scores[dim].cpu().flatten() for dim in self._alpha.dims])
 

@@ -1,4 +1,4 @@
-"""Budget: a requested size, and what each retained column of a block costs of it.
+"""Budget: a requested size as an amount, and the cost of each retained column of a block.
 
 The user names a size once, as a compression or as bytes, of a form; the search and pruning both spend it column by
 column.
@@ -94,7 +94,7 @@ class Size:
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """What may be spent, and what each column costs.
+    """An amount of parameters or bytes that may be spent, and the cost of each column.
 
     Attributes:
         amount: bytes left for columns, those that the tables take without any taken off.
@@ -133,7 +133,7 @@ class Budget:
 
     @staticmethod
     def unchecked(size: Size, blocks: RowBlocks) -> Budget:
-        """As `of`, for a size that may pay for nothing.
+        """Turns a size into a budget as `of` does, even if it pays for nothing.
 
         Args:
             size: what the user asked for.

@@ -1,4 +1,4 @@
-r"""Which columns die first under pressure, and how hard lambda has to press for it: the orders of the ramp.
+r"""The orders of the ramp: they say which columns die first under pressure, and how hard lambda has to press.
 
 "alpha"             those of smallest alpha, or of smallest alpha times what they carry. lambda is zero where validation
                     loss alone takes alpha down faster than its line.
@@ -27,23 +27,23 @@ from torch import Tensor
 from dnis_torchrec.soft_selection.alpha import Alpha
 
 ORDERS = ("alpha", "importance", "free_importance")
-"""What columns die in the order of; see the head of this module."""
+"""Orders in which columns may die; see the head of this module."""
 
 ADAPTATION = 0.02
 """Share of itself by which lambda grows or shrinks in one upper step, where it is never negative and in any release."""
 
 FIRST_PRESSURE = 0.1
-"""lambda at the first upper step, and what its change is at least a share of, so that it can leave zero again."""
+"""lambda at the first upper step. Its change is a share of this at least, so that it can leave zero again."""
 
 CORRECTED_AT_ONCE = 0.1
 """Share of the way back to its line that the mean of alpha is sent in one upper step, where a line is held."""
 
 LOWEST_MEAN = 0.03
-"""Where the lowest line of the mean of alpha ends. It is geometric, as the line to the size; that of a size that ends
-below it is its own lowest."""
+"""End of the lowest line of the mean of alpha. The line is geometric, as the line to the size is. A size whose own line
+ends lower takes that line instead."""
 
 RESTARTED_AT = 0.02
-"""Where living alphas begin the release in the order of importance."""
+"""Value of living alphas, at most, when the release begins in the order of importance."""
 
 IMPORTANCE_WINDOW = 0.2
 """Share of the ramp over which the variance of alpha's gradients is taken."""
@@ -51,12 +51,12 @@ IMPORTANCE_WINDOW = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class RampState:
-    """How far a ramp has come.
+    """State of a ramp at one upper step.
 
     Attributes:
         progress: share of its upper steps that have been taken, in (0, 1].
         mean: of alpha, weighted by cost.
-        line: where the mean is led, at this step.
+        line: value to which the mean is led, at this step.
         mean_gradient: mean over the living columns of alpha's normalised, averaged gradients, weighted by cost.
         learning_rate: step length of alpha.
     """
@@ -68,7 +68,9 @@ class RampState:
     learning_rate: float
 
     def pressure_towards(self, line: float) -> float:
-        """What takes the mean of alpha back to a line against what validation does to it; may be negative.
+        """Returns the pressure that takes the mean of alpha back to a line, against the validation loss.
+
+        It may be negative.
 
         Args:
             line: mean of alpha to go to.
@@ -80,15 +82,15 @@ class RampState:
 
 
 class ColumnOrder(ABC):
-    """What the ramp asks of an order. Local and deterministic: equal gradients give equal answers on all ranks.
+    """Base of the orders in which columns die. Local and deterministic: equal gradients give equal answers.
 
     Args:
-        alpha: what is judged.
-        costs: embedding_dim -> ``(A,)``, what a column of each row of alpha costs.
+        alpha: whose columns are put in order.
+        costs: embedding_dim -> ``(A,)``, the cost of a column of each row of alpha.
         column_sharing: weight of a column's mean score over all blocks beside its own.
 
     Attributes:
-        restarted_at: what living alphas are brought down to, at most, where the release begins.
+        restarted_at: the largest value that a living alpha has when the release begins; larger ones are cut to it.
     """
 
     restarted_at = 1.0
@@ -214,7 +216,7 @@ class FreeImportanceOrder(ColumnOrder):
         return losses / self._costs[embedding_dim].to(losses).unsqueeze(1).clamp(min=1e-9)
 
     def next_pressure(self, pressure_now: float, ramp: RampState) -> float:
-        """As in the order of alpha; below the lowest line what takes the mean of alpha back to it."""
+        """Adapts the pressure as the order of alpha does; below the lowest line it also takes the mean back to it."""
         adapted, lowest = super().next_pressure(pressure_now, ramp), min(ramp.line, LOWEST_MEAN**ramp.progress)
         return adapted if ramp.mean >= lowest else min(adapted, ramp.pressure_towards(lowest))
 
@@ -233,7 +235,7 @@ class ImportanceOrder(FreeImportanceOrder):
     restarted_at = RESTARTED_AT
 
     def next_pressure(self, pressure_now: float, ramp: RampState) -> float:
-        """What takes the mean of alpha back to its line."""
+        """Returns the pressure that takes the mean of alpha back to its line."""
         return ramp.pressure_towards(ramp.line)
 
 
@@ -275,7 +277,7 @@ class ColumnImportance:
         self._weight.lerp_(torch.ones_like(self._weight), self._fresh)
 
     def losses(self, embedding_dim: int) -> Tensor:
-        """What validation loss would lose with each column, up to a common factor.
+        """Estimates how much validation loss would rise without each column, up to a common factor.
 
         Args:
             embedding_dim: D of the tables.

@@ -1,4 +1,4 @@
-"""How to search: every setting of a search, checked before it begins."""
+"""Configuration of a search: all of its settings, checked before it begins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dnis_torchrec.soft_selection.table_shards import dense_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig(SearchSettings):
-    """How to search: the settings of the command line and, with defaults that suit a recipe, all others.
+    """Configuration of a search: the settings of the command line and, with defaults that suit a recipe, all others.
 
     NOTE[DIFF]: the paper does not turn tables into their principal axes (`rotate`, where a model is `Rotatable`).
 
@@ -83,7 +83,7 @@ class SearchConfig(SearchSettings):
         return self.warm_up_epochs + self.ramp_epochs + self.release_epochs
 
     def pressure_over(self, ramp_steps: int) -> Pressure:
-        """What leads a search of so many upper steps of ramp to its size.
+        """Returns the pressure that leads a search to its size in a ramp of so many upper steps.
 
         Args:
             ramp_steps: upper steps of the ramp, at least 1.

@@ -49,7 +49,7 @@ Gradients = Sequence[Tensor]
 
 
 def difference_radius(dtype: torch.dtype) -> float:
-    """How far the weights are moved to either side for a central difference: ``eps * ||xi * v|| = 2 * m^(1/3)``.
+    """Returns the radius of a central difference in the weights: ``eps * ||xi * v|| = 2 * m^(1/3)``.
 
     m is the machine epsilon. A central difference of radius r is off by O(r^2) because third derivatives are not zero,
     and by O(m / r) because gradients are rounded; the cube root of m balances the two. In float32 this is DARTS' 0.01.
@@ -244,7 +244,7 @@ class UnrolledHypergradient:
 
 
 def _group_of(weight: Tensor, optimizer: Any) -> dict[str, Any]:
-    """What the optimizer says of a weight, nothing if it does not train it."""
+    """Returns the optimizer's param_group of a weight, or an empty dict if the optimizer does not train it."""
     groups = [] if optimizer is None else optimizer.param_groups
     return next((group for group in groups if any(weight is own for own in group["params"])), {})
 

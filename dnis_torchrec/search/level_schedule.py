@@ -31,7 +31,7 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelSchedule:
-    """When the upper level steps.
+    """Schedule that says when the upper level steps.
 
     Attributes:
         warm_up_steps: lower steps before the first upper step; at least 1, because DistributedDataParallel learns its
@@ -60,7 +60,7 @@ class LevelSchedule:
         return Level.UPPER if self.is_upper(step) else Level.LOWER
 
     def is_upper(self, step: int) -> bool:
-        """Whether the step with this number is an upper step.
+        """Returns whether the step with this number is an upper step.
 
         Args:
             step: its number, both levels counted, from 0.
@@ -87,7 +87,7 @@ class LevelSchedule:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """How far one of the two streams has been read.
+    """Position up to which one of the two streams has been read.
 
     Attributes:
         epoch: times that it was begun.
@@ -101,7 +101,7 @@ class StreamPosition:
 
 
 class _State(TypedDict):
-    """What `BilevelStream.state_dict` gives: a place for each level."""
+    """State that `BilevelStream.state_dict` returns: the position of each level's stream."""
 
     seed: int
     step: int
@@ -153,7 +153,7 @@ class BilevelStream(Generic[_T]):
         return batch
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Where the stream was after the batch of a step, although a pipeline has read ahead since.
+        """Returns the position of the stream after the batch of a step, although a pipeline has read ahead since.
 
         Args:
             step: steps of both levels taken, at most `MAX_AHEAD` fewer than the batches read.
@@ -162,7 +162,7 @@ class BilevelStream(Generic[_T]):
             JSON-able, the same on all ranks.
 
         Raises:
-            RuntimeError: if that is longer ago, or not yet.
+            RuntimeError: if that step is too long ago, or has not been read yet.
         """
         for passed, positions in self._passed:
             if passed == step:

@@ -44,14 +44,14 @@ STOP_INTERVAL = 8
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """What one epoch of a search came to; one line of the history.
+    """Results of one epoch of a search: one line of the history.
 
     Attributes:
         epoch: from 0.
         step: lower steps so far.
         train_loss: mean over the epoch and all ranks.
         selection_loss: on the selection split.
-        alpha_mean: mean of alpha, weighted by what each value costs.
+        alpha_mean: mean of alpha, weighted by the cost of each value.
         alpha_density: share of values whose alpha is not zero.
         pressure: lambda.
     """
@@ -67,7 +67,7 @@ class EpochRecord:
 
 @dataclass
 class SearchEvents:
-    """Who wants to know how a search goes; every call is optional.
+    """Callbacks that follow a search; each is optional.
 
     Attributes:
         on_start: called with the number of lower steps of an epoch, the counts and the blocks, before training.
@@ -115,7 +115,7 @@ class Best:
 
 
 class _Search(TypedDict):
-    """What a loop keeps of itself in a checkpoint."""
+    """The loop's own state in a checkpoint."""
 
     epoch: int
     is_over: bool
@@ -128,7 +128,7 @@ class _Search(TypedDict):
 
 
 class _Values(TypedDict):
-    """What a search goes on from, beside tensors."""
+    """State that a search resumes from, beside its tensors."""
 
     lower_steps: int
     upper_steps: int
@@ -166,7 +166,7 @@ class SearchLoop:
         history: one record per epoch.
         best: the best epoch whose columns are settled, so from the last one of the ramp on; without pressure after the
             warm-up.
-        seconds_before: what earlier attempts had taken until the checkpoint that this one went on from.
+        seconds_before: wall time of earlier attempts, up to the checkpoint that this one resumed from.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class SearchLoop:
                 self._save(saver)
 
     def _how_stopped(self, saver: CheckpointSaver) -> str:
-        """Says where the search was stopped, and what --resume finds of it."""
+        """Says where the search was stopped, and from where --resume goes on."""
         saved = self._resumed_from if saver.last_step is None else self._folder.path_of(saver.last_step)
         if saved is None:
             kept = "nothing could be saved"

@@ -56,11 +56,11 @@ from dnis_torchrec.training.finite import FiniteGuard
 from dnis_torchrec.training.prefetching_pipeline import PrefetchingTrainPipeline
 
 STEPS_UNTIL_BUCKETS_ARE_MADE_ANEW = 2
-"""Of DistributedDataParallel with a static graph, as TorchRec asks for it."""
+"""Steps after which DistributedDataParallel makes its buckets anew, with a static graph, as TorchRec asks for it."""
 
 
 class DenseOptimizer(Protocol):
-    """What TorchRec's pipelines need of an optimizer: torch.optim.Optimizer and KeyedOptimizer both have it."""
+    """An optimizer as TorchRec's pipelines call it: torch.optim.Optimizer and KeyedOptimizer both fit."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients.
@@ -86,7 +86,7 @@ class BilevelTrainPipelineContext(PrefetchTrainPipelineContext):
 
 @dataclass(frozen=True, kw_only=True)
 class _SharedGradient:
-    """What an upper step came to, while it is added up over ranks.
+    """Loss and gradient of an upper step, while they are added up over ranks.
 
     Attributes:
         loss: of this rank.
@@ -202,7 +202,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
-        """Of the model, found once, in the first upper step: the search takes longer than what is done with them."""
+        """Modules of the model, found once, in the first upper step: finding them takes longer than their use."""
         return list(self._model.modules())
 
     @property
@@ -212,7 +212,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self._device
 
     @property
@@ -462,7 +462,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
 
 
 class _LowerLevelOptimizer:
-    """What the base class takes for its optimizer: steps the user's one in lower steps only."""
+    """Optimizer that the base class is given: it steps the user's own in lower steps only."""
 
     def __init__(self, pipeline: BilevelTrainPipeline, optimizer: DenseOptimizer) -> None:
         self._pipeline = pipeline

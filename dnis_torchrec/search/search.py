@@ -60,7 +60,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOutcome:
-    """What a search found.
+    """Results of a search: the pruned model, its scheme, and how they came about.
 
     Attributes:
         model: the plain model, merged and pruned. On several ranks its collections stay sharded.
@@ -70,7 +70,7 @@ class SearchOutcome:
         alpha: embedding_dim -> ``(A, D)`` as it was before merging.
         history: one record per epoch.
         best_epoch: the epoch that was kept.
-        seconds_before: what earlier attempts had taken until the checkpoint that this one went on from.
+        seconds_before: wall time of earlier attempts, up to the checkpoint that this one resumed from.
     """
 
     model: nn.Module
@@ -106,7 +106,7 @@ def search(
             `checkpoint_folder`).
         device: where to train.
         events: who listens.
-        saving: when to save, and whether to go on from what is in `checkpoints`.
+        saving: when to save, and whether to resume from a checkpoint in `checkpoints`.
 
     Returns:
         The merged and pruned model with its scheme.
@@ -181,7 +181,7 @@ def _sharded(
     turned: Sequence[str],
     batch_size: int,
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
-    """The recipe's model, prepared, and the optimizer of what is not fused."""
+    """Returns the recipe's model, prepared, and the optimizer of all weights without a fused one."""
     return shard(
         TrainTask(prepare_(recipe.model, blocks), recipe.loss, embedding_l2=recipe.embedding_l2),
         recipe,
@@ -245,12 +245,12 @@ def _set_rates_(
 
 
 def _highest_rate(optimizer: KeyedOptimizerWrapper) -> float:
-    """As xi of an unrolled step it makes every weight go at its own rate (see `UnrolledHypergradient`)."""
+    """Returns the highest learning rate. As xi it moves every weight at its own rate, see `UnrolledHypergradient`."""
     return max(group["lr"] for group in optimizer.param_groups)
 
 
 def _check_size(config: SearchConfig, blocks: RowBlocks) -> None:
-    """What a search retains in the end are whole columns of alpha, columns of blocks or single values."""
+    """Checks that the size can be met by what the search retains: columns of alpha, columns of blocks, or values."""
     if config.pressure or config.structure == "block":
         Budget.of(config.size, blocks, by_alpha_row=config.pressure)
     if config.structure == "element":
@@ -274,7 +274,7 @@ def _pipeline(
     config: SearchConfig,
     steps_per_epoch: int,
 ) -> tuple[BilevelTrainPipeline, BilevelStream[Batch]]:
-    """Both levels of a search as it is configured, and what they read."""
+    """Builds both levels of a search as it is configured, and the streams that they read."""
     schedule = LevelSchedule(warm_up_steps=config.warm_up_epochs * steps_per_epoch, upper_every=config.upper_every)
     pressure = config.pressure_over(max(1, config.ramp_epochs * steps_per_epoch // config.upper_every))
     pipeline = BilevelTrainPipeline(

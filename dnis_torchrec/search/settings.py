@@ -1,4 +1,4 @@
-"""What a user may set of searching and pruning; without torch, as all that the command line takes its options from.
+"""Settings of searching and pruning, in a module without torch: the command line builds its options from it.
 
 A field whose annotation has a text is an option of the command line, and the text is its help.
 """
@@ -43,7 +43,7 @@ class SearchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PruneSettings:
-    """How a finished run is pruned further; the first three see `prune`."""
+    """Settings by which a finished run is pruned further; the first three are those of `prune`."""
 
     threshold: Annotated[float | None, "Instead of a size: drop magnitudes up to this."] = None
     structure: Annotated[str, "`block`: whole columns of blocks; `element`: single values."] = "block"

@@ -30,7 +30,7 @@ _HOME = {
     "PackedTable": "dnis_torchrec.serving.packed_table",
     "block_tables": "dnis_torchrec.serving.mixed_dimension",
 }
-"""Where each public name lives: a server loads the modules of the form that it serves, and no others."""
+"""Public name -> its module: a server loads the modules of the form that it serves, and no others."""
 
 
 def __getattr__(name: str) -> Any:

@@ -239,7 +239,7 @@ class BlockMerge(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockLayout:
-    """Where the operator finds everything: five tensors on the CPU, small beside the tables.
+    """Layout that the operator reads: tensors on the CPU, small beside the tables.
 
     Attributes:
         features: ``(F, 4)`` int64: per feature its table, its first output column, D, and 1 for MEAN.

@@ -25,7 +25,7 @@ from dnis_torchrec.serving.logical_tables import OperatorCollection
 
 
 class _Placed(NamedTuple):
-    """Where the shards of a table stand among all, and how their rows are interleaved."""
+    """Place of a table's shards among all shards, and the layout of their interleaved rows."""
 
     first_shard: int
     num_shards: int
@@ -104,7 +104,7 @@ class CsrEmbeddingBagCollection(OperatorCollection):
         self.outputs = HeldBuffers({"layout": self._output_layout(placed)}, persistent=False)
 
     def _output_layout(self, placed: dict[str, _Placed]) -> Tensor:
-        """What the operator wants to know of each feature: ``(F, 7)`` int64."""
+        """Builds the operator's description of each feature, ``(F, 7)`` int64."""
         rows, first_column = [], 0
         for table in self._logical.tables:
             first_shard, num_shards, row_layout = placed[table.name]

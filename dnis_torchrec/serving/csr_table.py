@@ -17,7 +17,7 @@ from dnis_torchrec.ops.interleaved_rows import RowLayout, interleaved
 from dnis_torchrec.scheme import rows_per_chunk
 
 CSR_VALUE_DTYPES = (torch.float32, torch.float16, torch.int8)
-"""What values may be stored as."""
+"""Dtypes that values may be stored in."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,7 +162,7 @@ class CsrTable:
 
     @property
     def row_layout(self) -> RowLayout:
-        """How rows are interleaved."""
+        """Layout of interleaved rows."""
         return RowLayout.of(self.values.dtype, self.columns.dtype)
 
     @property

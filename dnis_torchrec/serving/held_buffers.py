@@ -50,6 +50,6 @@ class HeldBuffers(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "_views"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes the views of a copy, or of what came from another process."""
+        """Makes the views of a copy, or of tensors that came from another process."""
         super().__setstate__(state)
         self._hold()

@@ -28,7 +28,7 @@ from dnis_torchrec.ops.batch_checks import (
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 
 UNKNOWN_IDS = ("error", "zero")
-"""What may become of an id that is no row of its table."""
+"""Ways to treat an id that is no row of its table: an error, or a vector of zeros."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -205,7 +205,7 @@ class _Table(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the table."""
+        """Name of the table."""
 
     @property
     def num_embeddings(self) -> int:
@@ -339,7 +339,7 @@ class LogicalCollection(EmbeddingBagCollectionInterface):
         return self._logical.configs
 
     def is_weighted(self) -> bool:
-        """Whether bags carry per-sample weights."""
+        """Returns whether bags carry per-sample weights."""
         return self._logical.is_weighted
 
 

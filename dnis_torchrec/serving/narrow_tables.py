@@ -43,7 +43,7 @@ FIELDS = {
     "logical_dim": int,
     "columns": list,
 }
-"""What a file has to tell of each table."""
+"""Fields that a file has to hold for each table, and their types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +379,7 @@ class NarrowEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._configs
 
     def is_weighted(self) -> bool:
-        """Whether bags carry per-sample weights."""
+        """Returns whether bags carry per-sample weights."""
         return self._tables.is_weighted
 
 

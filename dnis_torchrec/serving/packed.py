@@ -26,7 +26,7 @@ from dnis_torchrec.serving.packed_table import PackedTable, column_bits
 
 
 class _Layout(NamedTuple):
-    """What the operator wants to know of features, tables, blocks and groups of columns; see `packed_operator`."""
+    """The operator's description of features, tables, blocks and groups of columns; see `packed_operator`."""
 
     features: Tensor
     tables: Tensor

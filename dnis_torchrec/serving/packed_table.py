@@ -134,12 +134,12 @@ class PackedTable:
         return sum(part.nbytes for part in parts)
 
     def first_bytes(self) -> Tensor:
-        """Where the rows of every block begin, ``(S,)`` int64."""
+        """Returns the first byte of the rows of every block, ``(S,)`` int64."""
         sizes = self.row_counts * row_strides(self.bits)
         return sizes.cumsum(0) - sizes
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor]:
-        """Of every column of every block, ``(S, D)`` float32 and int16; 1 and 0 where there are no codes."""
+        """Returns scale and shift of every column of every block, ``(S, D)`` float32, int16; 1 and 0 without codes."""
         is_code = is_coded(self.bits)
         scale, shift = torch.ones(self.bits.shape), torch.zeros(self.bits.shape, dtype=torch.int16)
         scale[is_code], shift[is_code] = self.scales.float(), self.shifts

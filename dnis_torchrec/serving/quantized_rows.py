@@ -87,7 +87,7 @@ def _mend_cut_rows_(rows: Tensor, weight: Tensor, precision: Precision) -> None:
 
 
 def _largest_error(smallest: Tensor, largest: Tensor, scale: Tensor, bias: Tensor, levels: int) -> Tensor:
-    """How far any value from the smallest to the largest may be from the nearest ``scale * q + bias``, by row."""
+    """Returns each row's largest distance of a value, from its smallest to its largest, to ``scale * q + bias``."""
     # no further than half a step or from q = 0, except where q would have to be below 0 or above levels
     within = torch.minimum(scale.float() / 2, largest - bias)
     return within.maximum(bias - smallest).maximum(largest - (bias + levels * scale.float()))
@@ -101,7 +101,7 @@ def _rounded_up(scale: Tensor) -> Tensor:
 
 
 def error_bound(weight: Tensor, precision: Precision) -> Tensor:
-    """How far a stored value may be from the one that was given, by row.
+    """Returns each row's bound on the error of a stored value.
 
     With h(x) = max(2^-11 |x|, 2^-25), the rounding of float16, and levels 255 (int8) or 15 (int4): fp32 0; fp16 h of
     the value; else ``scale / 2 + h(scale)``, with scale ``(range + 2 h(smallest)) / levels``: half a step from the

@@ -20,7 +20,7 @@ class BagCheck(nn.Module):
     asynchronously.
 
     Args:
-        outputs: what stands behind each output key.
+        outputs: the feature and table behind each output key.
     """
 
     def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
@@ -78,9 +78,9 @@ class BagCheck(nn.Module):
         return bool((lowest >= 0).all()) and bool((highest < bounds).all())
 
     def _limits_of(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Of every key the rows of its smallest table, and how many ids a bag may hold; no limits where none reads.
+        """Returns every key's rows in its smallest table, and the most ids of its bags; keys not read have no limit.
 
-        Of a key that occurs twice the later one is read, as by TorchRec.
+        If a key occurs twice, the later one is read, as TorchRec does.
         """
         unlimited = torch.iinfo(torch.int64).max
         bounds, longest = dict.fromkeys(keys, unlimited), dict.fromkeys(keys, unlimited)

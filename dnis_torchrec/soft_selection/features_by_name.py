@@ -76,11 +76,11 @@ def _forget_places_(collection: Sharded) -> None:
 
 
 class FeaturesByName:
-    """What the input_dist of a sharded collection is replaced by: the same one, on the features that it reads.
+    """Replacement of a sharded collection's input_dist: it calls the original one, with the features that it reads.
 
     Args:
         collection: the collection.
-        input_dist: its own.
+        input_dist: the collection's original one.
 
     Attributes:
         refuse_weights: see `read_by_name_`.

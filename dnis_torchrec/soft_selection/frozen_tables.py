@@ -115,13 +115,13 @@ def check_frozen_are_held(fqn: str, collection: nn.Module) -> None:
 
 
 def _kernels(collection: Any) -> list[Any]:
-    """Of TorchRec's lookups, those whose optimizer is fused."""
+    """Returns the kernels of TorchRec's lookups whose optimizer is fused."""
     kernels = [kernel for lookup in collection._lookups for kernel in getattr(lookup, "_emb_modules", ())]
     return [kernel for kernel in kernels if isinstance(kernel, FusedOptimizerModule)]
 
 
 def _keep_rate(lr: float) -> None:
-    """What a schedule of the optimizers of a whole model, or a warm-up, does to a kernel of frozen tables."""
+    """Ignores a learning rate: schedules and warm-ups of a whole model set one, and frozen tables keep theirs."""
 
 
 def _freeze_slice_(weight: Any) -> FrozenSlice:

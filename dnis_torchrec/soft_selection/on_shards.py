@@ -110,10 +110,10 @@ def _select_on_shards_(wrapper: SoftSelectionEmbeddingBagCollection, collection:
 def _parts_of(
     lookup: nn.Module, outputs: Sequence[PooledFeature], routers: dict[str, RowRouter]
 ) -> list[tuple[nn.Module, list[ShardFeature]]]:
-    """What of a lookup selects for itself, and the features it reads: every kernel.
+    """Returns the modules of a lookup that select for themselves, which are its kernels, and the features they read.
 
-    So the pieces of one kernel are added up before the next looks up its own, and their gradients have been used before
-    those of the next are made. A lookup in DistributedDataParallel selects behind that, and so does one that holds
+    So the pieces of one kernel are added up before the next kernel looks up its own. Their gradients, too, are used
+    before those of the next are made. Two lookups select as a whole: one in DistributedDataParallel, and one that holds
     nothing on this rank.
     """
     grouped = _without_ddp(lookup)
@@ -135,7 +135,7 @@ def _routers(outputs: Sequence[PooledFeature], blocks: RowBlocks, device: torch.
 def _sharding_of_whole_bags(
     collection: ShardedEmbeddingBagCollection, kind: str, outputs: Sequence[PooledFeature]
 ) -> Any:
-    """What makes the input_dist and output_dist of one sharding type, as if the tables read the user's features."""
+    """Builds the sharding that makes one sharding type's input_dist and output_dist for the user's own features."""
     infos = []
     for info in collection.sharding_type_to_sharding_infos[kind]:
         own = [output for output in outputs if output.table == info.embedding_config.name]
@@ -174,14 +174,14 @@ class ShardFeature:
 
     @property
     def num_keys(self) -> int:
-        """How many keys the lookup reads for it."""
+        """Returns the number of keys that the lookup reads for it."""
         return len(self.keys)
 
 
 def _features_of(
     tables: Sequence[ShardedEmbeddingTable], outputs: Sequence[PooledFeature], routers: dict[str, RowRouter]
 ) -> list[ShardFeature]:
-    """In the order in which the lookup reads them: a table's features follow one another."""
+    """Returns the features in the order in which the lookup reads them: a table's features follow one another."""
     features = []
     for table in tables:
         row, column = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
@@ -203,7 +203,10 @@ def _features_of(
 
 
 def _table_selection(part: nn.Module, features: Sequence[ShardFeature]) -> TableSelection | None:
-    """For a kernel whose tables may be multiplied whole: not fused, compiled for, and all of the same columns."""
+    """Returns the selection on whole tables, or None for a kernel without it.
+
+    The kernel is not fused, the operators are compiled, and all of its tables have the same columns.
+    """
     if not isinstance(part, BatchedDenseEmbeddingBag) or not are_compiled():
         return None
     weights = part.emb_module.weights
@@ -278,7 +281,7 @@ class ShardSelection:
         return self._select_packed(features) if is_for_compiled else self._select_by_torch(features)
 
     def _pool(self, features: KeyedJaggedTensor) -> Tensor:
-        """In an upper step nothing in the lookup may learn, for it would learn from validation data."""
+        """Looks up; in an upper step without gradients, for the lookup would learn from validation data."""
         pooled = self._lookup(features)
         return pooled.detach() if self._alpha.is_upper else pooled
 
@@ -288,7 +291,7 @@ class ShardSelection:
         return {dim: _ScaleGradient.apply(self._alpha.of(dim), factor) for dim in self._alpha.dims}
 
     def _select_on_tables(self, features: KeyedJaggedTensor, tables: TableSelection) -> Tensor:
-        """By multiplying the tables themselves."""
+        """Selects by multiplying the tables themselves."""
         first = self._features[0]
         dim, columns = first.output.embedding_dim, slice(first.first_column, first.first_column + first.num_columns)
         alpha = self._alphas()[dim][:, columns]
@@ -297,7 +300,7 @@ class ShardSelection:
         return tables.look_up(self._lookup, features, alpha, weights_learn=not self._alpha.is_upper)
 
     def _select_packed(self, features: KeyedJaggedTensor) -> Tensor:
-        """By the compiled operators, blocks that do not occur left out."""
+        """Selects by the compiled operators; blocks that do not occur are left out."""
         packings = [
             Packing(
                 routing=feature.router.routing_tensor(),
@@ -324,7 +327,7 @@ class ShardSelection:
         return select_packed(exact, alphas, bags, self._layout, self._width).to(pooled.dtype)
 
     def _select_by_torch(self, features: KeyedJaggedTensor) -> Tensor:
-        """By torch's own operators, on any device: a place for every block."""
+        """Selects by torch's own operators, on any device; every block has a place."""
         batch_size, blocks = features.stride(), self._blocks_of(features)
         slots, first_slot = [], 0
         for feature, block in zip(self._features, blocks, strict=True):
@@ -388,7 +391,7 @@ class SelectedPooled(WatchedOutputs):
     Puts the output keys in order and divides MEAN by the length of the whole bag, which no shard alone knows.
 
     Args:
-        outputs: what stands behind each output key.
+        outputs: the feature and table behind each output key.
         alpha: the wrapper's alpha.
     """
 

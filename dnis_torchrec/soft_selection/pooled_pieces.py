@@ -58,7 +58,7 @@ class PooledPieces:
     """The pieces of a collection, in the form that `dnis_torchrec.ops.block_operators.select_pieces` reads.
 
     Args:
-        outputs: what stands behind each output key.
+        outputs: the feature and table behind each output key.
         alpha_begins: see `Alpha.begins`.
 
     Attributes:
@@ -82,7 +82,7 @@ class PooledPieces:
         self._places: dict[tuple[str, ...], Tensor] = {}
 
     def layout(self, keys: Sequence[str], widths: Sequence[int]) -> Tensor:
-        """Where every piece stands, ``(K, 5)`` int64.
+        """Returns the place of every piece, ``(K, 5)`` int64.
 
         Args:
             keys: of the pooled embeddings as the child collection returned them, in its own order: sharded ones may
@@ -138,7 +138,7 @@ class PooledPieces:
         return [(k, position[output.feature], output.first_alpha_row) for k, output in self.single_id]
 
     def divisors(self, bags: KeyedJaggedTensor, values: Tensor) -> Tensor | None:
-        """What pooled sums still have to be divided by, ``(B, outputs)``, or None: the length of the whole bag.
+        """Returns the lengths of whole bags, by which pooled sums still have to be divided, ``(B, outputs)``, or None.
 
         Args:
             bags: the bags as the user gave them, not split.

@@ -20,10 +20,10 @@ JaggedByKey = dict[str, JaggedTensor]
 
 
 class WatchedOutputs(nn.Module):
-    """What a wrapper hands out, and who is told of its gradient.
+    """Base of the modules that make a wrapper's outputs: it reports the gradient of the outputs to a listener.
 
     Args:
-        outputs: what stands behind each output key.
+        outputs: the feature and table behind each output key.
 
     Attributes:
         on_gradient: called in every backward with the gradient, and the name of a table whose part of it is not finite
@@ -56,7 +56,7 @@ class SelectPooled(WatchedOutputs):
     A module of its own, so that TorchRec's tracer takes it for a leaf and pipelines the lookup before it.
 
     Args:
-        outputs: what stands behind each output key.
+        outputs: the feature and table behind each output key.
         blocks: row -> block of every table.
         alpha: the wrapper's alpha.
     """
@@ -87,11 +87,11 @@ class SelectPooled(WatchedOutputs):
         return KeyedTensor(keys=self._keys, values=select(pooled, features, split), length_per_key=self._dims)
 
     def _may_learn(self, values: Tensor) -> Tensor:
-        """In an upper step nothing behind the lookup may learn, for it would learn from validation data."""
+        """Cuts off gradients in an upper step: the tables behind the lookup would learn from validation data."""
         return values.detach() if self._alpha[0].is_upper else values
 
     def _select_at_once(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
-        """By the compiled operator, for all outputs in one pass."""
+        """Selects by the compiled operator, for all outputs in one pass."""
         alpha, pieces = self._alpha[0], self._pieces
         values, layout = self._may_learn(pooled.values()), pieces.layout(pooled.keys(), pooled.length_per_key())
         rows = pieces.rows_of_multi_hot(split, len(values))
@@ -107,7 +107,7 @@ class SelectPooled(WatchedOutputs):
         return select_pieces(values, alphas, rows, divisors, layout, sum(self._dims), watch=self._check_gradient)
 
     def _select_in_runs(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
-        """By torch's own operators, a run of outputs after the other."""
+        """Selects by torch's own operators, one run of outputs after the other."""
         values = self._may_learn(self._in_order(pooled))
         jagged, split_jagged = jagged_by_key(features), jagged_by_key(split)
         widths = [sum(self._width(output) for output in run) for run in self._runs]

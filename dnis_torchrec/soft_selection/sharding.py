@@ -330,7 +330,7 @@ def _world_size(process_group: dist.ProcessGroup | None) -> int:
 
 
 def _topology(device: torch.device, world_size: int) -> Topology:
-    """As many hosts as the launcher says, each GPU with the memory of this one."""
+    """Returns a topology of as many hosts as the launcher says; each GPU has the memory of this one."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return Topology(
         world_size=world_size,
@@ -349,7 +349,7 @@ def _tables_by_fqn(model: nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
-    """Of an unsharded model, those inside wrappers, too; by the FQN under which TorchRec shards them."""
+    """Returns an unsharded model's collections, also inside wrappers, by the FQN under which TorchRec shards them."""
     child = "embedding_bag_collection"
     found: dict[str, EmbeddingBagCollection] = {}
     for fqn, module in collections(model).items():
@@ -396,7 +396,7 @@ def _possible_constraints(
 
 
 def _has_empty_shard(kind: str, rows: int, device: torch.device, topology: Topology) -> bool:
-    """Whether rows run out before ranks do: FBGEMM's CPU kernels take no table without rows."""
+    """Returns whether rows run out before ranks do: FBGEMM's CPU kernels take no table without rows."""
     rank_numbers = {ShardingType.ROW_WISE.value: topology.world_size} | dict.fromkeys(
         ON_ONE_HOST, topology.local_world_size
     )

@@ -193,7 +193,7 @@ def _check_features(collections: dict[str, EmbeddingBagCollection], multi_hot_fe
 def _check_weights(
     model: nn.Module, found: dict[str, EmbeddingBagCollection], chosen: dict[str, EmbeddingBagCollection]
 ) -> None:
-    """Of what shares weights each part would need an alpha, and one set of weights can be multiplied by one alone."""
+    """Refuses shared weights: each holder would need its own alpha, and weights are multiplied by one alone."""
     bags = {id(bag) for collection in found.values() for bag in collection.embedding_bags.values()}
     holders: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
@@ -211,7 +211,7 @@ def _check_weights(
 
 
 def _memory(weight: torch.Tensor) -> int:
-    """Where weights are; on the meta device, where they are nowhere, which Parameter they are."""
+    """Returns the address of weights; on the meta device, where they have none, the identity of their Parameter."""
     return weight.data_ptr() or id(weight)
 
 

@@ -36,7 +36,7 @@ VALUES_PER_OPERATION = 1 << 18
 """Values that one in-place operation touches: bounds temporary memory to a few MB, however large the table."""
 
 HOLDERS_OF_COLLECTIONS = ("torchrec.modules.", "torchrec.distributed.")
-"""Where TorchRec defines modules that hold a collection and change what it reads or what it returns."""
+"""Packages in which TorchRec defines modules that hold a collection and change its inputs or outputs."""
 INTERFACES = {EmbeddingBagCollectionInterface, DistributedModelParallel}
 """Classes from there that may hold a collection: they do neither."""
 PLAIN_HOLDERS = (
@@ -143,7 +143,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _check_plain_bag(place: str, bag: nn.Module) -> None:
-    """What TorchRec sharded knows of a table is its config and its weight; all else would be lost without a word."""
+    """Refuses a table with anything beside its config and weight, which TorchRec would lose in sharding."""
     supported = "supported are tables as TorchRec makes them"
     if type(bag) is not nn.EmbeddingBag:
         remedy = "move what it adds into a module around a plain collection"

@@ -129,7 +129,7 @@ class TableSelection:
 
     @contextmanager
     def _in_place_of_weights(self, multiplied: Tensor) -> Iterator[None]:
-        """As torch's own `functional_call` does it, for a kernel that is called by its owner."""
+        """Puts a product in place of the weights, as `functional_call` does, for a kernel that its owner calls."""
         own = self._kernel._parameters["weights"]
         self._kernel._parameters["weights"] = multiplied  # type: ignore[assignment]  # no parameter, and none is wanted
         try:

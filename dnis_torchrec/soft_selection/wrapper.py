@@ -146,12 +146,12 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._tables
 
     def is_weighted(self) -> bool:
-        """Whether bags carry per-sample weights."""
+        """Returns whether bags carry per-sample weights."""
         return self._is_weighted
 
     @property
     def outputs(self) -> tuple[PooledFeature, ...]:
-        """What stands behind each output key, in order."""
+        """The feature and table behind each output key, in order."""
         return self._outputs
 
 

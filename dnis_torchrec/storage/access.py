@@ -40,7 +40,7 @@ class StorageError(RuntimeError):
 
 
 def is_url(address: str | os.PathLike[str]) -> bool:
-    """Whether an address names storage through fsspec, and not a path of this machine.
+    """Returns whether an address names storage through fsspec, and not a path of this machine.
 
     Args:
         address: path or URL.
@@ -142,7 +142,7 @@ def read_bytes(address: str | os.PathLike[str], start: int = 0, end: int | None 
 
 
 def version_of(info: dict[str, Any]) -> str:
-    """What tells two versions of a file apart unread: its size, and its checksum if storage keeps one, else its time.
+    """Returns a text that differs between versions of a file: its size and checksum, or time where there is none.
 
     Args:
         info: what fsspec's ``info`` or ``find(detail=True)`` says about the file.
@@ -153,7 +153,7 @@ def version_of(info: dict[str, Any]) -> str:
 
 
 def exists(address: str | os.PathLike[str]) -> bool:
-    """Whether a file or folder is there.
+    """Returns whether a file or folder is there.
 
     Args:
         address: of the file or folder.

@@ -1,4 +1,4 @@
-"""Copies of what lies on storage, in a cache folder of this machine."""
+"""Copies of files on storage, in a cache folder of this machine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dnis_torchrec.storage.whole_files import write_json, written_whole
 
 CACHE_VARIABLE = "DNIS_CACHE"
 FETCHED = ".fetched.json"
-"""Where a copy keeps the versions of its files. A file of that name on storage is left where it is."""
+"""File in which a copy keeps the versions of its files. A file of that name on storage is left where it is."""
 
 
 def cache_folder() -> Path:
-    """Where copies of what lies on storage are kept: ``$DNIS_CACHE``, or dnis_torchrec in the user's cache folder.
+    """Returns the folder of copies from storage: ``$DNIS_CACHE``, or dnis_torchrec in the user's cache folder.
 
     Raises:
         OSError: if the user has no cache folder.

@@ -38,7 +38,7 @@ def inside(folder: Address, name: str) -> Path | str:
 
 
 def holds(folder: Address, address: Address) -> bool:
-    """Whether an address names a folder or something in it; links on this machine are followed.
+    """Returns whether an address names a folder or something in it; links on this machine are followed.
 
     Args:
         folder: path or URL.

@@ -21,7 +21,7 @@ _OWNER_BYTES = 128
 
 
 def is_plain_file(path: Path) -> bool:
-    """Whether a path names a file, and no link to one.
+    """Returns whether a path names a file, and no link to one.
 
     Args:
         path: what is looked at; the folders that lead there may be links.

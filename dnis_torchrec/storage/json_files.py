@@ -92,7 +92,7 @@ def parse_json(content: bytes | str, kind: type[_T], place: str, *, remedy: str 
 
 
 def conform(value: object, kind: Any, place: str, *, remedy: str = "") -> None:
-    """Checks that what JSON holds is of a type.
+    """Checks that a JSON value is of a type.
 
     Args:
         value: plain values: dict, list, text, numbers, bool, None.

@@ -32,21 +32,21 @@ from dnis_torchrec.storage.whole_files import write_json
 from dnis_torchrec.storage.workplaces import PARTIAL
 
 MIRROR_SECONDS = 30.0
-"""Seconds between two passes that copy to storage what changed in an output folder."""
+"""Seconds between two passes that copy changed files of an output folder to storage."""
 SHARED_WAIT_SECONDS, SHARED_POLL_SECONDS = 600.0, 0.1
-"""How long processes wait for the one among them that fetches, and how often they look."""
+"""Seconds that processes wait for the one among them that fetches, and seconds between their looks."""
 LAST_FILES = ("manifest.json", "run.json", "comparison.json", "compress.json")
 """Files that say that a folder is whole: published after everything else."""
 _MANIFEST, _RUN = "manifest.json", "run.json"
 """The first names every file beside it. The second vouches for a run that has finished, and may get a report later."""
 SMALL_BYTES = 1 << 20
-"""Files up to this size are copied before they are published, so that what is published is what was listed."""
+"""Files up to this size are copied before they are published, so that the published file is the listed one."""
 
 logger = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copies what changes in a local folder to a folder on storage, and removes there what is removed here.
+    """Mirrors a local folder to a folder on storage: copies files that change, and removes those that are removed.
 
     In the order of the last change, because a file that points to others is written after them; `LAST_FILES` last. One
     of these that vouches for what is about to be replaced is removed first; a run that is still being searched vouches
@@ -94,7 +94,7 @@ class Mirror:
         return sorted(name for name in self._vouching if name in changed or (name == _MANIFEST and changed))
 
     def _vouches(self, name: str) -> bool:
-        """Whether a file of `LAST_FILES`, as it is here, says that the folder is whole."""
+        """Returns whether a file of `LAST_FILES`, as it is here, says that the folder is whole."""
         if name != _RUN:
             return True
         try:
@@ -146,7 +146,7 @@ def _version(status: os.stat_result) -> tuple[int, int]:
 
 @contextmanager
 def output(address: str | os.PathLike[str], *, job: str = "", skip: Collection[str] = ()) -> Iterator[Path]:
-    """A local folder for what is to lie at an address: itself if it is local, else a copy that is mirrored to storage.
+    """Gives a local folder for the output at an address: itself if it is local, else a copy mirrored to storage.
 
     What stands at a URL is fetched first, so that whoever resumes or refuses to overwrite sees it as if it were local.
     While the caller works, changes go to storage every `MIRROR_SECONDS`, so a lost machine loses no more than that; if
@@ -227,7 +227,7 @@ def shared_output(
 
 
 def _told_folder(told: Path, place: str) -> Path:
-    """Where the first process has put the folder."""
+    """Waits until the first process says where it has put the folder, and returns that path."""
     until = time.monotonic() + SHARED_WAIT_SECONDS
     while not is_plain_file(told):
         if time.monotonic() > until:

@@ -67,7 +67,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> Path:
 
     Args:
         path: of the file; an older one is replaced.
-        content: what it is to hold.
+        content: text to write.
         durable: see `written_whole`.
 
     Returns:
@@ -129,12 +129,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], kind: str, head: Ma
 
 
 def read_tensors(path: Path, kind: str, head: type[_T]) -> tuple[dict[str, Tensor], _T]:
-    """Reads what `write_tensors` wrote.
+    """Reads a file that `write_tensors` wrote.
 
     Args:
         path: of the file.
-        kind: what it should hold.
-        head: what its JSON head should hold, see `dnis_torchrec.storage.json_files.conform`.
+        kind: expected kind, as `write_tensors` was given it.
+        head: type that its JSON head has to conform to, see `dnis_torchrec.storage.json_files.conform`.
 
     Returns:
         The tensors, which refuse a name that is not there by a ValueError, and the head.

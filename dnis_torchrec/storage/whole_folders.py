@@ -16,7 +16,7 @@ from dnis_torchrec.storage.workplaces import Workplace, workplace
 
 
 class FolderKind(NamedTuple):
-    """What tells a folder that may be replaced from all others: its JSON file, and the format named there."""
+    """A kind of folder that may be replaced, told from all others by its JSON file and the format named there."""
 
     name: str
     manifest: str

@@ -27,7 +27,7 @@ from socket import gethostname
 from uuid import uuid4
 
 PARTIAL = ".partial"
-"""What the name of a file or folder ends with that is being written."""
+"""Suffix of the name of a file or folder while it is being written."""
 OTHER_HOST_SECONDS = 24 * 3600.0
 """Some shared disks keep locks on each host alone: what a writer of another host has locked may be in use so long."""
 
@@ -40,12 +40,12 @@ _TAKEN = (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY)
 
 @dataclass(frozen=True, kw_only=True)
 class Workplace:
-    """What a writer has until it is done.
+    """Temporary paths that a writer holds until it is done.
 
     Attributes:
         new: a free path of the name that was asked for; to be moved to its place by `os.replace` or `os.rename`.
         old: where `set_aside` puts a folder.
-        file_mode: what a new file here may be to whom: 0o666 without the user's umask.
+        file_mode: permissions of a new file: 0o666 without the bits of the user's umask.
     """
 
     new: Path
@@ -75,7 +75,7 @@ def workplace(path: Path) -> Iterator[Workplace]:
     Where locks are kept on each host alone, or there are none, what other hosts leave stays for a day, or for good.
 
     Args:
-        path: what is to be written; only its name matters here. Its folder exists.
+        path: path to be written; only its name matters here. Its folder exists.
 
     Yields:
         Where to write; nothing is moved to `path` by itself.
@@ -104,7 +104,7 @@ def workplace(path: Path) -> Iterator[Workplace]:
 
 
 def remove_left(folder: Path) -> None:
-    """Removes what killed writers have left in a folder; what cannot be removed stays.
+    """Removes files that killed writers have left in a folder, as far as they can be removed.
 
     Args:
         folder: that they wrote to; the folders in it are not looked through.

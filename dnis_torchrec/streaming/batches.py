@@ -219,7 +219,7 @@ class StreamedBatches:
         has read a run of its own: the epoch goes on at the same share of it, and a warning says so.
 
         Args:
-            state: what `state_dict` gave, on this rank or another one.
+            state: result of `state_dict`, on this rank or another one.
 
         Raises:
             ValueError: if it is a position in another stream or order; what differs is named, nothing is changed.
@@ -268,7 +268,7 @@ class _Windows(IterableDataset[Window]):
         return joined
 
     def _piece(self, number: int, first: int, last: int) -> ParsedChunk:
-        """Of the part's samples in a chunk, those from first to before last."""
+        """Returns the part's samples in a chunk, from number first to before last."""
         chunk = self._stream.chunk(number)
         if self._part == WHOLE:
             return chunk.slice(first, last)
@@ -283,9 +283,10 @@ class _Windows(IterableDataset[Window]):
 
 
 def samples_per_chunk(stream: ParsedStream, part: Part) -> np.ndarray:
-    """How many samples of a part each chunk has.
+    """Counts the samples of a part in each chunk.
 
-    By sample number nothing is read for it; by a column (`StreamSchema.split_by`) every chunk is, once, into the cache.
+    A split by sample number reads nothing. A split by a column (`StreamSchema.split_by`) reads every chunk once, into
+    the cache.
 
     Args:
         stream: the samples.

@@ -1,4 +1,4 @@
-"""What is read of the data before anything is trained: the training split counted, all splits checked on the way."""
+"""One pass over the data before anything is trained: it counts the training split, and checks every split."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from dnis_torchrec.streaming import CountLimits, count_stream
 def read_before_training(
     recipe: Recipe, tables: Sequence[EmbeddingBagConfig], ranks: Ranks, limits: CountLimits
 ) -> tuple[DataSplits, FrequencyCounts, dict[str, int]]:
-    """Reads all splits once: counts, checks, and warns of what need not be wrong and mostly is.
+    """Reads all splits once: counts, checks, and warns of data that need not be wrong but mostly is.
 
     Args:
         recipe: model, data and loss; its data is that of all ranks, but for what splits itself.
         tables: the tables to count.
         ranks: that read together; all of them call this.
-        limits: what counting may cost.
+        limits: limits of counting.
 
     Returns:
         This rank's splits, the counts of all ranks, and the fingerprint of every split.
@@ -76,7 +76,7 @@ def count_training_data(
         data: of this rank.
         loss: decides which labels are allowed.
         tables: the tables to count.
-        limits: what counting may cost.
+        limits: limits of counting.
         process_group: of the ranks that count together; None for this process alone.
 
     Raises:

@@ -87,7 +87,7 @@ class ChunkIndex:
 
 
 def is_parquet(address: str) -> bool:
-    """Whether a file is read as Parquet; every other one is text.
+    """Returns whether a file is read as Parquet; every other one is text.
 
     Args:
         address: of the file; its ending decides, ``.parquet`` or ``.pq``.

@@ -38,7 +38,7 @@ def count_stream(
     Args:
         batches: KeyedJaggedTensors of this rank's share of the training data.
         tables: the tables, as ``embedding_bag_configs()`` gives them.
-        limits: what it may cost.
+        limits: limits of counting.
         process_group: of the ranks that count together; None for this process alone.
 
     Returns:

@@ -93,7 +93,7 @@ class EpochOrder:
         return first + (last - first) * batches // self.num_batches
 
     def window_bounds(self, window: int) -> np.ndarray:
-        """Where the batches of a window begin and end, counted from the window's first sample.
+        """Returns where the batches of a window begin and end, counted from the window's first sample.
 
         Args:
             window: its number, 0..num_windows - 1.
@@ -106,14 +106,14 @@ class EpochOrder:
         return bounds - bounds[0]
 
     def pieces(self, epoch: int, window: int) -> list[tuple[int, int, int]]:
-        """What a window is put together from.
+        """Returns the samples that make up a window, chunk by chunk.
 
         Args:
             epoch: its number, from 0.
             window: its number, 0..num_windows - 1.
 
         Returns:
-            ``(chunk, first, last)``: of the part's samples in that chunk, those from first to before last.
+            ``(chunk, first, last)`` each: the part's samples in that chunk from number first to before last.
         """
         first_batch = window * self.window_batches
         bounds = self.bounds[first_batch : first_batch + self.window_batches + 1]

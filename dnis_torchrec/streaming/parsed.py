@@ -30,7 +30,7 @@ class ParsedStream:
 
     Args:
         files: addresses, globs or folders of Parquet or text files, on this machine or on storage.
-        schema: what the columns mean.
+        schema: meaning of the columns.
         cache: folder for the index and the parsed chunks, on a fast disk of this machine; None parses anew every time.
         chunk_rows: samples of a chunk of text.
 
@@ -98,7 +98,7 @@ class ParsedStream:
         return parsed
 
     def split_position(self, number: int, seed: int) -> np.ndarray:
-        """Where the samples of a chunk lie in [0, 1) when the stream is split, see `streaming.split`.
+        """Returns the positions of a chunk's samples in [0, 1), by which the stream is split, see `streaming.split`.
 
         Args:
             number: of the chunk.
@@ -116,5 +116,5 @@ class ParsedStream:
 
 
 def _digest(*content: object) -> str:
-    """SHA-256 of what JSON can say."""
+    """Returns the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

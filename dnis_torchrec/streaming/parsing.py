@@ -71,7 +71,7 @@ class ParsedChunk:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor], schema: StreamSchema) -> ParsedChunk:
-        """What `to_tensors` gave.
+        """Rebuilds a chunk from the tensors that `to_tensors` gave.
 
         Args:
             tensors: by name.
@@ -90,7 +90,7 @@ def parse_chunk(address: str, chunk: FileChunk, schema: StreamSchema) -> ParsedC
     Args:
         address: of the chunk's file.
         chunk: which piece of it.
-        schema: what the columns mean.
+        schema: meaning of the columns.
 
     Raises:
         ValueError: naming the file, the column and, for text, the line, if a line is malformed, a label is missing or

@@ -1,4 +1,4 @@
-"""StreamSchema: which columns of the files are what, and how raw values become rows of the tables."""
+"""StreamSchema: the meaning of every column of the files, and the way from raw values to rows of the tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dnis_torchrec.checks import check, check_known
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSchema:
-    """What the columns of a stream mean.
+    """The meaning of every column of a stream.
 
     Attributes:
         label: column of the labels, numbers, none missing.
@@ -24,8 +24,8 @@ class StreamSchema:
             An integer, a whole float and its text are the same value in every file, see `hash_values`.
         log_dense: dense features become ``log(1 + max(x, 0))``.
         text_columns: names of all columns of a text file, in order; Parquet files bring their own.
-        separator: what stands between two fields of a text file, one character of ASCII.
-        list_separator: what stands between two values of a list in text, at least one character.
+        separator: separator of the fields of a text file, one character of ASCII.
+        list_separator: separator of the values of a list in text, at least one character.
         split_by: column whose value decides which part of a split a sample belongs to (a user id, say, so that no user
             is in two parts); None splits by the number of the sample.
 

@@ -32,7 +32,7 @@ class Part:
     seed: int = 0
 
     def contains(self, positions: np.ndarray) -> np.ndarray:
-        """Which positions lie in the part, bool.
+        """Marks the positions that lie in the part, bool.
 
         Args:
             positions: ``(n,)`` in [0, 1), made with the part's seed.

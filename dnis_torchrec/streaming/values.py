@@ -1,4 +1,4 @@
-"""Values: what a column's entries are, whatever the format, and the rows of a table that they become.
+"""Values: the entries of a column in one canonical form for all formats, and the rows of a table that they become.
 
 One definition for text and Parquet, single-id and multi-hot features, hashed or not: `canonical`. No Python runs per
 row.
@@ -127,7 +127,7 @@ def bags_of_column(column: pa.Array, num_embeddings: int, schema: StreamSchema, 
 
 
 def split_keys(column: pa.Array, where: str) -> Tensor:
-    """What decides which part of a split a sample belongs to: a hash of its value.
+    """Hashes the values that decide which part of a split each sample belongs to.
 
     Args:
         column: of n entries.

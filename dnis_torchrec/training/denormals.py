@@ -33,6 +33,6 @@ def flushing_denormals() -> Iterator[None]:
 
 
 def is_flushing() -> bool:
-    """Whether this thread's CPU takes denormals for zero."""
+    """Returns whether this thread's CPU takes denormals for zero."""
     smallest = torch.tensor(torch.finfo(torch.float32).tiny)
     return float(smallest / 2) == 0

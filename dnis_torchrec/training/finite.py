@@ -22,7 +22,7 @@ class NonFiniteError(ArithmeticError):
 
 
 def _is_surely_finite(values: Tensor) -> bool:
-    """By one sum, which is not finite where a value is not; it may overflow besides, so False decides nothing."""
+    """Tests values by their sum: it is not finite if a value is not. It may also overflow, so False decides nothing."""
     return math.isfinite(float(values.detach().sum()))
 
 
@@ -51,7 +51,7 @@ class FiniteGuard:
         }
 
     def flags(self, value: Tensor) -> Tensor:
-        """Which ranks hold a NaN or an infinity, as far as this one knows; the sum over ranks completes it. Local.
+        """Flags this rank if it holds a NaN or an infinity; the sum over ranks flags all that do. Local.
 
         Args:
             value: any shape.

@@ -65,7 +65,7 @@ class EarlyStopping:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainEpoch:
-    """What one epoch of a plain training came to.
+    """Results of one epoch of a plain training.
 
     Attributes:
         epoch: from 0.
@@ -82,7 +82,7 @@ class PlainEpoch:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainEvents:
-    """Who wants to know how a plain training goes; every call is optional.
+    """Callbacks that follow a plain training; each is optional.
 
     Attributes:
         on_step: called after every step with this rank's loss.
@@ -95,7 +95,7 @@ class PlainEvents:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTraining:
-    """What `train_plainly` did.
+    """Results of `train_plainly`.
 
     Attributes:
         selection_loss: of the best epoch.
@@ -213,7 +213,7 @@ def train_plainly(
 
 
 def _mean_over_ranks(losses: Tensor, model: DistributedModelParallel) -> float:
-    """Of the sum and the number of the losses of each rank."""
+    """Returns the mean loss over ranks, from each rank's sum and number of losses. One all_reduce of two numbers."""
     group = model._env.process_group
     if world_size_of(group) > 1:
         dist.all_reduce(losses, group=group)

@@ -57,7 +57,7 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
 
     @cached_property
     def _prefetch_stream(self) -> torch.cuda.Stream | None:
-        """What the caches fetch on, beside the forward and backward passes; None on a CPU."""
+        """Returns the stream on which caches fetch beside the forward and backward passes; None on a CPU."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def fill_pipeline(self, dataloader_iter: Iterator[Pipelineable]) -> None:
@@ -155,7 +155,7 @@ class PrefetchingTrainPipeline(DetachableTrainPipeline):
             self.attach(model)
 
     def _goes_backward(self) -> bool:
-        """Whether the step at hand has a backward pass."""
+        """Returns whether the step at hand has a backward pass."""
         return self._model.training
 
     def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:

@@ -1,4 +1,4 @@
-"""When a run saves itself; a module without torch, as all that the command line takes its options from."""
+"""Settings of saving a run, in a module without torch: the command line builds its options from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ON_ERROR = ("stop", "continue")
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How a search saves itself. Whatever happens to a checkpoint, the last good one stays."""
+    """Settings by which a search saves itself. Whatever happens to a checkpoint, the last good one stays."""
 
     resume: Annotated[bool, "Go on with an interrupted run at --out; begin it if there is none."] = False
     checkpoint_every: Annotated[int, "Lower steps between checkpoints; also after an epoch."] = 0

@@ -1,4 +1,4 @@
-"""What a user may set of a plain training; without torch, as all that the command line takes its options from."""
+"""Settings of a plain training, in a module without torch: the command line builds its options from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dnis_torchrec.checks import check
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """How the plain model is trained."""
+    """Settings by which the plain model is trained."""
 
     seed: Annotated[int, "Of weights, splits and batch order."] = 0
     embedding_dim: Annotated[int | None, "D of the tables; the recipe's own if not given."] = None

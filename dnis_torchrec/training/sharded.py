@@ -1,4 +1,4 @@
-"""A model sharded as a recipe's table optimizer needs it, and the optimizer of what is not fused."""
+"""A model sharded as a recipe's table optimizer needs it, and the optimizer of all weights without a fused one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FUSED_OPTIMIZERS = {"adam": EmbOptimType.ADAM, "rowwise_adagrad": EmbOptimType.E
 
 
 RATE_GROUP = "part"
-"""What a group of the optimizer of what is not fused holds: tables, `Recipe.row_weights`, or the rest."""
+"""Key in the param_groups of the optimizer that is not fused: it names the weights of a group, as below."""
 
 
 TABLE_WEIGHTS, ROW_WEIGHTS, OTHER_WEIGHTS = "tables", "rows", "rest"
@@ -158,7 +158,7 @@ def shard(
 
 
 def _are_small(wrappers: Collection[SoftSelectionEmbeddingBagCollection], batch_size: int | None) -> bool:
-    """Whether all tables together hold at most as many numbers as what a batch of all ranks is pooled to."""
+    """Returns whether all tables together hold at most as many numbers as what a batch of all ranks is pooled to."""
     tables = [table for wrapper in wrappers for table in wrapper.embedding_bag_configs()]
     pooled = sum(table.embedding_dim * len(table.feature_names) for table in tables) * (batch_size or 0)
     return sum(table.num_embeddings * table.embedding_dim for table in tables) <= pooled

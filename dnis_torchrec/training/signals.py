@@ -23,7 +23,7 @@ TORCHRUN_SECONDS = 10.0
 
 
 class Stopped(BaseException):
-    """A signal has ended what was going on; no error of the program, so no ``except Exception`` holds it up.
+    """Raised where a signal ends the work. It is no error of the program, so no ``except Exception`` holds it up.
 
     Args:
         number: of the signal.
@@ -39,7 +39,7 @@ class Stopped(BaseException):
 
 
 def exit_code(number: int) -> int:
-    """What a process exits with that a signal has ended, as shells have it."""
+    """Returns the exit code that shells give a process that a signal has ended."""
     return 128 + number
 
 
@@ -79,10 +79,10 @@ class _Handlers:
             self._next(number)
 
     def _first(self, number: int) -> None:
-        """Of a request."""
+        """Handles the first signal of a request; here it does nothing."""
 
     def _next(self, number: int) -> None:
-        """Hands it on to the handlers that were there before."""
+        """Hands a further signal on to the handlers that were there before."""
         self._restore()
         signal.raise_signal(number)
 
@@ -103,7 +103,7 @@ class StopRequest(_Handlers):
     """
 
     def is_requested(self) -> bool:
-        """Whether a signal has come."""
+        """Returns whether a signal has come."""
         return self.number is not None
 
     def __exit__(
@@ -132,7 +132,7 @@ def _seconds_of_one_request() -> float:
 
 
 def _end_forked(number: int) -> None:
-    """In a process forked from this one, as those that load data are: only SIGTERM is for it, by whoever made it."""
+    """Ends a process forked from this one, as data loaders are, on SIGTERM, and ignores all other signals."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

@@ -24,7 +24,7 @@ HELD_OUT_RATIO = 0.05
 
 
 class KnownPositives:
-    """Which (user, item) pairs must never be drawn as negatives.
+    """Pairs (user, item) that must never be drawn as negatives.
 
     Args:
         users: ``(n,)`` int64.
@@ -47,7 +47,7 @@ class KnownPositives:
         check(leaves_one, f"user {most}", f"an item of {num_items} left to be a negative", "none")
 
     def contains(self, users: Tensor, items: Tensor) -> Tensor:
-        """Whether each pair is known, bool.
+        """Returns whether each pair is known, bool.
 
         Args:
             users: int64, any shape.

@@ -38,7 +38,7 @@ class MalformedLine:
     Attributes:
         file: name of the file.
         line_number: counted from 1, as editors do.
-        expected: what the format asks for at this place.
+        expected: value that the format asks for at this place.
         received: the beginning of the line.
     """
 
@@ -53,7 +53,7 @@ class MalformedLine:
 
 @dataclass(frozen=True)
 class MalformedLines:
-    """What was left out of one file.
+    """The lines that were left out of one file.
 
     Attributes:
         file: name of the file.
@@ -138,7 +138,7 @@ class Column:
         return value
 
     def accepts(self, values: pd.Series) -> bool:
-        """Whether every parsed value meets the requirement.
+        """Returns whether every parsed value meets the requirement.
 
         Args:
             values: of dtype `dtype`; empty fields are NaN, or "" for str.
@@ -172,7 +172,7 @@ class TextTable:
 
     Attributes:
         columns: the fields of a line, in order.
-        separator: what stands between two fields.
+        separator: separator of two fields.
         encoding: of the file.
         header: the first line, skipped if it is there; None for a format without one.
         quoted: whether fields may be quoted as in CSV; read line by line then, so for small files only.
@@ -191,7 +191,7 @@ class TextTable:
             path: a plain or ``.gz`` file.
 
         Returns:
-            One row per good line, and what was left out.
+            One row per good line, and the lines that were left out.
 
         Raises:
             ValueError: if the file is empty, cut off, or more than 1 % of it is malformed.
@@ -324,7 +324,7 @@ def require_folder(data: Path | None, recipe: str, publisher: str) -> Path:
     """The data folder of a recipe that cannot do without, as an absolute path.
 
     Args:
-        data: what the recipe was given.
+        data: folder that the recipe was given, or None.
         recipe: ``module:function``, for the error.
         publisher: where to get the data, for the error.
 

@@ -1,4 +1,4 @@
-"""Which tables of a model may be rotated, for models whose embeddings go into a tower side by side."""
+"""Rotation of the tables of models whose embeddings go into a tower side by side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def groups_of_tower(tables: Sequence[EmbeddingBagConfig], tower: nn.Module) -> l
 
     Args:
         tables: whose pooled features are the tower's inputs, one after the other.
-        tower: a module whose first linear layer is what it does first.
+        tower: a module that begins with its first linear layer.
     """
     first = next(module for module in tower.modules() if isinstance(module, nn.Linear))
     groups, column = [], 0

@@ -1,1 +1,1 @@
-"""How a packaged model is served without dnis_torchrec: load_package.py in Python, cpp/ in C++."""
+"""Examples that serve a packaged model without dnis_torchrec: load_package.py in Python, cpp/ in C++."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def read_manifest(package: Path) -> dict[str, Any]:
-    """What a package says of itself.
+    """Reads the manifest of a package.
 
     Args:
         package: the folder.
@@ -35,7 +35,7 @@ def own_file(package: Path, manifest: dict[str, Any], name: str) -> Path:
 
     Args:
         package: the folder.
-        manifest: what `read_manifest` gave.
+        manifest: result of `read_manifest`.
         name: of the file, from the folder on.
 
     Raises:

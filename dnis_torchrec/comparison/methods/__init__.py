@@ -1,4 +1,4 @@
-"""What a search is compared with, at the same size, with the same data, early stopping and export."""
+"""Methods that a search is compared with, at the same size, with the same data, early stopping and export."""
 
 from collections.abc import Mapping
 

@@ -18,7 +18,7 @@ class Trial(Protocol):
     """One of several trainings that a method chooses from."""
 
     def train(self, task: MethodTask) -> MethodResult:
-        """Trains, and leaves in the task's folder what `restore` makes the result of again.
+        """Trains, and leaves files in the task's folder from which `restore` makes the result again.
 
         Args:
             task: with an empty folder of this trial's own.
@@ -29,7 +29,7 @@ class Trial(Protocol):
 
         Args:
             task: with the folder that `train` had.
-            finished: what the training came to.
+            finished: the results of the training.
         """
 
 

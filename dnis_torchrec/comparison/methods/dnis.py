@@ -31,9 +31,9 @@ from dnis_torchrec.training.evaluation import evaluate
 
 WHOLE_COLUMNS, SINGLE_VALUES = "mixed_dimension_fp32", "csr_fp32"
 RATE_FACTORS = (1.0, 0.8, 1.25, 0.64, 1.5625)
-"""What the tables' rate is multiplied by in the searches of `dnis_tuned`, again from the first one after the last."""
+"""Factors on the tables' learning rate, one per search of `dnis_tuned`; after the last the first comes again."""
 NUM_SEARCHES = len(RATE_FACTORS)
-"""Of `dnis_tuned`, if not told otherwise: so many cost about what 16 trainings do."""
+"""Default number of searches of `dnis_tuned`: they cost about as much as 16 trainings."""
 _FOUND = "search.safetensors"
 
 
@@ -47,7 +47,7 @@ def dnis(task: MethodTask) -> MethodResult:
     """The search with pressure (`search.search`): one run, whole columns of blocks, no fine-tuning.
 
     Args:
-        task: what to search, how large; its trials is not looked at.
+        task: recipe and size; its `trials` is not looked at.
 
     Returns:
         The merged and pruned model with its scheme, in the form ``"mixed_dimension_fp32"``.
@@ -68,7 +68,7 @@ def dnis_tuned(task: MethodTask) -> MethodResult:
     the release, times `RATE_FACTORS`. Where the recipe cannot draw, there are no more searches than rates.
 
     Args:
-        task: what to search, how large, and in how many searches: `NUM_SEARCHES` where its trials is None.
+        task: recipe, size and number of searches: `NUM_SEARCHES` where its `trials` is None.
 
     Returns:
         The best search, with its rate factor and, where the recipe can draw, the number of its initial weights among
@@ -94,7 +94,7 @@ class TunedSearch:
     number: int
 
     def train(self, task: MethodTask) -> MethodResult:
-        """Searches, and writes what was found to the task's folder.
+        """Searches, and writes the results to the task's folder.
 
         Args:
             task: with an empty folder of this search's own.
@@ -118,11 +118,11 @@ class TunedSearch:
         return found
 
     def restore(self, task: MethodTask, finished: FinishedTrial) -> MethodResult:
-        """Reads what `train` wrote.
+        """Reads the results that `train` wrote.
 
         Args:
             task: with the folder that `train` had.
-            finished: what the search came to.
+            finished: the results of the search.
         """
         tensors, head = read_tensors(task.folder / _FOUND, "tuned_search", _Head)
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "scheme": {}}
@@ -154,7 +154,7 @@ def dnis_paper(task: MethodTask) -> MethodResult:
     every other method, which may be others than the paper's.
 
     Args:
-        task: what to search, how large.
+        task: recipe and size.
 
     Returns:
         The merged and pruned model with its scheme of single values, in the form ``"csr_fp32"``.
@@ -167,10 +167,10 @@ def dnis_paper(task: MethodTask) -> MethodResult:
 
 @learns_on_validation
 def dnis_unrolled(task: MethodTask) -> MethodResult:
-    """As `dnis_paper`, with the gradient of alpha through one unrolled step of the weights (second order).
+    """Searches as `dnis_paper` does, with alpha's gradient through one unrolled step of the weights (second order).
 
     Args:
-        task: what to search, how large; its recipe's tables have to learn by ``"adam"``.
+        task: recipe and size; the recipe's tables have to learn by ``"adam"``.
 
     Returns:
         As `dnis_paper`.
@@ -188,7 +188,7 @@ def dnis_retrained(task: MethodTask) -> MethodResult:
     With the validation split as training data the scheme is found without it, the weights then learn on both.
 
     Args:
-        task: what to search and to train, how large; searched on `MethodTask.for_search`, trained on the task itself.
+        task: recipe and size; the search runs on `MethodTask.for_search`, the training on the task itself.
 
     Returns:
         The retrained model with the scheme; its seconds are those of search and training together.

@@ -32,7 +32,7 @@ def low_rank(task: MethodTask) -> MethodResult:
     rounded up, and the form is the same.
 
     Args:
-        task: what to train, how large.
+        task: recipe and size.
 
     Raises:
         NotApplicableError: if the model has tables that may not be rotated, whose first columns are not the ones that

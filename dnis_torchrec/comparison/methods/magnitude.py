@@ -27,9 +27,9 @@ from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import rest_optimizer, shard
 
 FORM = "csr_fp32"
-"""What single values are served in."""
+"""The form in which single values are served."""
 NUM_STAGES = 5
-"""Prunings of the iterative method, each of the same share of what the one before left."""
+"""Number of prunings of the iterative method; each drops the same share of the values that are left."""
 
 
 class MagnitudePruning:
@@ -100,7 +100,7 @@ def magnitude(task: MethodTask) -> MethodResult:
     fine-tuning has the recipe's rate and its early stopping, and one threshold is for all tables, as bytes are.
 
     Args:
-        task: what to train, how large.
+        task: recipe and size.
 
     Raises:
         SizeNotMetError: if the budget does not even pay for CSR's row pointers and one value; before training.
@@ -115,7 +115,7 @@ def magnitude_iterative(task: MethodTask) -> MethodResult:
     stopping that a whole training has.
 
     Args:
-        task: what to train, how large.
+        task: recipe and size.
 
     Raises:
         SizeNotMetError: as `magnitude`.

@@ -65,7 +65,7 @@ class MdeSetting:
         return rounded.add(0.5).floor().long()
 
     def edges(self, largest: int) -> Tensor:
-        """Where rounding jumps, from 1 to beyond `largest`.
+        """Returns the numbers at which rounding jumps, from 1 to beyond `largest`.
 
         Args:
             largest: number up to which the jumps are wanted, at least 1.
@@ -102,7 +102,7 @@ class MdeDims(ProjectedDims):
         """Bytes of the tables, without their fixed index bytes.
 
         Args:
-            budget: of the same tables, in bytes: what a column of each block costs.
+            budget: of the same tables, in bytes; it holds the cost of a column of each block.
         """
         return sum(float(budget.column_costs[table] @ dims.double()) for table, dims in self.dims.items())
 
@@ -124,7 +124,7 @@ def mde(task: MethodTask) -> MethodResult:
     methods start alike; a block spans tables, and its tables share one projection, which costs fewer bytes.
 
     Args:
-        task: what to train, how large.
+        task: recipe and size.
 
     Raises:
         SizeNotMetError: if one dimension for every block is more than the budget; before training.

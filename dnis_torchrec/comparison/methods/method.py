@@ -1,4 +1,4 @@
-"""What every method of a comparison is given, and what it gives back: one interface, one scheme, one export.
+"""The interface of all methods of a comparison: the task that each is given, and the result that each returns.
 
 A method is a function ``f(task: MethodTask) -> MethodResult``. It may train as often as it likes, on ``train`` and
 (alpha or a controller only) ``validation``, and chooses on ``selection``; of ``test`` it may read how long bags are,
@@ -27,7 +27,7 @@ from dnis_torchrec.training.evaluation import evaluate
 
 @dataclass(frozen=True, kw_only=True)
 class MethodTask(TrainingRules):
-    """One cell of a comparison: what to make, of what, under which rules.
+    """Task of one cell of a comparison: a recipe, a size and the rules.
 
     Attributes:
         build: embedding_dim (None for the recipe's own) -> a fresh recipe of this cell's seed. Its splits are the same
@@ -73,20 +73,20 @@ class MethodTask(TrainingRules):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MethodResult:
-    """What a method came to: a model to evaluate, a scheme to export it with, and what it cost.
+    """Result of a method: a model to evaluate, a scheme to export it with, and its cost.
 
     Attributes:
         model: the plain, unsharded model, called as `Recipe.model` is; pruned values are exactly zero.
         scheme: the retained dims of its tables.
         form: the form whose bytes are compared, one of `dnis_torchrec.forms.FORMS`.
-        embedding_dim: what `MethodTask.build` made the model with, None for the recipe's own; who serves the result
-            builds the recipe with it.
+        embedding_dim: D that `MethodTask.build` was given, None for the recipe's own. Whoever serves the result builds
+            the recipe with it.
         extra_bytes: bytes that serving needs beside that form, such as learned projections.
         selection_loss: on the selection split.
         seconds: wall time of the one run that is reported.
         trials: how many runs it took to choose that one.
         seconds_of_trials: wall time of all runs.
-        settings: what was chosen, for the report.
+        settings: the settings that were chosen, for the report.
     """
 
     model: nn.Module
@@ -111,13 +111,13 @@ class MethodResult:
 def result_row(
     name: str, made: MethodResult, recipe: Recipe, test: Iterable[Batch], *, seed: int, device: torch.device
 ) -> ReportRow:
-    """The row of what a method came to: its size, and the metrics of one evaluation.
+    """Builds the row of a method's result: its size, and the metrics of one evaluation.
 
     Args:
-        name: what the row is called.
-        made: what the method came to.
+        name: name of the row.
+        made: the method's result.
         recipe: as the method builds it for no embedding_dim; its tables are those that the result is smaller than.
-        test: what to evaluate on.
+        test: batches to evaluate on.
         seed: of splits and initial weights.
         device: where to evaluate.
     """
@@ -169,5 +169,5 @@ def learns_on_validation(method: Method) -> Method:
 
 
 def needs_validation(method: Method) -> bool:
-    """Whether a method is marked by `learns_on_validation`, so that the split cannot be training data too."""
+    """Returns whether a method is marked by `learns_on_validation`, so that the split cannot be training data too."""
     return getattr(method, _LEARNS, False)

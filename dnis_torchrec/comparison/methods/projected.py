@@ -29,7 +29,7 @@ from dnis_torchrec.soft_selection.wrapper import PooledFeature, SoftSelectionEmb
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectedDims:
-    """How many columns each block keeps, and which projections that takes.
+    """Numbers of columns that blocks keep, and the projections that they need.
 
     Attributes:
         blocks: the blocks, with the tables' D.
@@ -81,7 +81,7 @@ def project_(model: nn.Module, plan: ProjectedDims) -> None:
 
 
 def is_projected(model: nn.Module) -> bool:
-    """Whether a model's tables are looked up through projections."""
+    """Returns whether a model's tables are looked up through projections."""
     return any(isinstance(module, ProjectedEmbeddingBagCollection) for module in model.modules())
 
 
@@ -197,7 +197,7 @@ class ProjectedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._tables
 
     def is_weighted(self) -> bool:
-        """Whether bags carry per-sample weights."""
+        """Returns whether bags carry per-sample weights."""
         return self._is_weighted
 
 
@@ -205,7 +205,7 @@ class ProjectPooled(nn.Module):
     """The part of the wrapper behind the lookup: a module of its own, so that TorchRec's tracer takes it for a leaf.
 
     Args:
-        outputs: what stands behind each output key.
+        outputs: the feature and table behind each output key.
         blocks: row -> block of every table.
         projections: of the model.
     """
@@ -222,7 +222,7 @@ class ProjectPooled(nn.Module):
         """Projects pooled embeddings.
 
         Args:
-            pooled: what the child returned for the split bags.
+            pooled: the child's output for the split bags.
             features: the bags as the user gave them.
         """
         by_key, bags = pooled.to_dict(), jagged_by_key(features)

@@ -35,7 +35,7 @@ def random_search(task: MethodTask) -> MethodResult:
     before is not trained again and is no trial.
 
     Args:
-        task: what to train, how large.
+        task: recipe and size.
 
     Raises:
         SizeNotMetError: if the budget does not pay for one dimension of the most frequent block; before training.
@@ -64,7 +64,7 @@ def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -
 
     Args:
         blocks: the blocks; with scope ``"global"`` all tables of one D share a sequence, else each has its own.
-        budget: what each column costs, and how much may be spent.
+        budget: the cost of each column, and the amount that may be spent.
         generator: of the heights.
 
     Returns:

@@ -1,8 +1,8 @@
-"""The trials of a method, shared by processes of one machine: who trains which, and what each came to.
+"""The trials of a method, shared by processes of one machine: which process trains which, and the results of each.
 
 FOLDER/trials-<names>/trials.json   how many there are, and the threads for each; their file is written last
                      N.lock         held by the process that trains trial N; the system frees it when that process ends
-                     N.json         what trial N came to
+                     N.json         results of trial N
                      N/             where it was trained; its best state stays until a better trial has finished
 """
 
@@ -34,7 +34,7 @@ class _Announcement(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedTrial:
-    """What a trial came to.
+    """Results of a trial that has finished.
 
     Attributes:
         selection_loss: on the selection split, of its best epoch.
@@ -48,7 +48,7 @@ class FinishedTrial:
 
 
 class SharedTrials:
-    """Deals out trials to whichever process asks first, and gathers what they came to.
+    """Deals out trials to whichever process asks first, and gathers their results.
 
     One process leads: it begins, takes part, and waits until all trials have finished. Others may help in between, at
     any time. A trial whose process was killed is trained by the next that asks.
@@ -97,7 +97,7 @@ class SharedTrials:
         return announcement["threads"]
 
     def folder(self, index: int) -> Path:
-        """Where a trial is trained, whose lock the caller holds."""
+        """Returns the folder in which a trial is trained; the caller holds the trial's lock."""
         return self._folder / str(index)
 
     def to_train(self, *, until_all_have_finished: bool) -> Iterator[int]:
@@ -125,7 +125,7 @@ class SharedTrials:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def finish(self, index: int, trial: FinishedTrial) -> None:
-        """Says what a trial came to."""
+        """Writes the results of a trial."""
         write_text(self._record(index), json_text(asdict(trial), str(self._folder)))
 
     def finished(self) -> dict[int, FinishedTrial]:
@@ -151,7 +151,7 @@ class SharedTrials:
 
     @contextmanager
     def _claim(self, index: int) -> Iterator[bool]:
-        """Whether a trial is this process's to train, as long as the context lasts."""
+        """Returns whether a trial is this process's to train, as long as the context lasts."""
         with file_lock(self._folder / f"{index}.lock") as owner:
             yield owner is None
 
@@ -162,7 +162,7 @@ def _best(finished: Mapping[int, FinishedTrial], num_bytes: int) -> int | None:
 
 
 def unclaimed_trials(parent: Path) -> int:
-    """How many announced trials below a folder no process has begun yet.
+    """Counts the announced trials below a folder that no process has begun yet.
 
     Args:
         parent: folder of the processes; it need not exist.

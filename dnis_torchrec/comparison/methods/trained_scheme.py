@@ -63,7 +63,7 @@ def row_blocks(task: MethodTask, *, scope: str | None = None) -> tuple[Frequency
 
 
 def byte_budget(task: MethodTask, blocks: RowBlocks) -> Budget:
-    """What a task lets the tables cost in the mixed-dimension form, column by column.
+    """Returns the budget of a task in bytes of the mixed-dimension form, with the cost of every column.
 
     Args:
         task: how large, as `MethodTask.embedding_bytes` says.
@@ -110,7 +110,7 @@ def prune_to_columns_(
         kept: table -> ``(S, D)`` bool.
 
     Returns:
-        The scheme of what is kept; rows never seen are stored nowhere.
+        The scheme of the columns that are kept; rows never seen are stored nowhere.
 
     Raises:
         ValueError: for an unknown table.
@@ -139,7 +139,7 @@ def uniform_scheme_(model: nn.Module, widths: Mapping[str, int]) -> MixedDimensi
         widths: table -> columns to keep.
 
     Returns:
-        The scheme of what is kept.
+        The scheme of the columns that are kept.
     """
     tables = table_configs(model)
     counts = FrequencyCounts({t.name: torch.ones(t.num_embeddings, dtype=torch.int64) for t in tables}, {}, 1)
@@ -150,7 +150,7 @@ def uniform_scheme_(model: nn.Module, widths: Mapping[str, int]) -> MixedDimensi
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """What a method may train from scratch.
+    """A recipe and a scheme that a method may train from scratch.
 
     Attributes:
         recipe: fresh, with the tables of the scheme; its model is used up by training.
@@ -183,7 +183,7 @@ class Candidate:
 
         Args:
             task: with the folder that `train` had.
-            finished: what the training came to.
+            finished: the results of the training.
         """
         model, _ = _sharded(task, self.recipe, self.scheme)
         load_checkpoint(task.folder / BEST_STATE, model)
@@ -243,7 +243,7 @@ def _sharded(
 
 @torch.no_grad()
 def _zero_dropped_(model: nn.Module, routings: Mapping[str, RowRouting], kept: Mapping[str, Tensor]) -> None:
-    """Zeroes what is dropped. A kept value that starts at zero is made the smallest float: zero says "dropped"."""
+    """Zeroes dropped values. A kept value that starts at zero becomes the smallest float: zero means "dropped"."""
     for module in collections(model).values():
         for table in local_shards(module):
             if table.table not in kept:

@@ -25,18 +25,18 @@ def dense(task: MethodTask) -> MethodResult:
     """The uncompressed model: the recipe as it is, at every requested size the same.
 
     Args:
-        task: what to train; its compression is not looked at.
+        task: recipe to train; its `compression` is not looked at.
     """
     return uniform_candidate(task, None).train(task)
 
 
 def no_embeddings(task: MethodTask) -> MethodResult:
-    """The model with every embedding zero: what biases, first-order weights and dense features are worth alone.
+    """Trains the model with every embedding zero: it shows the worth of biases, first-order weights, dense features.
 
     A data set on which this is as good as the uncompressed model says nothing about embeddings.
 
     Args:
-        task: what to train; its compression is not looked at.
+        task: recipe to train; its `compression` is not looked at.
     """
     recipe = task.build(None)
     scheme = uniform_scheme_(recipe.model, dict.fromkeys(table_widths(recipe.model), 0))
@@ -51,7 +51,7 @@ def uniform(task: MethodTask) -> MethodResult:
     against.
 
     Args:
-        task: what to train, how large.
+        task: recipe and size.
 
     Raises:
         SizeNotMetError: if even tables of embedding_dim 1 take more than the budget; before training.
@@ -66,7 +66,7 @@ def uniform_grid(task: MethodTask) -> MethodResult:
     uniform dimension of any size. `MethodTask.trials` does not shorten the grid.
 
     Args:
-        task: what to train, how large.
+        task: recipe and size.
 
     Raises:
         SizeNotMetError: if even the narrowest tables of the grid take more than the budget; before training.
@@ -103,7 +103,7 @@ def smallest_dim(task: MethodTask, num_bytes: int) -> int:
 
     Args:
         task: builds the recipe at several dims; tables may follow embedding_dim in any rising way.
-        num_bytes: at most what the recipe's own tables take.
+        num_bytes: at most the bytes of the recipe's own tables.
     """
     widest = max(table.embedding_dim for table in table_configs(task.build(None).model))
     dims = range(1, widest + 1)

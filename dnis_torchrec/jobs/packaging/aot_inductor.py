@@ -1,7 +1,7 @@
 """AOTInductor packages: the model compiled for this kind of CPU, its constants outside, memory-mapped by who loads it.
 
     PACKAGE/
-      package.json            what the model takes
+      package.json            inputs of the model
       model.pt2               the compiled model, without its constants
       constants.safetensors   tables and dense weights
       constants.index         where each stands in that file, a line each, for loaders without a JSON parser
@@ -42,14 +42,14 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""How safetensors spells dtypes, and how the index does."""
+"""Spelling of dtypes in safetensors -> spelling in the index."""
 
 
 def write_aot_inductor(program: ExportedProgram, folder: Path) -> None:
     """Compiles a program and writes model.pt2, constants.safetensors and constants.index. Takes about half a minute.
 
     Args:
-        program: what `export_graph` gave.
+        program: result of `export_graph`.
         folder: where to write.
 
     Raises:

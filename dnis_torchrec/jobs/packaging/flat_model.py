@@ -1,4 +1,4 @@
-"""From a model that takes a KeyedJaggedTensor to one that takes plain tensors, and to its graph.
+"""Flat models: a model that takes a KeyedJaggedTensor, turned into one that takes plain tensors, and into its graph.
 
 torch.export traces the KeyedJaggedTensor away, so a packaged model needs torch alone (and, for most forms, the library
 of the lookup operators), neither TorchRec nor FBGEMM.
@@ -28,7 +28,7 @@ from dnis_torchrec.ops.csr_operator import load_operator
 from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
 
 INPUTS = ("dense", "values", "lengths", "weights")
-"""What a packaged model takes, in order; weights only where bags are weighted."""
+"""Inputs of a packaged model, in order; weights only where bags are weighted."""
 OPERATORS_OF_TORCH = ("aten", "prim", "prims")
 OWN_OPERATORS = "dnis_torchrec"
 
@@ -38,7 +38,7 @@ _EXAMPLE_BATCH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What a packaged model takes.
+    """The inputs of a packaged model.
 
     - ``dense``: ``(B, num_dense)`` float32.
     - ``values``: ``(I,)`` int64, the ids of the first feature's bags, then those of the second's, and so on.
@@ -76,7 +76,7 @@ class Signature:
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """Of `INPUTS` those that there are."""
+        """Names of `INPUTS` that the model takes."""
         return INPUTS if self.is_weighted else INPUTS[:-1]
 
     def flatten(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ class Signature:
         )
 
     def check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Checks what a packaged model does not: wrong inputs would be read as something else.
+        """Checks the inputs of a packaged model, which does not: it would read wrong ones as something else.
 
         Args:
             inputs: in the order of `input_names`.
@@ -156,7 +156,7 @@ class FlatModel(nn.Module):
 
     Args:
         model: called as ``model(dense_features=..., sparse_features=...)``.
-        signature: what it takes.
+        signature: its inputs.
 
     Shape:
         - Input: see `Signature`.
@@ -204,7 +204,7 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
 
     Args:
         model: see `FlatModel`; on the CPU, in evaluation mode.
-        signature: what it takes.
+        signature: its inputs.
 
     Returns:
         The program, of inputs as in `Signature`.

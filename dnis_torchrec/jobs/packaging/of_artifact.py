@@ -1,4 +1,4 @@
-"""run_package: what `dnis package` does, from an artifact to a package."""
+"""run_package, the work of `dnis package`: it makes a package of an artifact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_package(
     """Packages the model of an artifact.
 
     Args:
-        artifact: what `export` wrote, with its dense weights.
+        artifact: folder that `export` wrote, with its dense weights.
         out: folder to make.
         recipe: ``module:function`` of the model; by default the one that the manifest names, if that is
             the user's own code.

@@ -36,7 +36,7 @@ from dnis_torchrec.storage.whole_folders import new_folder
 KINDS = ("aoti", "torchscript")
 """AOTInductor with its constants outside; TorchScript in a Triton model repository."""
 RTOL, ATOL = 1e-4, 1e-5
-"""How far a package may be from the model it came from: matrix products sum in another order."""
+"""Tolerances of a package against the model it came from: matrix products sum in another order."""
 
 
 class PackagedModel(Protocol):

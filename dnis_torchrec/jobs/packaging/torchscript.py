@@ -1,4 +1,4 @@
-"""From an exported program to TorchScript.
+"""Conversion of an exported program to TorchScript.
 
 TorchRec's own classes do not script, but the graph that torch.export made of them is nothing but calls of operators,
 which TorchScript has too: it resolves overloads itself, so each call only has to name the operator.
@@ -19,7 +19,7 @@ def to_torchscript(program: ExportedProgram) -> torch.jit.ScriptModule:
     """Scripts an exported program.
 
     Args:
-        program: what `export_graph` gave.
+        program: result of `export_graph`.
 
     Returns:
         A module of the same inputs that returns the prediction alone; its weights are buffers.
@@ -54,5 +54,5 @@ def to_torchscript(program: ExportedProgram) -> torch.jit.ScriptModule:
 
 
 def _is_dead(node: fx.Node) -> bool:
-    """Whether nobody reads a pure result, as of operators that return several."""
+    """Returns whether nobody reads a pure result, as of operators that return several."""
     return node.op == "call_function" and not node.users and not node.is_impure()

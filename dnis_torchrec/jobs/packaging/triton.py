@@ -29,8 +29,8 @@ def write_triton_model(program: ExportedProgram, signature: Signature, folder: P
     """Writes NAME/1/model.pt and NAME/config.pbtxt into a model repository.
 
     Args:
-        program: what `export_graph` gave.
-        signature: what it takes.
+        program: result of `export_graph`.
+        signature: its inputs.
         folder: the repository.
         name: of the model.
     """
@@ -48,7 +48,7 @@ def triton_config(name: str, signature: Signature, output_dims: int) -> str:
 
     Args:
         name: of the model, and of its folder.
-        signature: what it takes.
+        signature: its inputs.
         output_dims: 1 for predictions ``(B,)``, 2 for ``(B, 1)``.
 
     Example:

@@ -16,7 +16,7 @@ from dnis_torchrec.jobs.planning.placement import Placement, place
 from dnis_torchrec.jobs.planning.tables import PlannedTable
 
 MAX_WORLD_SIZE = 1024
-"""Where the search for the smallest number of devices ends."""
+"""Largest number of devices that the search for the smallest one tries."""
 
 _CUDA_DIM_MULTIPLE = 4
 """FBGEMM's training kernels on a GPU take such dims only; narrower blocks are padded."""
@@ -24,13 +24,13 @@ _CUDA_DIM_MULTIPLE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TablesPlan:
-    """What one set of tables needs on a cluster.
+    """The needs of one set of tables on a cluster.
 
     Attributes:
         num_tables: tables that exist.
         parameters: their values.
         training_bytes: the tables in fp32, on a GPU with dims padded to multiples of 4, and their optimizer state.
-        placement: on the cluster as asked for; None if it cannot hold the tables.
+        placement: of the tables on the cluster that was asked for; None if it cannot hold them.
         smallest_world_size: the fewest devices of the kind for which a plan was found; None up to `MAX_WORLD_SIZE`.
     """
 
@@ -46,7 +46,7 @@ class PlanComparison:
     """Plans of the same model before and after pruning.
 
     Attributes:
-        cluster: what was planned for.
+        cluster: the cluster that was planned for.
         before: the uncompressed tables.
         after: one table per block, as wide as its retained dims.
     """

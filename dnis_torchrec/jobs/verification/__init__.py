@@ -1,4 +1,4 @@
-"""Verification: what `dnis verify` checks and measures."""
+"""Verification: the checks and measurements of `dnis verify`."""
 
 from dnis_torchrec.jobs.verification.findings import Finding
 from dnis_torchrec.jobs.verification.verify import Verification, verify

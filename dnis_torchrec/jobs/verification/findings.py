@@ -1,4 +1,4 @@
-"""What a verification finds: one line per thing looked at."""
+"""Findings of a verification: one line per thing that was checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long do lookups take? p50 and p99 of every form, side by side with the uncompressed tables.
+"""Latency of lookups: p50 and p99 of every form, side by side with the uncompressed tables.
 
 Rounds take turns, so that whatever else the machine does falls on all forms alike. Shapes: B batch.
 """
@@ -48,7 +48,7 @@ def measure_latency(
     Args:
         artifact: the folder.
         scheme: its scheme.
-        forms: what to time; ``"uncompressed_fp32"`` among them.
+        forms: forms to time; ``"uncompressed_fp32"`` among them.
         rounds: lookups of each.
     """
     parts = collections_of(scheme)

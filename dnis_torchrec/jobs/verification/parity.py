@@ -25,8 +25,8 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.logical_tables import torchrec_config
 
 ROW_ERRORS = {"fp32": 1e-6, "fp16": 2.0**-10, "int8": 0.006, "int4": 0.07}
-"""How far a stored value may be from the exact one, as a share of its row's largest magnitude: half a step of 255 or 15
-over the row's range, and the rounding of the scale."""
+"""Precision -> largest error of a stored value, as a share of its row's largest magnitude. It is half of one of 255 or
+15 steps over the row's range, and the rounding of the scale."""
 FP32_ROUNDING = 2.0**-24
 SMALLEST_ERROR = 1e-7
 CODE_ROUNDING = 2.0**-22
@@ -104,7 +104,7 @@ def check_form(artifact: Path, form: str, collection: str, oracle: Oracle, *, is
         artifact: the folder.
         form: one that it holds.
         collection: FQN.
-        oracle: what to compare with.
+        oracle: module to compare with.
         is_only: whether the artifact holds no other collection, so that findings need not name it.
     """
     place = form if is_only else f"{form}, {collection}"

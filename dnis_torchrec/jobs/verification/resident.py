@@ -1,4 +1,4 @@
-"""How much memory do tables take in a process that serves them? Measured as resident set size (RSS), not computed.
+"""Memory of tables in a process that serves them, measured as resident set size (RSS), not computed.
 
 A fresh process imports everything, then forks a child per form: what a child's RSS grows by is what the form takes.
 Pages of memory-mapped files count once they are touched, so a child is measured after it has loaded and again after it
@@ -70,7 +70,7 @@ def measure_resident(artifact: Path, forms: Sequence[str]) -> list[Resident]:
 
 
 def resident_bytes() -> int:
-    """RSS of this process, after giving back what was freed."""
+    """Returns the RSS of this process, after giving freed memory back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])

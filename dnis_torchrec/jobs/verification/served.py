@@ -1,4 +1,4 @@
-"""What is measured: an artifact's forms, and the uncompressed tables that they are measured against."""
+"""Models to measure: an artifact's forms, and the uncompressed tables that they are measured against."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.training.evaluation import evaluate
 
 METRIC_LIMITS = {"fp32": 1e-5, "fp16": 5e-4, "int8": 5e-4}
-"""How far a form's metrics on the test split may be from those of the run, by precision; int4 is not judged."""
+"""Precision -> largest difference of a form's test metrics from those of the run; int4 is not judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What was found.
+    """Results of a verification.
 
     Attributes:
         artifact: the folder.

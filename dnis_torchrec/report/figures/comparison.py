@@ -1,4 +1,4 @@
-"""The figure of a comparison: what every method reaches in the same bytes."""
+"""The figure of a comparison: the metric of every method at the same bytes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def quality_at_the_same_bytes(
 
 
 def _told_about_bars(points: Sequence[ParetoPoint]) -> str:
-    """What a point and its bar are, so that the file explains itself."""
+    """Says what a point and its bar stand for, so that the figure's file explains itself."""
     num_seeds = max(point.num_seeds for point in points)
     if num_seeds == 1:
         return "one seed"
@@ -93,7 +93,7 @@ def _told_about_bars(points: Sequence[ParetoPoint]) -> str:
 
 
 def _method_line(axis: Axes, points: Sequence[ParetoPoint], style: tuple[str, str]) -> None:
-    """Draws one method; `_name_points_beyond` tells what lies beyond the axis."""
+    """Draws one method; `_name_points_beyond` names the points beyond the axis."""
     (colour, marker), method = style, points[0].method
     is_second = method.endswith(WITH_VALIDATION)
     width, zorder = (2.4, 5) if method == "dnis" else (1.1, 3) if is_second else (1.6, 4)

@@ -30,7 +30,7 @@ from dnis_torchrec.report.figures.style import (
 from dnis_torchrec.report.tables import format_count, format_megabytes, format_number, format_ratio
 
 PRUNING_METHODS = ("dnis", "magnitude", "dense")
-"""What the names of methods begin with that the figure of pruning rates compares."""
+"""Prefixes of the names of the methods that the figure of pruning rates compares."""
 
 
 @styled

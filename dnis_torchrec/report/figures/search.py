@@ -191,7 +191,7 @@ def search_history(history: Sequence[Mapping[str, float]]) -> Figure:
 
 
 def _pressure_areas(axis: Axes, epochs: list[float], history: Sequence[Mapping[str, float]]) -> None:
-    """As high as the size of the pressure over the largest; of another colour where it holds alpha up."""
+    """Draws the size of the pressure over its largest, as areas; another colour shows where it holds alpha up."""
     pressure = np.nan_to_num(np.array([entry.get("pressure", math.nan) for entry in history], dtype=float))
     peak = float(np.abs(pressure).max())
     for sign, colour, name in ((1, "#E3E3E3", "pressure"), (-1, "#DCE9F5", "pressure that holds alpha up")):

@@ -1,4 +1,4 @@
-"""What all figures share: colours, markers, type, log axes, legends; no global state of pyplot.
+"""Style of all figures: colours, markers, type, log axes, legends; no global state of pyplot.
 
 Colours are those of Okabe and Ito, told apart by colour-blind readers too; markers say the same thing a second time.
 """
@@ -137,7 +137,7 @@ def legend_beside(figure: Figure, handles: Sequence[Artist], labels: Sequence[st
 
     Args:
         figure: with a constrained layout, which makes room.
-        handles: what is explained.
+        handles: the artists that the legend explains.
         labels: one per handle.
         title: stands above them.
     """
@@ -167,7 +167,7 @@ def log_axis(axis: Axes, low: float, high: float, tick_text: Callable[[float], s
         axis: changed in place.
         low: left end, above 0.
         high: right end, above `low`.
-        tick_text: value -> what stands at its tick.
+        tick_text: value -> text at its tick.
         first: no tick stands to the left of it; 0 by default, so that ticks begin with `low`.
     """
     axis.set_xscale("log")
@@ -184,7 +184,7 @@ def ticks_with_room(axis: Axes, values: Sequence[float], tick_text: Callable[[fl
     Args:
         axis: logarithmic, its limits set.
         values: above 0, at least one.
-        tick_text: value -> what stands at its tick; the longest one decides the room.
+        tick_text: value -> text at its tick; the longest one decides the room.
 
     Returns:
         The values kept, rising.

@@ -123,11 +123,11 @@ def check_form_of_elements(form: str) -> Csr:
 
 
 def num_elements(size: Size, blocks: RowBlocks, *, at_least: int = 1) -> int:
-    """How many single values a size affords.
+    """Returns the number of single values that a size affords.
 
     Args:
         size: what the user asked for.
-        blocks: of all tables; they tell N and D, blocks themselves do not matter.
+        blocks: of all tables; only N and D are read from them.
         at_least: values that it has to pay for.
 
     Returns:
@@ -177,7 +177,7 @@ def affordable_values(size: Size, shapes: Sequence[tuple[int, int]], *, at_least
 def _keep_largest_(
     held: list[PlacedShard], counted: list[PlacedShard], num_values: int, num_keep: int, ranks: Ranks
 ) -> None:
-    """Zeroes what is not among the largest in `held`; over all ranks, `counted` has every value once."""
+    """Zeroes the values in `held` that are not among the largest; over all ranks, `counted` has every value once."""
     if num_keep <= 0:
         threshold, last = (1 << MAGNITUDE_BITS) - 1, -1
     else:

@@ -42,7 +42,7 @@ def prune(
     structure: str = "block",
     per_table: bool = False,
 ) -> MixedDimensionScheme:
-    """Zeroes what is not retained, in place, and says what is retained.
+    """Zeroes all values that are not retained, in place, and returns the scheme of those that are.
 
     Two structures. ``"element"``: single values, the largest magnitudes stay (paper, eq. 7: ``|E~| < eps -> 0``).
     ``"block"``: whole columns of a block, by mean square over the block's seen rows; no padding in the

@@ -1,4 +1,4 @@
-"""From pruned tables to the scheme that says what they retain. The same scheme on every rank."""
+"""Schemes made from pruned tables: they say what the tables retain, the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables to prune, as one rank knows them: its own shards, and what all ranks know alike of the rest."""
+"""The tables to prune, as one rank knows them: its own shards, and facts about the others that all ranks know."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PrunedTable:
         is_weighted: whether the collection takes per-sample weights.
         routing: row -> block.
         counts: of all N rows in the training data; replicated.
-        shards: what this rank holds of the table, perhaps nothing.
+        shards: this rank's shards of the table, perhaps none.
         counted: what this rank counts of it: its shards, except for a table that every rank holds whole
             (data_parallel), which rank 0 counts for all.
     """
@@ -142,7 +142,7 @@ def zero_never_seen_(tables: list[PrunedTable]) -> None:
 
 
 def is_weighted(collection: nn.Module) -> bool:
-    """Whether a collection takes per-sample weights; plain, sharded or wrapped."""
+    """Returns whether a collection takes per-sample weights; plain, sharded or wrapped."""
     if isinstance(collection, ShardedEmbeddingBagCollection):
         return collection._is_weighted
     assert isinstance(collection, EmbeddingBagCollectionInterface)

@@ -83,10 +83,10 @@ def step_of(name: str) -> int | None:
 
 
 def latest_text(path: Address) -> str:
-    """What `LATEST` says when a checkpoint is the latest.
+    """Returns the content of the file `LATEST` for a checkpoint that is the latest.
 
     Args:
-        path: of the checkpoint, or its URL; its name alone is told.
+        path: of the checkpoint, or its URL; only its name is written.
     """
     return json.dumps({"checkpoint": os.path.basename(path)}) + "\n"
 
@@ -107,7 +107,7 @@ class CheckpointFolder(ABC):
         self._keep_last = keep_last
 
     def path_of(self, step: int) -> Address:
-        """Where the checkpoint of a step is, once it is whole."""
+        """Returns the address of the checkpoint of a step, once it is whole."""
         return inside(self.path, f"step-{step:08d}")
 
     def latest(self) -> Address | None:
@@ -132,14 +132,14 @@ class CheckpointFolder(ABC):
 
     @abstractmethod
     def clean(self) -> None:
-        """Removes what is left of checkpoints that never became whole, or are only half gone.
+        """Removes the remains of checkpoints that never became whole, or are only half gone.
 
         If a kill came while the latest was being replaced, it is put back. To be called by rank 0 alone.
         """
 
     @abstractmethod
     def begin(self, step: int) -> None:
-        """Prepares what all ranks write into.
+        """Prepares the folder that all ranks write into.
 
         Args:
             step: the checkpoint.
@@ -174,10 +174,10 @@ class CheckpointFolder(ABC):
 
     @abstractmethod
     def _latest_text(self) -> str | None:
-        """What `LATEST` says; None if it is not there."""
+        """Returns the content of the file `LATEST`, or None if there is no such file."""
 
     def _unneeded(self, steps: list[int], latest: int, keep: Collection[int]) -> list[int]:
-        """Of the rising numbers of checkpoints those that may go."""
+        """Returns the steps whose checkpoints may be removed, of steps that rise."""
         # What is above the latest step is of a future that an interruption has undone.
         past = [step for step in steps if step <= latest]
         kept = {*past[-self._keep_last :], *keep}
@@ -203,7 +203,7 @@ class LocalCheckpointFolder(CheckpointFolder):
         self._folder = Path(path)
 
     def partial_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is while it is being written."""
+        """Returns the path of the checkpoint of a step while it is being written."""
         return self._folder / f"step-{step:08d}.partial"
 
     def steps(self) -> list[int]:
@@ -212,7 +212,7 @@ class LocalCheckpointFolder(CheckpointFolder):
         return sorted(step for step in found if step is not None)
 
     def clean(self) -> None:
-        """Removes what is left of checkpoints that never became whole, or are only half gone; see the base class.
+        """Removes the remains of checkpoints that never became whole, or are only half gone; see the base class.
 
         Raises:
             ValueError: if somebody has put a link in the folder.

@@ -47,7 +47,7 @@ def save_checkpoint(path: Path, model: nn.Module) -> None:
 
     Args:
         path: checkpoint name; rank r writes ``<path>.rank<r>.safetensors``.
-        model: what to save.
+        model: the model to save.
     """
     with written_whole(_rank_file(path)) as unfinished:
         save_file({name: value.contiguous() for name, value in state_tensors(model).items()}, unfinished)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, in which file, and whether it fits a run. JSON, never unpickled.
+"""The manifest of a checkpoint: its tensors, their files, and whether it fits a run. JSON, never unpickled.
 
 torch.distributed.checkpoint keeps its metadata as a pickle, which runs as code whatever it holds. Here the same
 metadata is JSON, and tensors are in safetensors, one file per rank.
@@ -61,12 +61,12 @@ class _Head(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Manifest of a checkpoint: its files, tables, values and tensors.
 
     Attributes:
         world_size: ranks that wrote it.
         files: file -> bytes.
-        tables: table -> what it has to be like.
+        tables: table -> the description that a model's table has to match.
         values: everything that is no tensor.
         tensors: key -> ``{"dtype", "size", "chunks": [{"offset", "size", "file"}]}``.
     """
@@ -139,7 +139,7 @@ class Manifest:
 
 
 def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
-    """What torch.distributed.checkpoint takes for granted of what it reads."""
+    """Checks what torch.distributed.checkpoint takes for granted: dtypes of torch, chunks inside of their tensor."""
     known = isinstance(getattr(torch, entry["dtype"], None), torch.dtype)
     check(known, place, "a dtype of torch", repr(entry["dtype"]), _OTHER)
     whole = entry["size"]
@@ -219,7 +219,7 @@ def _table_differences(saved: Mapping[str, TableDescription], own: Mapping[str, 
 
 
 def _tensor_differences(manifest: Manifest, sizes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Of what is no table; what belongs to one rank, or to the kernels that it happens to use, may come and go."""
+    """Yields differences in tensors beside the tables; those of one rank, or of the kernels it uses, may differ."""
 
     def compared(keys: Iterable[str]) -> set[str]:
         return {key for key in keys if not key.startswith(("rank", "table/")) and key != ITERATIONS}

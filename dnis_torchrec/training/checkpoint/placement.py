@@ -57,7 +57,7 @@ class PlacedTensor:
 
     Attributes:
         size: of the whole, at least one dimension.
-        chunks: what this rank holds; a chunk that several ranks hold is the same on all of them.
+        chunks: chunks that this rank holds; a chunk that several ranks hold is the same on all of them.
 
     Example:
         >>> PlacedTensor.of(torch.tensor(7)).size
@@ -88,7 +88,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TableDescription:
-    """What has to be the same for a checkpoint to fit a table.
+    """Description of a table, equal in a checkpoint and in a model that it fits.
 
     Attributes:
         rows: N.
@@ -109,7 +109,7 @@ class TrainingState:
 
     Attributes:
         tensors: key -> placed tensor.
-        tables: table -> what it has to be like.
+        tables: table -> the description that a model's table has to match.
         values: everything that is no tensor, JSON-able, the same on all ranks.
     """
 
@@ -143,7 +143,7 @@ def model_tensors(model: nn.Module) -> dict[str, PlacedTensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, PlacedTensor]:
-    """State of the optimizers: what is fused into the tables' backward, and what is not.
+    """State of the optimizers, both those fused into the tables' backward and the others.
 
     Args:
         model: sharded or not.
@@ -176,7 +176,7 @@ def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
 
     Args:
         model: sharded or not; its tables and optimizer states were loaded.
-        tensors: what was loaded.
+        tensors: the tensors that were loaded.
     """
     forget_cached_rows(model)
     if ITERATIONS in tensors:
@@ -185,7 +185,7 @@ def finish_load_(model: nn.Module, tensors: Mapping[str, PlacedTensor]) -> None:
 
 
 def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
-    """What a checkpoint has to agree with, table by table.
+    """Describes every table of a model, for comparison with a checkpoint.
 
     Args:
         model: sharded or not, prepared or not.

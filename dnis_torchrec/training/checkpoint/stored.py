@@ -51,7 +51,7 @@ class StoredCheckpointFolder(CheckpointFolder):
         return sorted(step for step, files in self._found().items() if CHECKPOINT_MANIFEST in files)
 
     def clean(self) -> None:
-        """Removes what is left of checkpoints that never became whole, or are only half gone."""
+        """Removes the remains of checkpoints that never became whole, or are only half gone."""
         for step, files in self._found().items():
             if CHECKPOINT_MANIFEST not in files:
                 self._remove_files(step, files)

@@ -63,7 +63,7 @@ def write_checkpoint(
     Args:
         folder: where.
         step: its number.
-        state: what, as every rank has it.
+        state: the state to write, as every rank has it.
         process_group: of all ranks; must be able to send from the CPU.
         keep: earlier ones that must stay besides the last ones.
 
@@ -83,7 +83,7 @@ def write_checkpoint(
 
 
 def _left_clean(folder: CheckpointFolder, process_group: dist.ProcessGroup | None) -> str:
-    """Takes away what a failed write left, and says what is still there; storage may be away for that, too."""
+    """Removes the remains of a failed write, and says which are still there; storage may be away for that, too."""
     try:
         with together(process_group):
             if rank_of(process_group) == 0:

@@ -1,4 +1,4 @@
-"""What a budget affords: the most probable combination of options, and single columns taken off it.
+"""Choices that a budget affords: the most probable combination of options, less single columns where need be.
 
 Shapes: C choices, n options of a choice, S blocks, D embedding_dim.
 """
@@ -69,7 +69,7 @@ def _one_option(log_probabilities: Sequence[Tensor], costs: Sequence[Tensor], am
 
 
 def trim(retained: Mapping[str, Tensor], column_costs: Mapping[str, Tensor], excess: float) -> dict[str, Tensor]:
-    """Takes single columns off what a combination retains, until that much less is spent.
+    """Drops single columns of a combination, until it costs less by `excess`.
 
     The last column of the least frequent retained block of a table goes: of all tables the cheapest one that covers the
     excess, or the dearest while none does.

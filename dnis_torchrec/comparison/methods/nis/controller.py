@@ -18,8 +18,8 @@ with half of it short ones end undecided, and what is merely most probable then 
 BETAS = (0.9, 0.98)
 ENTROPY_WEIGHT = 0.01
 SCALE_DECAY = 0.95
-"""Of the running mean square that advantages are divided by: 20 steps, so that the large penalties of the first samples
-do not make the small differences in quality of later ones invisible."""
+"""Decay of the running mean square by which advantages are divided. It spans 20 steps, so that the large penalties of
+the first samples do not hide the small differences in quality of later ones."""
 SMALLEST_SCALE = 1e-6
 """Differences in reward far below this are rounding, not to be blown up."""
 
@@ -80,8 +80,8 @@ class Controller:
         """One step of advantage actor-critic.
 
         Args:
-            picked: ``(K, C)``, what `sample` drew.
-            rewards: ``(K,)``, what came of it, all on one batch.
+            picked: ``(K, C)``, the options that `sample` drew.
+            rewards: ``(K,)``, their rewards, all on one batch.
 
         Raises:
             ValueError: for fewer than two samples, of which none is left to be the critic.

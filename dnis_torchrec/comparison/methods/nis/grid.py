@@ -32,7 +32,7 @@ class Choice:
         table: table name.
         options: ``(n, S, D)`` bool, the columns of every block that each option retains; none of a block of which
             training saw no row.
-        costs: ``(n,)`` float64, what each option takes of the budget.
+        costs: ``(n,)`` float64, the cost of each option.
     """
 
     table: str
@@ -46,7 +46,7 @@ class Grid:
 
     Attributes:
         blocks: vocabulary blocks, of scope ``"table"``.
-        budget: what may be spent, and what a column of each block costs of it.
+        budget: the amount that may be spent, and the cost of a column of each block.
         choices: every choice of every table.
 
     Example:
@@ -73,7 +73,7 @@ class Grid:
         return float(costs[costs > 0].min())
 
     def cost(self, picked: Sequence[int]) -> float:
-        """What a combination takes of the budget.
+        """Returns how much of the budget a combination of options takes.
 
         Args:
             picked: the option of each choice.
@@ -94,7 +94,7 @@ class Grid:
 
     @torch.no_grad()
     def select_(self, alpha: Alpha, picked: Sequence[int]) -> None:
-        """Makes a prepared model compute with what a combination retains: alpha becomes its mask of 0 and 1.
+        """Makes a prepared model compute with the columns that a combination retains: alpha becomes their mask.
 
         Args:
             alpha: of the model, changed in place.

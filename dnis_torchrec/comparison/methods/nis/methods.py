@@ -31,7 +31,7 @@ def nis_se(task: MethodTask) -> MethodResult:
     """Neural Input Search with single-size embeddings: each table keeps its v most frequent blocks at one width.
 
     Args:
-        task: what to make.
+        task: recipe and size.
 
     Returns:
         The chosen scheme, trained from scratch to its own best epoch. `seconds` counts the search too.
@@ -52,7 +52,7 @@ def nis_me(task: MethodTask) -> MethodResult:
     FM, nothing does.
 
     Args:
-        task: what to make.
+        task: recipe and size.
 
     Returns:
         The chosen scheme, trained from scratch to its own best epoch. `seconds` counts the search too.
@@ -101,11 +101,11 @@ def _check_size(grid: Grid, embedding_bytes: int) -> None:
 
 
 def chosen(grid: Grid, controller: Controller) -> tuple[dict[str, Tensor], str]:
-    """What the controller chose, brought within the budget.
+    """Brings the choice of the controller within the budget.
 
-    The most probable option of each choice, if it retains anything and overshoots the budget by at most
-    `TRIMMED_SHARE`; else the most probable combination of which that is true. Single columns are then taken off for
-    what is still too much. Bytes that the choice leaves are left: the reward pays nothing for spending them.
+    It takes the most probable option of each choice, if these retain anything and overshoot the budget by at most
+    `TRIMMED_SHARE`. Else it takes the most probable combination of which that is true. It then drops single columns,
+    until the rest is within the budget. Bytes left over are not spent: the reward pays nothing for them.
 
     Args:
         grid: the choices, of which some are within the budget.

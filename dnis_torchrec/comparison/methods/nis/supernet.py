@@ -35,7 +35,7 @@ the budget never pays; and the span between a useless table and the best is abou
 
 
 def reward_of(quality: float, overshoot: float) -> float:
-    """What the controller is paid (the reward of the paper): ``quality - lambda * max(0, bytes / budget - 1)``.
+    """Returns the reward of the controller, as in the paper: ``quality - lambda * max(0, bytes / budget - 1)``.
 
     Args:
         quality: see `Quality`.
@@ -49,7 +49,7 @@ def reward_of(quality: float, overshoot: float) -> float:
 
 
 class Quality:
-    """How good predictions of a batch are, without unit: AUC for a binary loss, else ``-MSE / variance of the labels``.
+    """Quality of a batch's predictions, without unit: AUC for a binary loss, else ``-MSE / variance of the labels``.
 
     NOTE[DIFF]: the paper knows AUC and Recall@1. The variance is that of all validation labels, so that one lambda
     serves ratings from 1 to 5 and from 0 to 100 alike.
