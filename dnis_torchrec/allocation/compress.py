@@ -70,7 +70,6 @@ class Measured:
         compression: float | None = None,
         embedding_bytes: int | None = None,
         max_loss: float | None = None,
-        scope: str = "global",
     ) -> Allocation:
         """Chooses bits for one size, see `dnis_torchrec.allocate`. Local, no collective; the model does not change.
 
@@ -78,7 +77,6 @@ class Measured:
             compression: bytes of the float32 tables over bytes served. Give exactly one of the three sizes.
             embedding_bytes: bytes served, at most.
             max_loss: predicted increase of the loss, at most.
-            scope: whether all tables share the bytes.
 
         Raises:
             ValueError: as `dnis_torchrec.allocate`; names the largest compression that can be met.
@@ -92,7 +90,6 @@ class Measured:
             embedding_bytes=embedding_bytes,
             max_loss=max_loss,
             bits=self.energies.bits,
-            scope=scope,
             energies=self.energies,
         )
 
