@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import write_artifact
+from dnis_torchrec.blocks.bit_fields import WIDTHS
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
@@ -16,6 +17,7 @@ from dnis_torchrec.soft_selection.table_shards import collections
 from dnis_torchrec.training.evaluation import evaluate
 from examples.models import DeepFM
 from tests import tiny
+from tests.coded_tables import rounded, with_codes
 from tests.serving_reference import pruned, table_scheme
 
 
@@ -56,13 +58,16 @@ RECIPES = {
 }
 
 
-def write_tiny_artifact(path: Path, *, recipe: str = "tests.tiny:demo", forms: tuple[str, ...] = ("csr_fp32",)) -> Path:
-    """Prunes a recipe's model at random, evaluates it, and exports it.
+def write_tiny_artifact(
+    path: Path, *, recipe: str = "tests.tiny:demo", forms: tuple[str, ...] = ("csr_fp32",), codes: bool = False
+) -> Path:
+    """Prunes a recipe's model at random, or gives it codes at random, evaluates it, and exports it.
 
     Args:
         path: folder to make.
         recipe: one of `RECIPES`.
         forms: of the tables.
+        codes: give every column bits, and export what the tables were before they were rounded.
     """
     built = RECIPES[recipe](None, seed=0)
     (fqn, collection), *_ = collections(built.model).items()
@@ -75,9 +80,7 @@ def write_tiny_artifact(path: Path, *, recipe: str = "tests.tiny:demo", forms: t
         retained = torch.rand(3, config.embedding_dim, generator=torch.Generator().manual_seed(index)) < 0.4
         parameter = collection.embedding_bags[config.name].weight
         weight = pruned(parameter.detach() * 5, routing, retained)
-        parameter.data.copy_(weight)
-        tables[config.name] = weight
-        schemes[config.name] = table_scheme(
+        scheme = table_scheme(
             config.name,
             routing,
             retained,
@@ -85,6 +88,10 @@ def write_tiny_artifact(path: Path, *, recipe: str = "tests.tiny:demo", forms: t
             pooling=config.pooling.value.lower(),
             collection=fqn,
         )
+        if codes:
+            scheme, weight = with_codes(scheme, seed=index, widths=WIDTHS), parameter.detach() * 5
+        schemes[config.name], tables[config.name] = scheme, weight
+        parameter.data.copy_(rounded(scheme, weight) if codes else weight)
     task = TrainTask(built.model, built.loss)
     metrics = evaluate(task, built.data.test, built.loss, torch.device("cpu"))
     dense = {key: value for key, value in built.model.state_dict().items() if ".embedding_bags." not in key}
