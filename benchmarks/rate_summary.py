@@ -23,6 +23,8 @@ COSTS: Mapping[str, tuple[str, Mapping[float, float]]] = {
 MEASURED_BETWEEN = (0.0005, 0.01)
 """Increases of the loss that are predicted within `FACTOR`."""
 FACTOR = 2.0
+LEVEL = 1e-5
+"""Differences below it are none."""
 EPOCHS, NUM_SIZES = 2.0, 3
 """Plain epochs that so many sizes may take."""
 TABLES = 1.2
@@ -179,7 +181,7 @@ def rival_lines(recipe: str, own: Differences) -> list[str]:
         cost = own.worse(mine, metric)
         ahead = {key: own.worse(own.of[key], metric) - cost for key in theirs}
         best = min(ahead, key=lambda key: ahead[key])
-        verdict = "met" if ahead[best] > 0 else "MISSED"
+        verdict = "level" if abs(ahead[best]) < LEVEL else "met" if ahead[best] > 0 else "MISSED"
         lines.append(
             f"{recipe} at {_size(size)}: {metric} ahead of the best of {len(ahead)} rivals "
             f"({best[0]}, {best[1]}) by {ahead[best]:+.5f}: {verdict}"

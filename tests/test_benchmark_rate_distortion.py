@@ -151,6 +151,9 @@ def test_a_rival_that_is_ahead_is_told_where_higher_is_better() -> None:
     ]
     (rival,) = rate_summary.rival_lines("examples.movielens:ctr_fm", Differences(rows))
     assert rival.endswith("(row-wise, int4) by -0.00200: MISSED")
+    rows[2]["metrics"]["auc"] = 0.790004
+    (rival,) = rate_summary.rival_lines("examples.movielens:ctr_fm", Differences(rows))
+    assert rival.endswith("(row-wise, int4) by -0.00000: level")
 
 
 def test_time_is_what_sizes_share_once_and_their_own() -> None:
