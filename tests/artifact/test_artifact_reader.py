@@ -64,7 +64,7 @@ def unpacked(row: np.ndarray, form: str, count: int) -> np.ndarray:
 
 
 class Reader:
-    """Reads an artifact of format 2.x."""
+    """Reads an artifact of format 1.x."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ class Reader:
         self.manifest: dict[str, Any] = json.loads(content)
         if self.manifest["format"] != "dnis-torchrec-artifact":
             raise ValueError("another format")
-        if int(self.manifest["format_version"].split(".")[0]) != 2:
+        if int(self.manifest["format_version"].split(".")[0]) != 1:
             raise ValueError("another version")
         digits = self.manifest["sha256"].encode()
         before, _, after = content.rpartition(digits)
