@@ -16,6 +16,7 @@ from dnis_torchrec.search.alpha_optimizer import FLOOR, MAX_LEARNING_RATE, Alpha
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.soft_selection.alpha import Alpha
 from tests.reference import normalised_reference
+from tests.sizes import size_of_share
 
 DIM = 8
 HIT = torch.tensor([True, True, True])
@@ -74,7 +75,7 @@ def test_rows_without_a_hit_do_not_move_whatever_the_pressure() -> None:
 def run_ramp(ratio: float, steps: int = 300, extra: int = 60, never_seen: int = 0, learning_rate: float | None = None):
     torch.manual_seed(0)
     blocks = make_blocks(never_seen=never_seen)
-    pressure = Pressure(size=Size(compression=ratio), ramp_steps=steps)
+    pressure = Pressure(size=size_of_share(ratio, blocks), ramp_steps=steps)
     alpha, optimizer = make_optimizer(blocks, pressure=pressure, learning_rate=learning_rate)
     liked = -torch.rand(3, DIM)  # validation wants every column, some more than others
     means, alive, pressures = [], [], []
@@ -111,7 +112,7 @@ def test_the_columns_that_validation_likes_survive() -> None:
 def test_columns_die_along_their_line_whatever_validation_does(validation: float) -> None:
     torch.manual_seed(0)
     ratio, steps, column = 8, 200, 1 / (3 * DIM)
-    pressure = Pressure(size=Size(compression=ratio), ramp_steps=steps)
+    pressure = Pressure(size=size_of_share(ratio, make_blocks()), ramp_steps=steps)
     _, optimizer = make_optimizer(pressure=pressure, learning_rate=0.02)
     for step in range(1, steps + 1):
         before = optimizer.density()
@@ -124,7 +125,7 @@ def test_columns_die_along_their_line_whatever_validation_does(validation: float
 
 def kept_with_sharing(column_sharing: float) -> torch.Tensor:
     torch.manual_seed(0)
-    pressure = Pressure(size=Size(compression=2), ramp_steps=200, column_sharing=column_sharing)
+    pressure = Pressure(size=size_of_share(2, make_blocks()), ramp_steps=200, column_sharing=column_sharing)
     alpha, optimizer = make_optimizer(pressure=pressure)
     liked = -torch.rand(3, DIM)
     for _ in range(200):
@@ -141,7 +142,7 @@ def test_blocks_that_share_keep_the_same_columns() -> None:
 
 def test_columns_that_carry_little_die_first_where_validation_is_indifferent() -> None:
     torch.manual_seed(0)
-    alpha, optimizer = make_optimizer(pressure=Pressure(size=Size(compression=4), ramp_steps=200))
+    alpha, optimizer = make_optimizer(pressure=Pressure(size=size_of_share(4, make_blocks()), ramp_steps=200))
     scales = torch.rand(3, DIM) + 0.01
     optimizer.scale_columns({DIM: 100 * scales})
     for _ in range(200):

@@ -15,6 +15,7 @@ from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.column_order import LOWEST_MEAN, RESTARTED_AT, ColumnImportance
 from dnis_torchrec.soft_selection.alpha import Alpha
 from tests.reference import variance_reference
+from tests.sizes import size_of_share
 
 DIM, STEPS = 8, 300
 ALL_HIT = torch.tensor([True, True])
@@ -35,8 +36,7 @@ def make_optimizer(
     blocks: RowBlocks, order: str, ratio: float = 4, column_sharing: float = 0.0
 ) -> tuple[Alpha, AlphaOptimizer]:
     alpha = Alpha(blocks.alpha_shapes)
-    size = Size(compression=ratio)
-    pressure = Pressure(size=size, ramp_steps=STEPS, order=order, column_sharing=column_sharing)
+    pressure = Pressure(size=size_of_share(ratio, blocks), ramp_steps=STEPS, order=order, column_sharing=column_sharing)
     return alpha, AlphaOptimizer(alpha, blocks, pressure=pressure)
 
 
