@@ -53,9 +53,10 @@ def run_package(
             `write_package`.
         NotImplementedError: for a form on FBGEMM's kernels, which torch.export does not take, and as `write_package`.
     """
+    if form is not None:
+        check_packaged_form(form)
     manifest = read_manifest(artifact)
     form = form or (PACKED if PACKED in manifest["forms"] else CSR)
-    check_packaged_form(form)
     spec = load_recorded(artifact, manifest["run"], data, recipe)
     built = recipe_of_artifact(artifact, data, recipe=recipe)
     model = drop_in_(built.model, artifact, form=form)
