@@ -39,7 +39,7 @@ class UnmetError(Exception):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Prepared:
-    """What all sizes of `compress` share."""
+    """A trained model, measured once for all sizes of `compress`."""
 
     model: nn.Module
     blocks: RowBlocks

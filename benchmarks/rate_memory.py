@@ -81,7 +81,7 @@ def measure_memory(num_embeddings: int) -> MemoryRow:
 
 
 def measure_here(rank: int, num_embeddings: int, path: str) -> None:
-    """What the process does; leaves its figures in a file."""
+    """Compresses one table in this process, and leaves the figures in a file."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     _compress(1000)  # libraries and code do not count

@@ -223,7 +223,7 @@ METHODS: Mapping[str, Callable[[Trained, Wanted], Served]] = {
 
 
 def wanted_rows(sizes: list[float], *, ablations: bool) -> list[Wanted]:
-    """What is measured of a trained model, in the order of the table.
+    """Lists what is measured of a trained model, in the order of the table.
 
     Args:
         sizes: compressions to meet.

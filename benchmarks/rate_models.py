@@ -135,7 +135,7 @@ class Trained:
 
 
 class _Training(TypedDict):
-    """What is kept beside the weights of a trained model."""
+    """The record that is kept beside the weights of a trained model."""
 
     seconds: float
     epochs: int

@@ -1,4 +1,4 @@
-"""What `benchmarks.rate_distortion` prints: a table per recipe, and what was to be shown beside what was found.
+"""The summary of `benchmarks.rate_distortion`: a table per recipe, and what was to be shown beside what was found.
 
 Everything is a difference within a seed, to the same trained model uncompressed, averaged over the seeds.
 """
@@ -61,7 +61,7 @@ class Row(TypedDict):
 
 
 class MemoryRow(TypedDict):
-    """What `--memory` measured."""
+    """The figures of `--memory`."""
 
     rows: int
     dim: int
@@ -157,7 +157,7 @@ def table_lines(recipe: str, own: Differences) -> list[str]:
 
 
 def cost_lines(recipe: str, own: Differences) -> list[str]:
-    """What compressing costs, beside what it may cost."""
+    """The costs of compressing, beside what it may cost."""
     metric, costs = COSTS.get(recipe, ("", {}))
     lines = []
     for size, most in costs.items():
@@ -206,7 +206,7 @@ def prediction_lines(recipe: str, own: Differences) -> list[str]:
 
 
 def time_lines(recipe: str, own: Differences) -> list[str]:
-    """What compressing takes, in epochs of the plain training; without counting rows, which a trained run has done."""
+    """The time of compressing, in epochs of the plain training; without counting rows, which a trained run has done."""
     ratios = []
     for seed, plain in own.plain.items():
         rows = [row for size in own.sizes()[:NUM_SIZES] for row in own.compressed(size) if row["seed"] == seed]
@@ -221,7 +221,7 @@ def time_lines(recipe: str, own: Differences) -> list[str]:
 
 
 def memory_line(memory: MemoryRow) -> str:
-    """What compressing takes beyond the model."""
+    """The memory of compressing beyond the model."""
     found = memory["ratio"]
     return (
         f"memory beyond the model, a table of {memory['rows']:,} x {memory['dim']}: {found:.2f} of it, "

@@ -181,7 +181,7 @@ def _samples_at_a_time(of: Iterable[CollectionBlocks]) -> int:
 
 
 def on_all(ranks: Ranks) -> AbstractContextManager[None]:
-    """What is wrong on one rank is raised on all; a process whose model is its own does not ask others.
+    """Raises on all ranks for what is wrong on one; a process whose model is its own does not ask others.
 
     Args:
         ranks: that hold the model.

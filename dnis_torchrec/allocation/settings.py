@@ -1,4 +1,4 @@
-"""What a user may set of compressing a trained model; without torch, as what command lines take options from."""
+"""Settings of compressing a trained model; without torch, as what command lines take options from."""
 
 from __future__ import annotations
 

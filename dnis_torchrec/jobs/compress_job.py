@@ -54,7 +54,7 @@ KIND = FolderKind("compression", COMPRESSED, FORMAT)
 
 @dataclass(frozen=True, kw_only=True)
 class CompressJob(CompressSettings):
-    """What `dnis compress` is asked for, beside its settings.
+    """A request to compress one model to some sizes, beside its settings.
 
     Attributes:
         run: a finished run; None for a recipe and its weights.

@@ -29,7 +29,7 @@ _MARK = object()
 
 @dataclass(eq=False)
 class _Made:
-    """What a call would have made: an object of a class, or what a function returns."""
+    """A record of a call: of a class, or of a function."""
 
     what: str
     arguments: tuple[Any, ...]
@@ -145,7 +145,7 @@ def _numbers(size: Any) -> tuple[int, ...]:
 
 
 def _walked(content: bytes) -> _Made:
-    """What a pickle would make, as records."""
+    """Reads a pickle as records of what it would make."""
     machine = _Machine()
     for opcode, argument, _ in pickletools.genops(content):
         machine.step(opcode.name, argument)

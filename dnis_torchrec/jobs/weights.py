@@ -88,7 +88,7 @@ def _flat(state: Mapping[object, object], prefix: str = "") -> dict[str, Tensor]
 
 
 def _behind_prefix(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What stands behind the prefix behind which most of the model's names stand; the shortest one of several."""
+    """Drops the prefix behind which most of the model's names stand; the shortest one of several."""
     first = next(iter(own), "")
     prefixes = [name.removesuffix(first) for name in state if name == first or name.endswith(f".{first}")]
     prefix = min(

@@ -1,4 +1,4 @@
-"""What compressing a trained model comes to: a row for the model as it was, and one per size. Plain frozen values."""
+"""The results of compressing a trained model: a row for the model as it was, and one per size. Plain frozen values."""
 
 from __future__ import annotations
 

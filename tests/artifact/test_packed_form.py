@@ -79,13 +79,15 @@ def test_serves_the_nearest_levels_in_any_number_of_shards(
         assert stored == FORMS["packed"].file_bytes(table)
 
 
-def test_tables_are_cut_into_shards(tmp_path: Path) -> None:
+def test_tables_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above would pass without having been tried."""
     tables, scheme = coded_tables()
+    monkeypatch.setattr(writing, "write_packed", lambda folder, stem, packed, *_: write_packed(folder, stem, packed))
     whole = write_artifact(tables, scheme, tmp_path / "whole")
-    cut = write_artifact(tables, scheme, tmp_path / "cut", max_file_bytes=1600)
+    cut = write_artifact(tables, scheme, tmp_path / "cut", max_file_bytes=240)
     for name in tables:
         assert len(read_manifest(whole)["tables"][name]["shards"]["packed"]) == 1
+        assert len(read_manifest(cut)["tables"][name]["shards"]["packed"]) > 2
     assert dense_rows(cut, "packed").equal(dense_rows(whole, "packed"))
 
 

@@ -37,7 +37,7 @@ def run_package(
         recipe: ``module:function`` of the model; by default the one that the manifest names, if that is
             the user's own code.
         data: folder of its data, as the recipe wants it.
-        form: the tables' form; ``"packed"`` if not given and the artifact holds it, else ``"csr"``.
+        form: the tables' form; ``"packed"`` if not given and the artifact holds it, else ``"csr_fp32"``.
         kind: ``"aoti"`` or ``"torchscript"``.
         name: of the model; the recipe's function by default.
         overwrite: replace a package that stands at `out`.
@@ -50,9 +50,10 @@ def run_package(
             `write_package`.
         NotImplementedError: for a form on FBGEMM's kernels, which torch.export does not take, and as `write_package`.
     """
+    if form is not None:
+        check_packaged_form(form)
     manifest = read_manifest(artifact)
     form = form or (PACKED.name if PACKED.name in manifest["forms"] else CANONICAL_FORM)
-    check_packaged_form(form)
     spec = load_recorded(artifact, manifest["run"], data, recipe)
     built = recipe_of_artifact(artifact, data, recipe=recipe)
     model = drop_in_(built.model, artifact, form=form)

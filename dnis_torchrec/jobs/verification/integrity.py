@@ -18,9 +18,11 @@ from dnis_torchrec.artifact.writing import SCIPY_FORMATS, scipy_file
 from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
-from dnis_torchrec.jobs.verification.parity import CODE_ROUNDING
 from dnis_torchrec.scheme import TableScheme, rows_per_chunk
 from dnis_torchrec.storage.fetching import FETCHED
+
+CODE_ROUNDING = 2.0**-22
+"""The error that choosing a code in float32 may add, as a share of the largest value that the column's codes say."""
 
 
 def check_files(artifact: Path) -> tuple[dict[str, Any] | None, list[Finding]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.artifact import load
-from dnis_torchrec.blocks.bit_fields import is_coded
 from dnis_torchrec.forms import form_named
 from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -29,8 +27,6 @@ ROW_ERRORS = {"fp32": 1e-6, "fp16": 2.0**-10, "int8": 0.006, "int4": 0.07}
 15 steps over the row's range, and the rounding of the scale."""
 FP32_ROUNDING = 2.0**-24
 SMALLEST_ERROR = 1e-7
-CODE_ROUNDING = 2.0**-22
-"""How far a value may be from what its code stands for, as a share of the largest product that it is the sum of."""
 LONGEST_BAG = 1_000
 
 Bag = list[tuple[int, float]]
@@ -51,19 +47,6 @@ class Oracle:
     scheme: MixedDimensionScheme
     row: Row
 
-    @cached_property
-    def _code_errors(self) -> dict[str, Tensor]:
-        """Table -> how far a value of each block may be off because it is computed from its code, ``(S + 1,)``."""
-        errors = {}
-        for name, table in self.scheme.tables.items():
-            errors[name] = torch.zeros(table.routing.num_blocks + 1, dtype=torch.float64)
-            if table.has_codes:
-                codes = table.codes
-                levels = torch.where(is_coded(codes.bits), 2.0 ** codes.bits.clamp(max=16), 0.0)
-                products = codes.scale * torch.maximum(levels, codes.shift.float().abs() / 2)
-                errors[name][:-1] = CODE_ROUNDING * products.amax(dim=1)
-        return errors
-
     def expected(self, bags: Bags, row_error: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Output key -> pooled ``(B, D)`` in float64, and how far a form may be off, ``(B, 1)``.
 
@@ -83,18 +66,16 @@ class Oracle:
         return pooled, allowed
 
     def _pool(self, table: TableScheme, bag: Bag, row_error: float) -> tuple[Tensor, float]:
-        total, magnitude, of_codes = torch.zeros(table.embedding_dim, dtype=torch.float64), 0.0, 0.0
+        total, magnitude = torch.zeros(table.embedding_dim, dtype=torch.float64), 0.0
         for row_id, weight in bag:
             factor = weight if table.is_weighted else 1.0
             if 0 <= row_id < table.num_embeddings:
                 row = self.row(table.name, row_id).double() * factor
                 total += row
                 magnitude += float(row.abs().max())
-                block = table.routing.block_of(torch.tensor([row_id]))
-                of_codes += abs(factor) * float(self._code_errors[table.name][block])
         length = len(bag) if table.pooling == "mean" and bag else 1
         rounding = len(bag) * FP32_ROUNDING  # of every addition in float32, which no form does without
-        return total / length, ((row_error + rounding) * magnitude + of_codes + SMALLEST_ERROR) / length
+        return total / length, ((row_error + rounding) * magnitude + SMALLEST_ERROR) / length
 
 
 def check_form(artifact: Path, form: str, collection: str, oracle: Oracle, *, is_only: bool = True) -> list[Finding]:
