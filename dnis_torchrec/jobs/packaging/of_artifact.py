@@ -83,5 +83,5 @@ def check_packaged_form(form: str) -> None:
     """
     if form in ON_FBGEMM:
         supported = "supported are forms whose lookup is an operator of dnis_torchrec"
-        remedy = f"choose one of {', '.join(name for name in (PACKED, *SERVING_FORMS) if name not in ON_FBGEMM)}"
+        remedy = f"choose one of {', '.join(name for name in (*SERVING_FORMS, PACKED) if name not in ON_FBGEMM)}"
         raise NotImplementedError(describe(f"form {form!r}", supported, "one on FBGEMM's kernels", remedy))
