@@ -216,16 +216,17 @@ class MixedDimensionScheme:
         exact = {name: self.served_bytes(name) for name, form in FORMS.items() if form.is_exact}
         return exact | ({PACKED.name: self.served_bytes(PACKED.name)} if self.has_codes else {})
 
-    def compression(self, form: str = DEFAULT_FORM) -> float:
+    def compression(self, form: str | None = None) -> float:
         """Bytes of the float32 tables over bytes served.
 
         Args:
-            form: in which they are served.
+            form: in which they are served; None: ``"packed"`` where values have codes, else `DEFAULT_FORM`.
 
         Raises:
             ValueError: as `served_bytes`.
         """
-        return 4 * self.dense_parameters / self.served_bytes(form)
+        own = PACKED.name if self.has_codes else DEFAULT_FORM
+        return 4 * self.dense_parameters / self.served_bytes(own if form is None else form)
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors, ready for json.dumps; `to_tensors` gives the rest."""

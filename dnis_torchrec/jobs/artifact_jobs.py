@@ -76,7 +76,7 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) ->
 
     Returns:
         ``{"path", "kind", "recipe", "seed", "compression", "parameters", "bytes", "metrics"}``; compression in the form
-        mixed_dimension_fp32.
+        that the scheme is served in, see `MixedDimensionScheme.compression`.
 
     Raises:
         ValueError: if `path` is neither, is damaged, or does not fit the recipe's model, and as `load_recorded`.
