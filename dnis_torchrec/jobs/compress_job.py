@@ -17,7 +17,6 @@ from dnis_torchrec.allocation.allocate import Allocation
 from dnis_torchrec.allocation.compress import Measured, measure_
 from dnis_torchrec.allocation.rotation import rotation_groups
 from dnis_torchrec.allocation.settings import CompressSettings
-from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.artifact import read_manifest, write_artifact
 from dnis_torchrec.artifact.manifest import write_manifest
 from dnis_torchrec.checks import check, describe
@@ -194,11 +193,9 @@ def _trained(job: CompressJob, spec: str) -> tuple[Recipe, dict[str, Any]]:
             load_weights_(recipe.model, job.weights)
         return recipe, {"recipe": spec, "seed": seed}
     run = RunFolder.open(job.run)
-    head, state = run.read_head(), run.state()
+    head = run.read_head()
     recipe = build_recorded(job.run, head, job.data, job.recipe)
-    if has_axes(state):
-        with_axes_(recipe.model)
-    load_state_(recipe.model, state, str(job.run))
+    load_state_(recipe.model, run.state(), str(job.run))
     kept = ("seed", "embedding_dim")
     return recipe, {"recipe": spec} | {name: head[name] for name in kept if name in head}
 

@@ -56,6 +56,13 @@ def test_what_several_ranks_have_saved_is_put_together(tmp_path: Path) -> None:
             torch.testing.assert_close(found[name], value, rtol=0, atol=0)
 
 
+def test_a_tensor_with_holes_is_refused(gloo, tmp_path: Path) -> None:
+    found = ShardedCheckpoint(save(tmp_path / "saved"))
+    found._shapes["model.weight"] = (5, 3)
+    with pytest.raises(ValueError, match=r"model\.weight: expected chunks of 15 values, got 12; copy all files of it"):
+        _: Tensor = found["model.weight"]
+
+
 def with_code(folder: Path) -> None:
     """Metadata that, unpickled, would make a folder."""
     path = str(folder / "made").encode()
