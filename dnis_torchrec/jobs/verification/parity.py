@@ -22,7 +22,7 @@ from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, j
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.logical_tables import torchrec_config
 
-ROW_ERRORS = {"fp32": 1e-6, "fp16": 2.0**-10, "int8": 0.006, "int4": 0.07}
+ROW_ERRORS = {"fp32": 1e-6, "codes": 1e-6, "fp16": 2.0**-10, "int8": 0.006, "int4": 0.07}
 """Precision -> largest error of a stored value, as a share of its row's largest magnitude. It is half of one of 255 or
 15 steps over the row's range, and the rounding of the scale."""
 FP32_ROUNDING = 2.0**-24
