@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -20,13 +19,11 @@ from dnis_torchrec.allocation.curvature import Curvature, curvature
 from dnis_torchrec.allocation.energies import RoundingEnergies, rounding_energies
 from dnis_torchrec.allocation.rotation import rotate_
 from dnis_torchrec.allocation.torchrec_models import with_axes_
-from dnis_torchrec.blocks.bit_fields import packed_rows
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.column_codes import encode_rows
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
-from dnis_torchrec.serving.packed_table import PackedTable
+from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
 from dnis_torchrec.soft_selection.table_shards import collections, table_configs
 
 NUM_BLOCKS = 8
@@ -98,20 +95,8 @@ def compress(prepared: Prepared, counts: FrequencyCounts, num_bytes: int) -> tup
 
 def packed_table(table: TableScheme, weight: Tensor) -> PackedTable:
     """A table in the codes of its scheme, read a chunk of rows at a time."""
-    codes, counts = table.codes, table.routing.row_counts().tolist()
-    rows = {s: packed_rows(torch.zeros(0, table.embedding_dim), bits) for s, bits in enumerate(codes.bits)}
-    rows = {s: own.new_empty(counts[s], own.shape[1]) for s, own in rows.items()}
-    filled, num_rows = [0] * len(rows), rows_per_chunk(table.embedding_dim)
-    for first in range(0, table.num_embeddings, num_rows):
-        chunk = weight[first : first + num_rows]
-        blocks = table.routing.block_of(torch.arange(first, first + len(chunk)))
-        encoded = encode_rows(chunk, blocks, codes)
-        for s in blocks.unique().tolist():
-            if s in rows:
-                packed = packed_rows(encoded[blocks == s], codes.bits[s])
-                rows[s][filled[s] : filled[s] + len(packed)] = packed
-                filled[s] += len(packed)
-    return PackedTable.from_blocks(table, rows, codes.scale, codes.shift)
+    rows = pack_rows(table, weight.split(rows_per_chunk(table.embedding_dim)), table.routing.row_counts())
+    return PackedTable.from_rows(table, rows, table.codes.scale, table.codes.shift)
 
 
 Build = Callable[[MixedDimensionScheme, Mapping[str, Tensor]], nn.Module]

@@ -27,16 +27,14 @@ from dnis_torchrec.allocation.loss_derivatives import Loss
 from dnis_torchrec.allocation.rotation import rotate_
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.allocation.torchrec_models import with_axes_
-from dnis_torchrec.blocks.bit_fields import packed_rows, row_strides
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-from dnis_torchrec.blocks.column_codes import encode_rows
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
-from dnis_torchrec.serving.packed_table import PackedTable
+from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.swap import replace_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, ranks_of, table_configs_of
@@ -243,21 +241,9 @@ def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
 
 
 def _packed_table(table: TableScheme, weight: Tensor) -> PackedTable:
-    codes, sizes = table.codes, table.routing.row_counts().tolist()
-    strides = row_strides(codes.bits).tolist()
-    shapes = {block: shape for block, shape in enumerate(zip(sizes, strides, strict=True)) if all(shape)}
-    blocks = {block: torch.empty(shape, dtype=torch.uint8) for block, shape in shapes.items()}
-    filled = dict.fromkeys(blocks, 0)
-    step = rows_per_chunk(table.embedding_dim)
-    for first in range(0, table.num_embeddings, step):
-        chunk = weight[first : first + step].detach().float().cpu()
-        of_rows = table.routing.block_of(torch.arange(first, first + len(chunk)))
-        encoded = encode_rows(chunk, of_rows, codes)
-        for block, rows in blocks.items():
-            own = packed_rows(encoded[of_rows == block], codes.bits[block])
-            rows[filled[block] : filled[block] + len(own)] = own
-            filled[block] += len(own)
-    return PackedTable.from_blocks(table, blocks, codes.scale, codes.shift)
+    chunks = weight.split(rows_per_chunk(table.embedding_dim))
+    rows = pack_rows(table, chunks, table.routing.row_counts())
+    return PackedTable.from_rows(table, rows, table.codes.scale, table.codes.shift)
 
 
 def _check_finite(model: nn.Module) -> None:

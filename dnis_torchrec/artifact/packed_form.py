@@ -15,14 +15,14 @@ from torch import Tensor
 
 from dnis_torchrec.artifact.forms import Codec, Rows, Shard, register_codec
 from dnis_torchrec.artifact.mixed_dimension_form import chunks_of
-from dnis_torchrec.blocks.bit_fields import packed_rows, row_strides, unpacked_fields
-from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
+from dnis_torchrec.blocks.bit_fields import row_strides, unpacked_fields
+from dnis_torchrec.blocks.column_codes import decode_rows
 from dnis_torchrec.blocks.row_routing import ROWS_AT_A_TIME
 from dnis_torchrec.checks import check
 from dnis_torchrec.forms import PACKED, Form
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
-from dnis_torchrec.serving.packed_table import PackedTable
+from dnis_torchrec.serving.packed_table import PackedTable, pack_rows, split_blocks
 
 
 def packed_table(table: TableScheme, shards: Sequence[Shard]) -> PackedTable:
@@ -52,7 +52,7 @@ def decoded_rows(table: TableScheme, packed: PackedTable) -> Rows:
         table: scheme of the table, with codes.
         packed: its rows.
     """
-    blocks = _split(packed.rows, packed.row_counts, table)
+    blocks = split_blocks(packed.rows, packed.row_counts, packed.bits)
 
     def rows(first: int, last: int) -> Tensor:
         block, position = packed.directory.locate(torch.arange(first, last))
@@ -78,36 +78,18 @@ def _row_counts(table: TableScheme, first: int, last: int) -> Tensor:
     return counts[:-1]
 
 
-def _split(rows: Tensor, counts: Tensor, table: TableScheme) -> list[Tensor]:
-    """Block -> its rows, ``(n, stride)``; views."""
-    strides = row_strides(table.codes.bits)
-    parts = rows.split((counts * strides).tolist())
-    return [part.view(n, stride) for part, n, stride in zip(parts, counts.tolist(), strides.tolist(), strict=True)]
-
-
 def _blocks_of_shard(table: TableScheme, shard: Shard) -> list[Tensor]:
     shard.check_names({"rows"})
     counts, rows = _row_counts(table, shard.first_row, shard.first_row + shard.num_rows), shard.tensors["rows"]
     size = int(counts @ row_strides(table.codes.bits))
     fits = rows.dtype == torch.uint8 and tuple(rows.shape) == (size,)
     check(fits, shard.place, f"uint8 of shape {(size,)}", f"{rows.dtype} {tuple(rows.shape)}", "export again")
-    return _split(rows, counts, table)
+    return split_blocks(rows, counts, table.codes.bits)
 
 
 def _encode(form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
-    codes, counts = table.codes, _row_counts(table, first, last)
-    packed = torch.empty(int(counts @ row_strides(codes.bits)), dtype=torch.uint8)
-    blocks, filled, begin = _split(packed, counts, table), [0] * len(counts), first
-    for chunk in chunks_of(table, rows, first, last):
-        block = table.routing.block_of(torch.arange(begin, begin + len(chunk)))
-        encoded = encode_rows(chunk.detach().cpu().float(), block, codes, place=f"table {table.name!r}")
-        begin += len(chunk)
-        for s in block.unique().tolist():
-            if s < len(blocks) and blocks[s].shape[1]:
-                fields = packed_rows(encoded[block == s], codes.bits[s])
-                blocks[s][filled[s] : filled[s] + len(fields)] = fields
-                filled[s] += len(fields)
-    return {"rows": packed}
+    counts = _row_counts(table, first, last)
+    return {"rows": pack_rows(table, chunks_of(table, rows, first, last), counts, first=first)}
 
 
 def _build(

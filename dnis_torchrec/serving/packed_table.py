@@ -5,13 +5,14 @@ Shapes: N rows, S blocks, D embedding_dim, C coded columns of all blocks (retain
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, check_widths, is_coded, row_strides
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, check_widths, is_coded, packed_rows, row_strides
+from dnis_torchrec.blocks.column_codes import encode_rows
 from dnis_torchrec.blocks.row_directory import RowDirectory
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.scheme import TableScheme
@@ -153,3 +154,46 @@ def column_bits(table: TableScheme) -> Tensor:
         table: scheme of the table.
     """
     return table.retained.to(torch.uint8) * FLOAT_BITS if table.bits is None else table.bits
+
+
+def split_blocks(rows: Tensor, row_counts: Tensor, bits: Tensor) -> list[Tensor]:
+    """The rows of every block, ``(n, stride)`` each; views.
+
+    Args:
+        rows: those of block 0, one after another, those of block 1, and so on, see `PackedTable`.
+        row_counts: ``(S,)``, n of every block.
+        bits: ``(S, D)``.
+    """
+    strides = row_strides(bits)
+    parts = rows.split((row_counts * strides).tolist())
+    return [part.view(n, stride) for part, n, stride in zip(parts, row_counts.tolist(), strides.tolist(), strict=True)]
+
+
+def pack_rows(table: TableScheme, chunks: Iterable[Tensor], row_counts: Tensor, *, first: int = 0) -> Tensor:
+    """Encodes consecutive rows of a table, each of which is read once.
+
+    Args:
+        table: scheme of the table, with codes.
+        chunks: ``(n, D)`` each, from row `first` on.
+        row_counts: ``(S,)``, how many of these rows every block has.
+        first: the first row.
+
+    Returns:
+        ``(bytes,)`` uint8: the rows of block 0, one after another, those of block 1, and so on.
+
+    Raises:
+        ValueError: for NaN or infinity, naming table, block and column.
+    """
+    codes = table.codes
+    packed = torch.empty(int(row_counts @ row_strides(codes.bits)), dtype=torch.uint8)
+    blocks, filled = split_blocks(packed, row_counts, codes.bits), [0] * len(row_counts)
+    for chunk in chunks:
+        of_rows = table.routing.block_of(torch.arange(first, first + len(chunk)))
+        encoded = encode_rows(chunk.detach().cpu().float(), of_rows, codes, place=f"table {table.name!r}")
+        first += len(chunk)
+        for s in of_rows.unique().tolist():
+            if s < len(blocks) and blocks[s].shape[1]:
+                rows = packed_rows(encoded[of_rows == s], codes.bits[s])
+                blocks[s][filled[s] : filled[s] + len(rows)] = rows
+                filled[s] += len(rows)
+    return packed
