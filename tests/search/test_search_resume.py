@@ -206,7 +206,7 @@ def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path, split: s
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"size": Size(compression=5)}, r"size \{'compression': 5, .*, got \{'compression': 4, "),
+        ({"size": Size(compression=3)}, r"size \{'compression': 3, .*, got \{'compression': 4, "),
         ({"ramp_epochs": 4, "upper_every": 2}, "ramp_epochs 4, got 3"),
         ({"upper_every": 2}, "upper_every 2, got 1"),
         ({"alpha_learning_rate": 0.1}, "alpha_learning_rate 0.1, got None"),
