@@ -35,9 +35,7 @@ def measured(whole: nn.Module) -> dict[str, Any]:
     found = rounding_energies(whole, blocks(), counts(), bits=BITS)
     allocation = allocate(whole, blocks(), counts(), worth(), compression=3, bits=BITS, energies=found)
     return {
-        "energies": {
-            f"{name}/{part}": getattr(of.codes, part) for name, of in found.tables.items() for part in vars(of)
-        },
+        "energies": {f"{name}/{part}": getattr(of, part) for name, of in found.tables.items() for part in vars(of)},
         "codes": allocation.scheme.to_tensors(),
         "scheme": described(allocation.scheme),
         "numbers": [allocation.predicted_loss_increase, allocation.num_bytes],

@@ -108,7 +108,10 @@ def test_a_far_worse_point_stands_at_the_edge_and_says_its_number() -> None:
         assert (float(y), *label) == (BOTTOM + 5, anchor, "\N{DOWNWARDS ARROW} m -3.0000")
 
 
-@given(st.lists(st.floats(1, 1e6), min_size=1, max_size=8), st.sampled_from([-3.0, -1e5]))
+# sizes that differ by less than a picture can show stand in no order
+@given(
+    st.lists(st.floats(1, 1e6).map(lambda size: round(size, 3)), min_size=1, max_size=8), st.sampled_from([-3.0, -1e5])
+)
 @example([9e5, 9.5e5, 1e6, 3e5], -3.0)
 @example([1.0, 1.0, 1.5, 9.0], -1e5)
 def test_numbers_of_points_beyond_the_axis_have_room(sizes: list[float], far: float) -> None:
