@@ -210,7 +210,7 @@ class Bilevel:
         prepared = prepare_(recipe.model, blocks)
         model, optimizer = shard(TrainTask(prepared, recipe.loss), recipe, device)
         self.model = model.train()
-        pressure = Pressure(size=Size(compression=8), ramp_steps=10_000)
+        pressure = Pressure(size=Size(compression=4), ramp_steps=10_000)
         self.pipeline = BilevelTrainPipeline(model, optimizer, device, pressure=pressure)
         self.output_volume_ratio = output_volume_ratio(model)
         parts = BatchParts(validation, shape.upper_batch_parts)

@@ -141,7 +141,7 @@ def test_a_verification_says_what_the_recipe_raised(tmp_path: Path) -> None:
     done = dnis("verify", artifact, "--no-measure", "--recipe", "tests.data.test_users_code:raises")
     assert done.returncode == 1
     named = "recipe 'tests.data.test_users_code:raises': ZeroDivisionError: division by zero"
-    assert f"error: metric, csr: {named}" in done.stderr
+    assert f"error: metric, csr_fp32: {named}" in done.stderr
 
 
 def raises(data: Path | None, *, seed: int, embedding_dim: int | None) -> None:

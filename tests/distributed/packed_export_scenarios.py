@@ -35,7 +35,7 @@ def export_packed(kind: str, rank: Rank) -> dict[str, Any]:
 def refusals(rank: Rank) -> dict[str, Any]:
     """A scheme without codes; a value that is none on one rank."""
     whole = sharded("ties", "row_wise", rank)
-    without = prune(sharded("ties", "row_wise", rank), blocks(), counts(), size=Size(compression_ratio=3))
+    without = prune(sharded("ties", "row_wise", rank), blocks(), counts(), size=Size(compression=3))
     no_codes = outcome_of(lambda: export(whole, without, rank.folder / "refused", forms=("packed",)))
     scheme = allocated(whole)
     if rank.rank == 1:

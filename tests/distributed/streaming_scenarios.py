@@ -58,7 +58,7 @@ def count(rank: Rank) -> dict[str, Any]:
     return found
 
 
-STREAMED = SearchConfig(size=Size(compression=2), num_blocks=2, warm_up_epochs=1, ramp_epochs=2, release_epochs=1)
+STREAMED = SearchConfig(size=Size(compression=1.5), num_blocks=2, warm_up_epochs=1, ramp_epochs=2, release_epochs=1)
 """How `search_stream` searches."""
 
 
