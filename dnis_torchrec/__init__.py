@@ -1,13 +1,19 @@
-"""dnis_torchrec: embedding dimensions found by gradient descent on validation loss, for TorchRec models.
+"""dnis_torchrec: what every column of every block of an embedding table is worth, and tables of just that size.
 
-counts = count_frequencies(training_kjts, tables)          # how often each row occurs
-blocks = blocks_from_counts(counts, tables)                # rows of similar frequency
-prepare_(model, blocks)                                    # soft selection in
-pipeline = BilevelTrainPipeline(sharded_model, ...)        # search while training
-plain = merge_(sharded_model)                              # soft selection out
-scheme = prune(plain, blocks, counts, size=Size(...))      # what is retained
-export(plain, scheme, "artifact")                          # tables of just that size
-collection = load("artifact")                              # drops in for the EmbeddingBagCollection
+A trained model, compressed in place:
+
+    dnis.compress(model, batches, loss=loss, compression=20)   # bits where they save most loss
+
+A search while the model trains:
+
+    counts = count_frequencies(training_kjts, tables)          # how often each row occurs
+    blocks = blocks_from_counts(counts, tables)                # rows of similar frequency
+    prepare_(model, blocks)                                    # soft selection in
+    pipeline = BilevelTrainPipeline(sharded_model, ...)        # search while training
+    plain = merge_(sharded_model)                              # soft selection out
+    scheme = prune(plain, blocks, counts, size=Size(...))      # what is retained
+    export(plain, scheme, "artifact")                          # tables of just that size
+    collection = load("artifact")                              # drops in for the EmbeddingBagCollection
 """
 
 from importlib import import_module
@@ -22,43 +28,33 @@ if TYPE_CHECKING:
     from dnis_torchrec.allocation.torchrec_models import with_axes_
     from dnis_torchrec.artifact import load
     from dnis_torchrec.artifact.export import export
-    from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
-    from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies, count_frequencies_in_frame
+    from dnis_torchrec.blocks.blocking import blocks_from_counts
+    from dnis_torchrec.blocks.frequency import count_frequencies
     from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
-    from dnis_torchrec.scheme import MixedDimensionScheme
     from dnis_torchrec.search.alpha_optimizer import Pressure
     from dnis_torchrec.search.budget import Size
     from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
     from dnis_torchrec.search.pruning import prune
     from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
-    from dnis_torchrec.serving.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
+    from dnis_torchrec.serving.narrow_tables import embedding_configs
     from dnis_torchrec.soft_selection.sharding import shard_model
     from dnis_torchrec.soft_selection.swap import merge_, prepare_
-    from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
-    from dnis_torchrec.training.retained_mask import RetainedMask
 
 __all__ = [
     "BilevelStream",
     "BilevelTrainPipeline",
     "DataSplits",
-    "FrequencyCounts",
     "LevelSchedule",
     "MixedDimensionEmbeddingBagCollection",
-    "MixedDimensionScheme",
-    "NarrowEmbeddingBagCollection",
     "Pressure",
     "Recipe",
-    "RetainedMask",
-    "RowBlocks",
     "Size",
-    "SoftSelectionEmbeddingBagCollection",
     "TrainTask",
     "allocate",
     "blocks_from_counts",
     "compress",
     "count_frequencies",
-    "count_frequencies_in_frame",
     "curvature",
     "embedding_configs",
     "export",
@@ -83,15 +79,11 @@ _HOME = {
     "packed_collections": "allocation.compress",
     "load": "artifact",
     "export": "artifact.export",
-    "RowBlocks": "blocks.blocking",
     "blocks_from_counts": "blocks.blocking",
-    "FrequencyCounts": "blocks.frequency",
     "count_frequencies": "blocks.frequency",
-    "count_frequencies_in_frame": "blocks.frequency",
     "DataSplits": "data.recipe",
     "Recipe": "data.recipe",
     "TrainTask": "data.recipe",
-    "MixedDimensionScheme": "scheme",
     "Pressure": "search.alpha_optimizer",
     "Size": "search.budget",
     "BilevelStream": "search.level_schedule",
@@ -99,13 +91,10 @@ _HOME = {
     "BilevelTrainPipeline": "search.pipeline",
     "prune": "search.pruning",
     "MixedDimensionEmbeddingBagCollection": "serving",
-    "NarrowEmbeddingBagCollection": "serving.narrow_tables",
     "embedding_configs": "serving.narrow_tables",
     "shard_model": "soft_selection.sharding",
     "merge_": "soft_selection.swap",
     "prepare_": "soft_selection.swap",
-    "SoftSelectionEmbeddingBagCollection": "soft_selection.wrapper",
-    "RetainedMask": "training.retained_mask",
 }
 """Public name -> its module, which is imported when the name is first asked for."""
 

@@ -132,7 +132,8 @@ def curvature(
     Example:
         >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-        >>> from dnis_torchrec import FrequencyCounts, blocks_from_counts
+        >>> from dnis_torchrec import blocks_from_counts
+        >>> from dnis_torchrec.blocks.frequency import FrequencyCounts
         >>> class Sum(nn.Module):
         ...     def __init__(self, table):
         ...         super().__init__()
