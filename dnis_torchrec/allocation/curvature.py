@@ -60,6 +60,8 @@ ENOUGH_SAMPLES = 1 << 16
 """Samples that are enough: the error of the sum of H is then about a hundredth, and a pass takes seconds."""
 BYTES_AT_A_TIME = 1 << 26
 """Bytes, roughly, that a pass holds beside the model's own activations. Larger batches are cut."""
+LARGEST_STEP = 4.0
+"""Norm of G over that of H, up to which a model may be trained: L2 alone holds one back by 1 to 2."""
 LEAST_CURVATURE = 1e-6
 """Sum of H over the mean loss, below which dropping all tables would cost nothing that counts."""
 
@@ -399,7 +401,7 @@ class _Sums:
 
 
 def _warn_of_untrained(found: Curvature, loss: float, noise: float) -> None:
-    """Warns where the tables do next to nothing, or columns would rather change by more than their whole size.
+    """Warns where the tables do next to nothing, or columns would rather change by several times their size.
 
     Args:
         found: the estimate.
@@ -409,7 +411,7 @@ def _warn_of_untrained(found: Curvature, loss: float, noise: float) -> None:
     bend = sum(float(own.sum()) for own in found.curvature.values())
     bends = math.sqrt(sum(float(own.square().sum()) for own in found.curvature.values()))
     slopes = math.sqrt(max(sum(float(own.square().sum()) for own in found.gradient.values()) - noise, 0.0))
-    if bend <= LEAST_CURVATURE * abs(loss) or slopes > bends:
+    if bend <= LEAST_CURVATURE * abs(loss) or slopes > LARGEST_STEP * bends:
         logger.warning(
             "the model looks untrained: the gradient of the loss in alpha has a norm of %.3g beside a curvature of "
             "%.3g, whose sum is %.3g at a loss of %.3g; train it first, or what columns are worth says little",
