@@ -38,12 +38,13 @@ if TYPE_CHECKING:
     from dnis_torchrec.search.pruning import prune
     from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
     from dnis_torchrec.serving.narrow_tables import embedding_configs
-    from dnis_torchrec.soft_selection.sharding import shard_model
+    from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
     from dnis_torchrec.soft_selection.swap import merge_, prepare_
 
 __all__ = [
     "BilevelStream",
     "BilevelTrainPipeline",
+    "CpuEmbeddingBagCollectionSharder",
     "DataSplits",
     "LevelSchedule",
     "MixedDimensionEmbeddingBagCollection",
@@ -59,6 +60,7 @@ __all__ = [
     "embedding_configs",
     "export",
     "load",
+    "make_sharding_plan",
     "measure_",
     "merge_",
     "packed_collections",
@@ -92,6 +94,8 @@ _HOME = {
     "prune": "search.pruning",
     "MixedDimensionEmbeddingBagCollection": "serving",
     "embedding_configs": "serving.narrow_tables",
+    "CpuEmbeddingBagCollectionSharder": "soft_selection.sharding",
+    "make_sharding_plan": "soft_selection.sharding",
     "shard_model": "soft_selection.sharding",
     "merge_": "soft_selection.swap",
     "prepare_": "soft_selection.swap",

@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.csr_forms import VALUE_DTYPES, csr_of_shard
 from dnis_torchrec.artifact.forms import Rows, Shard, codec_of, encode_shard
-from dnis_torchrec.artifact.manifest import MANIFEST, read_artifact_file, read_manifest
+from dnis_torchrec.artifact.manifest import FORMS_OF_1_0, MANIFEST, read_artifact_file, read_manifest
 from dnis_torchrec.artifact.packed_form import decoded_rows, packed_table
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.forms import CANONICAL_FORM, DEFAULT_FORM, FORMS, PACKED, Form, form_named
@@ -109,7 +109,7 @@ def load(
     Args:
         path: the artifact's folder.
         form: one of `dnis_torchrec.forms.FORMS`; None takes ``"packed"`` if the artifact holds it, else
-            `dnis_torchrec.forms.DEFAULT_FORM`.
+            `dnis_torchrec.forms.DEFAULT_FORM`. The names of format 1.0 will do.
         collection: FQN of the collection in the model; needed only if the artifact holds several.
         device: where the tables go.
         unknown_ids: ids that are no rows raise (``"error"``) or contribute zero (``"zero"``; they count in the length).
@@ -123,7 +123,7 @@ def load(
         ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor one that it can be made
             from, or `collection` is needed or unknown.
     """
-    known = None if form is None else form_named(form)
+    known = None if form is None else form_named(FORMS_OF_1_0.get(form, form))
     manifest = read_manifest(path)
     known = known or form_named(default_form(manifest))
     scheme = _of_collection(path, _scheme_of(path, manifest), collection)

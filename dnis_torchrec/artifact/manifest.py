@@ -27,7 +27,7 @@ from dnis_torchrec.storage.whole_folders import FolderKind
 _FORMAT = "dnis-torchrec-artifact"
 _FORMAT_VERSION = "1.1"
 """Readers accept every minor version of their major one."""
-_FORMS_OF_1_0 = {"csr": "csr_fp32", "mixed_dimension": "mixed_dimension_fp32"}
+FORMS_OF_1_0 = {"csr": "csr_fp32", "mixed_dimension": "mixed_dimension_fp32"}
 """Form as format 1.0 spells it -> as it is spelt since."""
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 2_000_000_000
@@ -192,9 +192,9 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
 
 def _spell_forms_(manifest: dict[str, Any]) -> None:
     """Gives the forms of a manifest of format 1.0 the names that they have since; later ones have them already."""
-    manifest["forms"] = [_FORMS_OF_1_0.get(form, form) for form in manifest["forms"]]
+    manifest["forms"] = [FORMS_OF_1_0.get(form, form) for form in manifest["forms"]]
     for table in manifest["tables"].values():
-        table["shards"] = {_FORMS_OF_1_0.get(form, form): shards for form, shards in table["shards"].items()}
+        table["shards"] = {FORMS_OF_1_0.get(form, form): shards for form, shards in table["shards"].items()}
 
 
 def file_inside(folder: Path, name: str, place: str, remedy: str = "export again") -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Size:
         compression: bytes of the float32 tables over those of the form `form`, index bytes counted; above 1.
         embedding_bytes: the bytes themselves.
         form: of `dnis_torchrec.forms.FORMS` one in which every column costs the same whatever else is retained.
+        compression_ratio: the former name of `compression`, for scripts that give it.
 
     Raises:
         ValueError: if not exactly one of the two is given, it is out of range, or the form is another.
@@ -45,8 +46,12 @@ class Size:
     compression: float | None = None
     embedding_bytes: int | None = None
     form: str = DEFAULT_FORM
+    compression_ratio: InitVar[float | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, compression_ratio: float | None) -> None:
+        if compression_ratio is not None:
+            check(self.compression is None, "size", "compression or compression_ratio, its former name", "both")
+            object.__setattr__(self, "compression", compression_ratio)
         given = self._all_given()
         check(len(given) == 1, "size", "one of compression, embedding_bytes", given or "none")
         name, value = self.given

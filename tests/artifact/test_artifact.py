@@ -472,3 +472,9 @@ def test_failed_swap_in_two_renames_is_undone(written: Path, monkeypatch: pytest
         write_artifact(tables, scheme, written, overwrite=True)
     assert left_in(written.parent) == ["artifact"]
     assert read_manifest(written)["run"] == {"seed": 3}
+
+
+@pytest.mark.parametrize(("former", "form"), [("csr", "csr_fp32"), ("mixed_dimension", "mixed_dimension_fp32")])
+def test_forms_are_loaded_by_their_former_names(tmp_path: Path, former: str, form: str) -> None:
+    path = write_two_tables(tmp_path / "a")
+    assert load(path, form=former)(all_rows()).values().equal(load(path, form=form)(all_rows()).values())

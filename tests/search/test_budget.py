@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -202,3 +203,10 @@ def test_a_dearer_column_takes_the_place_of_a_cheap_one_where_much_would_be_left
     kept = keep_within(scores, costs, 27.0)  # greedily 10 + 6 + 6, and 5 of 27 are left
     assert kept.tolist() == [True, True, False, True]
     assert keep_within(scores, costs, 22.5).tolist() == [True, True, True, False]  # 0.5 of 22.5 are less than 3 %
+
+
+def test_the_former_name_of_compression_is_taken() -> None:
+    assert Size(compression_ratio=3) == Size(compression=3)
+    assert replace(Size(compression_ratio=3), form="csr_fp32") == Size(compression=3, form="csr_fp32")
+    with pytest.raises(ValueError, match="compression or compression_ratio, its former name, got both"):
+        Size(compression=3, compression_ratio=3)
