@@ -187,11 +187,12 @@ def row_options_of(num_bytes: torch.Tensor, loss: torch.Tensor) -> RowOptions:
     return RowOptions(num_bytes, loss, torch.zeros_like(num_bytes), torch.zeros(*loss.shape, 0, dtype=torch.bool))
 
 
+# losses as losses are: differences of 1e-228 are none
+LOSSES = st.floats(0, 1).map(lambda loss: round(loss, 6))
+
+
 @settings(max_examples=100, deadline=None)
-@given(
-    points=st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=6),
-    first=st.floats(0, 1),
-)
+@given(points=st.lists(st.tuples(st.integers(1, 9), LOSSES), min_size=1, max_size=6), first=LOSSES)
 def test_hulls_are_those_of_naive_search(points: list[tuple[int, float]], first: float) -> None:
     """A corner lies below every line between two others, and is lower than all before it."""
     rates, losses = [0, *sorted(p[0] for p in points)], [first, *(p[1] for p in points)]
