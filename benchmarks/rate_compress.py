@@ -14,20 +14,15 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dnis_torchrec.allocation.allocate import Allocation, allocate
-from dnis_torchrec.allocation.curvature import Curvature, curvature
-from dnis_torchrec.allocation.energies import RoundingEnergies, rounding_energies
-from dnis_torchrec.allocation.rotation import rotate_
-from dnis_torchrec.allocation.torchrec_models import with_axes_
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.allocation.allocate import Allocation
+from dnis_torchrec.allocation.compress import Measured, measure_, packed_collections
+from dnis_torchrec.allocation.curvature import curvature
+from dnis_torchrec.allocation.energies import rounding_energies
+from dnis_torchrec.allocation.settings import NUM_BLOCKS
+from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
-from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
-from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import collections, table_configs
-
-NUM_BLOCKS = 8
-"""S of every table, for all recipes."""
 
 
 class UnmetError(Exception):
@@ -36,19 +31,21 @@ class UnmetError(Exception):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Prepared:
-    """A trained model, measured once for all sizes of `compress`."""
+    """A trained model, measured once for all sizes of `compress`, and how long that took."""
 
-    model: nn.Module
-    blocks: RowBlocks
-    curvature: Curvature
-    energies: RoundingEnergies
+    measured: Measured
     seconds: float
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, its tables turned or not."""
+        return self.measured.model
 
 
 def prepare(
     model: nn.Module, batches: Iterable[Batch], counts: FrequencyCounts, *, loss: nn.Module, turns: bool
 ) -> Prepared:
-    """Turns the tables of a trained model and measures them, in place.
+    """Turns the tables of a trained model and measures them, in place, as `dnis_torchrec.compress` does.
 
     Args:
         model: it keeps its predictions.
@@ -59,19 +56,19 @@ def prepare(
     """
     started = time.monotonic()
     if turns:
-        rotate_(with_axes_(model), counts)
-    blocks = blocks_from_counts(counts, table_configs(model), num_blocks=NUM_BLOCKS, scope="table")
-    found = curvature(model, batches, blocks, loss=loss)
-    energies = rounding_energies(model, blocks, counts)
-    return Prepared(model=model, blocks=blocks, curvature=found, energies=energies, seconds=time.monotonic() - started)
+        measured = measure_(model, batches, loss=loss, counts=counts)
+    else:
+        blocks = blocks_from_counts(counts, table_configs(model), num_blocks=NUM_BLOCKS, scope="table")
+        worth = curvature(model, batches, blocks, loss=loss)
+        measured = Measured(model, counts, blocks, worth, rounding_energies(model, blocks, counts))
+    return Prepared(measured=measured, seconds=time.monotonic() - started)
 
 
-def compress(prepared: Prepared, counts: FrequencyCounts, num_bytes: int) -> tuple[Allocation, dict[str, nn.Module]]:
+def compress(prepared: Prepared, num_bytes: int) -> tuple[Allocation, dict[str, nn.Module]]:
     """Bits for every column of every block, and the tables in them; the model itself stays as it is.
 
     Args:
         prepared: the model, and what was measured of it.
-        counts: of the training split.
         num_bytes: served, at most.
 
     Returns:
@@ -80,23 +77,11 @@ def compress(prepared: Prepared, counts: FrequencyCounts, num_bytes: int) -> tup
     Raises:
         UnmetError: if there is nothing of so few bytes.
     """
-    p = prepared
     try:
-        found = allocate(p.model, p.blocks, counts, p.curvature, embedding_bytes=num_bytes, energies=p.energies)
+        found = prepared.measured.allocate(embedding_bytes=num_bytes)
     except ValueError as error:
         raise UnmetError(str(error)) from error
-
-    def build(scheme: MixedDimensionScheme, tables: Mapping[str, Tensor]) -> nn.Module:
-        packed = {name: packed_table(table, tables[name]) for name, table in scheme.tables.items()}
-        return PackedEmbeddingBagCollection(scheme, packed)
-
-    return found, by_collection(p.model, found.scheme, build)
-
-
-def packed_table(table: TableScheme, weight: Tensor) -> PackedTable:
-    """A table in the codes of its scheme, read a chunk of rows at a time."""
-    rows = pack_rows(table, weight.split(rows_per_chunk(table.embedding_dim)), table.routing.row_counts())
-    return PackedTable.from_rows(table, rows, table.codes.scale, table.codes.shift)
+    return found, dict(packed_collections(prepared.model, found.scheme))
 
 
 Build = Callable[[MixedDimensionScheme, Mapping[str, Tensor]], nn.Module]

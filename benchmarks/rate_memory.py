@@ -106,7 +106,7 @@ def _compress(num_embeddings: int) -> None:
 
 def _compress_model(model: nn.Module, counts: FrequencyCounts, batches: list[Batch], num_bytes: int) -> None:
     prepared = prepare(model, batches, counts, loss=nn.MSELoss(), turns=True)
-    compress(prepared, counts, num_bytes)
+    compress(prepared, num_bytes)
 
 
 def _problem(num_embeddings: int) -> tuple[nn.Module, FrequencyCounts, list[Batch]]:

@@ -191,7 +191,7 @@ def _uniform(trained: Trained, wanted: Wanted) -> Served:
 
 def _compressed(prepared: Prepared, trained: Trained, wanted: Wanted) -> Served:
     started = time.monotonic()
-    found, tables = compress(prepared, trained.counts, trained.bytes_of(wanted.size))
+    found, tables = compress(prepared, trained.bytes_of(wanted.size))
     own = time.monotonic() - started
     bits = torch.cat([table.codes.bits.flatten() for table in found.scheme.tables.values()])
     return Served(
@@ -202,7 +202,7 @@ def _compressed(prepared: Prepared, trained: Trained, wanted: Wanted) -> Served:
         predicted=found.predicted_loss_increase,
         extra={
             "shared_seconds": prepared.seconds,
-            "relative_error": prepared.curvature.relative_error,
+            "relative_error": prepared.measured.curvature.relative_error,
             "columns_by_bits": torch.bincount(bits.long()).tolist(),
         },
     )

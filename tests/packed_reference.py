@@ -56,17 +56,16 @@ def packed(table: TableScheme, random: Random) -> tuple[TableScheme, PackedTable
     bits = torch.tensor([[random.choice(widths) for _ in range(dim)] for _ in range(num_blocks)], dtype=torch.uint8)
     scale = (torch.rand(num_blocks, dim) + 2**-8).bfloat16().float()
     shift = torch.randint(-300, 300, (num_blocks, dim), dtype=torch.int16)
-    dense, blocks, of_rows = torch.zeros(table.num_embeddings, dim), dict[int, Tensor](), table.routing.all_blocks()
+    dense, stored, of_rows = torch.zeros(table.num_embeddings, dim), bytearray(), table.routing.all_blocks()
     for s in range(num_blocks):
         rows, widths_of_block = (of_rows == s).nonzero().flatten(), bits[s].tolist()
         fields = draw_fields(random, len(rows), widths_of_block)
         if len(rows) and any(widths_of_block):
-            of_block = [packed_by_hand(of_row, widths_of_block) for of_row in fields]
-            blocks[s] = torch.tensor(of_block, dtype=torch.uint8)
+            stored += b"".join(bytes(packed_by_hand(of_row, widths_of_block)) for of_row in fields)
             dense[rows] = values_of(fields, widths_of_block, scale[s], shift[s])
     area = int((table.routing.row_counts() * (bits > 0).sum(1)).sum())
     scheme = replace(table, bits=bits, retained=bits > 0, num_retained=area)
-    return scheme, PackedTable.from_blocks(scheme, blocks, scale, shift), dense
+    return scheme, PackedTable.from_rows(scheme, torch.tensor(list(stored), dtype=torch.uint8), scale, shift), dense
 
 
 def packed_case(case: Case, seed: int) -> tuple[Case, dict[str, PackedTable]]:

@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+import dnis_torchrec.allocation.compress as library
 from benchmarks import rate_compress, rate_distortion, rate_memory, rate_methods, rate_models, rate_summary
 from benchmarks.rate_methods import Wanted
 from benchmarks.rate_models import Case, Trained
 from benchmarks.rate_summary import Differences, Row
 from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
-from dnis_torchrec.blocks.frequency import FrequencyCounts
 from tests import tiny
 
 RECIPE = "tests.tiny:demo"
@@ -92,8 +92,8 @@ def test_the_model_has_its_own_tables_again_after_serving(case: Case) -> None:
 
 def test_packed_tables_look_up_the_codes_of_the_turned_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Trained(case)
-    monkeypatch.setattr(rate_compress, "rows_per_chunk", lambda dim: 7)  # several chunks a table
-    allocation, tables = rate_compress.compress(trained.turned, trained.counts, trained.dense_bytes // 3)
+    monkeypatch.setattr(library, "rows_per_chunk", lambda dim: 7)  # several chunks a table
+    allocation, tables = rate_compress.compress(trained.turned, trained.dense_bytes // 3)
     bags = cast(EmbeddingBagCollection, trained.turned.model.sparse_arch.embedding_bag_collection).embedding_bags
     decoded = EmbeddingBagCollection(tables=trained.configs)
     for name, table in allocation.scheme.tables.items():
@@ -181,9 +181,9 @@ def test_the_selection_split_chooses_the_precision_that_is_marked() -> None:
 def test_memory_is_that_of_what_is_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = []
 
-    def compress(prepared: rate_compress.Prepared, counts: FrequencyCounts, num_bytes: int) -> None:
-        budgets.append((counts.counts["t"].numel(), num_bytes))
-        rate_compress.compress(prepared, counts, num_bytes)
+    def compress(prepared: rate_compress.Prepared, num_bytes: int) -> None:
+        budgets.append((prepared.measured.counts.counts["t"].numel(), num_bytes))
+        rate_compress.compress(prepared, num_bytes)
 
     monkeypatch.setattr(rate_memory, "compress", compress)
     rate_memory.measure_here(0, 20_000, str(tmp_path / "measured.json"))

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.interleaved_rows import RowLayout
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.serving.buffer_collection import BufferCollection
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.held_buffers import HeldBuffers
-from dnis_torchrec.serving.logical_tables import OperatorCollection
 
 
 class _Placed(NamedTuple):
@@ -32,7 +30,7 @@ class _Placed(NamedTuple):
     row_layout: RowLayout
 
 
-class CsrEmbeddingBagCollection(OperatorCollection):
+class CsrEmbeddingBagCollection(BufferCollection):
     """Looks bags up in tables of compressed sparse rows; same keys, dims and values as the pruned collection.
 
     For a bag with ids i_1 .. i_L and weights w (1 if unweighted),
@@ -59,6 +57,7 @@ class CsrEmbeddingBagCollection(OperatorCollection):
             other rows or columns than the scheme says.
 
     Example:
+        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
         >>> from dnis_torchrec.blocks.row_routing import RowRouting
         >>> from dnis_torchrec.scheme import TableScheme
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
@@ -96,10 +95,6 @@ class CsrEmbeddingBagCollection(OperatorCollection):
             for index, shard in enumerate(shards):
                 suffix = f"_{index}" if index else ""
                 buffers |= {f"{name}/{field}{suffix}": buffer for field, buffer in shard.lookup_tensors().items()}
-        load_operator()
-        self._dims = self._logical.dims
-        self._width = sum(self._dims)
-        self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
         self.tables = HeldBuffers(buffers)
         self.outputs = HeldBuffers({"layout": self._output_layout(placed)}, persistent=False)
 
@@ -138,57 +133,16 @@ class CsrEmbeddingBagCollection(OperatorCollection):
         sparse = {name: CsrTable.from_dense(tables[name]).quantized(value_dtype) for name in scheme.tables}
         return cls(scheme, sparse, unknown_ids=unknown_ids)
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up.
-
-        Args:
-            features: the bags, with weights if the collection is weighted. Keys may stand in any order and need not
-                be permuted; keys that nobody reads are passed over.
-
-        Returns:
-            Pooled embeddings, D per key.
-
-        Raises:
-            ValueError: if a feature or the weights are missing, the bags are not those of the ids (see `check_bags`),
-                or an id is unknown and ``"error"`` wanted.
-            TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
-            NotImplementedError: if the features of the batch differ in stride.
-        """
-        pooled = self._of_batch(features)
-        return KeyedTensor(keys=self._logical.names, length_per_key=self._dims, values=pooled)
-
-    def lookup(self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no KeyedJaggedTensor.
-
-        Args:
-            ids: ``(I,)`` int32 or int64: the bags of the first feature, then those of the second, and so on.
-            offsets: ``(F * B + 1,)`` int32 or int64: where each bag begins, and the number of ids.
-            per_sample_weights: ``(I,)`` float32.
-
-        Returns:
-            ``(B, sum of D over features)`` float32.
-
-        Raises:
-            ValueError: if an id is unknown and ``"error"`` wanted, `offsets` are no whole number of bags per feature
-                or do not rise from 0 to the number of ids, or weights are missing or not wanted.
-            TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
-        """
-        batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
-        return self._pooled(ids, offsets, per_sample_weights, None, batch_size, self._logical.features)
-
-    def _by_operator(
+    def _read(
         self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
     ) -> Tensor:
-        if self._needs_int64 and ids.dtype == torch.int32:
-            requirement = "int64 ids, because a table has more than 2^31 rows"
-            raise TypeError(describe("KeyedJaggedTensor", requirement, ids.dtype, "hash to int64"))
         # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
         tables: Any = self._modules["tables"]
         outputs: Any = self._modules["outputs"]
         return torch.ops.dnis_torchrec.csr_embedding_bag.default(
-            ids.contiguous(),
-            offsets.contiguous(),
-            None if weights is None else weights.contiguous(),
+            ids,
+            offsets,
+            weights,
             list(tables._buffers.values()),
             outputs._buffers["layout"],
             keys,
@@ -196,11 +150,6 @@ class CsrEmbeddingBagCollection(OperatorCollection):
             self._width,
             self._zero_unknown,
         )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes the operator there in a process that received the module from another."""
-        super().__setstate__(state)
-        load_operator()
 
     def table_bytes(self) -> int:
         """Bytes of all tables, index bytes counted."""

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.blocks.bit_fields import row_strides
-from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.ops.csr_operator import load_operator
+from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.ops.packed_operator import field_groups
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.serving.buffer_collection import BufferCollection
 from dnis_torchrec.serving.held_buffers import HeldBuffers
-from dnis_torchrec.serving.logical_tables import OperatorCollection
 from dnis_torchrec.serving.packed_table import PackedTable, column_bits
 
 
@@ -34,7 +32,7 @@ class _Layout(NamedTuple):
     groups: Tensor
 
 
-class PackedEmbeddingBagCollection(OperatorCollection):
+class PackedEmbeddingBagCollection(BufferCollection):
     """Looks bags up in tables of bit fields; same keys and dims as the uncompressed collection.
 
     For a bag with ids i_1 .. i_L and weights w (1 if unweighted), ``pooled = sum over i of w_i * v_i``. Column d of v_i
@@ -61,13 +59,14 @@ class PackedEmbeddingBagCollection(OperatorCollection):
             other rows, columns or bits than the scheme says.
 
     Example:
+        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
         >>> from dnis_torchrec.blocks.row_routing import RowRouting
         >>> table = TableScheme(name="t", collection="ebc", num_embeddings=3, embedding_dim=2, pooling="sum",
         ...     feature_names=("f",), is_weighted=False, routing=RowRouting(3, 1, boundaries=torch.tensor([0, 3])),
         ...     retained=torch.ones(1, 2).bool(), num_retained=6, bits=torch.tensor([[4, 4]], dtype=torch.uint8))
-        >>> rows = torch.tensor([[0x01], [0x24], [0x48]], dtype=torch.uint8)
+        >>> rows = torch.tensor([0x01, 0x24, 0x48], dtype=torch.uint8)
         >>> scale, shift = torch.tensor([[1.0, 0.5]]), torch.tensor([[0, -1]])
-        >>> packed = PackedTable.from_blocks(table, {0: rows}, scale, shift)
+        >>> packed = PackedTable.from_rows(table, rows, scale, shift)
         >>> ebc = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": table}), {"t": packed})
         >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 2, 1]), lengths=torch.tensor([2, 1]))
         >>> ebc(kjt).to_dict()["f"].tolist()
@@ -84,10 +83,6 @@ class PackedEmbeddingBagCollection(OperatorCollection):
             _check_table(table, tables[name])
             parts = {"rows": tables[name].rows, "directory": tables[name].directory.directory}
             buffers |= {f"{name}/{part}": tensor for part, tensor in parts.items() if tensor.numel()}
-        load_operator()
-        self._dims = self._logical.dims
-        self._width = sum(self._dims)
-        self._needs_int64 = any(table.num_embeddings > 2**31 for table in self._logical.tables)
         self._table_bytes = sum(tables[name].num_bytes for name in scheme.tables)
         # never none: AOTInductor hands an empty list of tensors over as None, which no operator takes
         self.tables = HeldBuffers(buffers or {"none": torch.zeros(1, dtype=torch.uint8)})
@@ -123,57 +118,16 @@ class PackedEmbeddingBagCollection(OperatorCollection):
             groups=torch.cat(groups),
         )
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks bags up.
-
-        Args:
-            features: the bags, with weights if the collection is weighted. Keys may stand in any order and need not
-                be permuted; keys that nobody reads are passed over.
-
-        Returns:
-            Pooled embeddings, D per key.
-
-        Raises:
-            ValueError: if a feature or the weights are missing, the bags are not those of the ids (see `check_bags`),
-                or an id is unknown and ``"error"`` wanted.
-            TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
-            NotImplementedError: if the features of the batch differ in stride.
-        """
-        pooled = self._of_batch(features)
-        return KeyedTensor(keys=self._logical.names, length_per_key=self._dims, values=pooled)
-
-    def lookup(self, ids: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Looks bags up from plain tensors, as nn.EmbeddingBag takes them: for callers that have no KeyedJaggedTensor.
-
-        Args:
-            ids: ``(I,)`` int32 or int64: the bags of the first feature, then those of the second, and so on.
-            offsets: ``(F * B + 1,)`` int32 or int64: where each bag begins, and the number of ids.
-            per_sample_weights: ``(I,)`` float32.
-
-        Returns:
-            ``(B, sum of D over features)`` float32.
-
-        Raises:
-            ValueError: if an id is unknown and ``"error"`` wanted, `offsets` are no whole number of bags per feature
-                or do not rise from 0 to the number of ids, or weights are missing or not wanted.
-            TypeError: if ids are no integers, or int32 and a table has more rows than those can tell apart.
-        """
-        batch_size = self._logical.batch_size_of(offsets, per_sample_weights)
-        return self._pooled(ids, offsets, per_sample_weights, None, batch_size, self._logical.features)
-
-    def _by_operator(
+    def _read(
         self, ids: Tensor, offsets: Tensor, weights: Tensor | None, keys: list[int] | None, batch_size: int
     ) -> Tensor:
-        if self._needs_int64 and ids.dtype == torch.int32:
-            requirement = "int64 ids, because a table has more than 2^31 rows"
-            raise TypeError(describe("KeyedJaggedTensor", requirement, ids.dtype, "hash to int64"))
         # nn.Module takes longer to find a part by attribute than a lookup of one bag takes
         tables: Any = self._modules["tables"]
         layout: Any = self._modules["outputs"]
         return torch.ops.dnis_torchrec.packed_embedding_bag.default(
-            ids.contiguous(),
-            offsets.contiguous(),
-            None if weights is None else weights.contiguous(),
+            ids,
+            offsets,
+            weights,
             list(tables._buffers.values()),
             *layout._buffers.values(),
             keys,
@@ -181,11 +135,6 @@ class PackedEmbeddingBagCollection(OperatorCollection):
             self._width,
             self._zero_unknown,
         )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes the operator there in a process that received the module from another."""
-        super().__setstate__(state)
-        load_operator()
 
     def table_bytes(self) -> int:
         """Bytes of all tables: rows, scales, shifts, bits and directories."""

@@ -5,7 +5,7 @@ Shapes: N rows, S blocks, D embedding_dim, C coded columns of all blocks (retain
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,50 +65,26 @@ class PackedTable:
         check(sound, "PackedTable.scales", "finite ones above 0", "others")
 
     @classmethod
-    def from_blocks(cls, table: TableScheme, blocks: Mapping[int, Tensor], scale: Tensor, shift: Tensor) -> PackedTable:
-        """Puts the rows of blocks together.
+    def from_rows(cls, table: TableScheme, rows: Tensor, scale: Tensor, shift: Tensor) -> PackedTable:
+        """Takes the rows of all blocks as they are, so that they may lie in a mapped file.
 
         Args:
             table: scheme of the table; where it has no bits, all retained columns are float32.
-            blocks: block -> its rows, ``(rows, stride)`` uint8, for every block that has rows and retains a column.
+            rows: see `PackedTable`.
             scale: ``(S, D)``, above 0 and exact in bfloat16 where a column is coded.
             shift: ``(S, D)`` integers within int16.
 
         Raises:
-            ValueError: if a block is missing or has another shape.
+            ValueError: if there are other bytes than the table's.
 
         Example:
             >>> from dnis_torchrec.blocks.row_routing import RowRouting
             >>> table = TableScheme(name="t", collection="ebc", num_embeddings=2, embedding_dim=2, pooling="sum",
             ...     feature_names=("f",), is_weighted=False, routing=RowRouting(2, 1, boundaries=torch.tensor([0, 2])),
             ...     retained=torch.ones(1, 2).bool(), num_retained=4, bits=torch.tensor([[4, 4]], dtype=torch.uint8))
-            >>> rows = torch.tensor([[0x21], [0x43]], dtype=torch.uint8)
-            >>> PackedTable.from_blocks(table, {0: rows}, torch.ones(1, 2), torch.zeros(1, 2)).num_bytes
+            >>> rows = torch.tensor([0x21, 0x43], dtype=torch.uint8)
+            >>> PackedTable.from_rows(table, rows, torch.ones(1, 2), torch.zeros(1, 2)).num_bytes
             12
-        """
-        bits, counts = column_bits(table), table.routing.row_counts()
-        strides, parts = row_strides(bits).tolist(), []
-        for block, (num_rows, stride) in enumerate(zip(counts.tolist(), strides, strict=True)):
-            if num_rows * stride:
-                place, rows = f"table {table.name!r}, block {block}", blocks.get(block)
-                received = "none" if rows is None else f"{rows.dtype} {tuple(rows.shape)}"
-                fits = rows is not None and tuple(rows.shape) == (num_rows, stride) and rows.dtype == torch.uint8
-                check(fits, place, f"rows: uint8 of shape {(num_rows, stride)}", received)
-                parts.append(blocks[block].reshape(-1))
-        return cls.from_rows(table, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8), scale, shift)
-
-    @classmethod
-    def from_rows(cls, table: TableScheme, rows: Tensor, scale: Tensor, shift: Tensor) -> PackedTable:
-        """Takes the rows of all blocks as they are, so that they may lie in a mapped file.
-
-        Args:
-            table: as in `from_blocks`.
-            rows: see `PackedTable`.
-            scale: as in `from_blocks`.
-            shift: as in `from_blocks`.
-
-        Raises:
-            ValueError: if there are other bytes than the table's.
         """
         bits = column_bits(table)
         is_code = is_coded(bits)

@@ -31,6 +31,8 @@ from tests.serving_reference import Case, cases, keyed_jagged_tensor, table_sche
 
 needs_compiler = pytest.mark.skipif(not load_operator(), reason="no C++ compiler")
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
 
 def by_torch(module: PackedEmbeddingBagCollection, *bags: Tensor | None) -> Tensor:
     """What `lookup` finds where the operator is in torch alone."""
@@ -158,7 +160,7 @@ def test_unknown_ids_are_named_or_contribute_zero() -> None:
 def test_int32_ids_of_a_table_with_more_rows_than_they_tell_apart_are_refused() -> None:
     rows = 2**31 + 1
     scheme = table_scheme("t", RowRouting(rows, 1, boundaries=torch.tensor([0, rows])), torch.zeros(1, 3).bool())
-    stored = PackedTable.from_blocks(scheme, {}, torch.ones(1, 3), torch.zeros(1, 3))
+    stored = PackedTable.from_rows(scheme, NOTHING, torch.ones(1, 3), torch.zeros(1, 3))
     module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
     assert module.lookup(torch.tensor([rows - 1]), torch.tensor([0, 1])).equal(torch.zeros(1, 3))
     with pytest.raises(TypeError, match="expected int64 ids, because a table has more than"):
@@ -169,8 +171,8 @@ def test_bytes_are_those_of_the_form() -> None:
     routing = RowRouting.from_map(torch.arange(1_000) % 3, 3)
     bits = torch.tensor([[8, 4, 0, 32], [0, 0, 3, 3], [0, 0, 0, 0]], dtype=torch.uint8)
     scheme = replace(table_scheme("t", routing, bits > 0), bits=bits)
-    blocks = {0: torch.zeros(334, 6, dtype=torch.uint8), 1: torch.zeros(333, 1, dtype=torch.uint8)}
-    stored = PackedTable.from_blocks(scheme, blocks, torch.ones(3, 4), torch.zeros(3, 4))
+    rows = torch.zeros(334 * 6 + 333 * 1, dtype=torch.uint8)
+    stored = PackedTable.from_rows(scheme, rows, torch.ones(3, 4), torch.zeros(3, 4))
     expected = 334 * 6 + 333 * 1 + 4 * 4 + 3 * 4 + directory_bytes(routing)
     assert stored.num_bytes == expected
     module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
@@ -181,7 +183,7 @@ def test_bytes_are_those_of_the_form() -> None:
 def test_a_table_in_which_nothing_is_retained() -> None:
     routing = RowRouting.from_map(torch.tensor([0, 1, 0]), 2)
     scheme = table_scheme("t", routing, torch.zeros(2, 3).bool())
-    stored = PackedTable.from_blocks(scheme, {}, torch.ones(2, 3), torch.zeros(2, 3))
+    stored = PackedTable.from_rows(scheme, NOTHING, torch.ones(2, 3), torch.zeros(2, 3))
     module = PackedEmbeddingBagCollection(MixedDimensionScheme({"t": scheme}), {"t": stored})
     assert stored.num_bytes == module.table_bytes() == 0
     assert module.lookup(torch.tensor([0, 2, 1]), torch.tensor([0, 1, 3])).equal(torch.zeros(2, 3))
@@ -235,8 +237,8 @@ def test_parts_that_do_not_fit() -> None:
             replace(stored, **field)
     with pytest.raises(TypeError, match=r"PackedTable.shifts: expected torch.int16, got torch.int64"):
         replace(stored, shifts=stored.shifts.long())
-    with pytest.raises(ValueError, match="table 'movie/seen', block 0: expected rows: uint8 of shape"):
-        PackedTable.from_blocks(replace(scheme, bits=None), {}, torch.ones(3, 5), torch.zeros(3, 5))
+    with pytest.raises(ValueError, match=r"PackedTable.rows: expected \d+ of them, got \(0,\)"):
+        PackedTable.from_rows(replace(scheme, bits=None), NOTHING, torch.ones(3, 5), torch.zeros(3, 5))
 
 
 def test_tables_that_do_not_fit_the_scheme() -> None:
