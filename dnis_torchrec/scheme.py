@@ -135,6 +135,16 @@ class TableScheme:
         """
         return self.retained[block].nonzero().squeeze(1)
 
+    def with_codes(self, codes: ColumnCodes) -> TableScheme:
+        """The same table, its columns stored in other codes; those of 0 bits are dropped.
+
+        Args:
+            codes: of its blocks.
+        """
+        retained = codes.bits > 0
+        area = int((self.routing.row_counts() * retained.sum(dim=1)).sum())
+        return replace(self, retained=retained, num_retained=area, **vars(codes))
+
     def with_new_rows(self) -> TableScheme:
         """The same table with its rows of no block in the last block that retains a column, beside those that are rare.
 

@@ -423,3 +423,31 @@ def split_bags(random: Random) -> Case:
     routings, at = [routing for routing, _ in drawn], torch.tensor(pieces)
     written = [split_ids, split_lengths, split_weights]
     return Case([ids_tensor, lengths_tensor, weights, routings, at, first_of, batch_size, *written], check)
+
+
+def round_rows(random: Random) -> Case:
+    """All rows of a shard, or some, in codes, in float32 and dropped."""
+    num_rows, dim, first_row, num_blocks = random.randint(1, 9), random.randint(0, 19), random.randint(0, 3), 4
+    routing, blocks = draw_routing(random, num_rows + first_row, num_blocks)
+    codes = torch.rand(num_blocks + 1, 4, dim) + 0.1
+    codes[:, 2] = torch.tensor(random.choices([0.0, 1.0, 15.0, torch.inf], k=(num_blocks + 1) * dim)).view(
+        num_blocks + 1, dim
+    )
+    rows = random.sample(range(num_rows), random.randint(0, num_rows))
+    weight, residual = torch.randn(num_rows, dim) * 3, torch.randn(num_rows, dim)
+    latent, before = weight + residual, residual.clone()
+    some = random.random() < 0.5
+
+    def check(_: None) -> None:
+        for row in range(num_rows):
+            if some and row not in rows:
+                same(residual[row], before[row])
+                continue
+            scale, half_shift, largest, half_step = codes[blocks[row + first_row]]
+            nearest = torch.minimum((latent[row] / scale - half_shift).round().clamp(min=0), largest)
+            values = torch.where(largest.isinf(), latent[row], (nearest + half_shift) * scale)
+            same(weight[row], values)
+            same(residual[row], (latent[row] - values).clamp(-half_step, half_step))
+
+    chosen = torch.tensor(rows, dtype=torch.int64) if some else None
+    return Case([codes, routing, chosen, first_row, weight, residual], check)

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.allocation.codes import fit_codes
-from dnis_torchrec.allocation.row_sample import sample_rows, sampled_values
+from dnis_torchrec.allocation.row_sample import RowSample, sample_rows, sampled_values
 from dnis_torchrec.blocks.bit_fields import WIDTHS, is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite
@@ -173,17 +173,23 @@ def rounding_energies(
         sample = sample_rows(counts.counts[name], routing)
         values = sampled_values(sample, own, shapes[name][1], copies[name], ranks)
         check_finite(values, sample.blocks, f"table {name!r}")
-        found[name] = _energies_of(values, sample.weights, sample.blocks, routing.num_blocks, widths)
+        found[name] = table_energies(values, sample, routing.num_blocks, widths)
     return RoundingEnergies(widths, found)
 
 
-def _energies_of(
-    values: Tensor, weights: Tensor, blocks: Tensor, num_blocks: int, widths: tuple[int, ...]
-) -> TableEnergies:
-    order = torch.sort(blocks, stable=True).indices
-    sizes = torch.bincount(blocks, minlength=num_blocks).tolist()
-    parts = zip(values[order].split(sizes), weights[order].split(sizes), strict=True)
-    fitted = [fit_codes(of_block, weight, widths) for of_block, weight in parts]
+def table_energies(values: Tensor, sample: RowSample, num_blocks: int, bits: Sequence[int]) -> TableEnergies:
+    """Measures the error that every width leaves on sampled rows of a table. Local and deterministic.
+
+    Args:
+        values: ``(n, D)`` float32, finite: the rows.
+        sample: which ones they are, and what they weigh.
+        num_blocks: S of the table.
+        bits: the K widths.
+    """
+    order = torch.sort(sample.blocks, stable=True).indices
+    sizes = torch.bincount(sample.blocks, minlength=num_blocks).tolist()
+    parts = zip(values[order].split(sizes), sample.weights[order].split(sizes), strict=True)
+    fitted = [fit_codes(of_block, weight, bits) for of_block, weight in parts]
     return TableEnergies(
         energy=torch.stack([codes.error.T for codes in fitted]),
         scale=torch.stack([codes.scale.T for codes in fitted]),

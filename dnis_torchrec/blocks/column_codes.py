@@ -74,8 +74,7 @@ def encode_rows(chunk: Tensor, blocks: Tensor, codes: ColumnCodes, *, place: str
     """
     check_finite(chunk, blocks, place)
     bits, scale, shift = _of_rows(blocks, codes)
-    largest = torch.where(is_coded(bits), (1 << bits.clamp(max=16)) - 1, 0)
-    nearest = torch.minimum((chunk / scale - shift / 2).round_().clamp_(min=0), largest.float()).int()
+    nearest = nearest_codes(chunk, scale, shift / 2, largest_codes(bits)).int()
     return torch.where(bits == FLOAT_BITS, chunk.contiguous().view(torch.int32), nearest)
 
 
@@ -111,6 +110,27 @@ def check_finite(chunk: Tensor, blocks: Tensor, place: str) -> None:
         row, column = (~chunk.isfinite()).nonzero()[0].tolist()
         received = f"{chunk[row, column].item()} in block {int(blocks[row])}, column {column}"
         check(False, place, "finite values", received, "go back to the last good checkpoint")
+
+
+def nearest_codes(values: Tensor, scale: Tensor, half_shift: Tensor, largest: Tensor) -> Tensor:
+    """The codes nearest to some values, as floats. Local; shapes are broadcast.
+
+    Args:
+        values: float32.
+        scale: of each.
+        half_shift: half of the shift of each.
+        largest: see `largest_codes`.
+    """
+    return torch.minimum((values / scale - half_shift).round_().clamp_(min=0), largest)
+
+
+def largest_codes(bits: Tensor) -> Tensor:
+    """The largest code of every column, as a float; 0 where it has none.
+
+    Args:
+        bits: any shape, integers among `WIDTHS`.
+    """
+    return torch.where(is_coded(bits), (1 << bits.int().clamp(max=16)) - 1, 0).float()
 
 
 def _of_rows(blocks: Tensor, codes: ColumnCodes) -> tuple[Tensor, Tensor, Tensor]:

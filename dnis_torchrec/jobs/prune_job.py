@@ -145,7 +145,7 @@ def _fine_tune(task: TrainTask, recipe: Recipe, device: torch.device, max_epochs
         max_epochs=max_epochs,
         patience=3,
         folder=folder,
-        mask=mask,
+        held=mask,
         starts_trained=True,
     )
     return cast(TrainTask, unshard_(model))

@@ -26,7 +26,7 @@ from dnis_torchrec.training.denormals import flushing_denormals
 from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.finite import FiniteGuard
-from dnis_torchrec.training.retained_mask import RetainedMask
+from dnis_torchrec.training.held_tables import HeldTables, HoldingOptimizer
 
 BEST_STATE = "best"
 """Name of the checkpoint of the best epoch, in the folder that a training is given."""
@@ -120,7 +120,7 @@ def train_plainly(
     max_epochs: int,
     patience: int,
     folder: Path,
-    mask: RetainedMask | None = None,
+    held: HeldTables | None = None,
     starts_trained: bool = False,
     events: PlainEvents = PlainEvents(),
 ) -> PlainTraining:
@@ -141,7 +141,8 @@ def train_plainly(
         max_epochs: epochs at most.
         patience: epochs without improvement before stopping.
         folder: where the best state is kept, as `BEST_STATE`.
-        mask: holds pruned values at zero (masked fine-tuning).
+        held: what the tables obey after every step: a `RetainedMask` holds pruned values at zero (masked fine-tuning),
+            `RoundedTables` round what they will be served as. Its state is kept with the best one.
         starts_trained: whether the state that training starts from may be the best one, as a pruned model's may that
             was at its best before. Epochs are stopped as they are without it.
         events: who listens.
@@ -170,14 +171,14 @@ def train_plainly(
         (0, True)
     """
     started = time.monotonic()
-    stepper = optimizer if mask is None else _MaskedOptimizer(optimizer, mask)
-    pipeline = DetachableTrainPipeline(model, stepper, device, pipeline_postproc=True)
+    rule = held or HeldTables()
+    pipeline = DetachableTrainPipeline(model, HoldingOptimizer(optimizer, rule), device, pipeline_postproc=True)
     stopping, guard = EarlyStopping(folder / BEST_STATE, patience), FiniteGuard(model, model._env.process_group)
     start, loss_before = folder / "start", math.inf
     history: list[PlainEpoch] = []
     if starts_trained:
         loss_before = evaluate(model, recipe.data.selection, recipe.loss, device)["loss"]
-        save_checkpoint(start, model)
+        save_checkpoint(start, model, rule.tensors())
     model.train()
     for epoch in range(max_epochs):
         batches = iter(LookupBatches(recipe.data.train, "train"))
@@ -200,10 +201,11 @@ def train_plainly(
             PlainEpoch(epoch=epoch, step=steps_before + step, train_loss=train_loss, selection_loss=selection_loss)
         )
         events.on_epoch(history[-1])
-        if stopping.update(epoch, selection_loss, lambda path: save_checkpoint(path, model)):
+        if stopping.update(epoch, selection_loss, lambda path: save_checkpoint(path, model, rule.tensors())):
             break
     stays = starts_trained and loss_before <= stopping.best
-    load_checkpoint(start if stays else stopping.path, model)
+    load_checkpoint(start if stays else stopping.path, model, rule.tensors())
+    rule.finish_load_()
     return PlainTraining(
         selection_loss=min(stopping.best, loss_before),
         best_epoch=-1 if stays else stopping.best_epoch,
@@ -218,19 +220,3 @@ def _mean_over_ranks(losses: Tensor, model: DistributedModelParallel) -> float:
     if world_size_of(group) > 1:
         dist.all_reduce(losses, group=group)
     return float(losses[0] / losses[1])
-
-
-class _MaskedOptimizer:
-    """A fresh optimizer that cannot wake pruned values."""
-
-    def __init__(self, optimizer: KeyedOptimizerWrapper, mask: RetainedMask) -> None:
-        self._optimizer = optimizer
-        self._mask = mask
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
-
-    def step(self) -> None:
-        self._mask.hold_gradients_()
-        self._optimizer.step()
-        self._mask.hold_fused_()

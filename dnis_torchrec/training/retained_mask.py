@@ -10,9 +10,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.training.held_tables import HeldTables
 
 
-class RetainedMask:
+class RetainedMask(HeldTables):
     """Holds pruned values at zero while the retained ones train on (masked fine-tuning).
 
     One bool per value of this rank's shards; on a CPU a value of the tables' own dtype, since there torch copies a mask
@@ -39,8 +40,8 @@ class RetainedMask:
         return mask.to(weight.dtype) if weight.device.type == "cpu" else mask
 
     @torch.no_grad()
-    def hold_gradients_(self) -> None:
-        """Zeroes the gradients of pruned values; call before the optimizer's step."""
+    def before_step_(self) -> None:
+        """Zeroes the gradients of pruned values."""
         for parameter, index in self._dense:
             if parameter.grad is not None:
                 parameter.grad.mul_(self._masks[index])
@@ -51,10 +52,10 @@ class RetainedMask:
         self._hold_(range(len(self._shards)))
 
     @torch.no_grad()
-    def hold_fused_(self) -> None:
+    def after_step_(self) -> None:
         """Zeroes pruned values of tables that kernels step inside backward.
 
-        It does for `hold_` where an optimizer of the others has had gradients from `hold_gradients_` since it was made:
+        It does for `hold_` where an optimizer of the others has had gradients from `before_step_` since it was made:
         such as Adam's, whose averages of pruned values are zero, leave zero as it is.
         """
         if self._fused:

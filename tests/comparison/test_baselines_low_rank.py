@@ -44,10 +44,10 @@ def test_a_result_has_the_bytes_of_uniform_and_serves_what_was_selected(gloo, tm
 def test_the_cut_itself_is_kept_where_training_on_does_not_help(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def at_no_rate_that_helps(model, optimizer, *, mask=None, **options) -> PlainTraining:
-        if mask is not None:
+    def at_no_rate_that_helps(model, optimizer, *, held=None, **options) -> PlainTraining:
+        if held is not None:
             set_learning_rates_(model, optimizer, tables=10.0, dense=10.0, rows=10.0)
-        return train_plainly(model, optimizer, mask=mask, **options)
+        return train_plainly(model, optimizer, held=held, **options)
 
     monkeypatch.setattr(low_rank, "train_plainly", at_no_rate_that_helps)
     result = METHODS["low-rank"](make_task(tmp_path, 4, make=factorization_machine))

@@ -60,7 +60,7 @@ def test_stages_train_from_the_pruned_weights_with_the_early_stopping_of_a_whole
 
     def watched(*arguments, **options):
         rules.append(
-            (options["patience"], options["max_epochs"], options["mask"] is not None, options["starts_trained"])
+            (options["patience"], options["max_epochs"], options["held"] is not None, options["starts_trained"])
         )
         return train_plainly(*arguments, **options)
 

@@ -379,11 +379,11 @@ def test_pruned_values_stay_zero_and_retained_ones_train_on(make_optimizer) -> N
     weight = model.embedding_bags["a"].weight
     before, retained = weight.detach().clone(), weight.detach() != 0
     optimizer, mask = make_optimizer(model.parameters()), RetainedMask(model)
-    mask.hold_gradients_()  # no gradient yet: nothing to hold
+    mask.before_step_()  # no gradient yet: nothing to hold
     for _ in range(3):
         optimizer.zero_grad()
         (model(EVERY_ROW).values() - 1).square().sum().backward()
-        mask.hold_gradients_()
+        mask.before_step_()
         optimizer.step()
         for state in optimizer.state[weight].values():  # the optimizer never hears of pruned values
             assert state.numel() == 1 or not state[~retained].any()
@@ -416,10 +416,10 @@ def test_pruned_values_of_a_sharded_model_stay_zero(sharding_type: str) -> None:
     for seed in range(6):
         sharded.zero_grad()
         sharded(small_models.features(seed)).values().sum().backward()
-        mask.hold_gradients_()
+        mask.before_step_()
         if optimizer is not None:
             optimizer.step()
-        mask.hold_fused_()
+        mask.after_step_()
     for shard in local_shards(module):
         old = before[shard.table, shard.first_column]
         assert not shard.weight[old == 0].any()

@@ -324,7 +324,7 @@ def test_masked_fine_tuning_moves_what_is_retained_and_nothing_else(gloo, tmp_pa
     for part in tables.values():
         part.weight[:, ::2] = 0
     before = {name: part.weight.clone() for name, part in tables.items()}
-    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path, mask=RetainedMask(model))
+    train_plainly(model, rest, recipe, CPU, max_epochs=2, patience=2, folder=tmp_path, held=RetainedMask(model))
     for name, part in tables.items():
         assert not bool(part.weight[:, ::2].any())
         assert not torch.equal(part.weight[:, 1::2], before[name][:, 1::2])

@@ -60,7 +60,7 @@ def low_rank(task: MethodTask) -> MethodResult:
     plain = cast(TrainTask, unshard_(model))
     scheme = uniform_scheme_(plain.model, widths)
     model, optimizer = shard(plain, recipe, task.device)
-    trained = train(model, optimizer, mask=RetainedMask(model), starts_trained=True)
+    trained = train(model, optimizer, held=RetainedMask(model), starts_trained=True)
     tuned = cast(TrainTask, unshard_(model))
     seconds = time.monotonic() - started
     return MethodResult(

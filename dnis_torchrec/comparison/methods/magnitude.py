@@ -85,7 +85,7 @@ class MagnitudePruning:
             max_epochs=self._rules.max_epochs,
             patience=self._rules.patience,
             folder=self._folder,
-            mask=mask,
+            held=mask,
             starts_trained=starts_trained,
         )
 

@@ -226,7 +226,7 @@ def train_scheme(task: MethodTask, recipe: Recipe, scheme: MixedDimensionScheme)
         max_epochs=task.max_epochs,
         patience=task.patience,
         folder=task.folder,
-        mask=None if is_full else RetainedMask(model),
+        held=None if is_full else RetainedMask(model),
     )
     return cast(TrainTask, unshard_(model)).model, trained
 

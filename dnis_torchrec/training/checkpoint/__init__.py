@@ -6,6 +6,7 @@ from dnis_torchrec.training.checkpoint.folder import CheckpointFolder, LocalChec
 from dnis_torchrec.training.checkpoint.local import load_checkpoint, save_checkpoint, state_tensors
 from dnis_torchrec.training.checkpoint.manifest import Manifest
 from dnis_torchrec.training.checkpoint.placement import (
+    Chunk,
     PlacedTensor,
     TrainingState,
     describe_tables,
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointFolder",
     "CheckpointSaver",
     "CheckpointWriteError",
+    "Chunk",
     "LocalCheckpointFolder",
     "Manifest",
     "PlacedTensor",

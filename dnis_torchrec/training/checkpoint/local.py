@@ -6,6 +6,7 @@ read it. A file is complete or absent, never half. Runs that are interrupted go 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,16 +19,18 @@ from dnis_torchrec.checks import check, describe, nearest
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from dnis_torchrec.storage.whole_files import written_whole
+from dnis_torchrec.training.checkpoint.placement import PlacedTensor
 
 
-def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+def state_tensors(model: nn.Module, more: Mapping[str, PlacedTensor] | None = None) -> dict[str, Tensor]:
     """Live views of everything in a model that this rank would save: local table shards, dense weights, alpha, buffers.
 
     Args:
         model: plain, prepared or sharded.
+        more: further state beside it.
 
     Returns:
-        name -> view; tables are named ``"table/<name>/<first row>/<first column>"``.
+        name -> view; tables are named ``"table/<name>/<first row>/<first column>"``, further state likewise.
     """
     views: dict[str, Tensor] = {}
     for module in collections(model).values():
@@ -39,27 +42,31 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
         if type(value) in (Tensor, nn.Parameter) and not is_table and value.data_ptr() not in known:
             known.add(value.data_ptr())
             views[f"dense/{name}"] = value.detach()
+    for name, placed in (more or {}).items():
+        views |= {"/".join(map(str, [name, *chunk.offset])): chunk.tensor for chunk in placed.chunks}
     return views
 
 
-def save_checkpoint(path: Path, model: nn.Module) -> None:
+def save_checkpoint(path: Path, model: nn.Module, more: Mapping[str, PlacedTensor] | None = None) -> None:
     """Writes this rank's part of a checkpoint; the previous one stays until the new one is whole.
 
     Args:
         path: checkpoint name; rank r writes ``<path>.rank<r>.safetensors``.
         model: the model to save.
+        more: further state beside it.
     """
     with written_whole(_rank_file(path)) as unfinished:
-        save_file({name: value.contiguous() for name, value in state_tensors(model).items()}, unfinished)
+        save_file({name: value.contiguous() for name, value in state_tensors(model, more).items()}, unfinished)
 
 
 @torch.no_grad()
-def load_checkpoint(path: Path, model: nn.Module) -> None:
+def load_checkpoint(path: Path, model: nn.Module, more: Mapping[str, PlacedTensor] | None = None) -> None:
     """Copies this rank's part of a checkpoint into a model of the same tables and sharding.
 
     Args:
         path: the name given to `save_checkpoint`.
         model: changed in place.
+        more: further state that was saved, changed in place.
 
     Raises:
         ValueError: if the file is absent, damaged, or holds other tables; the difference is named, nothing is copied.
@@ -70,13 +77,13 @@ def load_checkpoint(path: Path, model: nn.Module) -> None:
         saved = load_file(source)
     except SafetensorError as error:
         raise ValueError(describe(str(source), "a whole safetensors file", str(error), "use another one")) from error
-    views = state_tensors(model)
+    views = state_tensors(model, more)
     for name, view in views.items():
         check(name in saved, f"{source}: {name}", "in the checkpoint", "absent", nearest(name, saved))
         same = saved[name].shape == view.shape
         check(same, f"{source}: {name}", f"shape {tuple(view.shape)}", tuple(saved[name].shape))
-    more = sorted(name for name in saved if name not in views)
-    check(not more, str(source), "nothing that the model lacks", more)
+    unknown = sorted(name for name in saved if name not in views)
+    check(not unknown, str(source), "nothing that the model lacks", unknown)
     with writing_to_tables(model):
         for name, view in views.items():
             view.copy_(saved[name])

@@ -10,6 +10,8 @@ Everything is local: nothing is gathered and nothing copied until `TrainingState
     optimizer/<FQN>/<state>           like the weight, or one number
     model/<FQN>                       dense weights, alpha, buffers: the same on all ranks
     alpha_optimizer/<state>           the same on all ranks
+    residual/<table>                  (N, D), in chunks: see `dnis_torchrec.training.rounding`
+    codes/<table>/<field>             (S, D), the same on all ranks
     rank<r>/<name>                    rank r's own
 """
 

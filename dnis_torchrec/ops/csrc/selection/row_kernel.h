@@ -52,5 +52,26 @@ bool are_finite(const Number* numbers, int64_t count) {
   return bad == 0;
 }
 
+// weight = the nearest of the values that codes stand for to weight + residual, residual = what it lacks of that, half a
+// step at most: see dnis_torchrec/ops/row_rounding.py. Four fields follow one another, `count` numbers each.
+inline void round_row(const float* fields, float* weight, float* residual, int64_t count) {
+  constexpr float TO_INTEGERS = 12'582'912.f;  // from 2^23 on floats are integers, so that adding it rounds, to even
+  const float *scale = fields, *half_shift = fields + count, *largest = fields + 2 * count, *half_step = fields + 3 * count;
+  for (int64_t d = 0; d < count; ++d) {
+    const float latent = weight[d] + residual[d];
+    float code = latent / scale[d] - half_shift[d];
+    code = code < 0.f ? 0.f : code;
+    code = code > largest[d] ? largest[d] : code;
+    code = (code + TO_INTEGERS) - TO_INTEGERS;
+    const float coded = scale[d] * code + scale[d] * half_shift[d];
+    const float rounded = largest[d] == __builtin_inff() ? latent : coded;
+    float lacking = latent - rounded;
+    lacking = lacking < -half_step[d] ? -half_step[d] : lacking;
+    lacking = lacking > half_step[d] ? half_step[d] : lacking;
+    weight[d] = rounded;
+    residual[d] = lacking;
+  }
+}
+
 template <typename Number>
 constexpr RowLoops<Number> LOOPS{multiply<Number>, add_product<Number>, multiply_finite<Number>, are_finite<Number>};

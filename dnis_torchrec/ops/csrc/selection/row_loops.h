@@ -16,6 +16,8 @@ struct RowLoops {
   bool (*are_finite)(const Number* numbers, int64_t count);
 };
 
+using RoundRow = void (*)(const float* fields, float* weight, float* residual, int64_t count);
+
 namespace baseline {
 #include "row_kernel.h"
 }  // namespace baseline
@@ -71,6 +73,14 @@ const RowLoops<Number>& row_loops() {
   if (instruction_set == InstructionSet::AVX2) return avx2::LOOPS<Number>;
 #endif
   return baseline::LOOPS<Number>;
+}
+
+inline RoundRow row_rounding() {
+#ifdef DNIS_X86
+  if (instruction_set == InstructionSet::AVX512) return avx512::round_row;
+  if (instruction_set == InstructionSet::AVX2) return avx2::round_row;
+#endif
+  return baseline::round_row;
 }
 
 }  // namespace dnis_torchrec

@@ -1,0 +1,401 @@
+r"""RoundedTables: tables that train as they will be served, in the codes of an allocation.
+
+What lookups read are rounded values at every step. What rounding left out, the residual, stands beside each shard, so
+that steps smaller than a code add up (straight-through estimation: Bengio, Leonard, Courville, "Estimating or
+Propagating Gradients Through Stochastic Neurons", 2013):
+
+.. math:: v \leftarrow w - \eta g(w) + r, \quad w \leftarrow s (q(v) + m / 2), \quad r \leftarrow v - w
+
+for the rounded weight w, the residual r, the latent weight v, and the gradient g at the rounded weight. Forward and
+backward passes, kernels, optimizers and sharding are TorchRec's own: they see float32 weights.
+
+Two things learn the scales, and each learns another one. `RoundedTables.refit_` fits scales and shifts to the latent
+weights: the least rounding error, which knows nothing of the loss. Alpha of a prepared model multiplies the same
+columns of the same blocks as the scales do, so its gradient is that of the loss in the scales, times the scale:
+`RoundedTables.fold_` makes it part of them.
+NOTE[DIFF]: shifts have no gradient, and alpha learns where the search steps it, on its upper stream; learned step sizes
+(Esser et al., "Learned Step Size Quantization", 2020) learn on training batches, beside the weights.
+
+Shapes: N rows of a table, D embedding_dim, S blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from dnis_torchrec.allocation.codes import LEAST_SCALE
+from dnis_torchrec.allocation.curvature import on_all
+from dnis_torchrec.allocation.energies import RoundingEnergies, table_energies
+from dnis_torchrec.allocation.row_sample import sample_rows, sampled_values
+from dnis_torchrec.blocks.bit_fields import is_coded
+from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
+from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.ops.row_rounding import RowRounding
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.soft_selection.cached_tables import lookups, writing_to_tables
+from dnis_torchrec.soft_selection.swap import fold_
+from dnis_torchrec.soft_selection.table_shards import (
+    TableShard,
+    collections,
+    frozen_tables_of,
+    local_shards,
+    num_copies,
+    ranks_of,
+    table_configs_of,
+)
+from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.training.checkpoint import Chunk, PlacedTensor
+from dnis_torchrec.training.held_tables import HeldTables
+
+
+class RoundedTables(HeldTables):
+    """Tables of a model that hold what they will be served as, and train on.
+
+    After a step the rows that it may have moved are rounded anew: of tables in fused kernels those that were looked up,
+    of others all, since optimizers such as Adam move rows by momentum and dense kernels walk through whole tables
+    anyway: one pass more, about 3 ms for 100,000 rows of 64 on a core.
+
+    A value outside of its codes' range trains on from half a step outside, so that no latent weight runs away. Dropped
+    columns are 0 for good, whatever optimizers make of their gradients. NOTE[DIFF]: a fused row-wise optimizer's state
+    averages over dropped columns, too.
+
+    The residual takes as much memory as the tables, on the device that looks them up, even of tables that lie in host
+    memory behind a cache. Tables without a scheme train in float32.
+
+    Distributed: when it is made, ranks exchange whether all is well with each; `refit_` has collectives of its own. All
+    else is local, to be called on all ranks alike.
+
+    Args:
+        model: plain, prepared or sharded, with float32 tables. They are rounded in place, where they lie now: shard the
+            model before, and unshard it when all is trained.
+        scheme: with codes, such as that of an `Allocation`; the same on every rank.
+
+    Raises:
+        ValueError: for a table that the model lacks or has in another size, a scheme without codes, or NaN or infinity
+            in a table, before one is changed.
+        TypeError: for tables that are not float32; like the others on all ranks, for what is wrong on one.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> config = EmbeddingBagConfig(name="t", num_embeddings=1, embedding_dim=2, feature_names=["f"])
+        >>> tables, both = EmbeddingBagCollection(tables=[config]), torch.ones(1, 2, dtype=torch.bool)
+        >>> weight = tables.embedding_bags["t"].weight
+        >>> _ = weight.data.copy_(torch.tensor([[0.6, 0.3]]))
+        >>> table = TableScheme(name="t", collection="", num_embeddings=1, embedding_dim=2, pooling="sum",
+        ...     feature_names=("f",), is_weighted=False, routing=RowRouting(1, 1, boundaries=torch.tensor([0, 1])),
+        ...     retained=both, num_retained=2)
+        >>> codes = ColumnCodes(torch.tensor([[2, 32]]).byte(), torch.ones(1, 2), torch.tensor([[-3, 0]]).short())
+        >>> rounded = RoundedTables(tables, MixedDimensionScheme({"t": table.with_codes(codes)}))
+        >>> for _ in range(3):
+        ...     _ = weight.data.add_(0.25)  # a step, which the codes are too coarse for
+        ...     rounded.after_step_()
+        ...     print([round(value, 2) for value in weight[0].tolist()])
+        [0.5, 0.55]
+        [1.5, 0.8]
+        [1.5, 1.05]
+    """
+
+    def __init__(self, model: nn.Module, scheme: MixedDimensionScheme) -> None:
+        found = collections(model).values()
+        self._model, self._ranks = model, ranks_of(*found)
+        own = [shard for module in found for shard in local_shards(module) if shard.table in scheme.tables]
+        with on_all(self._ranks):
+            configs = {config.name: config for module in found for config in table_configs_of(module)}
+            for table in scheme.tables.values():
+                check_known("table", table.name, configs)
+                _check_size(table, configs[table.name])
+            for shard in own:
+                _check_values(shard, scheme.tables[shard.table].routing)
+        self._shards = [_RoundedShard(shard) for shard in own]
+        self._tables = dict(scheme.tables)
+        self.change_(scheme)
+        self._fused = _fused_lookups(model, self._shards)
+        fused = {shard for lookup in self._fused for shard in lookup.shards}
+        frozen = {table for module in found for table in frozen_tables_of(module)}
+        self._dense = [own for own in self._shards if own not in fused and own.shard.table not in frozen]
+
+    @property
+    def scheme(self) -> MixedDimensionScheme:
+        """What the tables are rounded to now, for `packed_collections` and `export`: it holds them bit for bit."""
+        return MixedDimensionScheme(self._tables)
+
+    @torch.no_grad()
+    def after_step_(self) -> None:
+        """Rounds what a step has moved; to be called behind every step, before the next lookup."""
+        with writing_to_tables(self._model):
+            for lookup in self._fused:
+                lookup.round_()
+            for shard in self._dense:
+                shard.round_()
+
+    def change_(self, scheme: MixedDimensionScheme) -> None:
+        """Goes over to other codes, such as those of a smaller allocation; latent weights stay.
+
+        What the codes before have lost is not found again: columns that they dropped, values far outside their range.
+
+        Args:
+            scheme: of the same tables, with codes; the same on every rank.
+
+        Raises:
+            ValueError: for other tables, or a scheme without codes.
+        """
+        own, given = list(self._tables), list(scheme.tables)
+        check(own == given, "scheme", f"one of the tables {own}", given)
+        # a copy, for checkpoints write to it
+        self._tables = {name: table.with_codes(_copied(table.codes)) for name, table in scheme.tables.items()}
+        self._round_all_()
+
+    @torch.no_grad()
+    def refit_(self, counts: FrequencyCounts) -> None:
+        """Fits scales and shifts to the latent weights anew, as `rounding_energies` does; bits stay.
+
+        Distributed: one all_reduce of a number per table, then two per table of its sampled rows. All ranks get the
+        same codes.
+
+        Args:
+            counts: of all rows in the training data, by which errors are weighted; the same on every rank.
+
+        Raises:
+            ValueError: for counts of other tables, or NaN or infinity in a sampled row.
+        """
+        for name, table in self._tables.items():
+            check_known("table", name, counts.counts)
+            counted = counts.counts[name].numel()
+            check(counted == table.num_embeddings, f"table {name!r}", f"counts of {table.num_embeddings} rows", counted)
+        shards = {name: [own for own in self._shards if own.shard.table == name] for name in self._tables}
+        shapes = {name: (table.num_embeddings, table.embedding_dim) for name, table in self._tables.items()}
+        copies = num_copies({name: [s.shard for s in own] for name, own in shards.items()}, shapes, self._ranks)
+        with writing_to_tables(self._model):
+            for name, table in self._tables.items():
+                sample = sample_rows(counts.counts[name], table.routing)
+                halves = ([s.shard for s in shards[name]], [s.residual for s in shards[name]])
+                of_ranks = copies[name], self._ranks
+                weight, residual = (sampled_values(sample, half, table.embedding_dim, *of_ranks) for half in halves)
+                check_finite(weight, sample.blocks, f"table {name!r}")
+                bits = tuple(sorted(set(table.codes.bits.flatten().tolist())))
+                energies = table_energies(weight + residual, sample, table.routing.num_blocks, bits)
+                codes = RoundingEnergies(bits, {name: energies}).codes(name, table.codes.bits)
+                self._tables[name] = table.with_codes(codes)
+        self._round_all_()
+
+    @torch.no_grad()
+    def fold_(self) -> None:
+        """Makes alpha of a prepared model part of the scales, and sets it to 1; columns whose alpha is 0 are dropped.
+
+        Latent weights are multiplied by alpha and rounded anew, since the scales are rounded to bfloat16.
+
+        Raises:
+            RuntimeError: if the model is not prepared.
+            ValueError: for a table whose blocks of alpha are not those of its codes.
+        """
+        alphas = self._alphas()
+        for own in self._shards:
+            if own.shard.table in alphas:
+                own.multiply_residual_(alphas[own.shard.table], self._tables[own.shard.table].routing)
+        fold_(self._model)
+        for name, alpha in alphas.items():
+            codes = self._tables[name].codes
+            scale = (codes.scale * alpha.cpu()).bfloat16().float()
+            is_kept = torch.where(is_coded(codes.bits), scale >= LEAST_SCALE, alpha.cpu() > 0)
+            bits = codes.bits * is_kept
+            folded = torch.where(is_coded(bits), scale, 1.0)
+            self._tables[name] = self._tables[name].with_codes(
+                ColumnCodes(bits, folded, codes.shift * is_coded(bits).short())
+            )
+        self._round_all_()
+
+    @contextmanager
+    def latents(self) -> Iterator[None]:
+        """Tables hold the latent weights inside, as for measuring what a smaller allocation would cost. No step inside.
+
+        Afterwards they are rounded to whatever codes are there then.
+        """
+        self._add_residuals_()
+        try:
+            yield
+        finally:
+            self._round_all_()
+
+    def leave_(self) -> None:
+        """Gives the tables their latent weights for good: they train on in float32. Nothing is rounded any more."""
+        self._add_residuals_()
+        for lookup in self._fused:
+            lookup.leave_()
+        self._shards, self._fused, self._dense = [], [], []
+
+    def tensors(self) -> Mapping[str, PlacedTensor]:
+        """Residuals, which checkpoints may take apart as they do the tables, and codes. Local."""
+        placed = {
+            f"codes/{name}/{key}": PlacedTensor.of(value)
+            for name, table in self._tables.items()
+            for key, value in vars(table.codes).items()
+        }
+        for name, table in self._tables.items():
+            own = [shard.residual for shard in self._shards if shard.shard.table == name]
+            chunks = tuple(Chunk((part.first_row, part.first_column), part.weight) for part in own)
+            placed[f"residual/{name}"] = PlacedTensor((table.num_embeddings, table.embedding_dim), chunks)
+        return placed
+
+    def finish_load_(self) -> None:
+        """Goes on with `tensors` and tables that a checkpoint was read into. Local."""
+        self._tables = {name: table.with_codes(table.codes) for name, table in self._tables.items()}
+        self._take_codes_()
+
+    def _alphas(self) -> dict[str, Tensor]:
+        """Table -> its rows of alpha, ``(S, D)``."""
+        wrappers = soft_selection_modules(self._model).values()
+        if not wrappers:
+            raise RuntimeError(describe("fold_", "a prepared model", "no wrapped collection", "call prepare_ first"))
+        alphas = {}
+        for wrapper in wrappers:
+            for config in wrapper.embedding_bag_configs():
+                if config.name in self._tables:
+                    own, blocks = self._tables[config.name].routing, wrapper.blocks
+                    requirement, remedy = "the blocks of its codes", "prepare_ with the blocks of the allocation"
+                    fits = _are_equal(blocks.routings[config.name], own)
+                    check(fits, f"alpha of table {config.name!r}", requirement, "others", remedy)
+                    first = blocks.first_alpha_row(config.name)
+                    alphas[config.name] = wrapper.alpha.of(config.embedding_dim)[first : first + own.num_blocks].clone()
+        return alphas
+
+    @torch.no_grad()
+    def _add_residuals_(self) -> None:
+        with writing_to_tables(self._model):
+            for own in self._shards:
+                own.shard.weight.add_(own.residual.weight)
+                own.residual.weight.zero_()
+
+    def _take_codes_(self) -> None:
+        for own in self._shards:
+            own.take_(self._tables[own.shard.table])
+
+    @torch.no_grad()
+    def _round_all_(self) -> None:
+        self._take_codes_()
+        with writing_to_tables(self._model):
+            for own in self._shards:
+                own.round_()
+
+
+class _RoundedShard:
+    """A shard whose values are rounded.
+
+    Args:
+        shard: the live weights.
+
+    Attributes:
+        shard: likewise.
+        residual: what they lack, in the same place.
+    """
+
+    def __init__(self, shard: TableShard) -> None:
+        self.shard = shard
+        zeros = torch.zeros_like(shard.weight, memory_format=torch.contiguous_format)
+        self.residual = TableShard(shard.table, zeros, shard.first_row, shard.first_column)
+
+    def take_(self, table: TableScheme) -> None:
+        """Takes other codes; values stay as they are."""
+        shard = self.shard
+        columns = slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+        self._rounding = RowRounding(table.codes, table.routing, shard.first_row, columns, shard.weight.device)
+
+    def round_(self, rows: Tensor | None = None) -> None:
+        """Rounds some rows, counted from the shard's first, or all."""
+        self._rounding.round_(self.shard.weight, self.residual.weight, rows)
+
+    def multiply_residual_(self, alpha: Tensor, routing: RowRouting) -> None:
+        """Multiplies by alpha, ``(S, D)``, as merging does the weights."""
+        of_rows, router = pad(alpha, (0, 0, 0, 1)), RowRouter(routing).to(alpha.device)
+        for residual, rows, columns in self.residual.chunks():
+            ids = torch.arange(rows.start, rows.stop, device=residual.device)
+            residual.mul_(of_rows[router(ids), columns])
+
+
+class _FusedLookup:
+    """The rows that a kernel of a fused optimizer has looked up since they were rounded.
+
+    Args:
+        kernel: FBGEMM's.
+        shards: of each of its tables; None for one that is not rounded.
+    """
+
+    def __init__(self, kernel: SplitTableBatchedEmbeddingBagsCodegen, shards: list[_RoundedShard | None]) -> None:
+        self._tables, self._shards = kernel.feature_table_map, shards
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        self._hook = kernel.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    @property
+    def shards(self) -> list[_RoundedShard]:
+        """Those that are rounded."""
+        return [shard for shard in self._shards if shard is not None]
+
+    def leave_(self) -> None:
+        """Notes no further rows."""
+        self._hook.remove()
+
+    def round_(self) -> None:
+        """Rounds the rows that were looked up, each once."""
+        rows: dict[int, list[Tensor]] = {}
+        for indices, offsets in self._inputs:
+            batch_size = (len(offsets) - 1) // len(self._tables)
+            begins = offsets[batch_size * torch.arange(1, len(self._tables), device=offsets.device)]
+            of_features = indices.tensor_split(begins.long().cpu())
+            for table, ids in zip(self._tables, of_features, strict=True):
+                rows.setdefault(table, []).append(ids)
+        self._inputs.clear()
+        for table, ids_of_table in rows.items():
+            shard = self._shards[table]
+            if shard is not None:
+                shard.round_(torch.cat(ids_of_table).long().unique())
+
+    def _note(self, kernel: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():  # else nothing is learnt
+            named = dict(zip(("indices", "offsets"), args, strict=False)) | given
+            if named.get("batch_size_per_feature_per_rank") is not None:
+                supported = "supported are features of one batch size"
+                raise NotImplementedError(describe("RoundedTables", supported, "a batch size for each"))
+            self._inputs.append((named["indices"], named["offsets"]))
+
+
+def _fused_lookups(model: nn.Module, shards: Iterable[_RoundedShard]) -> list[_FusedLookup]:
+    at = {own.shard.weight.data_ptr(): own for own in shards if own.shard.weight.numel()}
+    found = []
+    for kernel in (module for lookup in lookups(model) for module in lookup.modules()):
+        if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
+            own = [at.get(weight.data_ptr()) for weight in kernel.split_embedding_weights()]
+            if any(own):
+                found.append(_FusedLookup(kernel, own))
+    return found
+
+
+def _check_size(table: TableScheme, config: EmbeddingBagConfig) -> None:
+    wanted, given = (config.num_embeddings, config.embedding_dim), (table.num_embeddings, table.embedding_dim)
+    check(given == wanted, f"table {table.name!r}", f"a scheme of N, D = {wanted}", given)
+
+
+def _check_values(shard: TableShard, routing: RowRouting) -> None:
+    place = f"table {shard.table!r}"
+    if shard.weight.dtype != torch.float32:
+        raise TypeError(describe(place, "float32 weights", shard.weight.dtype))
+    for chunk, rows, _ in shard.chunks():
+        check_finite(chunk, routing.block_of(torch.arange(rows.start, rows.stop)), place)
+
+
+def _copied(codes: ColumnCodes) -> ColumnCodes:
+    return ColumnCodes(**{name: value.clone() for name, value in vars(codes).items()})
+
+
+def _are_equal(first: RowRouting, second: RowRouting) -> bool:
+    own, others = first.to_tensors(), second.to_tensors()
+    return own.keys() == others.keys() and all(own[name].equal(others[name]) for name in own)
