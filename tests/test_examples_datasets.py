@@ -33,14 +33,6 @@ def write(path: Path, lines: list[str], encoding: str = "latin-1") -> Path:
     return path
 
 
-def write_tab_separated(folder: Path) -> None:
-    """Files of examples.anime and examples.lastfm_tags."""
-    ratings = [f"{1 + i % 10}\t{i % 20}\t{i % 7}\t{i % 3 - 1}\t{i % 2}\t{i % 5}\t{i % 9}" for i in range(400)]
-    write(folder / "anime.tsv.gz", ["rating\tuser\titem\tgenre_set\tgenre1\ttype\tepisodes", *ratings])
-    clicks = [f"{i % 2}\t{i % 20}\t{i % 11}\t{i % 7}\t{978300000 + i}" for i in range(400)]
-    write(folder / "lastfm_tag_ctr.tsv", ["label\tuser\tartist\ttag\ttimestamp", *clicks])
-
-
 @pytest.fixture
 def ml_1m(tmp_path: Path) -> Path:
     write(tmp_path / "ratings.dat.gz", rating_lines())
@@ -238,9 +230,15 @@ class TestSplits:
         assert all(torch.equal(a, b) for a, b in zip(parts, split_rows(1000, seed=1), strict=True))
         assert not torch.equal(parts[3], split_rows(1000, seed=2)[3])
 
-    def test_too_few(self):
-        with pytest.raises(ValueError, match="at least 20 samples"):
-            split_rows(19, seed=0)
+    @pytest.mark.parametrize("rows", [19, 59])
+    def test_too_few(self, rows):
+        with pytest.raises(ValueError, match=r"at least 20 .*, got 19"):
+            split_rows(rows, seed=0, group_size=1 + 2 * (rows > 19))
+
+    def test_groups_stay_together(self):
+        parts = split_rows(300, seed=1, group_size=3)
+        for part, groups in zip(parts, split_rows(100, seed=1), strict=True):
+            assert part.view(-1, 3).tolist() == [[3 * group, 3 * group + 1, 3 * group + 2] for group in groups.tolist()]
 
     def test_rows_sorted_by_training_frequency_only(self):
         samples = Samples(

@@ -20,10 +20,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.data.recipe import Recipe, TrainTask, load_recipe
-from examples import anime, criteo, lastfm_tags, movielens, synthetic
+from examples import amazon_sports, anime, criteo, lastfm_tags, movielens, synthetic
 from examples.datasets.in_memory import InMemoryBatches
 from examples.models import NeuMF
-from tests.test_examples_datasets import criteo_line, ml_1m, write, write_tab_separated
+from tests.tab_separated_files import write_tab_separated
+from tests.test_examples_datasets import criteo_line, ml_1m, write
 
 __all__ = ["ml_1m"]
 
@@ -33,6 +34,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     **{f"movielens:{name}": getattr(movielens, name) for name in OF_MOVIELENS},
     **{f"criteo:{name}": getattr(criteo, name) for name in OF_CRITEO},
     **{f"anime:{name}": getattr(anime, name) for name in ("mf", "fm")},
+    **{f"amazon_sports:{name}": getattr(amazon_sports, name) for name in ("fm", "deepfm")},
     **{f"lastfm_tags:{name}": getattr(lastfm_tags, name) for name in ("fm", "deepfm", "dlrm")},
     "synthetic:demo": synthetic.demo,
 }
@@ -136,6 +138,13 @@ def test_rates_for_the_sample_are_not_those_of_the_whole_of_criteo(monkeypatch, 
     assert whole.table_learning_rate == 1e-3
     assert {getattr(whole, f"search_{part}_learning_rate") for part in ("table", "dense", "row")} == {None}
     assert sample.row_weights == whole.row_weights
+
+
+@pytest.mark.parametrize("name", movielens.PLAIN)
+def test_plain_models_learn_as_was_chosen_for_them(data, name):
+    recipe, chosen = getattr(movielens, name)(data, embedding_dim=2), movielens.PLAIN[name]
+    assert chosen.keys() >= {"embedding_l2"}
+    assert {field: getattr(recipe, field) for field in chosen} == chosen
 
 
 def test_traces_with_torchrecs_tracer(build):
@@ -269,12 +278,19 @@ def test_scalars_of_held_out_lines_move_no_bucket_of_the_training_lines(tmp_path
     assert not torch.equal(*held_out)
 
 
-FOLDERS = {"movielens": "ml-1m", "criteo": "criteo-kaggle-137k", "anime": "second", "lastfm_tags": "second"}
+FOLDERS = {
+    "movielens": "ml-1m",
+    "criteo": "criteo-kaggle-137k",
+    "anime": "second",
+    "lastfm_tags": "second",
+    "amazon_sports": "second",
+}
 FILES = {
     "movielens": "ratings.dat",
     "criteo": "train.txt",
     "anime": "anime.tsv",
     "lastfm_tags": "lastfm_tag_ctr.tsv",
+    "amazon_sports": "amazon_sports_seq.tsv",
 }
 
 
@@ -302,13 +318,7 @@ def test_no_data_folder_and_no_file_in_it(recipe, tmp_path, monkeypatch):
         recipe(None)
     if recipe is criteo.dlrm_from_checkpoint:  # its checkpoint is looked for first
         save_file({"w": torch.zeros(1)}, tmp_path / "checkpoint.safetensors")
-    files = {
-        "movielens": "ratings.dat",
-        "criteo": "train.txt",
-        "anime": "anime.tsv",
-        "lastfm_tags": "lastfm_tag_ctr.tsv",
-    }
-    wanted = files[recipe.__module__.split(".")[1]]
+    wanted = FILES[recipe.__module__.split(".")[1]]
     others = r"\['checkpoint\.safetensors'\]" if recipe is criteo.dlrm_from_checkpoint else "an empty folder"
     for got in (others, r"\[.*'other\.txt'\]"):
         with pytest.raises(ValueError, match=rf"expected {wanted}\[\.gz\].*, got {got}; get it from .+"):

@@ -8,7 +8,8 @@ import pytest
 
 from examples.datasets.in_memory import Samples
 from examples.datasets.tab_separated import load_tab_separated
-from tests.test_examples_datasets import write, write_tab_separated
+from tests.tab_separated_files import write_tab_separated
+from tests.test_examples_datasets import write
 
 
 class TestTabSeparated:

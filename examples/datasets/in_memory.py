@@ -43,6 +43,20 @@ class Bags:
             self.offsets[:4].tolist(),
         )
 
+    @classmethod
+    def of_lengths(cls, values: Tensor, lengths: Tensor) -> Bags:
+        """The bags that `select` returns.
+
+        Args:
+            values: ids of all bags, one after the other, int64.
+            lengths: of the bags, int64.
+
+        Example:
+            >>> Bags.of_lengths(torch.tensor([7, 8, 9]), torch.tensor([2, 0, 1])).offsets.tolist()
+            [0, 2, 2, 3]
+        """
+        return cls(values, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
+
     def select(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The bags of some samples.
 
@@ -77,6 +91,7 @@ class Samples:
         multi_hot: feature -> its bags.
         num_embeddings: feature -> rows that its table needs; every id is below it.
         scalar_names: names of the columns of `dense` if these are also to be served as weighted bags, else empty.
+        group_size: so many samples, one after the other, come into the same split, as a positive and its negatives do.
     """
 
     dense: Tensor
@@ -86,6 +101,7 @@ class Samples:
     multi_hot: Mapping[str, Bags] = field(default_factory=dict)
     num_embeddings: Mapping[str, int]
     scalar_names: tuple[str, ...] = ()
+    group_size: int = 1
 
     def sorted_by_frequency(self, train_rows: Tensor) -> Samples:
         """The same samples with every table's rows numbered from the most to the least frequent.
@@ -115,7 +131,7 @@ class Samples:
         Returns:
             train and validation in a new order every epoch, selection and test in a fixed one.
         """
-        parts = split_rows(self.labels.numel(), seed=seed)
+        parts = split_rows(self.labels.numel(), seed=seed, group_size=self.group_size)
         shuffled = (True, True, False, False)
         train, validation, selection, test = (
             InMemoryBatches(
@@ -155,12 +171,13 @@ def frequency_rank(ids: Tensor, num_embeddings: int) -> Tensor:
     return rank
 
 
-def split_rows(num_samples: int, *, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def split_rows(num_samples: int, *, seed: int, group_size: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cuts the samples at random into train, validation, selection and test, in the ratios of `SPLIT_RATIOS`.
 
     Args:
         num_samples: n.
         seed: of the permutation.
+        group_size: so many samples, one after the other, stay together; n is a multiple of it.
 
     Returns:
         Four disjoint int64 tensors of rows, together all of ``0..n - 1``, each in rising order.
@@ -171,13 +188,17 @@ def split_rows(num_samples: int, *, seed: int) -> tuple[Tensor, Tensor, Tensor, 
     Example:
         >>> [part.numel() for part in split_rows(100, seed=0)]
         [80, 5, 5, 10]
+        >>> split_rows(60, seed=0, group_size=3)[1].tolist()
+        [45, 46, 47]
     """
-    check(num_samples >= 20, "split_rows", "at least 20 samples for four splits", num_samples)
-    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
-    held_out = [int(ratio * num_samples) for ratio in SPLIT_RATIOS[1:]]
-    split_of_row = torch.empty(num_samples, dtype=torch.uint8)
-    for split, part in enumerate(order.split([num_samples - sum(held_out), *held_out])):
-        split_of_row[part] = split
+    num_groups = num_samples // group_size
+    check(num_groups >= 20, "split_rows", "at least 20 samples, or groups of them, for four splits", num_groups)
+    order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed))
+    held_out = [int(ratio * num_groups) for ratio in SPLIT_RATIOS[1:]]
+    split_of_group = torch.empty(num_groups, dtype=torch.uint8)
+    for split, part in enumerate(order.split([num_groups - sum(held_out), *held_out])):
+        split_of_group[part] = split
+    split_of_row = split_of_group.repeat_interleave(group_size)
     train, validation, selection, test = ((split_of_row == split).nonzero().squeeze(1) for split in range(4))
     return train, validation, selection, test
 

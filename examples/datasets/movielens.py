@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dnis_torchrec.checks import describe
 from examples.datasets.in_memory import Bags, Samples, split_rows
-from examples.datasets.text_files import Column, TextTable, find_file
+from examples.datasets.text_files import Column, TextTable, find_file, number_rows
 
 PUBLISHER = "GroupLens' MovieLens page (ml-1m.zip or ml-20m.zip), unpacked"
 
@@ -92,7 +92,7 @@ def _sorted(samples: Samples, seed: int) -> Samples:
 @lru_cache(maxsize=2)
 def _parse_ratings(folder: Path) -> Samples:
     ratings = _read(folder, *_RATINGS_FILES)
-    codes = {"user": _codes(ratings["userId"]), "movie": _codes(ratings["movieId"])}
+    codes = {"user": number_rows(ratings["userId"]), "movie": number_rows(ratings["movieId"])}
     labels = torch.from_numpy(ratings["rating"].to_numpy(np.float32))
     return _assemble(torch.zeros(labels.numel(), 0), codes, labels)
 
@@ -100,7 +100,7 @@ def _parse_ratings(folder: Path) -> Samples:
 @lru_cache(maxsize=2)
 def _parse_clicks(folder: Path) -> Samples:
     ratings = _read(folder, *_RATINGS_FILES)
-    codes = {"user": _codes(ratings["userId"]), "movie": _codes(ratings["movieId"])}
+    codes = {"user": number_rows(ratings["userId"]), "movie": number_rows(ratings["movieId"])}
     if find_file(folder, _RATINGS_FILES, PUBLISHER).name.startswith("ratings.dat"):
         users = _read(folder, "users.dat").drop_duplicates("userId").set_index("userId")
         attributes = users.reindex(ratings["userId"])
@@ -108,7 +108,7 @@ def _parse_clicks(folder: Path) -> Samples:
         if unknown.any():
             place = f"user {ratings['userId'].to_numpy()[unknown][0]}"
             raise ValueError(describe(place, "a line in users.dat", "none", "download both files again"))
-        codes |= {name: _codes(attributes[name]) for name in ("gender", "age", "occupation", "zip")}
+        codes |= {name: number_rows(attributes[name]) for name in ("gender", "age", "occupation", "zip")}
     bags, num_genres = _genre_bags(_read(folder, "movies.dat", "movies.csv"), ratings["movieId"].to_numpy())
     labels = torch.from_numpy((ratings["rating"].to_numpy() >= 4).astype(np.float32))
     return _assemble(torch.ones(labels.numel(), 1), codes, labels, genres=(bags, num_genres))
@@ -120,12 +120,6 @@ def _read(folder: Path, *names: str) -> pd.DataFrame:
     return frame
 
 
-def _codes(values: pd.Series) -> tuple[Tensor, int]:
-    """Ids 0..N-1 in rising order of the values, and N."""
-    codes, distinct = pd.factorize(values, sort=True)
-    return torch.from_numpy(codes.astype(np.int64)), len(distinct)
-
-
 def _genre_bags(movies: pd.DataFrame, rated: np.ndarray) -> tuple[Bags, int]:
     """Genres of the movie of every rating, and the number of distinct genres."""
     listed = movies.drop_duplicates("movieId").set_index("movieId")["genres"]
@@ -134,12 +128,10 @@ def _genre_bags(movies: pd.DataFrame, rated: np.ndarray) -> tuple[Bags, int]:
     number = {name: index for index, name in enumerate(names)}
     # A last, empty bag stands for movies that are rated but not listed.
     lengths = torch.tensor([len(genres) for genres in split] + [0])
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    per_movie = Bags(torch.tensor([number[genre] for genres in split for genre in genres]), offsets)
+    per_movie = Bags.of_lengths(torch.tensor([number[genre] for genres in split for genre in genres]), lengths)
     position = listed.index.get_indexer(rated)
     rows = torch.from_numpy(np.where(position < 0, len(split), position))
-    values, bag_lengths = per_movie.select(rows)
-    return Bags(values, torch.cat([torch.zeros(1, dtype=torch.int64), bag_lengths.cumsum(0)])), len(names)
+    return Bags.of_lengths(*per_movie.select(rows)), len(names)
 
 
 def _assemble(

@@ -12,7 +12,7 @@ import torch
 
 from dnis_torchrec.checks import check, describe
 from examples.datasets.in_memory import Samples, split_rows
-from examples.datasets.text_files import find_file
+from examples.datasets.text_files import find_file, number_rows
 
 
 def load_tab_separated(
@@ -37,18 +37,32 @@ def load_tab_separated(
 
 @lru_cache(maxsize=2)
 def _parse(path: Path, label: str, fields: tuple[tuple[str, str], ...]) -> Samples:
-    columns = [column for _, column in fields]
-    try:
-        frame = pd.read_csv(path, sep="\t", dtype=dict.fromkeys(columns, np.int64) | {label: np.float32})
-    except (ValueError, OverflowError, EOFError, OSError) as error:
-        raise ValueError(describe(path.name, f"numbers in {columns}", error, "download it again")) from error
-    missing = [column for column in (label, *columns) if column not in frame]
-    check(not missing, path.name, f"columns {[label, *columns]}", f"none of {missing}", "download it again")
-    codes = {feature: pd.factorize(frame[column], sort=True) for feature, column in fields}
+    frame = read_columns(path, {label: np.float32} | {column: np.int64 for _, column in fields})
+    codes = {feature: number_rows(frame[column]) for feature, column in fields}
     return Samples(
         dense=torch.ones(len(frame), 1),
-        ids=torch.stack([torch.from_numpy(ids) for ids, _ in codes.values()], dim=1),
+        ids=torch.stack([rows for rows, _ in codes.values()], dim=1),
         labels=torch.tensor(frame[label].to_numpy()),
         feature_names=tuple(codes),
-        num_embeddings={name: len(distinct) for name, (_, distinct) in codes.items()},
+        num_embeddings={name: num_rows for name, (_, num_rows) in codes.items()},
     )
+
+
+def read_columns(path: Path, dtypes: Mapping[str, type]) -> pd.DataFrame:
+    """Reads columns of a tab-separated file with a header; empty text is text.
+
+    Args:
+        path: of the file; packed if its suffix is ``.gz``.
+        dtypes: column -> its dtype.
+
+    Raises:
+        ValueError: if a column is missing, or holds something else.
+    """
+    names = [*dtypes]
+    try:
+        frame = pd.read_csv(path, sep="\t", dtype=dict(dtypes), keep_default_na=False)
+    except (ValueError, OverflowError, EOFError, OSError) as error:
+        raise ValueError(describe(path.name, f"numbers in {names}", error, "download it again")) from error
+    missing = [name for name in names if name not in frame]
+    check(not missing, path.name, f"columns {names}", f"none of {missing}", "download it again")
+    return frame[names]

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
 from dnis_torchrec.checks import describe
 
@@ -318,6 +320,24 @@ def find_file(folder: Path, names: Sequence[str], publisher: str) -> Path:
     entries = sorted(entry.name for entry in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
     found = entries or "an empty folder"
     raise ValueError(describe(str(folder), f"{wanted}", found, f"get it from {publisher}"))
+
+
+def number_rows(values: pd.Series) -> tuple[Tensor, int]:
+    """Row of a table for every value, and the number of rows: 0..N-1 in rising order of the distinct values.
+
+    Args:
+        values: of one field.
+
+    Returns:
+        ``(rows (n,) int64, N)``.
+
+    Example:
+        >>> rows, num_embeddings = number_rows(pd.Series([30, 10, 30]))
+        >>> rows.tolist(), num_embeddings
+        ([1, 0, 1], 2)
+    """
+    codes, distinct = pd.factorize(values, sort=True)
+    return torch.from_numpy(codes.astype(np.int64)), len(distinct)
 
 
 def require_folder(data: Path | None, recipe: str, publisher: str) -> Path:
