@@ -37,7 +37,7 @@ class AllocatedPeak(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
-        if address in self._known or not size:
+        if address in self._known or not size or tensor.is_meta:
             return
         if not self._holders.get(address):
             self._now += size

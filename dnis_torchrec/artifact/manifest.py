@@ -126,7 +126,21 @@ def write_artifact_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) 
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
     except SafetensorError as error:
         raise OSError(describe(f"artifact, file {name!r}", "it to be written", str(error))) from error
-    return describe_file(folder, name) | {"tensors": _header(file, name)}
+    return describe_tensors(folder, name)
+
+
+def file_header(name: str, tensor: Tensor) -> bytes:
+    """The bytes of a safetensors file of one tensor that stand before its values.
+
+    Args:
+        name: of the tensor.
+        tensor: on any device, "meta" included.
+    """
+    dtype = next(text for text, dtype in SAFETENSORS_DTYPES.items() if dtype == tensor.dtype)
+    fields = {name: {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [0, tensor.nbytes]}}
+    header = json.dumps(fields, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -137,6 +151,11 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 def describe_file(folder: Path, name: str) -> dict[str, Any]:
     """Size and sha256 of a file, for the manifest."""
     return {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+
+
+def describe_tensors(folder: Path, name: str) -> dict[str, Any]:
+    """Size, sha256 and tensors of a safetensors file, for the manifest."""
+    return describe_file(folder, name) | {"tensors": _header(folder / name, name)}
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

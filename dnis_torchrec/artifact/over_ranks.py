@@ -1,7 +1,7 @@
 """Writes the tables of a sharded model as one artifact: every rank its own part, rank 0 the manifest.
 
-The artifact is of the same format as that of one process, in more files, and is read like it. All ranks write to one
-folder, on storage that all of them see.
+The artifact is of the same format as that of one process, and is read like it: the form ``"packed"`` in the same files,
+byte for byte, other forms in more files. All ranks write to one folder, on storage that all of them see.
 
 Shapes: N rows, D embedding_dim, W ranks.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.artifact.forms import Rows
-from dnis_torchrec.artifact.manifest import ARTIFACT, MAX_FILE_BYTES, write_manifest
+from dnis_torchrec.artifact.manifest import ARTIFACT, MAX_FILE_BYTES, describe_tensors, write_manifest
+from dnis_torchrec.artifact.packed_files import SharedPackedFile, packed_files
 from dnis_torchrec.artifact.writing import (
     Files,
     Shards,
@@ -32,10 +33,11 @@ from dnis_torchrec.artifact.writing import (
     write_shards,
 )
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.forms import PACKED
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.soft_selection.table_shards import TableShard, num_copies
-from dnis_torchrec.storage.whole_folders import new_folder
+from dnis_torchrec.storage.shared_folders import shared_folder
 
 _COLUMNS = "columns"
 """Folder of an unfinished artifact through which ranks pass columns to each other."""
@@ -65,8 +67,8 @@ def write_over_ranks(
     A shard of whole rows is written by the rank that holds it, a table that all ranks hold by one of them. A table that
     is cut by columns is written in W parts of consecutive rows, because a row of the artifact is whole; its columns
     pass through files beside the artifact (4 N D bytes, deleted again), so that a rank reads a few rows of them at a
-    time and never holds a foreign shard. Memory beyond the model: a file or two, of an eighth of the rank's largest
-    shard each, and a few rows.
+    time and never holds a foreign shard. Memory beyond the model: a few rows, and of forms other than ``"packed"`` a
+    file or two, of an eighth of the rank's largest shard each.
 
     Distributed: every rank calls it. Texts (file names, hashes) and one number per table are exchanged, no table.
 
@@ -97,14 +99,17 @@ def write_over_ranks(
     copies = num_copies(here, {n: (t.num_embeddings, t.embedding_dim) for n, t in scheme.tables.items()}, ranks)
     by_columns = _cut_by_columns(here, scheme, ranks)
     largest = max((shard.weight.nbytes for held in here.values() for shard in held), default=0)
-    file_bytes = min(max_file_bytes, max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD))
-    with _shared_folder(path, overwrite, ranks) as folder:
+    limit = min(max_file_bytes, max(_SMALLEST_FILE_BYTES, largest // _SHARE_OF_SHARD))
+    apart = _Apart([form for form in forms if form != PACKED.name], limit)
+    packed = _packed_files(scheme, max_file_bytes) if PACKED.name in forms else {}
+    with shared_folder(path, overwrite=overwrite, kind=ARTIFACT, ranks=ranks) as folder:
         with together(ranks.group):
             for name in by_columns:
                 _pass_columns(folder, here[name])
+            for file in _all(packed) if ranks.is_first else ():
+                file.make(folder)
+        written = _Written({name: {form: [] for form in forms} for name in scheme.tables}, {})
         with together(ranks.group):
-            listed: dict[str, Shards] = {}
-            files: Files = {}
             num_values = torch.zeros(len(scheme.tables), dtype=torch.int64)
             for index, (name, table) in enumerate(scheme.tables.items()):
                 if name in by_columns:
@@ -113,31 +118,21 @@ def write_over_ranks(
                     spans = []
                 else:
                     spans = [_span_of_shard(shard) for shard in here[name]]
-                num_values[index] = _write_spans(folder, index, table, spans, forms, file_bytes, listed, files)
+                num_values[index] = _count(table, spans)
+                for span, rows in spans:
+                    apart.write(folder, index, table, span, rows, written)
+                    for file in packed.get(name, ()):
+                        file.fill(folder, rows, span)
         _check_counts(scheme, ranks.sum_(num_values))
-        texts = ranks.gather_texts(json.dumps({"shards": listed, "files": files}))
+        with together(ranks.group):
+            for file in _all(packed)[ranks.rank :: ranks.world_size]:
+                written.note(file.table.name, PACKED.name, file.file.shard(), describe_tensors(folder, file.file.name))
+        texts = ranks.gather_texts(json.dumps(vars(written)))
         with together(ranks.group):
             if ranks.is_first:
                 shutil.rmtree(folder / _COLUMNS, ignore_errors=True)
                 _write_rest(folder, scheme, forms, texts, dense_state, run, max_file_bytes)
     return path
-
-
-@contextmanager
-def _shared_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
-    """`new_folder` of rank 0, for all ranks: it appears once all of them have left without an error."""
-    with ExitStack() as stack:
-        with together(ranks.group):
-            made = (
-                str(stack.enter_context(new_folder(path, overwrite=overwrite, kind=ARTIFACT))) if ranks.is_first else ""
-            )
-        folder = Path(ranks.gather_texts(made)[0])
-        with together(ranks.group):
-            remedy = "export to storage that all ranks see"
-            check(folder.is_dir(), f"artifact {str(path)!r}", "to see the folder of rank 0", "none", remedy)
-        yield folder
-        with together(ranks.group):
-            stack.close()
 
 
 def _cut_by_columns(
@@ -188,31 +183,49 @@ def _stem(table: str) -> str:
     return table.encode().hex()
 
 
-def _write_spans(
-    folder: Path,
-    index: int,
-    table: TableScheme,
-    spans: Sequence[_SpanOfRows],
-    forms: Sequence[str],
-    max_file_bytes: int,
-    listed: dict[str, Shards],
-    files: Files,
-) -> int:
-    """Writes this rank's parts of a table in every form, notes them in `listed` and `files`, counts their values.
+@dataclass(frozen=True)
+class _Written:
+    """Entries of the manifest: table -> form -> its shards, and every file."""
 
-    Those of a table of codes need no count: whatever is not retained is dropped.
-    """
-    listed[table.name] = {form: [] for form in forms}
-    num_values = 0
-    for span, rows in spans:
-        step = rows_per_chunk(table.embedding_dim)
-        for begin in () if table.has_codes else range(*span, step):
-            num_values += count_values(table, rows(begin, min(begin + step, span[1])), begin)
-        for form in forms:
-            shards, written = write_shards(folder, form, index, table, rows, span, max_file_bytes)
-            listed[table.name][form] += shards
-            files |= written
-    return num_values
+    shards: dict[str, Shards]
+    files: Files
+
+    def note(self, table: str, form: str, shard: dict[str, Any], file: dict[str, Any]) -> None:
+        self.shards[table][form].append(shard)
+        self.files[shard["file"]] = file
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """Forms of which every rank writes files of its own."""
+
+    forms: Sequence[str]
+    max_file_bytes: int
+
+    def write(self, folder: Path, index: int, table: TableScheme, span: Span, rows: Rows, written: _Written) -> None:
+        for form in self.forms:
+            shards, files = write_shards(folder, form, index, table, rows, span, self.max_file_bytes)
+            for shard in shards:
+                written.note(table.name, form, shard, files[shard["file"]])
+
+
+def _packed_files(scheme: MixedDimensionScheme, max_file_bytes: int) -> dict[str, list[SharedPackedFile]]:
+    return {
+        name: packed_files(index, table, max_file_bytes) for index, (name, table) in enumerate(scheme.tables.items())
+    }
+
+
+def _all(files: Mapping[str, Sequence[SharedPackedFile]]) -> list[SharedPackedFile]:
+    return [file for of_table in files.values() for file in of_table]
+
+
+def _count(table: TableScheme, spans: Sequence[_SpanOfRows]) -> int:
+    """Counts and checks the values that this rank writes; of a table of codes whatever is not retained is dropped."""
+    step, total = rows_per_chunk(table.embedding_dim), 0
+    for span, rows in () if table.has_codes else spans:
+        for begin in range(*span, step):
+            total += count_values(table, rows(begin, min(begin + step, span[1])), begin)
+    return total
 
 
 def _check_counts(scheme: MixedDimensionScheme, num_values: Tensor) -> None:
@@ -233,26 +246,20 @@ def _write_rest(
 ) -> None:
     """Scheme, dense state and manifest, by rank 0."""
     written = [json.loads(text) for text in texts]
-    shards: dict[str, Shards] = {
-        name: {
-            form: sorted(
-                (s for of_rank in written for s in of_rank["shards"][name][form]), key=lambda s: s["first_row"]
-            )
-            for form in forms
-        }
-        for name in scheme.tables
-    }
-    for name, table in scheme.tables.items():
-        for form, in_order in shards[name].items():
-            covered = sum(shard["num_rows"] for shard in in_order)
-            if covered != table.num_embeddings:
-                raise ValueError(describe(f"table {name!r}, form {form!r}", f"{table.num_embeddings} rows", covered))
+    found: Files = {name: file for of_rank in written for name, file in of_rank["files"].items()}
     scheme_files = write_packed(folder, "scheme", scheme.to_tensors(), max_file_bytes)
     dense = {name: value.detach().cpu().clone() for name, value in dense_state.items()}  # tied weights share memory
     dense_files = write_packed(folder, "dense_state", dense, max_file_bytes)
-    files: Files = scheme_files | dense_files
-    for of_rank in written:
-        files |= of_rank["files"]
+    files = scheme_files | dense_files
+    shards: dict[str, Shards] = {name: {} for name in scheme.tables}
+    for name, table in scheme.tables.items():
+        for form in forms:
+            in_order = sorted((s for one in written for s in one["shards"][name][form]), key=lambda s: s["first_row"])
+            covered = sum(shard["num_rows"] for shard in in_order)
+            if covered != table.num_embeddings:
+                raise ValueError(describe(f"table {name!r}, form {form!r}", f"{table.num_embeddings} rows", covered))
+            shards[name][form] = in_order
+            files |= {shard["file"]: found[shard["file"]] for shard in in_order}
     write_manifest(
         folder,
         manifest_of(scheme, forms, shards, files, scheme_files=scheme_files, dense_files=dense_files, run=run),

@@ -66,8 +66,17 @@ def decoded_rows(table: TableScheme, packed: PackedTable) -> Rows:
     return rows
 
 
-def _row_counts(table: TableScheme, first: int, last: int) -> Tensor:
-    """Rows of every block among ``first <= i < last``: ``(S,)`` int64."""
+def row_counts_of(table: TableScheme, first: int, last: int) -> Tensor:
+    """Counts the rows of every block among ``first <= i < last``.
+
+    Args:
+        table: scheme of the table.
+        first: the first of them.
+        last: the one after the last.
+
+    Returns:
+        ``(S,)`` int64.
+    """
     routing = table.routing
     if (first, last) == (0, table.num_embeddings):
         return routing.row_counts()
@@ -80,7 +89,7 @@ def _row_counts(table: TableScheme, first: int, last: int) -> Tensor:
 
 def _blocks_of_shard(table: TableScheme, shard: Shard) -> list[Tensor]:
     shard.check_names({"rows"})
-    counts, rows = _row_counts(table, shard.first_row, shard.first_row + shard.num_rows), shard.tensors["rows"]
+    counts, rows = row_counts_of(table, shard.first_row, shard.first_row + shard.num_rows), shard.tensors["rows"]
     size = int(counts @ row_strides(table.codes.bits))
     fits = rows.dtype == torch.uint8 and tuple(rows.shape) == (size,)
     check(fits, shard.place, f"uint8 of shape {(size,)}", f"{rows.dtype} {tuple(rows.shape)}", "export again")
@@ -88,7 +97,7 @@ def _blocks_of_shard(table: TableScheme, shard: Shard) -> list[Tensor]:
 
 
 def _encode(form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
-    counts = _row_counts(table, first, last)
+    counts = row_counts_of(table, first, last)
     return {"rows": pack_rows(table, chunks_of(table, rows, first, last), counts, first=first)}
 
 

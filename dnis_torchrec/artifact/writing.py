@@ -9,9 +9,9 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from dnis_torchrec.artifact.manifest import (
 )
 from dnis_torchrec.artifact.predictions import describe_forms
 from dnis_torchrec.checks import check, check_known, describe
-from dnis_torchrec.forms import PACKED, WRITTEN_BY_DEFAULT, form_named
+from dnis_torchrec.forms import PACKED, WRITTEN_BY_DEFAULT, Form, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.storage.json_files import conform
@@ -149,28 +149,73 @@ def write_shards(
         ValueError: if a single row does not fit into a file.
         OSError: if a file cannot be written.
     """
-    (first, last), known = span, form_named(form)
-    if first == last:  # a rank that holds none of the table's rows
-        return [], {}
-    predicted = known.file_bytes(table) * (last - first) / table.num_embeddings
-    step = math.ceil((last - first) / max(1, math.ceil(predicted / max_file_bytes)))
+    known = form_named(form)
     shards: list[dict[str, Any]] = []
     files: Files = {}
+
+    def encode(begin: int, end: int) -> dict[str, Tensor]:
+        return encode_shard(known, table, rows, begin, end)
+
+    for file in files_of(known, index, table, span, encode, max_file_bytes):
+        files[file.name] = write_artifact_file(folder, file.name, file.tensors)
+        shards.append(file.shard())
+    return shards, files
+
+
+class FileOfRows(NamedTuple):
+    """A file of consecutive rows of a table in one form: its path in the artifact, its rows, what it holds."""
+
+    name: str
+    begin: int
+    end: int
+    tensors: Mapping[str, Tensor]
+
+    def shard(self) -> dict[str, Any]:
+        """The shard, as the manifest lists it."""
+        return {"file": self.name, "first_row": self.begin, "num_rows": self.end - self.begin}
+
+
+def files_of(
+    form: Form,
+    index: int,
+    table: TableScheme,
+    span: tuple[int, int],
+    encode: Callable[[int, int], Mapping[str, Tensor]],
+    max_file_bytes: int,
+) -> Iterator[FileOfRows]:
+    """Cuts consecutive rows of a table into files, as many as `max_file_bytes` asks for.
+
+    Args:
+        form: how they are written.
+        index: number of the table, for the names of files.
+        table: scheme of the table.
+        span: see `write_shards`.
+        encode: makes what a file of rows ``begin <= i < end`` holds; where only sizes count, on the meta device.
+        max_file_bytes: limit on the bytes of a file.
+
+    Yields:
+        The files, in the order of their rows.
+
+    Raises:
+        ValueError: if a single row does not fit into a file.
+    """
+    first, last = span
+    if first == last:  # a rank that holds none of the table's rows
+        return
+    predicted = form.file_bytes(table) * (last - first) / table.num_embeddings
+    step = math.ceil((last - first) / max(1, math.ceil(predicted / max_file_bytes)))
     spans = deque((begin, min(begin + step, last)) for begin in range(first, last, step))
     while spans:
         begin, end = spans.popleft()
-        tensors = encode_shard(known, table, rows, begin, end)
+        tensors = encode(begin, end)
         if file_bytes(tensors) > max_file_bytes:
-            place, requirement = f"table {table.name!r}, form {form!r}", f"a row within {max_file_bytes} bytes"
+            place, requirement = f"table {table.name!r}, form {form.name!r}", f"a row within {max_file_bytes} bytes"
             check(end - begin > 1, place, requirement, file_bytes(tensors), "raise max_file_bytes")
             middle = (begin + end) // 2
             spans.extendleft([(middle, end), (begin, middle)])
             continue
         suffix = "" if (begin, end) == (0, table.num_embeddings) else f"_from_{begin}"
-        name = f"{form}/{_stem(index, table.name)}{suffix}.safetensors"
-        files[name] = write_artifact_file(folder, name, tensors)
-        shards.append({"file": name, "first_row": begin, "num_rows": end - begin})
-    return shards, files
+        yield FileOfRows(f"{form.name}/{_stem(index, table.name)}{suffix}.safetensors", begin, end, tensors)
 
 
 def write_packed(folder: Path, stem: str, tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> Files:

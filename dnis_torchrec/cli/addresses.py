@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from dnis_torchrec.checks import check
+from dnis_torchrec.checks import check, describe
 from dnis_torchrec.cli.terminal import fail
 
 _ADDRESS_OF: dict[Path, str] = {}
@@ -36,6 +36,21 @@ def address_of(path: Path | None) -> str | None:
 def url_of_ranks(out: Path) -> str | None:
     """Returns the URL where ranks write, if only ranks of the first host see `out`; else None."""
     return _ADDRESS_OF[out] if out in _ADDRESS_OF and _are_on_several_hosts() else None
+
+
+def check_seen_by_ranks(out: Path) -> None:
+    """Refuses an output that only ranks of the first host see, for commands that write to a folder alone.
+
+    Args:
+        out: the local path.
+
+    Raises:
+        NotImplementedError: naming the URL.
+    """
+    url = url_of_ranks(out)
+    if url is not None:
+        supported = "supported is a folder that all hosts have mounted"
+        raise NotImplementedError(describe("--out", supported, f"{url} on several hosts"))
 
 
 def _are_on_several_hosts() -> bool:

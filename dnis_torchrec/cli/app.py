@@ -50,7 +50,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-ON_RANKS = ("train", "search")
+ON_RANKS = ("train", "compress", "search", "evaluate")
 """Commands that know what to do as one of several ranks."""
 
 RecipeArgument = Annotated[
@@ -115,7 +115,8 @@ def _before_any_command(
     command, world_size = context.invoked_subcommand, int(os.environ.get("WORLD_SIZE", "1"))
     with arguments():
         remedy = "start it without torchrun, or with --nproc_per_node 1"
-        requirement = f"one process: of all commands only {' and '.join(ON_RANKS)} run on several ranks"
+        names = f"{', '.join(ON_RANKS[:-1])} and {ON_RANKS[-1]}"
+        requirement = f"one process: of all commands only {names} run on several ranks"
         check(world_size == 1 or command in ON_RANKS, f"dnis {command}", requirement, f"{world_size} ranks", remedy)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from dnis_torchrec.allocation.settings import CompressSettings
 from dnis_torchrec.checks import check
-from dnis_torchrec.cli.addresses import fetched_settings, shown
+from dnis_torchrec.cli.addresses import check_seen_by_ranks, fetched_settings, shown
 from dnis_torchrec.cli.app import (
     DataOption,
     OutOption,
@@ -18,6 +18,7 @@ from dnis_torchrec.cli.app import (
     arguments,
     check_data,
     check_json,
+    is_first_rank,
     print_table,
 )
 from dnis_torchrec.cli.options import command
@@ -61,10 +62,10 @@ def compress(
 ) -> None:
     """Compresses a trained model: bits for every column of every block of rows, by what they are worth to the loss.
 
-    Nothing is trained. Writes an artifact per size, OUT/x8 for 8 times, OUT/compress.json and OUT/report.html.
+    Nothing is trained. Writes an artifact per size, OUT/x8 for 8 times, OUT/compress.json and OUT/report.html. Under
+    torchrun every rank holds its shards of the tables alone, and the artifacts are the same.
     """
     from dnis_torchrec.comparison.plan import parse_sizes
-    from dnis_torchrec.data.recipe import load_recipe
     from dnis_torchrec.jobs.compress_job import CompressJob, check_free, recipe_of, run_compress
     from dnis_torchrec.storage.whole_files import write_json
 
@@ -83,16 +84,17 @@ def compress(
             overwrite=overwrite,
             **vars(settings),
         )
-        if run is None:
-            load_recipe(str(run_or_recipe))
-        check_free(out, overwrite=overwrite)
+        check_seen_by_ranks(out)
+        if is_first_rank():  # which may have made the folder before the others come here
+            check_free(out, overwrite=overwrite)
         check_data(data)
         check_json(json_file)
         recipe_of(job)
     content = run_compress(job)
-    if json_file is not None:
-        write_json(json_file, content.to_json())
-    _print(content, out)
+    if is_first_rank():
+        if json_file is not None:
+            write_json(json_file, content.to_json())
+        _print(content, out)
 
 
 def _print(content: CompressionContent, out: Path) -> None:

@@ -205,9 +205,10 @@ def evaluate(
         check_json(json_file)
         load_recorded(path, recorded_run(path), data, recipe)
     result = run_evaluate(path, data, recipe=recipe)
-    say(json.dumps(result, indent=1))
-    if json_file is not None:
-        write_json(json_file, result)
+    if is_first_rank():
+        say(json.dumps(result, indent=1))
+        if json_file is not None:
+            write_json(json_file, result)
 
 
 @command

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from dnis_torchrec.checks import describe
-from dnis_torchrec.cli.addresses import shown, url_of_ranks
+from dnis_torchrec.cli.addresses import check_seen_by_ranks, shown
 from dnis_torchrec.cli.app import (
     DataOption,
     OutOption,
@@ -41,10 +40,7 @@ def train(
     with arguments():
         load_recipe(recipe)
         job = TrainJob(recipe=recipe, data=data, out=out, overwrite=overwrite, **settings)
-        url = url_of_ranks(out)
-        if url is not None:
-            supported = "supported is a folder that all hosts have mounted"
-            raise NotImplementedError(describe("--out", supported, f"{url} on several hosts"))
+        check_seen_by_ranks(out)
         if is_first_rank():  # which may have made the folder before the others come here
             RunFolder.check_free(out, overwrite=overwrite, can_resume=False)
         check_data(data)

@@ -86,7 +86,7 @@ def _slice_features(features: KeyedJaggedTensor, first: int, last: int) -> Keyed
         keys=features.keys(),
         values=torch.cat([features.values()[begin:end] for begin, end in spans]),
         weights=None if weights is None else torch.cat([weights[begin:end] for begin, end in spans]),
-        lengths=lengths.reshape(-1),
+        lengths=lengths.reshape(-1).contiguous(),  # of one sample it would be a view, which no collective takes
         stride=last - first,
     )
 

@@ -2,6 +2,7 @@
 
     batch of B samples, W ranks       rank r takes                            left out
     train, validation                 samples r (B // W) .. (r + 1) (B // W)   the last B mod W
+    train, where nothing learns       samples r B // W .. (r + 1) B // W       batches of B < W
     selection, test, counting         samples r B // W .. (r + 1) B // W       nothing
 
 So all ranks make the same number of steps; a step over W ranks with equal slices is that of one process with the whole
@@ -100,6 +101,13 @@ class SlicedBatches(CutBatches):
             if first < last:
                 yield slice_of(batch, first, last)
 
+    def measured(self) -> Iterable[Batch]:
+        """The same batches for what only measures: all samples, and as many batches on every rank.
+
+        Left out are batches of fewer samples than there are ranks.
+        """
+        return _Measured(self._batches, self._ranks, self._name, equal=False)
+
     def _whole(self) -> Iterator[Batch]:
         seen = 0
         for index, batch in enumerate(self._batches):
@@ -108,6 +116,11 @@ class SlicedBatches(CutBatches):
                 seen += _fingerprint(batch, index)
             yield batch
         self.fingerprint = seen if self.fingerprint is None else self.fingerprint
+
+
+class _Measured(SlicedBatches):
+    def _whole(self) -> Iterator[Batch]:
+        return (batch for batch in super()._whole() if batch.labels.numel() >= self._ranks.world_size)
 
 
 def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
@@ -142,6 +155,16 @@ def all_samples(batches: Iterable[Batch]) -> Iterable[Batch]:
     """
     counted = getattr(batches, "counted", None)
     return batches if counted is None else counted()
+
+
+def measured_samples(batches: Iterable[Batch]) -> Iterable[Batch]:
+    """Returns the batches that this rank measures a model on, of a split that is learned on. Local, no collective.
+
+    Args:
+        batches: of a split from `split_over_ranks`. Those that are this rank's own slices leave none of their samples
+            out; any others are taken as they are.
+    """
+    return batches.measured() if isinstance(batches, SlicedBatches) else batches
 
 
 def check_same(data: DataSplits, ranks: Ranks) -> None:

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.comparison.methods.projected import project_as_exported_
+from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code
-from dnis_torchrec.jobs.model_shards import check_shapes, load_state_
+from dnis_torchrec.jobs.model_shards import check_shapes, check_state, spread_filled
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder
+from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.table_shards import collections, table_configs_of
 from dnis_torchrec.training.evaluation import evaluate
@@ -69,6 +72,9 @@ def run_export(
 def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) -> dict[str, Any]:
     """Evaluates a finished run, or an artifact loaded into its model, on the test split.
 
+    Distributed: every rank calls it and evaluates its slices. The tables of a run are spread over the ranks; those of
+    an artifact every rank maps into memory.
+
     Args:
         path: run folder or artifact.
         data: folder of the data.
@@ -81,19 +87,24 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) ->
     Raises:
         ValueError: if `path` is neither, is damaged, or does not fit the recipe's model, and as `load_recorded`.
     """
-    is_artifact, head = (path / "manifest.json").is_file(), recorded_run(path)
-    spec = load_recorded(path, head, data, recipe)
-    if is_artifact:
-        scheme, built = read_scheme(path), recipe_of_artifact(path, data, recipe=recipe)
-        drop_in_(built.model, path)
-    else:
-        built = build_recorded(path, head, data, recipe)
-        run = RunFolder.open(path)
-        scheme = run.scheme()
-        load_state_(built.model, run.state(), str(path))
-    with process_group() as device, errors_of_its_code(spec):
-        task = TrainTask(built.model.to(device), built.loss)
-        metrics = evaluate(task, built.data.test, built.loss, device)
+    stored = None
+    with process_group() as device:
+        with together():
+            is_artifact, head = (path / "manifest.json").is_file(), recorded_run(path)
+            spec = load_recorded(path, head, data, recipe)
+            if is_artifact:
+                scheme, built = read_scheme(path), recipe_of_artifact(path, data, recipe=recipe)
+                drop_in_(built.model, path)
+            else:
+                built, run = build_recorded(path, head, data, recipe), RunFolder.open(path)
+                scheme, stored = run.scheme(), run.stored()
+                check_state(built.model, stored, str(path))
+        with errors_of_its_code(spec):
+            ranks = Ranks.everyone()
+            model = built.model.to(device) if stored is None else spread_filled(built.model, stored, device)
+            own = split_over_ranks(built.data, ranks)
+            metrics = evaluate(TrainTask(get_unwrapped_module(model), built.loss), own.test, built.loss, device)
+            check_same(own, ranks)
     return {
         "path": str(path),
         "kind": "artifact" if is_artifact else "run",

@@ -6,42 +6,43 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.allocation.allocate import Allocation
 from dnis_torchrec.allocation.compress import Measured, measure_
 from dnis_torchrec.allocation.rotation import rotation_groups
 from dnis_torchrec.allocation.settings import CompressSettings
-from dnis_torchrec.artifact import read_manifest, write_artifact
+from dnis_torchrec.artifact import read_manifest
+from dnis_torchrec.artifact.export import export
 from dnis_torchrec.artifact.manifest import write_manifest
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask, build_recipe
+from dnis_torchrec.data.over_ranks import measured_samples
+from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask, build_recipe, load_recipe
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
-from dnis_torchrec.jobs.model_shards import load_state_
+from dnis_torchrec.jobs.model_shards import check_state, spread_filled
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import COMPRESSED, RunFolder, RunWriteError
-from dnis_torchrec.jobs.weights import load_weights_
-from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.jobs.stored_tensors import StoredTensor
+from dnis_torchrec.jobs.weights import weights_for_
+from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.report.compression_content import COMPRESS, UNCOMPRESSED, CompressionContent, CompressionRow
 from dnis_torchrec.report.compression_page import write_compression
 from dnis_torchrec.soft_selection.swap import replace_
-from dnis_torchrec.soft_selection.table_shards import (
-    collections,
-    dense_parameters,
-    dense_state,
-    local_shards,
-    table_configs,
-)
+from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters, table_configs
+from dnis_torchrec.storage.shared_folders import shared_folder
 from dnis_torchrec.storage.whole_files import write_json
-from dnis_torchrec.storage.whole_folders import FolderKind, new_folder
+from dnis_torchrec.storage.whole_folders import FolderKind
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.streaming.checked_counts import read_before_training
+from dnis_torchrec.training.checkpoint import check_shared
 from dnis_torchrec.training.evaluation import evaluate, primary_metric
 from dnis_torchrec.training.process_group import process_group
 
@@ -61,7 +62,7 @@ class CompressJob(CompressSettings):
         data: folder of the data, or None for a recipe that makes its own.
         out: folder to make.
         compressions: bytes of the float32 tables over bytes served, each above 1; empty with `max_loss`.
-        weights: file of the recipe's model, see `load_weights_`; None takes the model as the recipe makes it.
+        weights: file of the recipe's model, see `weights_for_`; None takes the model as the recipe makes it.
         overwrite: replace what `dnis compress` wrote to `out`, once this is complete.
     """
 
@@ -106,51 +107,68 @@ def run_compress(job: CompressJob) -> CompressionContent:
 
     Nothing at `out` is touched before all of it is written beside it.
 
+    Distributed: every rank calls it, on a folder that all of them see. Tables are spread over the ranks; each reads its
+    shards, measures its slices of the batches and writes its rows. Files are those of one process. What is served is
+    looked up in the artifact, which every rank maps into memory, by each for its slices of selection and test. Rank 0
+    alone writes rows and page.
+
     Args:
-        job: what is asked for.
+        job: what is asked for, the same on every rank.
 
     Returns:
-        What `out` holds as compress.json.
+        What `out` holds as compress.json; on other ranks than the first, of their own seconds.
 
     Raises:
         ValueError: for a bad argument, data, weights or place, NaN in a table, or a size that cannot be met; before
-            anything is written.
+            anything is written. On all ranks, for what is wrong on one.
         RuntimeError: if turning the tables changes predictions.
         NonFiniteError: if a prediction is NaN or infinite.
         RunWriteError: if it could not be written; what stood at `out` is as it was.
     """
-    check_free(job.out, overwrite=job.overwrite)
-    spec = recipe_of(job)
-    with process_group() as device, errors_of_its_code(spec):
-        recipe, head = _trained(job, spec)
-        data, counts, _ = read_before_training(recipe, table_configs(recipe.model), Ranks.everyone(), CountLimits())
-        model = recipe.model.to(device)
-        before = [_evaluated(model, data, split, recipe.loss, device) for split in ("selection", "test")]
-        started = time.monotonic()
-        measured = measure_(
-            model,
-            data.train,
-            loss=recipe.loss,
-            counts=counts,
-            num_blocks=job.num_blocks,
-            num_samples=job.num_samples,
-        )
-        allocations = {name: measured.allocate(**size) for name, size in job.sizes.items()}  # type: ignore[arg-type]
-        seconds = time.monotonic() - started
-        head |= {"versions": versions(), "notes": [*recipe.notes, *counts.notes()]}
-        dense_bytes = 4 * dense_parameters(model)
-        rows = [_row(UNCOMPRESSED, before, head["seed"], compression=1.0, num_bytes=dense_bytes)]
-        with _written(job) as folder:
-            for name, allocation in allocations.items():
-                writing = time.monotonic()
-                _write(folder / name, measured, allocation, head | {"configuration": _configuration(job, name)})
-                taken = seconds + time.monotonic() - writing
-                metrics = _served(model, folder / name, data, recipe.loss, device)
-                _note_metrics(folder / name, metrics[1])
-                rows.append(_row(COMPRESS, metrics, head["seed"], allocation=allocation, seconds=taken, name=name))
-            content = _content(job, spec, measured, rows, head, primary_metric(recipe.loss, data.test))
-            write_json(folder / COMPRESSED, {"format": FORMAT, "format_version": 1} | content.to_json())
-            write_compression(folder / "report.html", content)
+    with process_group() as device:
+        with together():
+            spec = recipe_of(job)
+        with errors_of_its_code(spec):
+            return _compress(job, spec, device)
+
+
+def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionContent:
+    on_rank_zero(lambda: check_free(job.out, overwrite=job.overwrite))
+    check_shared(job.out.parent)
+    with together():
+        recipe, stored, head = _trained(job, spec)
+        dense_bytes = 4 * dense_parameters(recipe.model)
+    loss, ranks = recipe.loss, Ranks.everyone()
+    data, counts, _ = read_before_training(recipe, table_configs(recipe.model), ranks, CountLimits())
+    model = spread_filled(recipe.model, stored, device)
+    before = _evaluated(model, data, loss, device)
+    started = time.monotonic()
+    measured = measure_(
+        model,
+        measured_samples(data.train),
+        loss=loss,
+        counts=counts,
+        num_blocks=job.num_blocks,
+        num_samples=job.num_samples,
+    )
+    allocations = {name: measured.allocate(**size) for name, size in job.sizes.items()}  # type: ignore[arg-type]
+    seconds = time.monotonic() - started
+    head |= {"versions": versions(), "notes": [*recipe.notes, *counts.notes()]}
+    rows = [_row(UNCOMPRESSED, before, head["seed"], compression=1.0, num_bytes=dense_bytes)]
+    with _written(job, ranks) as folder:
+        for name, allocation in allocations.items():
+            writing = time.monotonic()
+            described = {"turned": bool(rotation_groups(model)), "configuration": _configuration(job, name)}
+            export(model, allocation.scheme, folder / name, forms=(_FORM,), run=head | described)
+            taken = seconds + time.monotonic() - writing
+            metrics = _served(model, folder / name, data, loss, device)
+            on_rank_zero(partial(_note_metrics, folder / name, metrics[1]))
+            rows.append(_row(COMPRESS, metrics, head["seed"], allocation=allocation, seconds=taken, name=name))
+        content = _content(job, spec, measured, rows, head, primary_metric(loss, data.test))
+        with together():
+            if ranks.is_first:
+                write_json(folder / COMPRESSED, {"format": FORMAT, "format_version": 1} | content.to_json())
+                write_compression(folder / "report.html", content)
     return content
 
 
@@ -177,34 +195,27 @@ def recipe_of(job: CompressJob) -> str:
         job: what is asked for.
 
     Raises:
-        ValueError: if the run is none or not finished, and as `load_recorded`.
+        ValueError: if the run is none or not finished, and as `load_recorded` or `load_recipe`.
     """
     if job.run is None:
+        load_recipe(str(job.recipe))
         return str(job.recipe)
     return load_recorded(job.run, RunFolder.open(job.run).read_head(), job.data, job.recipe)
 
 
-def _trained(job: CompressJob, spec: str) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe with its trained model, and what an artifact tells of the run that it came from."""
+def _trained(job: CompressJob, spec: str) -> tuple[Recipe, dict[str, StoredTensor] | None, dict[str, Any]]:
+    """The recipe, the weights of its model where they are in files, and what an artifact tells of where it is from."""
     if job.run is None:
         seed = job.seed or 0
         recipe = build_recipe(spec, job.data, seed=seed)
-        if job.weights is not None:
-            load_weights_(recipe.model, job.weights)
-        return recipe, {"recipe": spec, "seed": seed}
+        stored = None if job.weights is None else weights_for_(recipe.model, job.weights)
+        return recipe, stored, {"recipe": spec, "seed": seed}
     run = RunFolder.open(job.run)
     head = run.read_head()
-    recipe = build_recorded(job.run, head, job.data, job.recipe)
-    load_state_(recipe.model, run.state(), str(job.run))
+    recipe, stored = build_recorded(job.run, head, job.data, job.recipe), run.stored()
+    check_state(recipe.model, stored, str(job.run))
     kept = ("seed", "embedding_dim")
-    return recipe, {"recipe": spec} | {name: head[name] for name in kept if name in head}
-
-
-def _write(path: Path, measured: Measured, allocation: Allocation, head: dict[str, Any]) -> None:
-    shards = [shard for module in collections(measured.model).values() for shard in local_shards(module)]
-    tables = {shard.table: shard.weight for shard in shards}
-    dense, run = dense_state(measured.model), head | {"turned": bool(rotation_groups(measured.model))}
-    write_artifact(tables, allocation.scheme, path, forms=(_FORM,), dense_state=dense, run=run)
+    return recipe, stored, {"recipe": spec} | {name: head[name] for name in kept if name in head}
 
 
 def _note_metrics(path: Path, metrics: dict[str, float]) -> None:
@@ -217,21 +228,22 @@ def _served(
     model: nn.Module, artifact: Path, data: DataSplits, loss: nn.Module, device: torch.device
 ) -> list[dict[str, float]]:
     """Metrics on selection and test with the artifact's modules in the model, which gets its own back afterwards."""
-    own = collections(model)
-    drop_in_(model, artifact, form=_FORM)
-    served = {fqn: model.get_submodule(fqn) for fqn in own}
+    own, plain = collections(model), get_unwrapped_module(model)
+    with together():
+        drop_in_(plain, artifact, form=_FORM)
+    served = {fqn: plain.get_submodule(fqn) for fqn in own}
     try:
-        model.to(device)
-        return [_evaluated(model, data, split, loss, device) for split in ("selection", "test")]
+        plain.to(device)
+        return _evaluated(model, data, loss, device)
     finally:
         for fqn, collection in own.items():
-            replace_(model, served[fqn], collection)
+            replace_(plain, served[fqn], collection)
 
 
-def _evaluated(
-    model: nn.Module, data: DataSplits, split: str, loss: nn.Module, device: torch.device
-) -> dict[str, float]:
-    return evaluate(TrainTask(model, loss), getattr(data, split), loss, device)
+def _evaluated(model: nn.Module, data: DataSplits, loss: nn.Module, device: torch.device) -> list[dict[str, float]]:
+    """Metrics on selection and test."""
+    task = TrainTask(get_unwrapped_module(model), loss)
+    return [evaluate(task, getattr(data, split), loss, device) for split in ("selection", "test")]
 
 
 def _row(
@@ -285,10 +297,10 @@ def _content(
 
 
 @contextmanager
-def _written(job: CompressJob) -> Iterator[Path]:
+def _written(job: CompressJob, ranks: Ranks) -> Iterator[Path]:
     """The folder to fill; it appears at `out` when it is complete."""
     try:
-        with new_folder(job.out, overwrite=job.overwrite, kind=KIND) as folder:
+        with shared_folder(job.out, overwrite=job.overwrite, kind=KIND, ranks=ranks) as folder:
             yield folder
     except OSError as error:
         requirement = "to write the compressed model"

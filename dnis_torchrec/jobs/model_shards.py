@@ -3,7 +3,7 @@
 model.rank0.safetensors, model.rank1.safetensors, ...     table shards, named by where they belong, and in the first
                                                            file everything that is no table
 
-Read by one process, which puts the tables together.
+Read by one process, which puts the tables together, or by several, each of which reads its shards of another sharding.
 """
 
 from __future__ import annotations
@@ -11,26 +11,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.jobs.stored_tensors import Cut, StoredChunk, StoredTensor
+from dnis_torchrec.ranks import Ranks, together, world_size_of
+from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.table_shards import (
     TableShard,
     collections,
     dense_state,
+    holders_of_tables,
     local_shards,
     num_copies,
     table_configs_of,
 )
 from dnis_torchrec.storage.files import Address, file_names, inside, put_file, remove_file
 from dnis_torchrec.storage.json_files import Positive, parse_json
+from dnis_torchrec.training.sharded import spread_tables
 
 _HEADER = "model_part"
 
@@ -107,27 +113,47 @@ def load_shards(folder: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: if a rank's file is missing or damaged, or tables have holes.
     """
-    parts: dict[str, list[tuple[int, int, Tensor]]] = {}
-    state: dict[str, Tensor] = {}
+    return {name: stored.whole() for name, stored in stored_shards(folder).items()}
+
+
+def stored_shards(folder: Path) -> dict[str, StoredTensor]:
+    """The model that all ranks have written, of which nothing but headers is read yet. Local, no collective.
+
+    Args:
+        folder: given to `save_shards`.
+
+    Returns:
+        The tensors by their names in the plain model.
+
+    Raises:
+        ValueError: as `load_shards`.
+    """
+    chunks: dict[str, list[StoredChunk]] = {}
     for rank in range(_world_size(folder / shard_name(0))):
         file = folder / shard_name(rank)
         _world_size(file)
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 kind, _, rest = name.partition("/")
-                if kind == "dense":
-                    state[rest] = tensors.get_tensor(name)
-                    continue
-                row, column, key = rest.split("/", 2)
-                parts.setdefault(key, []).append((int(row), int(column), tensors.get_tensor(name)))
-    for key, found in parts.items():
-        shape = max(row + part.shape[0] for row, _, part in found), max(col + part.shape[1] for _, col, part in found)
-        held = sum(part.numel() for _, _, part in found)
-        check(held == shape[0] * shape[1], f"{folder}: {key}", f"parts of a table of shape {shape}", held)
-        state[key] = torch.empty(shape, dtype=found[0][2].dtype)
-        for row, column, part in found:
-            state[key][row : row + part.shape[0], column : column + part.shape[1]] = part
-    return state
+                shape = tuple(tensors.get_slice(name).get_shape())
+                row, column, key = rest.split("/", 2) if kind == "table" else ("", "", rest)
+                first = (int(row), int(column)) if kind == "table" else (0,) * len(shape)
+                chunks.setdefault(key, []).append(StoredChunk(first, shape, partial(_open, file, name)))
+    found = {}
+    for key, of_tensor in chunks.items():
+        shapes = [[at + size for at, size in zip(chunk.first, chunk.shape, strict=True)] for chunk in of_tensor]
+        shape = tuple(max(ends) for ends in zip(*shapes, strict=True))
+        held = sum(torch.Size(chunk.shape).numel() for chunk in of_tensor)
+        is_whole = held == torch.Size(shape).numel()
+        check(is_whole, f"{folder}: {key}", f"parts of a table of shape {shape}", held)
+        found[key] = StoredTensor(f"{folder}: {key}", shape, tuple(of_tensor))
+    return found
+
+
+def _open(file: Path, name: str) -> Cut:
+    with safe_open(file, framework="pt") as tensors:
+        mapped: Tensor = tensors.get_tensor(name)
+    return mapped.__getitem__
 
 
 def shard_name(rank: int | str) -> str:
@@ -156,7 +182,7 @@ def _world_size(file: Path) -> int:
 _REMEDY = "use the recipe and data of the run"
 
 
-def check_shapes(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], place: str) -> None:
+def check_shapes(expected: Mapping[str, Tensor], state: Mapping[str, Tensor | StoredTensor], place: str) -> None:
     """Checks that weights have the shapes of the model that they are meant for.
 
     Args:
@@ -172,11 +198,11 @@ def check_shapes(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], pl
         check(shape == tuple(value.shape), f"{place}, {name}", f"shape {tuple(value.shape)}", shape, _REMEDY)
 
 
-def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:
-    """Loads a run's or artifact's weights into a model, naming what does not fit.
+def check_state(model: nn.Module, state: Mapping[str, Tensor | StoredTensor], place: str) -> None:
+    """Checks that weights fit a model, naming what does not.
 
     Args:
-        model: changed in place.
+        model: plain.
         state: name -> tensor; must name exactly what the model has.
         place: where the weights come from, for the error.
 
@@ -187,6 +213,77 @@ def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> No
     different = sorted(set(expected) ^ set(state))
     check(not different, place, "the model's own parameters", different[:3], _REMEDY)
     check_shapes(expected, state, place)
-    with torch.no_grad():
-        for name, value in expected.items():
-            value.copy_(state[name])
+
+
+def load_state_(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:
+    """Loads a run's or artifact's weights into a model, naming what does not fit.
+
+    Args:
+        model: plain, changed in place.
+        state: see `check_state`.
+        place: see `check_state`.
+
+    Raises:
+        ValueError: as `check_state`.
+    """
+    check_state(model, state, place)
+    fill_(model, {name: StoredTensor.of(f"{place}, {name}", value) for name, value in state.items()})
+
+
+@torch.no_grad()
+def fill_(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
+    """Fills a model with weights that fit it; of a table no more is read than the shards that this rank holds.
+
+    Local, no collective.
+
+    Args:
+        model: plain or sharded, changed in place.
+        stored: by the names that the plain model has.
+
+    Raises:
+        ValueError: if a file is missing or damaged.
+    """
+    for name, value in dense_state(model).items():
+        if not isinstance(value, ShardedTensor):  # a collection that the model holds under a second name
+            stored[name].copy_to_(value)
+    with writing_to_tables(model):
+        for fqn, module in collections(model).items():
+            for shard in local_shards(module):
+                key = f"{fqn}.embedding_bags.{shard.table}.weight".removeprefix(".")
+                stored[key].copy_to_(shard.weight, (shard.first_row, shard.first_column))
+
+
+def spread_filled(model: nn.Module, stored: Mapping[str, StoredTensor] | None, device: torch.device) -> nn.Module:
+    """Spreads the tables of a model over all ranks, each of which then reads its shards.
+
+    Distributed: every rank calls it; see `spread_tables`. On one rank nothing is sharded.
+
+    Args:
+        model: plain, used up; its tables may be on the meta device, if there are weights.
+        stored: weights that fit it, see `fill_`; None if it has them already, the same on every rank.
+        device: where the model is to be.
+
+    Raises:
+        ValueError: on all ranks alike, as `spread_tables` and `fill_`.
+    """
+    if stored is None:
+        return spread_tables(model, device)
+    _forget_tables_(model)
+    model = spread_tables(model, device)
+    with together():
+        fill_(model, stored)
+    return model
+
+
+def _forget_tables_(model: nn.Module) -> None:
+    """Frees the tables of a plain model that are to be sharded, so that no rank holds whole ones meanwhile.
+
+    Those that are not get memory, if they are on the meta device.
+    """
+    device = "cpu" if world_size_of() == 1 else "meta"
+    for module in collections(model).values():
+        for holder in holders_of_tables(module).values():
+            weight = cast(Tensor, holder.weight)
+            if weight.is_meta or device == "meta":
+                empty = torch.empty_like(weight, device=device)
+                holder.weight = nn.Parameter(empty, requires_grad=weight.requires_grad)

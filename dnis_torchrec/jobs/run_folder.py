@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.jobs.model_shards import delete_shards, has_shards, load_shards, save_shards, shard_name
+from dnis_torchrec.jobs.model_shards import delete_shards, has_shards, save_shards, shard_name, stored_shards
+from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_report_rows, write_rows
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme
@@ -412,7 +413,14 @@ class RunFolder:
 
     def state(self) -> dict[str, Tensor]:
         """state_dict of the plain model."""
-        return load_shards(self.path) if has_shards(self.path) else self._tensors("model")
+        return {name: tensor.whole() for name, tensor in self.stored().items()}
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """The same, of which nothing is read yet."""
+        if has_shards(self.path):
+            return stored_shards(self.path)
+        place = str(self.path / "model.safetensors")
+        return {name: StoredTensor.of(f"{place}, {name}", value) for name, value in self._tensors("model").items()}
 
     def tables(self) -> dict[str, Tensor]:
         """Merged and pruned tables by name, ``(N, D)`` each."""

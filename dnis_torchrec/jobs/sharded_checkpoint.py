@@ -5,7 +5,7 @@ __0_0.distcp, ..       chunks, each as torch.save writes a tensor, one after the
 
 A pickle is a program that makes objects by calling what it names. Here its opcodes are walked through by the standard
 library's disassembler and nothing is called: what the pickle would have made by a call becomes a `_Made`, a record of
-what was named and with which arguments. Chunks are read by torch.load with weights_only.
+what was named and with which arguments. Chunks are read by torch.load with weights_only, and mapped into memory.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import io
 import pickletools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.jobs.stored_tensors import Cut, StoredChunk, StoredTensor
 from dnis_torchrec.storage.foreign_folders import is_plain_file
 
 METADATA = ".metadata"
@@ -50,18 +52,34 @@ def _value(pairs: _Pairs, name: str) -> Any:
     return next((value for key, value in pairs.items if key == name), None)
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Where a chunk of a tensor stands: its first place in the tensor; its file, first byte and number of bytes."""
+class _Content(io.RawIOBase):
+    """Bytes of a mapped file as a stream: what is not read stays in the file."""
 
-    offsets: tuple[int, ...]
-    file: str
-    first_byte: int
-    num_bytes: int
+    def __init__(self, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        self._content, self._at = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._content)}[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, target: Any, /) -> int:
+        part = self._content[self._at : self._at + len(target)]
+        target[: len(part)] = part.tobytes()
+        self._at += len(part)
+        return len(part)
 
 
-class ShardedCheckpoint(Mapping[str, Tensor]):
-    """The tensors of a checkpoint, read when they are asked for; what is no tensor is passed over.
+class ShardedCheckpoint(Mapping[str, StoredTensor]):
+    """The tensors of a checkpoint, read as they are asked for; what is no tensor is passed over.
 
     Args:
         folder: what ``torch.distributed.checkpoint.save`` wrote.
@@ -72,8 +90,7 @@ class ShardedCheckpoint(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._chunks: dict[str, list[_Chunk]] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         place, file = f"checkpoint {folder}", folder / METADATA
         check(is_plain_file(file), place, "a plain file .metadata", "none")
         try:
@@ -83,57 +100,55 @@ class ShardedCheckpoint(Mapping[str, Tensor]):
             raise ValueError(describe(place, requirement, str(error) or type(error).__name__, remedy)) from error
 
     def _read(self, metadata: _Made) -> None:
-        for name, stored in metadata["state_dict_metadata"].items:
-            if stored.what.endswith(".TensorStorageMetadata"):
-                self._shapes[str(name)] = _numbers(stored["size"])
-                self._chunks[str(name)] = []
+        places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
         for index, info in metadata["storage_data"].items:
-            name = str(index["fqn"])
-            if name not in self._shapes:
-                continue
-            offsets = index["offset"]
-            at = (0,) * len(self._shapes[name]) if offsets is None else _numbers(offsets)
             if info["transform_descriptors"]:
-                raise ValueError(f"chunks of {name!r} that are compressed")
+                raise ValueError(f"chunks of {index['fqn']!r} that are compressed")
+            first = () if index["offset"] is None else _numbers(index["offset"])
             first_byte, num_bytes = _numbers((info["offset"], info["length"]))
-            self._chunks[name].append(_Chunk(at, str(info["relative_path"]), first_byte, num_bytes))
+            places[str(index["fqn"]), first] = str(info["relative_path"]), first_byte, num_bytes
+        for name, stored in metadata["state_dict_metadata"].items:
+            if not stored.what.endswith(".TensorStorageMetadata"):
+                continue
+            place, shape = f"checkpoint {self._folder}, {name}", _numbers(stored["size"])
+            chunks = []
+            for described in stored["chunks"]:
+                first, size = _numbers(described["offsets"]), _numbers(described["sizes"])
+                if any(begin + extent > whole for begin, extent, whole in zip(first, size, shape, strict=True)):
+                    raise ValueError(f"a chunk of {name!r} that ends outside of {shape}")
+                open_chunk = partial(self._open, place, size, *places[str(name), first])
+                chunks.append(StoredChunk(first, size, open_chunk))
+            self._tensors[str(name)] = StoredTensor(place, shape, tuple(chunks))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self._tensors)
 
-    def __getitem__(self, name: str) -> Tensor:
-        """Puts a tensor together from its chunks."""
-        shape, place = self._shapes[name], f"checkpoint {self._folder}, {name}"
-        parts = [(chunk, self._read_chunk(chunk, place)) for chunk in self._chunks[name]]
-        held = sum(part.numel() for _, part in parts)
-        size = torch.Size(shape).numel()
-        check(bool(parts) and held == size, place, f"chunks of {size} values", held, "copy all files of it")
-        whole = torch.empty(shape, dtype=parts[0][1].dtype)
-        for chunk, part in parts:
-            ends = [first + extent for first, extent in zip(chunk.offsets, part.shape, strict=True)]
-            fits = all(end <= extent for end, extent in zip(ends, shape, strict=True))
-            check(fits, place, f"chunks within {shape}", f"one that ends at {ends}")
-            whole[tuple(map(slice, chunk.offsets, ends))] = part
-        return whole
+    def __getitem__(self, name: str) -> StoredTensor:
+        """The tensor of that name, of which nothing was read yet."""
+        return self._tensors[name]
 
-    def _read_chunk(self, chunk: _Chunk, place: str) -> Tensor:
-        file = self._folder / chunk.file
-        is_inside = Path(chunk.file).name == chunk.file and is_plain_file(file)
-        check(is_inside, place, "plain files of the folder", repr(chunk.file), "copy all files of it")
-        with file.open("rb") as stream:
-            stream.seek(chunk.first_byte)
-            content = io.BytesIO(stream.read(chunk.num_bytes))
+    def _open(self, place: str, shape: tuple[int, ...], name: str, first_byte: int, num_bytes: int) -> Cut:
+        """Maps a chunk into memory; torch's loader, which is given no storage, says where in it the values stand."""
+        file = self._folder / name
+        is_inside = Path(name).name == name and is_plain_file(file)
+        check(is_inside, place, "plain files of the folder", repr(name), "copy all files of it")
+        requirement, remedy = f"a tensor at byte {first_byte} of {name!r}", "it was damaged"
         try:
-            part = torch.load(content, map_location="cpu", weights_only=True)
+            # Private to this process: torch takes no memory that must not be written.
+            content = np.memmap(file, np.uint8, "c", first_byte, (num_bytes,))
+            described = torch.load(cast(IO[bytes], _Content(content)), map_location="meta", weights_only=True)
+            size, first = described.element_size(), described.untyped_storage()._checkpoint_offset
+            values = torch.from_numpy(content[first : first + described.untyped_storage().nbytes()])
+            strides = (*(size * stride for stride in described.stride()), 1)
+            parts = values.as_strided((*described.shape, size), strides, size * described.storage_offset())
         except Exception as error:  # of damaged bytes torch says so in many ways
-            requirement = f"a tensor at byte {chunk.first_byte} of {chunk.file!r}"
-            raise ValueError(describe(place, requirement, type(error).__name__, "it was damaged")) from error
-        fits = isinstance(part, Tensor) and part.dim() == len(chunk.offsets)
-        check(fits, place, f"a tensor of {len(chunk.offsets)} dims", type(part).__name__)
-        return part
+            raise ValueError(describe(place, requirement, type(error).__name__, remedy)) from error
+        check(tuple(described.shape) == shape, place, f"a tensor of shape {shape}", tuple(described.shape), remedy)
+        # Values may begin at any byte of the file, and are aligned when they are copied.
+        return lambda at: parts[at].clone(memory_format=torch.contiguous_format).view(described.dtype).squeeze(-1)
 
 
 def _numbers(size: Any) -> tuple[int, ...]:

@@ -137,13 +137,15 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
 
 @contextmanager
 def _new_run(job: TrainJob) -> Iterator[RunFolder]:
-    """The run to fill, the same on all ranks; rank 0 puts it into its place when all have filled it."""
+    """The run to fill, the same on all ranks; rank 0 puts it into its place when all have filled it, and all wait."""
     with ExitStack() as stack:
 
         def make() -> str:
             return str(stack.enter_context(RunFolder.whole(job.out, overwrite=job.overwrite)).path)
 
         yield RunFolder(Path(on_rank_zero(make)))
+        with together():
+            stack.close()
 
 
 def _plain(model: nn.Module) -> nn.Module:

@@ -1,10 +1,11 @@
-"""A user's own weights, loaded into the model that they are of. Nothing is unpickled."""
+"""A user's own weights, for the model that they are of. Nothing is unpickled."""
 
 from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,24 +15,26 @@ from torch import Tensor, nn
 from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.sharded_checkpoint import ShardedCheckpoint
+from dnis_torchrec.jobs.stored_tensors import StoredTensor
 
 _SHOWN = 3
 """Names that an error lists."""
 
 
-def load_weights_(model: nn.Module, path: Path) -> nn.Module:
-    """Loads weights into a model, naming what does not fit.
+def weights_for_(model: nn.Module, path: Path) -> dict[str, StoredTensor]:
+    """Finds the weights of a model in files, naming what does not fit. Nothing but names and shapes is read yet.
 
     Names are the model's own, or stand behind one prefix, such as ``"model."`` beside an optimizer's states; what does
     not stand behind it is passed over. A model of TorchRec's gets its axes, if the weights have them (`with_axes_`).
 
     Args:
-        model: plain, changed in place.
-        path: a ``.safetensors`` file; what ``torch.save(model.state_dict())`` wrote, read with weights_only; or what
-            torch.distributed.checkpoint did, a folder, see `ShardedCheckpoint`.
+        model: plain; changed where it gets axes.
+        path: a ``.safetensors`` file; what ``torch.save(model.state_dict())`` wrote, read with weights_only (in the
+            format before torch 1.6 as a whole); or what torch.distributed.checkpoint did, a folder, see
+            `ShardedCheckpoint`.
 
     Returns:
-        `model`.
+        The weights by the names that the model has, for `dnis_torchrec.jobs.model_shards.fill_`.
 
     Raises:
         ValueError: for no such file, another kind of file, or names or shapes that do not fit, which are named.
@@ -50,15 +53,12 @@ def load_weights_(model: nn.Module, path: Path) -> nn.Module:
     remedy = "use the weights of the recipe's model"
     check(not received, f"weights {path}", "the names of the model's own parameters", received, remedy)
     for name, value in own.items():
-        shape, wanted = tuple(found[name].shape), tuple(value.shape)
+        shape, wanted = found[name].shape, tuple(value.shape)
         check(shape == wanted, f"weights {path}, {name}", f"shape {wanted}", shape, remedy)
-    with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(found[name])
-    return model
+    return found
 
 
-def _state(path: Path) -> Mapping[str, Tensor]:
+def _state(path: Path) -> Mapping[str, StoredTensor]:
     """All tensors of a file by name, those of dicts within dicts joined by dots."""
     place = f"weights {path}"
     if path.is_dir():
@@ -66,18 +66,19 @@ def _state(path: Path) -> Mapping[str, Tensor]:
     check(path.is_file(), place, "a file", "none")
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            loaded = load_file(path)
+        else:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except SafetensorError as error:
         raise ValueError(describe(place, "a whole safetensors file", str(error))) from error
     except Exception as error:  # what is wrong with a file of any kind, torch says in many ways
         requirement, remedy = "a state_dict, read with weights_only", "save model.state_dict(), or a .safetensors file"
         raise ValueError(describe(place, requirement, f"{type(error).__name__}", remedy)) from error
     check(isinstance(loaded, Mapping), place, "a state_dict", type(loaded).__name__)
-    return _flat(loaded)
+    return {name: StoredTensor.of(f"{place}, {name}", value) for name, value in _flat(loaded).items()}
 
 
-def _flat(state: Mapping[object, object], prefix: str = "") -> dict[str, Tensor]:
+def _flat(state: Mapping[Any, object], prefix: str = "") -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
@@ -87,7 +88,7 @@ def _flat(state: Mapping[object, object], prefix: str = "") -> dict[str, Tensor]
     return tensors
 
 
-def _behind_prefix(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _behind_prefix(own: Mapping[str, Tensor], state: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Drops the prefix behind which most of the model's names stand; the shortest one of several."""
     first = next(iter(own), "")
     prefixes = [name.removesuffix(first) for name in state if name == first or name.endswith(f".{first}")]

@@ -5,7 +5,7 @@ Shapes: N rows, S blocks, D embedding_dim, C coded columns of all blocks (retain
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -160,16 +160,35 @@ def pack_rows(table: TableScheme, chunks: Iterable[Tensor], row_counts: Tensor, 
     Raises:
         ValueError: for NaN or infinity, naming table, block and column.
     """
+    bits = table.codes.bits
+    packed = torch.empty(int(row_counts @ row_strides(bits)), dtype=torch.uint8)
+    blocks, filled = split_blocks(packed, row_counts, bits), [0] * len(row_counts)
+    for s, rows in packed_chunks(table, chunks, first=first):
+        blocks[s][filled[s] : filled[s] + len(rows)] = rows
+        filled[s] += len(rows)
+    return packed
+
+
+def packed_chunks(table: TableScheme, chunks: Iterable[Tensor], *, first: int) -> Iterator[tuple[int, Tensor]]:
+    """Encodes consecutive rows of a table a chunk at a time, each of which is read once.
+
+    Args:
+        table: see `pack_rows`.
+        chunks: see `pack_rows`.
+        first: see `pack_rows`.
+
+    Yields:
+        ``(s, (n, stride) uint8)``: the rows of a chunk that are of block s, in order, for every block that stores any.
+
+    Raises:
+        ValueError: as `pack_rows`.
+    """
     codes = table.codes
-    packed = torch.empty(int(row_counts @ row_strides(codes.bits)), dtype=torch.uint8)
-    blocks, filled = split_blocks(packed, row_counts, codes.bits), [0] * len(row_counts)
+    is_stored = (row_strides(codes.bits) > 0).tolist()
     for chunk in chunks:
         of_rows = table.routing.block_of(torch.arange(first, first + len(chunk)))
         encoded = encode_rows(chunk.detach().cpu().float(), of_rows, codes, place=f"table {table.name!r}")
         first += len(chunk)
         for s in of_rows.unique().tolist():
-            if s < len(blocks) and blocks[s].shape[1]:
-                rows = packed_rows(encoded[of_rows == s], codes.bits[s])
-                blocks[s][filled[s] : filled[s] + len(rows)] = rows
-                filled[s] += len(rows)
-    return packed
+            if s < len(is_stored) and is_stored[s]:
+                yield s, packed_rows(encoded[of_rows == s], codes.bits[s])

@@ -27,6 +27,7 @@ from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.frozen_tables import FROZEN_RATE
 from dnis_torchrec.soft_selection.on_shards import select_on_shards_
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
+from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 
 WHOLE_ROWS = frozenset(
@@ -133,7 +134,7 @@ def shard(
     dense = ShardingType.DATA_PARALLEL.value
     is_spread = fused or (world_size_of() > 1 and not replicated)
     if is_spread:  # small tables would be planned data_parallel, whose dense kernel leaves the fused optimizer out
-        kinds = [kind for kind in sharder.sharding_types(device.type) if kind != dense]
+        kinds = _spread_types(sharder, device)
         constraint = ParameterConstraints(sharding_types=kinds)
         uncut = ParameterConstraints(sharding_types=[kind for kind in kinds if kind in WHOLE_ROWS])
     else:
@@ -155,6 +156,38 @@ def shard(
         select_on_shards_(model)
     read_by_name_(model)
     return model, rest_optimizer(model, recipe)
+
+
+def spread_tables(model: nn.Module, device: torch.device) -> nn.Module:
+    """Spreads the tables of a model that does not train over all ranks, so that each value is on one of them.
+
+    Distributed: every rank calls it; see `shard_model`. On one rank nothing is sharded.
+
+    Args:
+        model: plain, with the same weights on every rank, or tables on the meta device that are filled afterwards. Its
+            tables are moved into TorchRec's kernels.
+        device: where it is to be.
+
+    Returns:
+        The model, on one rank `model` itself.
+
+    Raises:
+        ValueError: on all ranks alike, if there is no plan for the tables.
+    """
+    if world_size_of() == 1:
+        return model.to(device)
+    sharder = CpuEmbeddingBagCollectionSharder()
+    sharders = [cast(ModuleSharder[nn.Module], sharder)]
+    constraint = ParameterConstraints(sharding_types=_spread_types(sharder, device))
+    plan = make_sharding_plan(
+        model, device, sharders, constraints={table.name: constraint for table in table_configs(model)}
+    )
+    return shard_model(model, device, plan, sharders)
+
+
+def _spread_types(sharder: CpuEmbeddingBagCollectionSharder, device: torch.device) -> list[str]:
+    """Sharding types by which no two ranks hold the same value."""
+    return [kind for kind in sharder.sharding_types(device.type) if kind != ShardingType.DATA_PARALLEL.value]
 
 
 def _are_small(wrappers: Collection[SoftSelectionEmbeddingBagCollection], batch_size: int | None) -> bool:

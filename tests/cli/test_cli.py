@@ -443,7 +443,7 @@ def test_what_trains_alone_runs_on_several_ranks(command: str, monkeypatch: pyte
     done = dnis(command, tmp_path / "none", "--out", tmp_path / "out")
     assert done.returncode == 2
     assert done.stderr == (
-        f"error: dnis {command}: expected one process: of all commands only train and search run on several "
-        "ranks, got 2 ranks; start it without torchrun, or with --nproc_per_node 1\n"
+        f"error: dnis {command}: expected one process: of all commands only train, compress, search and evaluate run "
+        "on several ranks, got 2 ranks; start it without torchrun, or with --nproc_per_node 1\n"
     )
     assert list(tmp_path.iterdir()) == []

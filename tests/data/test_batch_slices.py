@@ -19,6 +19,7 @@ def test_a_slice_holds_just_its_samples(of: list[Sample], data: st.DataObject, w
     last = data.draw(st.integers(first + 1, len(of)))
     sliced = slice_of(to_batch(of, weighted=weighted), first, last)
     assert sliced.sparse_features.stride() == last - first
+    assert sliced.sparse_features.lengths().is_contiguous()  # as collectives want it
     assert to_samples(sliced) == of[first:last]
 
 

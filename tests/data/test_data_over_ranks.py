@@ -18,6 +18,7 @@ from dnis_torchrec.data.over_ranks import (
     all_samples,
     check_same,
     fingerprints,
+    measured_samples,
     split_over_ranks,
     with_notes,
 )
@@ -71,6 +72,20 @@ def test_judging_and_counting_leave_nothing_out(of: list[list[Sample]], world_si
     if short is None:
         for number, part in enumerate(of):
             assert [sample for own in judged for sample in to_samples(list(own)[number])] == part
+
+
+@given(batches, st.integers(2, 4))
+def test_measuring_takes_all_of_what_every_rank_has_a_sample_of(of: list[list[Sample]], world_size: int) -> None:
+    whole = [to_batch(part, weighted=False) for part in of]
+    learned = [SlicedBatches(whole, OneOf(r, world_size), "train", equal=True) for r in range(world_size)]
+    measured = [measured_samples(own) for own in learned]
+    kept = [part for part in of if len(part) >= world_size]
+    for _ in range(2):  # again and again
+        taken = [list(own) for own in measured]
+        assert [len(own) for own in taken] == [len(kept)] * world_size
+        for number, part in enumerate(kept):
+            assert [sample for own in taken for sample in to_samples(own[number])] == part
+    assert measured_samples(whole) is whole
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

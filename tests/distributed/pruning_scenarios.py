@@ -35,7 +35,10 @@ from tests.sizes import size_of_values
 
 KINDS = {
     kind: dict.fromkeys(ROWS, kind)
-    for kind in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard", "data_parallel")
+    for kind in (
+        *("table_wise", "row_wise", "column_wise"),
+        *("table_row_wise", "table_column_wise", "grid_shard", "data_parallel"),
+    )
 }
 KINDS["grid_shard"] |= {"item": "column_wise", "genre": "column_wise"}  # MEAN
 KINDS["mixed"] = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "tag": "table_wise"}

@@ -8,54 +8,67 @@ from pathlib import Path
 import pytest
 import torch
 
-from dnis_torchrec.artifact import exact_rows, load, load_csr, read_manifest, read_scheme
-from dnis_torchrec.artifact.export import export
+from dnis_torchrec.artifact import exact_rows, load_csr, read_manifest
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.model import ROWS
-from tests.distributed.packed_export_scenarios import alone, export_packed, refusals
+from tests.distributed.packed_export_scenarios import export_alone, export_packed, memory, refusals
+from tests.distributed.pruning_scenarios import KINDS
+from tests.jobs.test_jobs_prune import files_of
 
-EXPORTED = ("row_wise", "mixed")
-SCENARIOS = {f"export {kind}": partial(export_packed, kind) for kind in EXPORTED} | {"refusals": refusals}
+EXPORTS = {f"export {kind}": partial(export_packed, kind) for kind in KINDS}
+WATCHED = ("row_wise", "column_wise")
+MEMORY = {f"memory {kind}": partial(memory, kind) for kind in WATCHED}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
     """All scenarios on two ranks."""
-    return run_on_ranks(2, SCENARIOS, tmp_path_factory.mktemp("ranks"))
+    return run_on_ranks(2, EXPORTS | MEMORY | {"refusals": refusals}, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The artifact of one process."""
-    whole, scheme = alone()
-    return export(whole, scheme, tmp_path_factory.mktemp("alone") / "artifact")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> RankResults:
+    """Exports on four: more ranks than some tables have shards."""
+    return run_on_ranks(4, EXPORTS, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize("kind", EXPORTED)
-def test_artifact_reads_like_that_of_one_process(ranks: RankResults, expected: Path, kind: str) -> None:
-    assert ranks[f"export {kind}"]  # shows the ranks' tracebacks
-    found = ranks.folder / f"packed_{kind}"
-    assert read_manifest(found)["forms"] == read_manifest(expected)["forms"] == ["packed"]
-    tensors, wanted = read_scheme(found).to_tensors(), read_scheme(expected).to_tensors()
-    assert [key for key, value in wanted.items() if not torch.equal(tensors[key], value)] == []
-    rows, wanted_rows = exact_rows(found), exact_rows(expected)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artifacts of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    export_alone(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_files_are_those_of_one_process(request, alone: Path, kind: str, world_size: int) -> None:
+    found = request.getfixturevalue({2: "ranks", 4: "four_ranks"}[world_size])
+    found[f"export {kind}"]  # shows the ranks' tracebacks
+    for files in ("packed", "files"):
+        assert files_of(found.folder / f"{files}_{kind}") == files_of(alone / files)
+
+
+def test_tables_take_one_file_or_several(alone: Path) -> None:
+    """Else the test above would not have tried both."""
+    for files, several in (("packed", False), ("files", True)):
+        numbers = [len(table["shards"]["packed"]) for table in read_manifest(alone / files)["tables"].values()]
+        assert any(number > 1 for number in numbers) == several
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_other_forms_hold_what_the_codes_stand_for(ranks: RankResults, alone: Path, kind: str) -> None:
+    ranks[f"export {kind}"]
+    rows = exact_rows(alone / "packed")
     assert rows is not None
-    assert wanted_rows is not None
     for name, count in ROWS.items():
-        assert torch.equal(rows[name](0, count), wanted_rows[name](0, count))
         assert torch.equal(load_csr(ranks.folder / f"csr_{kind}", name).to_dense(), rows[name](0, count))
-    for collection in ("first", "second"):
-        served, of_one = (load(path, collection=collection).state_dict() for path in (found, expected))
-        assert served.keys() == of_one.keys()
-        assert [key for key in of_one if not torch.equal(served[key], of_one[key])] == []
 
 
-@pytest.mark.parametrize("kind", EXPORTED)
-def test_ranks_write_shards_of_their_own(ranks: RankResults, kind: str) -> None:
-    assert ranks[f"export {kind}"]
-    tables = read_manifest(ranks.folder / f"packed_{kind}")["tables"]
-    cut = ROWS if kind == "row_wise" else ("user", "item")
-    assert [name for name in cut if len(tables[name]["shards"]["packed"]) < 2] == []
+@pytest.mark.parametrize("kind", WATCHED)
+def test_a_rank_holds_a_few_rows_beyond_its_shard(ranks: RankResults, kind: str) -> None:
+    for own in ranks[f"memory {kind}"]:
+        assert own["export"] < own["shard"] / 8
 
 
 def test_what_one_rank_cannot_export_stops_all(ranks: RankResults) -> None:

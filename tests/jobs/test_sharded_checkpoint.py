@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_tensors_are_read_back_with_their_names_and_dtypes(gloo, tmp_path: Path)
     found = ShardedCheckpoint(save(tmp_path / "saved"))
     assert sorted(found) == ["model.ids", "model.scale", "model.weight", "optimizer.0"]
     for name, value in STATE.items():
-        torch.testing.assert_close(found[f"model.{name}"], value, rtol=0, atol=0)
+        torch.testing.assert_close(found[f"model.{name}"].whole(), value, rtol=0, atol=0)
 
 
 def save_sharded(kind: str, rank: Rank) -> Results:
@@ -53,14 +54,45 @@ def test_what_several_ranks_have_saved_is_put_together(tmp_path: Path) -> None:
         before, found = results[kind][0], ShardedCheckpoint(tmp_path / kind)
         assert set(found) == set(before)
         for name, value in before.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+            torch.testing.assert_close(found[name].whole(), value, rtol=0, atol=0)
+    (tmp_path / "row_wise" / "__1_0.distcp").unlink()  # which rank 0, that holds the first rows, does not read
+    of_user = next(tensor for name, tensor in ShardedCheckpoint(tmp_path / "row_wise").items() if "user.weight" in name)
+    of_user.copy_to_(first := torch.zeros(20, 8))
+    name = next(name for name in before if "user.weight" in name)
+    assert first.equal(before[name][:20])
+    with pytest.raises(ValueError, match=r"user\.weight: expected plain files of the folder, got '__1_0\.distcp'"):
+        of_user.copy_to_(torch.zeros(30, 8))
+
+
+def test_strides_and_halves_are_read_as_they_were_saved(gloo, tmp_path: Path) -> None:
+    """Of a view of a larger tensor, of a turned one, and of one whose first byte is at no multiple of its size."""
+    large = torch.arange(60.0).view(6, 10)
+    state = {"ids": torch.ones(3).bool(), "turned": large.T, "view": large[2:5, 3:7].bfloat16(), "row": large[1]}
+    checkpoint.save(state, checkpoint_id=tmp_path / "saved")
+    found = ShardedCheckpoint(tmp_path / "saved")
+    for name, value in state.items():
+        torch.testing.assert_close(found[name].whole(), value, rtol=0, atol=0)
+
+
+def test_of_a_chunk_no_more_is_read_than_is_asked_for(gloo, tmp_path: Path) -> None:
+    checkpoint.save({"weight": torch.arange(200_000.0).view(-1, 8)}, checkpoint_id=tmp_path / "saved")
+    stored, target = ShardedCheckpoint(tmp_path / "saved")["weight"], torch.zeros(100, 4)
+    read: list[int] = []
+    copy = Tensor.copy_
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(
+            Tensor, "copy_", lambda own, other: read.append(other.untyped_storage().nbytes()) or copy(own, other)
+        )
+        stored.copy_to_(target, (20_000, 2))
+    assert target[0].tolist() == [160_002.0, 160_003.0, 160_004.0, 160_005.0]
+    assert read == [target.nbytes]
 
 
 def test_a_tensor_with_holes_is_refused(gloo, tmp_path: Path) -> None:
     found = ShardedCheckpoint(save(tmp_path / "saved"))
-    found._shapes["model.weight"] = (5, 3)
+    larger = replace(found["model.weight"], shape=(5, 3))
     with pytest.raises(ValueError, match=r"model\.weight: expected chunks of 15 values, got 12; copy all files of it"):
-        _: Tensor = found["model.weight"]
+        larger.whole()
 
 
 def with_code(folder: Path) -> None:
@@ -101,7 +133,7 @@ def renamed(name: bytes, to: bytes) -> Callable[[Path], None]:
     [
         (with_code, "expected metadata of torch.distributed.checkpoint, got another object; save it again"),
         (cut, "expected metadata of torch.distributed.checkpoint, got"),
-        (emptied, "model.weight: expected a tensor at byte .* of '__0_0.distcp', got EOFError; it was damaged"),
+        (emptied, "model.weight: expected a tensor at byte .* of '__0_0.distcp', got ValueError; it was damaged"),
         (linked, "model.weight: expected plain files of the folder, got '__0_0.distcp'"),
         (
             renamed(b"__0_0.distcp", b"../../passwd"),
@@ -116,5 +148,5 @@ def test_what_was_damaged_or_made_to_harm_is_refused(
     folder = save(tmp_path / "saved")
     damage(folder)
     with pytest.raises(ValueError, match=f"^checkpoint {folder}.*{message}"):
-        _: Tensor = ShardedCheckpoint(folder)["model.weight"]
+        ShardedCheckpoint(folder)["model.weight"].whole()
     assert not (folder / "made").exists()
