@@ -1,11 +1,13 @@
 """Latency of pruned tables beside dense ones, and their bytes beside what no encoding could do without.
 
-    python -m benchmarks.serving [--quick] [--artifact PATH] [--device cuda] --json FILE
+    python -m benchmarks.serving [--quick] [--every-form] [--artifact PATH] [--device cuda] --json FILE
 
 Cases: `simulated`, 95 % of all values pruned one by one (one table of 1M rows, or 26 of 40,000; D = 64);
-`simulated_blocks`, 26 tables whose blocks retain fewer columns the rarer their rows; and any artifact: each collection,
-and each table of it alone, in every form that it holds and in every CSR form. Ids follow Zipf's law, rows sorted by
-frequency. The simulated single table is looked up from plain tensors, against nn.EmbeddingBag in fp32; all else from a
+`simulated_blocks`, 26 tables whose blocks retain fewer columns the rarer their rows; `simulated_codes`, tables as bits
+for every column leave them, and `simulated_unsorted`, the same with rows in no order; and any artifact: each
+collection, and each table of it alone, in every form that it holds and in every CSR form. Ids follow Zipf's law, rows
+are sorted by frequency.
+Simulated single tables are looked up from plain tensors, against nn.EmbeddingBag in fp32; all else from a
 KeyedJaggedTensor that nobody has used before, against torchrec's EmbeddingBagCollection in fp32.
 
 In every round all forms take turns, in random order, on the same fresh ids. `latency_ratio` is the median over rounds
@@ -14,6 +16,8 @@ every byte of the module's tables and indices over 4 bytes per non-zero value pl
 block and column. Run it with OMP_WAIT_POLICY=passive, and two threads on an otherwise idle machine only: a core that
 somebody else needs makes torch's threads wait for each other, whichever form is looked up. On a GPU a turn ends when
 the GPU has done its last call; its ids lie there before it begins, as in a model that is served there as a whole.
+`resident_over_predicted` compares the module's bytes with `predict_forms`, which knows nothing of what a module makes
+for itself; the floor of codes is their bits.
 """
 
 from __future__ import annotations
@@ -36,13 +40,14 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.files import output_file
-from dnis_torchrec.artifact import Shard, load_csr, read_manifest, read_scheme
-from dnis_torchrec.artifact.forms import codec_of
+from dnis_torchrec.artifact import load_csr, predict_forms, read_manifest, read_scheme
+from dnis_torchrec.artifact import serve as serve_tables
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.forms import FORMS, form_named
+from dnis_torchrec.forms import FORMS
 from dnis_torchrec.ops.native_build import LOOKUPS
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.serving import CsrEmbeddingBagCollection, load_operator
+from dnis_torchrec.serving import load_operator
+from dnis_torchrec.serving.buffer_collection import BufferCollection
 from dnis_torchrec.storage.whole_files import write_json
 
 EMBEDDING_DIM, DENSITY = 64, 0.05
@@ -50,8 +55,12 @@ NUM_EMBEDDINGS, NUM_TABLES, NUM_EMBEDDINGS_OF_MANY = 1_000_000, 26, 40_000
 BATCH_SIZES, POOLINGS, THREADS = (1, 64, 1024, 4096), (1, 20), (1, 2)
 BLOCK_ENDS, BLOCK_DIMS = (0.001, 0.005, 0.02, 0.1, 0.4, 1.0), (64, 48, 24, 8, 4, 2)
 """`simulated_blocks`: where blocks of rows end, as a share of N, and the columns that they retain: 94 % pruned."""
+CODED_ENDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)
+CODED_DIMS, CODED_BITS = (64, 64, 56, 48, 40, 32, 24, 16), (6, 5, 4, 3, 2)
+"""`simulated_codes`: likewise, and the bits of each fifth of these columns: 4 a retained value, 22 times smaller."""
 
 CSR_FORMS = ("csr_fp32", "csr_fp16", "csr_int8")
+CODED_FORMS = ("packed", "csr_fp32")
 ROUNDS, QUICK_ROUNDS, SMALL_BATCH = 200, 7, 64
 """Rounds; fewer with ``--quick``, but for batches up to the small one, which take no time and vary most."""
 CALLS_PER_TURN, BAGS_PER_TURN = 4, 32
@@ -95,13 +104,50 @@ def simulated(num_tables: int, num_embeddings: int, forms: Sequence[str], device
 def simulated_blocks(num_tables: int, num_embeddings: int, forms: Sequence[str], device: torch.device) -> Case:
     """Tables of which whole columns of blocks were pruned."""
     torch.manual_seed(0)
-    boundaries = torch.tensor([0, *(round(end * num_embeddings) for end in BLOCK_ENDS)])
-    routing = RowRouting(num_embeddings, len(BLOCK_DIMS), boundaries=boundaries)
+    routing = RowRouting(num_embeddings, len(BLOCK_DIMS), boundaries=boundaries_at(BLOCK_ENDS, num_embeddings))
     retained = torch.arange(EMBEDDING_DIM) < torch.tensor(BLOCK_DIMS).unsqueeze(1)
     retained = retained[:, torch.randperm(EMBEDDING_DIM)]
     mask = retained[routing.all_blocks()]
     tables = {f"t{index}": torch.randn(num_embeddings, EMBEDDING_DIM) * mask for index in range(num_tables)}
     return serve("simulated_blocks", tables, routing, retained, forms, device)
+
+
+def simulated_codes(num_tables: int, num_embeddings: int, forms: Sequence[str], device: torch.device) -> Case:
+    """Tables as `compress` leaves them: bits for every column, in principal axes, so that the first get most."""
+    return coded("simulated_codes", num_tables, torch.arange(num_embeddings), forms, device)
+
+
+def simulated_unsorted(num_tables: int, num_embeddings: int, forms: Sequence[str], device: torch.device) -> Case:
+    """The same with rows in no order, which a directory has to find."""
+    torch.manual_seed(1)
+    return coded("simulated_unsorted", num_tables, torch.randperm(num_embeddings), forms, device)
+
+
+def coded(name: str, num_tables: int, rows: Tensor, forms: Sequence[str], device: torch.device) -> Case:
+    """Tables with codes; `rows` from the most frequent to the rarest."""
+    torch.manual_seed(0)
+    num_embeddings, num_blocks = len(rows), len(CODED_DIMS)
+    routing = RowRouting(num_embeddings, num_blocks, boundaries=boundaries_at(CODED_ENDS, num_embeddings))
+    blocks = torch.empty(num_embeddings, dtype=torch.int64)
+    blocks[rows] = routing.all_blocks()
+    if bool((blocks.diff() < 0).any()):
+        routing = RowRouting.from_map(blocks, num_blocks)
+    dims, column = torch.tensor(CODED_DIMS).unsqueeze(1), torch.arange(EMBEDDING_DIM)
+    retained = column < dims
+    fifth = (column * len(CODED_BITS) // dims).clamp(max=len(CODED_BITS) - 1)
+    bits = torch.where(retained, torch.tensor(CODED_BITS)[fifth], 0)
+    scale, shift = torch.where(retained, 2.0**-bits, 1.0), torch.where(retained, 1 - 2**bits, 0)
+    tables, levels = {}, (1 << bits).float()
+    for index in range(num_tables):
+        drawn = torch.rand(num_embeddings, EMBEDDING_DIM).mul_(levels[blocks]).floor_()
+        tables[f"t{index}"] = drawn.add_((shift / 2)[blocks]).mul_(scale[blocks])
+    codes = {"bits": bits.to(torch.uint8), "scale": scale, "shift": shift.to(torch.int16)}
+    return serve(name, tables, routing, retained, forms, device, rows=rows, codes=codes)
+
+
+def boundaries_at(ends: Sequence[float], num_embeddings: int) -> Tensor:
+    """Where blocks begin and end that end at shares of all rows."""
+    return torch.tensor([0, *(round(end * num_embeddings) for end in ends)])
 
 
 def serve(
@@ -111,8 +157,11 @@ def serve(
     retained: Tensor,
     forms: Sequence[str],
     device: torch.device,
+    *,
+    rows: Tensor | None = None,
+    codes: dict[str, Tensor] | None = None,
 ) -> Case:
-    """The modules of a simulated case."""
+    """The modules of a simulated case; `rows` from the most frequent to the rarest, in their order if not given."""
     scheme = MixedDimensionScheme(
         {
             table: TableScheme(
@@ -126,29 +175,22 @@ def serve(
                 routing=routing,
                 retained=retained,
                 num_retained=int(weight.count_nonzero()),
+                **(codes or {}),
             )
             for table, weight in tables.items()
         }
     )
-    rows = {table: torch.arange(routing.num_embeddings) for table in tables}
+    by_frequency = torch.arange(routing.num_embeddings) if rows is None else rows
     modules = modules_of(scheme, tables, forms, device)
-    return Case(name, scheme, tables, modules, rows, device, is_plain=len(tables) == 1)
+    return Case(name, scheme, tables, modules, dict.fromkeys(tables, by_frequency), device, is_plain=len(tables) == 1)
 
 
 def modules_of(
     scheme: MixedDimensionScheme, tables: dict[str, Tensor], forms: Sequence[str], device: torch.device
 ) -> dict[str, nn.Module]:
-    """A serving module of every form, made as an artifact's reader makes it."""
-    modules = {}
-    for name in forms:
-        form, shards = form_named(name), {}
-        codec = codec_of(form)
-        for table, fields in scheme.tables.items():
-            weight, num_rows = tables[table], fields.num_embeddings
-            tensors = codec.encode(form, fields, lambda first, last, weight=weight: weight[first:last], 0, num_rows)
-            shards[table] = [Shard(place=table, first_row=0, num_rows=num_rows, tensors=tensors)]
-        modules[name] = codec.build(form, scheme, shards, device=device, unknown_ids="error")
-    return modules
+    """A serving module of every form, made as an artifact's reader makes it; all that can hold the scheme if none."""
+    names = forms or [prediction.form for prediction in predict_forms(scheme)]
+    return {name: serve_tables(scheme, tables, name, device=device) for name in names}
 
 
 def of_artifact(path: Path, device: torch.device) -> Iterator[Case]:
@@ -180,7 +222,10 @@ def floor_bytes(case: Case) -> float:
         rows = table.routing.row_counts(include_unassigned=True).unsqueeze(1)
         share = (counts / rows.clamp(min=1)).clamp(0, 1)
         bits = torch.special.entr(share) + torch.special.entr(1 - share)
-        total += 4 * int(present.sum()) + float((rows * bits).sum()) / torch.tensor(2.0).log().item() / 8
+        values = 4 * int(present.sum())
+        if table.bits is not None:
+            values = int(table.routing.row_counts() @ table.bits.long().sum(dim=1)) // 8
+        total += values + float((rows * bits).sum()) / torch.tensor(2.0).log().item() / 8
     return total
 
 
@@ -227,7 +272,7 @@ def contenders(case: Case) -> tuple[str, dict[str, Callable[[Any], Any]]]:
     dense = nn.EmbeddingBag.from_pretrained(weight.to(case.device), mode=mode, include_last_offset=True)
     calls: dict[str, Callable[[Any], Any]] = {"dense": lambda batch: dense(*batch)}
     for form, module in case.forms.items():
-        if isinstance(module, CsrEmbeddingBagCollection):  # the other forms know KeyedJaggedTensors only
+        if isinstance(module, BufferCollection):  # the other forms know KeyedJaggedTensors only
             calls[form] = lambda batch, module=module: module.lookup(*batch)
     return "nn.EmbeddingBag", calls
 
@@ -271,13 +316,13 @@ def wait_for(device: torch.device) -> None:
 
 
 def check_equal(case: Case) -> None:
-    """Every exact form gives what the dense tables give: a fast wrong answer is not worth a row."""
+    """Every form without rounding gives what the dense tables give: a fast wrong answer is not worth a row."""
     keys = [feature for feature, _ in case.features]
     batch = KeyedJaggedTensor(keys=keys, values=draw_ids(case, 16, 3), lengths=torch.full((16 * len(keys),), 3))
     batch = batch.to(case.device)
     expected = dense_collection(case)(batch).values()
     for form, module in case.forms.items():
-        if form in FORMS and FORMS[form].is_exact:
+        if FORMS[form].is_exact or FORMS[form].needs_codes:
             torch.testing.assert_close(module(batch).values(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -285,6 +330,7 @@ def rows_of(case: Case, poolings: Sequence[int], threads: Sequence[int], rounds:
     """The rows of one case; `rounds` of its larger batches."""
     check_equal(case)
     floor, rows = floor_bytes(case), []
+    predicted = {p.form: p.resident_bytes for p in predict_forms(case.scheme, list(case.forms))}
     for num_threads in threads:
         torch.set_num_threads(num_threads)
         for pooling in poolings:
@@ -306,6 +352,7 @@ def rows_of(case: Case, poolings: Sequence[int], threads: Sequence[int], rounds:
                         "latency_ratio": round(statistics.median(ratios), 3),
                         "bytes_over_floor": round(size / floor, 3),
                         "resident_bytes": size,
+                        "resident_over_predicted": round(size / predicted[form], 3),
                         "baseline": baseline,
                         "latency_us": round(statistics.median(times[form]), 2),
                         "baseline_us": round(statistics.median(times["dense"]), 2),
@@ -317,13 +364,22 @@ def rows_of(case: Case, poolings: Sequence[int], threads: Sequence[int], rounds:
     return rows
 
 
+SIMULATED = (
+    (simulated, (CSR_FORMS, ("csr_fp32", "csr_int8"))),
+    (simulated_blocks, (None, ("csr_fp32", "mixed_dimension_fp32"))),
+    (simulated_codes, (CODED_FORMS, CODED_FORMS)),
+    (simulated_unsorted, (CODED_FORMS, CODED_FORMS)),
+)
+"""What simulates, and the forms that are measured of one table and of several; None: no such case."""
+
+
 def print_row(row: dict[str, Any]) -> None:
     """One line of the table."""
     low, high = row["ratio_quartiles"]
     print(
         f"{row['case']:>18} {row['form']:>20} {row['tables']:>6} {row['threads']:>7} {row['pooling']:>7} "
         f"{row['batch']:>5} {row['latency_us']:>10.1f} us {row['latency_ratio']:>6.2f} [{low:.2f}, {high:.2f}] "
-        f"{row['bytes_over_floor']:>6.2f}",
+        f"{row['bytes_over_floor']:>6.2f} {row['resident_over_predicted']:>6.3f}",
         flush=True,
     )
 
@@ -333,6 +389,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     quick = "7 rounds, not 200, of batches above 64; several tables: pooling 1"
     parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--every-form", action="store_true", help="simulated cases in every form that can hold them")
     parser.add_argument("--artifact", type=Path, help="an artifact with form csr_fp32, measured too, table by table")
     parser.add_argument("--device", type=torch.device, default="cpu", help="what serves: cpu, or cuda, one GPU")
     parser.add_argument("--json", type=output_file, help="file to write")
@@ -345,16 +402,17 @@ def main(argv: list[str] | None = None) -> None:
     if device.type == "cuda":
         compiled = f"Triton on {torch.cuda.get_device_name(device)}"
     print(f"torch {torch.__version__}, torchrec {torchrec.__version__}, {os.cpu_count()} cores, CSR lookup: {compiled}")
-    print(f"{'case':>18} {'form':>20} tables threads pooling batch   latency          ratio to dense bytes/floor")
-    torch.set_num_threads(1)
-    rows = rows_of(simulated(1, NUM_EMBEDDINGS, CSR_FORMS, device), POOLINGS, threads, rounds)
-    torch.set_num_threads(1)
-    many = simulated(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr_fp32", "csr_int8"], device)
-    rows += rows_of(many, poolings_of_many, threads, rounds)
-    del many
-    torch.set_num_threads(1)
-    blocks = simulated_blocks(NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, ["csr_fp32", "mixed_dimension_fp32"], device)
-    rows += rows_of(blocks, poolings_of_many, threads, rounds)
+    columns = "tables threads pooling batch   latency          ratio to dense bytes/floor /predicted"
+    print(f"{'case':>18} {'form':>20} {columns}")
+    rows = []
+    for simulate, of_numbers in SIMULATED:
+        sizes = ((1, NUM_EMBEDDINGS, POOLINGS), (NUM_TABLES, NUM_EMBEDDINGS_OF_MANY, poolings_of_many))
+        for (num_tables, num_embeddings, poolings), forms in zip(sizes, of_numbers, strict=True):
+            if forms is not None:
+                torch.set_num_threads(1)
+                case = simulate(num_tables, num_embeddings, () if arguments.every_form else forms, device)
+                rows += rows_of(case, poolings, threads, rounds)
+                del case  # before the next one is made
     if arguments.artifact:
         for case in of_artifact(arguments.artifact, device):
             torch.set_num_threads(1)

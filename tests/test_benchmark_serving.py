@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks import serving
-from dnis_torchrec.artifact import read_manifest
+from dnis_torchrec.artifact import predict_forms, read_manifest
+from dnis_torchrec.forms import FORMS
 from tests.serving_reference import write_two_tables
 
 FIELDS = {
@@ -22,6 +23,7 @@ FIELDS = {
     "latency_ratio",
     "bytes_over_floor",
     "resident_bytes",
+    "resident_over_predicted",
 }
 
 
@@ -48,6 +50,10 @@ def test_rows_of_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("simulated", 1, "EmbeddingBag"),
         ("simulated", 2, collection),
         ("simulated_blocks", 2, collection),
+        ("simulated_codes", 1, "EmbeddingBag"),
+        ("simulated_codes", 2, collection),
+        ("simulated_unsorted", 1, "EmbeddingBag"),
+        ("simulated_unsorted", 2, collection),
         ("artifact:ebc", 2, collection),
         ("artifact:ebc:movie/seen", 1, collection),
         ("artifact:ebc:user", 1, collection),
@@ -68,3 +74,22 @@ def test_the_floor_is_four_bytes_per_value_and_the_entropy_of_the_mask() -> None
     bits = 1000 * float((torch.special.entr(column_shares) + torch.special.entr(1 - column_shares)).sum())
     assert serving.floor_bytes(case) == pytest.approx(4 * values + bits / torch.tensor(2.0).log().item() / 8)
     assert share == pytest.approx(0.05, abs=0.005)
+
+
+def test_codes_take_the_bytes_that_are_predicted_and_give_what_they_stand_for() -> None:
+    for simulate in (serving.simulated_codes, serving.simulated_unsorted):
+        case = simulate(1, 20_000, ["packed"], torch.device("cpu"))
+        serving.check_equal(case)
+        (predicted,) = predict_forms(case.scheme, ["packed"])
+        assert case.forms["packed"].table_bytes() == predicted.resident_bytes
+        area = case.scheme.tables["t0"].routing.row_counts().unsqueeze(1) * case.scheme.tables["t0"].bits.long()
+        assert float(area.sum()) / case.scheme.tables["t0"].num_retained == pytest.approx(4, abs=0.2)
+        assert serving.floor_bytes(case) == pytest.approx(int(area.sum()) / 8, rel=1e-3)
+    assert case.scheme.tables["t0"].routing.boundaries is None
+
+
+def test_every_form_that_can_hold_a_case_is_measured() -> None:
+    plain = serving.simulated_blocks(1, 100, (), torch.device("cpu"))
+    coded = serving.simulated_codes(1, 100, (), torch.device("cpu"))
+    assert set(FORMS) - set(plain.forms) == {"packed"}
+    assert set(coded.forms) == set(FORMS)

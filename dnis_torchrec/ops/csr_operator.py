@@ -57,9 +57,9 @@ def load_operator() -> bool:
     # on the CPU the compiled implementation goes before this one
     torch.library.impl(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", "CompositeExplicitAutograd", torch_csr_embedding_bag)
     if torch.cuda.is_available():
-        from dnis_torchrec.ops import csr_triton  # Triton takes seconds to load
+        from dnis_torchrec.ops import csr_triton, triton_bags  # Triton takes seconds to load
 
-        if csr_triton.triton is not None:
+        if triton_bags.triton is not None:
             implementation = partial(_cuda_csr_embedding_bag, csr_triton.triton_csr_embedding_bag)
             torch.library.impl(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", "CUDA", implementation)
     torch.library.register_fake(f"{NAMESPACE}::{CSR_EMBEDDING_BAG}", _fake_csr_embedding_bag)

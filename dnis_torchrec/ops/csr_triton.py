@@ -5,7 +5,6 @@ Shapes: B batch, F features, I ids of a batch, n rows of a shard, D embedding_di
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,17 +13,14 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.ops import triton_bags
 from dnis_torchrec.ops.compact_pointers import RECORD_BYTES, ROWS_PER_RECORD, START_BYTES, num_rows_of
 from dnis_torchrec.ops.interleaved_rows import RowLayout
+from dnis_torchrec.ops.triton_bags import bag_bounds, check_keys, column_programs, jitted, on_device
 
-try:
-    import triton
+if triton_bags.triton is not None:
     import triton.language as tl
-except ImportError:  # a CPU build of torch comes without
-    triton = None
 
-MOST_COLUMNS_PER_PROGRAM = 128
-"""Output columns that one program adds up at most; wider tables take several programs per bag."""
 VALUES_PER_STEP = 4
 """Values of a row that a program takes at a time."""
 WARPS_PER_PROGRAM = 1
@@ -94,17 +90,16 @@ def triton_csr_embedding_bag(
         if batch_size == 0:
             break
         num_keys = (offsets.numel() - 1) // batch_size
-        has_bags = all(0 <= feature.key < num_keys for feature in features)
-        has_bags &= keys is not None or num_keys == len(layout)
-        check(has_bags, "offsets", "bags for each feature", f"those of {num_keys} keys")
-        widest = max(feature.embedding_dim for feature in features)
-        columns_per_program = min(MOST_COLUMNS_PER_PROGRAM, triton.next_power_of_2(max(widest, 1)))
-        programs_per_bag = triton.cdiv(max(widest, 1), columns_per_program)  # one at D = 0, too: its ids are checked
+        check(
+            keys is not None or num_keys == len(layout), "offsets", "bags for each feature", f"those of {num_keys} keys"
+        )
+        check_keys([feature.key for feature in features], num_keys)
+        columns_per_program, programs_per_bag = column_programs([feature.embedding_dim for feature in features])
         _kernel[(batch_size, len(features), programs_per_bag)](
             ids,
             offsets,
             ids if per_sample_weights is None else per_sample_weights,
-            _on_device(tuple(features), ids.device),
+            on_device(tuple(features), ids.device),
             fault,
             out,
             ids.numel(),
@@ -154,12 +149,6 @@ def _by_encoding(
     return features
 
 
-@functools.lru_cache(maxsize=256)
-def _on_device(features: tuple[_Feature, ...], device: torch.device) -> Tensor:
-    """Copies what the kernel reads about features to a device; a module's features stay the same, so few calls copy."""
-    return torch.tensor(features, dtype=torch.int64).to(device)
-
-
 def _number_at(start, mask, num_bytes: tl.constexpr):  # type: ignore[no-untyped-def]  # as below
     """Little-endian integers at any byte, byte by byte, because nothing in a row is aligned; int32."""
     number = tl.load(start, mask=mask, other=0).to(tl.int32)
@@ -197,15 +186,6 @@ def _row_bounds(  # type: ignore[no-untyped-def]
     return first, last
 
 
-def _bag_bounds(offsets, bag, num_bags, num_ids, fault):  # type: ignore[no-untyped-def]
-    """Returns where the ids of a bag begin and end. Offsets that do not rise from 0 to `num_ids` give a fault."""
-    begin, end = tl.load(offsets + bag).to(tl.int64), tl.load(offsets + bag + 1).to(tl.int64)
-    is_sound = (begin >= 0) & (begin <= end) & (end <= num_ids)
-    is_sound = is_sound & (tl.load(offsets) == 0) & (tl.load(offsets + num_bags) == num_ids)
-    tl.store(fault, 1, mask=is_sound == 0)
-    return begin, tl.where(is_sound, end, begin)
-
-
 def _as_float(bits, value_bytes: tl.constexpr):  # type: ignore[no-untyped-def]
     """The float32 of a value's bits, by its width: float32, float16, int8."""
     if value_bytes == 4:
@@ -217,12 +197,7 @@ def _as_float(bits, value_bytes: tl.constexpr):  # type: ignore[no-untyped-def]
     return value
 
 
-def _jitted(function: Any) -> Any:
-    return None if triton is None else triton.jit(function)
-
-
-_number, _bounds, _float = _jitted(_number_at), _jitted(_row_bounds), _jitted(_as_float)
-_bag = _jitted(_bag_bounds)
+_number, _bounds, _float = jitted(_number_at), jitted(_row_bounds), jitted(_as_float)
 
 
 def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
@@ -253,10 +228,10 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     bag = tl.program_id(0).to(tl.int64)
     feature = features + tl.program_id(1) * fields_per_feature  # fields in the order of _Feature
     rows = tl.load(feature).to(tl.pointer_type(tl.uint8))
-    row_pointers = tl.load(feature + 1)
-    num_rows = tl.load(feature + 2)
+    row_pointers, num_rows = tl.load(feature + 1), tl.load(feature + 2)
     first_column, embedding_dim, is_mean = tl.load(feature + 4), tl.load(feature + 5), tl.load(feature + 6)
-    begin, end = _bag(offsets, tl.load(feature + 3) * batch_size + bag, num_bags, num_ids, fault)
+    begin, end, is_sound = bag_bounds(offsets, tl.load(feature + 3) * batch_size + bag, num_bags, num_ids)
+    tl.store(fault, 1, mask=is_sound == 0)
     own_columns = tl.program_id(2) * columns_per_program + tl.arange(0, columns_per_program)
     pooled = tl.zeros((columns_per_program,), tl.float32)
     for i in range(begin, end):
@@ -288,4 +263,4 @@ def _pool_bag(  # type: ignore[no-untyped-def]  # Triton takes every name in an 
     tl.store(out + bag * width + first_column + own_columns, pooled, mask=own_columns < embedding_dim)
 
 
-_kernel: Any = _jitted(_pool_bag)
+_kernel: Any = jitted(_pool_bag)

@@ -1,7 +1,8 @@
 """The operator ``dnis_torchrec::packed_embedding_bag``: all features of a collection, from rows of bit fields.
 
-Two implementations of one meaning: compiled for the CPU (csrc/lookups/packed_rows.cpp), and from torch's own operators
-for every other device and where nothing can be compiled. A fake one lets torch.export through.
+Three implementations of one meaning: compiled for the CPU (csrc/lookups/packed_rows.cpp), a Triton kernel for CUDA
+(packed_triton.py), and from torch's own operators for every other device and where nothing can be compiled. A fake one
+lets torch.export through.
 
 A value of k bits is a number q in 0 .. 2^k - 1 that stands for ``scale * (q + shift / 2)``. A lookup masks the bytes in
 which the field begins, which gives ``q * 2^s`` where the field begins at bit s of a byte, and computes ``(q * 2^s) *
@@ -51,20 +52,26 @@ def register_packed_embedding_bag(*, compiled: bool) -> None:
         torch.library.define(name, PACKED_SCHEMA.removeprefix(PACKED_EMBEDDING_BAG))
     # on the CPU the compiled implementation goes before this one
     torch.library.impl(name, "CompositeExplicitAutograd", torch_packed_embedding_bag)
+    if torch.cuda.is_available():
+        from dnis_torchrec.ops import packed_triton, triton_bags  # Triton takes seconds to load
+
+        if triton_bags.triton is not None:
+            torch.library.impl(name, "CUDA", packed_triton.triton_packed_embedding_bag)
     torch.library.register_fake(name, _fake)
 
 
 def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Describes the columns of blocks for a lookup, 16 columns in a group, 24 bytes for each column.
 
-    A group is 96 int32: sixteen for each of the first five numbers below, then six, then zeros.
+    A group is 96 int32: sixteen for each of the first five numbers below, then seven, then zeros.
 
     - bytes of the field within the 64 from the group's first on, four to a number, lowest first;
     - mask of the field in these, all bits for a float32, 0 for a dropped column;
     - scale of what is masked and bias, as the bits of float32;
     - the bytes of the field again, within the 16 from the first of its four columns on;
     - first byte of the group from the row's; first byte of its four times four columns from the group's;
-    - 0 if no column is retained, 2 if one is a float32, else 1.
+    - 0 if no column is retained, 2 if one is a float32, else 1;
+    - bytes from the group's first on up to the last that a field has.
 
     Args:
         bits: ``(S, D)`` integers among `WIDTHS`.
@@ -95,6 +102,7 @@ def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     power = torch.where(is_code.view_as(start), bit, 0)
     scales = torch.where(is_code, pad(scale, missing), 0.0).view(start.shape)
     biases = scales * (torch.where(is_code, pad(shift, missing), 0).view(start.shape) / 2)
+    ends = torch.where(retained, (bit + width.view_as(start) + 7) // 8 + in_window, 0)
     kind = torch.where(is_float.any(1), _WITH_FLOATS, torch.where(retained.any(1), _CODES, _EMPTY))
     integers = [
         _bytes_from(in_window, _WINDOW_BYTES),
@@ -105,6 +113,7 @@ def field_groups(bits: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         window,
         quad.view(-1, COLUMNS_PER_GROUP // COLUMNS_PER_QUAD),
         kind.unsqueeze(1),
+        ends.amax(dim=1, keepdim=True),
     ]
     groups = torch.cat([part.to(torch.int32) for part in integers], dim=1)
     return pad(groups, (0, GROUP_FIELDS - groups.shape[1]))

@@ -29,14 +29,15 @@ pytestmark = pytest.mark.skipif(not load_operator(), reason="no C++ compiler her
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An AOTInductor package of the tiny DLRM with tables of compressed sparse rows."""
+    """An AOTInductor package of the tiny DLRM with tables of bit fields."""
     folder = tmp_path_factory.mktemp("compiled")
-    return run_package(write_tiny_artifact(folder / "artifact"), folder / "package", form="csr_fp32", kind="aoti")
+    artifact = write_tiny_artifact(folder / "artifact", forms=("packed",), codes=True)
+    return run_package(artifact, folder / "package", kind="aoti")
 
 
 def expected(package: Path, inputs: tuple[Tensor, ...]) -> Tensor:
     """What the model of a package predicts, flat."""
-    model = drop_in_(tiny.make_recipe().model, package.parent / "artifact", form="csr_fp32").eval()
+    model = drop_in_(tiny.make_recipe().model, package.parent / "artifact").eval()
     with torch.inference_mode():
         return FlatModel(model, SIGNATURE)(*inputs).flatten()
 
@@ -71,8 +72,8 @@ def test_constants_stay_outside_and_are_indexed(package: Path) -> None:
         sizes, name = [int(size) for size in rest[: int(dims)]], " ".join(rest[int(dims) :])
         part = bytearray(content[int(offset) : int(offset) + int(num_bytes)])
         tensors[name] = torch.frombuffer(part, dtype=getattr(torch, dtype)).view(sizes)
-    stored = drop_in_(tiny.make_recipe().model, package.parent / "artifact", form="csr_fp32").state_dict()
-    table = "sparse_arch.embedding_bag_collection.tables.user/interleaved_rows"
+    stored = drop_in_(tiny.make_recipe().model, package.parent / "artifact").state_dict()
+    table = "sparse_arch.embedding_bag_collection.tables.user/rows"
     assert tensors[f"model.{table}"].equal(stored[table])
     assert tensors[f"model.{table}"].numpy().tobytes() not in (package / "model.pt2").read_bytes()
 

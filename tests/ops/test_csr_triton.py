@@ -1,4 +1,4 @@
-"""The Triton kernel against torch's own operators: on a GPU, or anywhere through Triton's interpreter.
+"""The Triton kernel against torch's own operators: on a GPU, or anywhere through Triton's interpreter, or on numpy.
 
 TRITON_INTERPRET=1 python -m pytest tests/ops/test_csr_triton.py
 """
@@ -12,14 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dnis_torchrec.ops import csr_triton
+from dnis_torchrec.ops import csr_triton, triton_bags
 from dnis_torchrec.ops.csr_operator import torch_csr_embedding_bag
 from dnis_torchrec.ops.csr_triton import triton_csr_embedding_bag
 from dnis_torchrec.ops.interleaved_rows import RowLayout
 from dnis_torchrec.serving import load_operator
 from tests.ops.test_csr_operator import Call, calls, large_call, small_call
+from tests.triton_on_numpy import without_triton
 
-needs_triton = pytest.mark.skipif(csr_triton.triton is None, reason="needs Triton, which comes with torch for CUDA")
+needs_triton = pytest.mark.skipif(triton_bags.triton is None, reason="needs Triton, which comes with torch for CUDA")
 on_a_device = pytest.mark.skipif(
     not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
@@ -39,6 +40,17 @@ def pooled(call: Call) -> torch.Tensor:
 
 def in_one_shard(call: Call) -> bool:
     return bool((call.layout[:, 1] == 1).all())
+
+
+JITTED = {"_number": "_number_at", "_bounds": "_row_bounds", "_float": "_as_float", "_kernel": "_pool_bag"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(calls().filter(in_one_shard))
+def test_the_kernel_on_numpy_gives_the_bits_of_torch(call: Call) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        without_triton(patch, csr_triton, JITTED, call.tables)
+        assert triton_csr_embedding_bag(*call.arguments()).equal(torch_csr_embedding_bag(*call.arguments()))
 
 
 @needs_triton

@@ -60,6 +60,7 @@ def test_windows_hold_their_fields(bits: list[int]) -> None:
     widths = torch.tensor([bits])
     groups = field_groups(widths, torch.ones(1, len(bits)), torch.zeros(1, len(bits)))
     assert groups.shape == (-(-len(bits) // 16), GROUP_FIELDS)
+    ends = [0] * len(groups)
     for column, (offset, width) in enumerate(zip(field_offsets(widths)[0].tolist(), bits, strict=True)):
         group, lane = groups[column // 16].tolist(), column % 16
         mask = group[16 + lane] % 2**32
@@ -73,6 +74,8 @@ def test_windows_hold_their_fields(bits: list[int]) -> None:
             assert last < 64
             assert last - quad < 16
             assert quad < 64
+            ends[column // 16] = max(ends[column // 16], last + 1)
+    assert groups[:, 86].tolist() == ends
 
 
 @needs_compiler

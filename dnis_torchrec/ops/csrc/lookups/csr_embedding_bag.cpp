@@ -292,13 +292,6 @@ std::string describe(const Fault& fault, size_t feature, const Feature& fields, 
   }
 }
 
-// Asks memory for where the first rows of some bags begin.
-void prefetch(const Feature& feature, const Bags& bags, int64_t first_bag) {
-  const int64_t begin = bags.offsets[feature.key * bags.batch_size + first_bag];
-  if (begin < 0) return;
-  for (int64_t k = begin; k < std::min(begin + WINDOW, bags.num_ids); ++k) feature.prefetch(bags.ids[k]);
-}
-
 Tensor csr_embedding_bag(
     const Tensor& ids, const Tensor& offsets, const std::optional<Tensor>& per_sample_weights,
     const std::vector<Tensor>& tensors, const Tensor& layout, const std::optional<std::vector<int64_t>>& keys,
@@ -310,7 +303,7 @@ Tensor csr_embedding_bag(
   Tensor out = empty_output(batch_size, width);
   bags.out = static_cast<float*>(out.mutable_data_ptr());
   const auto ahead = [&](int64_t f) {
-    if (f + 1 < static_cast<int64_t>(features.size())) prefetch(features[f + 1], bags, 0);
+    if (f + 1 < static_cast<int64_t>(features.size())) prefetch_first(features[f + 1], bags);
   };
   pool_all(features, bags, instruction_set.load()->pool, ahead, describe);
   return out;

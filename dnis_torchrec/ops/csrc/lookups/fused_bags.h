@@ -94,6 +94,15 @@ Bags read_bags(
   return bags;
 }
 
+// Asks memory for what tells where the first rows of a feature stand.
+template <typename Feature>
+void prefetch_first(const Feature& feature, const Bags& bags) {
+  const int64_t first_bag = feature.key * bags.batch_size, begin = bags.offsets[first_bag];
+  const int64_t end = std::min(bags.offsets[first_bag + bags.batch_size], bags.num_ids);
+  if (begin < 0 || begin >= end) return;
+  for (int64_t at = begin; at < begin + std::min(WINDOW, end - begin); ++at) feature.prefetch(bags.ids[at]);
+}
+
 // Gives the columns of the output out: features take them one after the other, so that each is written, and by one alone.
 struct Columns {
   int64_t width;

@@ -30,36 +30,26 @@ inline int64_t rank_in_record(const uint8_t* planes, int64_t place, int64_t& blo
 }
 
 // Where a row stands, or false if the directory makes no sense: which of the table's blocks, and which row of that.
+template <Directory kind, int64_t num_planes>
 inline bool locate(const Table& table, int64_t row, int64_t& block, int64_t& position) {
   block = 0;
   position = row;
-  if (table.kind == Directory::NONE) return true;
-  if (table.kind == Directory::SORTED) {
+  if constexpr (kind == Directory::SORTED) {
     for (int64_t left = table.num_blocks; left > 1;) {  // the last of the blocks that begin at the row or before
       const int64_t half = left / 2;
       if (read<int64_t>(table.directory, block + half) <= row) block += half;
       left -= half;
     }
     position = static_cast<int64_t>(static_cast<uint64_t>(row) - read<uint64_t>(table.directory, block));
-    return true;
+  } else if constexpr (kind == Directory::RANKS) {
+    const uint8_t* record = table.records + (row >> log_rows_per_record(num_planes)) * table.record_bytes;
+    const uint8_t* planes = record + COUNT_BYTES * table.num_blocks;
+    const int64_t place = row & (rows_per_record(num_planes) - 1);
+    const int64_t before = rank_in_record<num_planes>(planes, place, block);
+    if (__builtin_expect(block >= table.num_blocks, 0)) return false;
+    const uint64_t start = read<uint64_t>(table.directory, (row >> 16) * table.num_blocks + block);
+    position = static_cast<int64_t>(start + read<uint16_t>(record, block) + static_cast<uint64_t>(before));
   }
-  const uint8_t* record = table.record_of(row);
-  const uint8_t* planes = record + COUNT_BYTES * table.num_blocks;
-  const int64_t place = row & (rows_per_record(table.num_planes) - 1);
-  int64_t before;
-  switch (table.num_planes) {
-    case 1: before = rank_in_record<1>(planes, place, block); break;
-    case 2: before = rank_in_record<2>(planes, place, block); break;
-    case 3: before = rank_in_record<3>(planes, place, block); break;
-    case 4: before = rank_in_record<4>(planes, place, block); break;
-    case 5: before = rank_in_record<5>(planes, place, block); break;
-    case 6: before = rank_in_record<6>(planes, place, block); break;
-    case 7: before = rank_in_record<7>(planes, place, block); break;
-    default: before = rank_in_record<8>(planes, place, block);
-  }
-  if (__builtin_expect(block >= table.num_blocks, 0)) return false;
-  const uint64_t start = read<uint64_t>(table.directory, row / ROWS_PER_START * table.num_blocks + block);
-  position = static_cast<int64_t>(start + read<uint16_t>(record, block) + static_cast<uint64_t>(before));
   return true;
 }
 
@@ -79,7 +69,9 @@ inline void store_sums(float* out, int64_t columns, Sums sums) {
   _mm512_mask_storeu_ps(out, lanes_of(columns), sums);
 }
 
-inline bool is_within(const Group& group, int64_t stride) { return group.window >= 0 && group.window <= stride; }
+inline bool is_within(const Group& group, int64_t stride) {
+  return static_cast<uint64_t>(group.window) <= static_cast<uint64_t>(stride);  // a number below 0 is a large one
+}
 
 // The bytes of a window that lie in the row; what is masked out is not read. Half a window where that is all there is:
 // reading the other half waits for a cache line that nobody asked for, masked out or not.
@@ -95,12 +87,18 @@ inline __m512i bytes_of_window(const uint8_t* window, int64_t left) {
 // All 16 columns of a group: their bytes are taken out of a window of 64.
 template <bool is_weighted>
 inline void add_group(
-    Sums& sums, const uint8_t* window, int64_t left, const uint8_t*, const Group& group, float weight) {
-  const __m512i field = _mm512_permutexvar_epi8(_mm512_loadu_si512(group.wide), bytes_of_window(window, left));
+    Sums& sums, const uint8_t* window, int64_t left, const uint8_t* end, const Group& group, float weight) {
+  __m512i bytes;
+  if (__builtin_expect(group.span <= FEW_BYTES && end - window >= FEW_BYTES, 1)) {  // codes, mostly
+    bytes = _mm512_zextsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(window)));
+  } else {
+    bytes = bytes_of_window(window, left);
+  }
+  const __m512i field = _mm512_permutexvar_epi8(_mm512_loadu_si512(group.wide), bytes);
   const __m512i mask = _mm512_loadu_si512(group.masks);
   const __m512 number = _mm512_cvtepi32_ps(_mm512_and_si512(field, mask));
   __m512 value = _mm512_add_ps(_mm512_mul_ps(number, _mm512_loadu_ps(group.scales)), _mm512_loadu_ps(group.biases));
-  if (group.kind == Group::WITH_FLOATS) {
+  if (__builtin_expect(group.kind == Group::WITH_FLOATS, 0)) {
     const __mmask16 is_float = _mm512_cmpeq_epi32_mask(mask, _mm512_set1_epi32(-1));
     value = _mm512_mask_mov_ps(value, is_float, _mm512_castsi512_ps(field));
   }
@@ -208,101 +206,119 @@ inline void add_group(
 #endif
 
 // Finds the row of id number `at`, and asks memory for it.
+template <Directory kind, int64_t num_planes>
 inline void find_row(Row& row, const Table& table, const Bags& bags, int64_t at, Fault& fault) {
-  row = {};
+  row.bytes = nullptr;
   const int64_t id = bags.ids[at];
   if (__builtin_expect(id < 0 || id >= table.num_embeddings, 0)) {
     if (!bags.zero_unknown) fault.note(Fault::UNKNOWN_ID, at);
     return;
   }
   int64_t index, position;
-  if (__builtin_expect(!locate(table, id, index, position), 0)) return fault.note(Fault::DIRECTORY, at);
+  const bool is_found = locate<kind, num_planes>(table, id, index, position);
+  if (__builtin_expect(!is_found, 0)) return fault.note(Fault::DIRECTORY, at);
   const Block& block = table.blocks[index];
   if (block.groups == nullptr) return;  // a row that retains nothing
   if (__builtin_expect(position < 0 || position >= block.num_rows, 0)) return fault.note(Fault::DIRECTORY, at);
-  row = {block.rows + position * block.stride, &block, bags.weights != nullptr ? bags.weights[at] : 1.0f};
+  const float weight = bags.weights != nullptr ? bags.weights[at] : 1.0f;
+  row.bytes = block.rows + position * block.stride;
+  row.groups = block.groups;
+  row.stride = block.stride;
+  row.weight = weight;
   for (int64_t byte = 0; byte < block.stride; byte += LINE) __builtin_prefetch(row.bytes + byte);
-  // another cache line if the row straddles two, or half a window does; a number, because no byte need be there
-  const uintptr_t end = reinterpret_cast<uintptr_t>(row.bytes) + block.stride + WINDOW_BYTES / 2;
+  // another cache line if the row straddles two, or a window does; a number, because no byte need be there
+  const uintptr_t end = reinterpret_cast<uintptr_t>(row.bytes) + block.stride + FEW_BYTES;
   __builtin_prefetch(reinterpret_cast<const void*>(end - 1));
 }
 
-// Rows of ids ahead of those that are added: each is found, and asked of memory, while earlier ones are added; where it
-// stands was asked of memory before.
+// Rows of ids that are added next. All of them are found, and asked of memory, before the first is added: a loop that
+// does nothing else waits for many at once. Where the ids behind them stand was asked of memory by then.
 struct RowsAhead {
   Row rows[WINDOW];
-  int64_t next = 0;   // the id that is added next
-  int64_t found = 0;  // one past the last id whose row was found
+  int64_t first = 0, last = 0;  // the ids
 
-  // Finds the rows of ids [first, last), at most WINDOW, and of some that follow.
-  void find(int64_t first, int64_t last, int64_t last_id, const Table& table, const Bags& bags, Fault& fault) {
-    if (__builtin_expect(first != next, 0)) found = first;
-    next = last;
-    for (const int64_t end = first + WINDOW < last_id ? first + WINDOW : last_id; found < end; ++found) {
-      if (table.kind == Directory::RANKS && found + WINDOW < bags.num_ids) {
-        const int64_t id = bags.ids[found + WINDOW];
-        if (id >= 0 && id < table.num_embeddings) table.prefetch(id);
-      }
-      find_row(rows[found % WINDOW], table, bags, found, fault);
+  bool has(int64_t at) const { return at >= first && at < last; }
+  const Row& operator[](int64_t at) const { return rows[at - first]; }
+
+  void find(int64_t begin, int64_t last_id, const Table& table, const Bags& bags, Fault& fault) {
+    first = begin;
+    last = last_id - begin < WINDOW ? last_id : begin + WINDOW;
+    if (table.kind == Directory::NONE) return find_by<Directory::NONE, 0>(last_id, table, bags, fault);
+    if (table.kind == Directory::SORTED) return find_by<Directory::SORTED, 0>(last_id, table, bags, fault);
+    switch (table.num_planes) {
+      case 1: return find_by<Directory::RANKS, 1>(last_id, table, bags, fault);
+      case 2: return find_by<Directory::RANKS, 2>(last_id, table, bags, fault);
+      case 3: return find_by<Directory::RANKS, 3>(last_id, table, bags, fault);
+      case 4: return find_by<Directory::RANKS, 4>(last_id, table, bags, fault);
+      case 5: return find_by<Directory::RANKS, 5>(last_id, table, bags, fault);
+      case 6: return find_by<Directory::RANKS, 6>(last_id, table, bags, fault);
+      case 7: return find_by<Directory::RANKS, 7>(last_id, table, bags, fault);
+      default: return find_by<Directory::RANKS, 8>(last_id, table, bags, fault);
     }
   }
-  const Row& operator[](int64_t at) const { return rows[at % WINDOW]; }
+
+  template <Directory kind, int64_t num_planes>
+  void find_by(int64_t last_id, const Table& table, const Bags& bags, Fault& fault) {
+    for (int64_t at = first; at < last; ++at) {
+      if (kind == Directory::RANKS && at + WINDOW < last_id) table.prefetch(bags.ids[at + WINDOW]);
+      find_row<kind, num_planes>(rows[at - first], table, bags, at, fault);
+    }
+  }
 };
 
-// Adds the rows of ids [first, last) to some groups of columns of the output, which stay in registers meanwhile.
-template <bool is_weighted>
+// Adds the rows of ids [first, last) to some groups of columns of the output, which stay in registers meanwhile. Groups
+// without a column add zeros: asking whether there is one costs more, as rows differ in that.
+template <bool is_weighted, int64_t num_groups>
 inline void add_rows(
     float* out, int64_t columns, int64_t first_group, bool is_begun, const RowsAhead& rows, int64_t first, int64_t last,
     const uint8_t* end, Fault& fault) {
-  Sums sums[GROUPS_AT_A_TIME];
+  Sums sums[num_groups];
 #pragma GCC unroll 4
-  for (int64_t g = 0; g < GROUPS_AT_A_TIME; ++g) {
-    const bool is_there = is_begun && LANES * g < columns;
-    sums[g] = is_there ? load_sums(out + LANES * g, columns - LANES * g) : no_sums();
+  for (int64_t g = 0; g < num_groups; ++g) {
+    sums[g] = is_begun ? load_sums(out + LANES * g, columns - LANES * g) : no_sums();
   }
   for (int64_t i = first; i < last; ++i) {
     const Row& row = rows[i];
     if (row.bytes == nullptr) continue;
-    const Group* groups = row.block->groups + first_group;
-    const int64_t stride = row.block->stride;
+    const Group* groups = row.groups + first_group;
 #pragma GCC unroll 4
-    for (int64_t g = 0; g < GROUPS_AT_A_TIME; ++g) {
-      if (LANES * g >= columns || groups[g].kind == Group::EMPTY) continue;
-      if (__builtin_expect(!is_within(groups[g], stride), 0)) {
+    for (int64_t g = 0; g < num_groups; ++g) {
+      if (__builtin_expect(!is_within(groups[g], row.stride), 0)) {
         fault.note(Fault::FIELDS, i);
         continue;
       }
       const int64_t window = groups[g].window;
-      add_group<is_weighted>(sums[g], row.bytes + window, stride - window, end, groups[g], row.weight);
+      add_group<is_weighted>(sums[g], row.bytes + window, row.stride - window, end, groups[g], row.weight);
     }
   }
 #pragma GCC unroll 4
-  for (int64_t g = 0; g < GROUPS_AT_A_TIME; ++g) {
-    if (LANES * g < columns) store_sums(out + LANES * g, columns - LANES * g, sums[g]);
-  }
+  for (int64_t g = 0; g < num_groups; ++g) store_sums(out + LANES * g, columns - LANES * g, sums[g]);
 }
 
-template <bool is_weighted>
+template <bool is_weighted, int64_t num_groups>
 Fault pool_bags(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
   const int64_t first_offset = feature.key * bags.batch_size, dim = feature.embedding_dim;
   const int64_t last_id = bags.offsets[first_offset + last_bag];
   const Table& table = *feature.table;
   RowsAhead rows;
   Fault fault;
+  int64_t end = bags.offsets[first_offset + first_bag];
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
     float* out = bags.out + bag * bags.width + feature.first_column;
-    const int64_t begin = bags.offsets[first_offset + bag], end = bags.offsets[first_offset + bag + 1];
+    const int64_t begin = end;
+    end = bags.offsets[first_offset + bag + 1];
     const bool rising = begin >= 0 && begin <= end && end <= last_id && last_id <= bags.num_ids;
     if (__builtin_expect(!rising, 0)) fault.note(Fault::OFFSETS, first_offset + bag);
     if (bag + BAGS_AHEAD < last_bag) {  // bags of one feature lie pages apart, and stores wait in line for their pages
       for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(out + BAGS_AHEAD * bags.width + d, 1);
     }
     if (!rising || begin == end) __builtin_memset(out, 0, sizeof(float) * dim);
-    for (int64_t first = begin; rising && first < end; first += ROWS_AT_A_TIME) {
-      const int64_t last = end - first < ROWS_AT_A_TIME ? end : first + ROWS_AT_A_TIME;
-      rows.find(first, last, last_id, table, bags, fault);
-      for (int64_t d = 0; d < dim; d += LANES * GROUPS_AT_A_TIME) {
-        add_rows<is_weighted>(out + d, dim - d, d / LANES, first > begin, rows, first, last, table.end, fault);
+    for (int64_t first = begin, last; rising && first < end; first = last) {
+      if (!rows.has(first)) rows.find(first, last_id, table, bags, fault);
+      last = end < rows.last ? end : rows.last;
+      for (int64_t d = 0; d < dim; d += LANES * num_groups) {
+        add_rows<is_weighted, num_groups>(
+            out + d, dim - d, d / LANES, first > begin, rows, first, last, table.end, fault);
       }
     }
     if (feature.is_mean && rising && end - begin > 1) {
@@ -313,8 +329,17 @@ Fault pool_bags(const Feature& feature, const Bags& bags, int64_t first_bag, int
   return fault;
 }
 
-// Pools bags [first_bag, last_bag) of one feature.
+template <int64_t num_groups>
+Fault pool_groups(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
+  return bags.weights != nullptr ? pool_bags<true, num_groups>(feature, bags, first_bag, last_bag)
+                                 : pool_bags<false, num_groups>(feature, bags, first_bag, last_bag);
+}
+
+// Pools bags [first_bag, last_bag) of one feature, as many groups at a time as registers hold and divide them all.
 Fault pool(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
-  return bags.weights != nullptr ? pool_bags<true>(feature, bags, first_bag, last_bag)
-                                 : pool_bags<false>(feature, bags, first_bag, last_bag);
+  const int64_t num_groups = (feature.embedding_dim + LANES - 1) / LANES;
+  if (num_groups % 4 == 0) return pool_groups<4>(feature, bags, first_bag, last_bag);
+  if (num_groups % 3 == 0) return pool_groups<3>(feature, bags, first_bag, last_bag);
+  if (num_groups % 2 == 0) return pool_groups<2>(feature, bags, first_bag, last_bag);
+  return pool_groups<1>(feature, bags, first_bag, last_bag);
 }

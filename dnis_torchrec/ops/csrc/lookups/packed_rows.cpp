@@ -38,7 +38,7 @@ constexpr const char* OPERATOR = "packed_embedding_bag";
 constexpr int64_t LINE = 64;          // bytes of a cache line
 constexpr int64_t BAGS_AHEAD = 16;    // whose outputs are asked of memory
 constexpr int64_t LANES = 16;         // columns of a group
-constexpr int64_t GROUPS_AT_A_TIME = 4, ROWS_AT_A_TIME = 16;  // that are added together
+constexpr int64_t FEW_BYTES = 16;     // of a window, which most groups of codes do with
 constexpr int64_t WINDOW_BYTES = 64;  // that hold the fields of a group: 16 of at most 32 bits
 constexpr int64_t QUAD_BYTES = 16;    // that hold the fields of four columns
 constexpr int64_t READABLE_BYTES = WINDOW_BYTES + QUAD_BYTES + 4;  // that reading some window may touch
@@ -81,7 +81,8 @@ struct Group {
   int32_t window;    // its first byte, from the row's
   int32_t quads[4];  // first byte of the window of four columns, from the group's
   int32_t kind;
-  int32_t unused[10];
+  int32_t span;     // bytes of the window up to the last that a field has
+  int32_t unused[9];
 };
 constexpr int64_t GROUP_FIELDS = sizeof(Group) / sizeof(int32_t);
 static_assert(GROUP_FIELDS == 96);
@@ -109,7 +110,9 @@ struct Table {
   const uint8_t* record_of(int64_t row) const {
     return records + (row >> log_rows_per_record(num_planes)) * record_bytes;
   }
+  // Asks memory for the record of a row, if that is one and has one.
   void prefetch(int64_t row) const {
+    if (kind != Directory::RANKS || row < 0 || row >= num_embeddings) return;
     const uint8_t* record = record_of(row);
     for (int64_t byte = 0; byte < record_bytes; byte += LINE) __builtin_prefetch(record + byte);
   }
@@ -121,11 +124,14 @@ struct Feature {
   int64_t first_column;  // of the output
   int64_t embedding_dim;
   bool is_mean;
+
+  void prefetch(int64_t row) const { table->prefetch(row); }
 };
 
 struct Row {
   const uint8_t* bytes;  // null where nothing is stored
-  const Block* block;
+  const Group* groups;
+  int64_t stride;
   float weight;
 };
 
@@ -340,7 +346,10 @@ Tensor packed_embedding_bag(
       make_features(feature_layout, block_layout, table_layout, groups, made, keys, bags.num_keys, width);
   Tensor out = empty_output(batch_size, width);
   bags.out = static_cast<float*>(out.mutable_data_ptr());
-  pool_all(features, bags, pool_of_machine(), [](int64_t) {}, describe);
+  const auto ahead = [&](int64_t f) {
+    if (f + 1 < static_cast<int64_t>(features.size())) prefetch_first(features[f + 1], bags);
+  };
+  pool_all(features, bags, pool_of_machine(), ahead, describe);
   return out;
 }
 

@@ -1,0 +1,190 @@
+"""Kernels in Triton's language, run on numpy: what they load, compute and store, one program after another.
+
+For machines without Triton. What it shows is that a kernel's arithmetic is right and that it loads from nowhere else
+than its tensors; not that Triton compiles it, nor anything that depends on programs running at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Callable
+from itertools import product
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dnis_torchrec.ops import triton_bags
+
+
+class Value(np.ndarray):
+    """A block of numbers, or one."""
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        """Cast, or the same bits under another name; integers become addresses."""
+        if isinstance(dtype, PointerType):
+            return Pointer(self, dtype.dtype)
+        return self.view(dtype) if bitcast else value(self.astype(dtype))
+
+
+def value(numbers: Any, dtype: Any = None) -> Value:
+    """Wraps numbers."""
+    return np.asarray(numbers, dtype=dtype).view(Value)
+
+
+class PointerType:
+    """`tl.pointer_type(dtype)`."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+
+
+class Pointer:
+    """Addresses of numbers of one type."""
+
+    def __init__(self, addresses: Any, dtype: np.dtype) -> None:
+        self.addresses, self.dtype = value(addresses, np.int64), dtype
+
+    def __add__(self, steps: Any) -> Pointer:
+        return Pointer(self.addresses + np.asarray(steps, np.int64) * self.dtype.itemsize, self.dtype)
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.addresses[index], self.dtype)
+
+
+class Memory:
+    """The tensors of a launch: nothing else may be touched, but for the rest of a word that a byte of theirs is in."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.spans = [(tensor.data_ptr() & ~3, (tensor.data_ptr() + tensor.nbytes + 3) & ~3) for tensor in tensors]
+
+    def bytes_at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+        """Which tensor every number of so many bytes lies in: its memory, and the positions of its bytes there."""
+        assert not (addresses % size).any(), "not aligned"
+        tensor, found = np.full(len(addresses), -1), []
+        for index, (first, last) in enumerate(self.spans):
+            tensor[(tensor < 0) & (addresses >= first) & (addresses + size <= last)] = index
+        assert (tensor >= 0).all(), "outside of all tensors"
+        for index in np.unique(tensor):
+            first, last = self.spans[index]
+            memory = np.ctypeslib.as_array((ctypes.c_uint8 * (last - first)).from_address(first))
+            found.append((memory, (addresses[tensor == index] - first)[:, None] + np.arange(size)))
+        return tensor, found
+
+    def read(self, addresses: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """The numbers there."""
+        tensor, found = self.bytes_at(addresses, dtype.itemsize)
+        numbers = np.empty(len(addresses), dtype)
+        for index, (memory, places) in zip(np.unique(tensor), found, strict=True):
+            numbers[tensor == index] = np.ascontiguousarray(memory[places]).view(dtype)[:, 0]
+        return numbers
+
+    def write(self, addresses: np.ndarray, numbers: np.ndarray) -> None:
+        """Puts numbers there."""
+        tensor, found = self.bytes_at(addresses, numbers.itemsize)
+        for index, (memory, places) in zip(np.unique(tensor), found, strict=True):
+            memory[places] = np.ascontiguousarray(numbers[tensor == index]).view(np.uint8).reshape(places.shape)
+
+
+class Language:
+    """The part of `triton.language` that the kernels of the project use."""
+
+    int8, int16, int32, int64 = np.int8, np.int16, np.int32, np.int64
+    uint8, uint16, float16, float32 = np.uint8, np.uint16, np.float16, np.float32
+    constexpr = None
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory, self.program = memory, (0, 0, 0)
+
+    def program_id(self, axis: int) -> Value:
+        return value(self.program[axis], np.int32)
+
+    def load(self, pointer: Pointer, mask: Any = True, other: Any = 0) -> Value:
+        addresses, masks = np.broadcast_arrays(pointer.addresses, mask)
+        loaded = np.full(addresses.shape, other, pointer.dtype)
+        loaded[masks] = self.memory.read(np.asarray(addresses)[masks], pointer.dtype)
+        return value(loaded)
+
+    def store(self, pointer: Pointer, numbers: Any, mask: Any = True) -> None:
+        assert np.ndim(mask) <= np.ndim(pointer.addresses), "a block of masks for one address"
+        addresses, stored, masks = np.broadcast_arrays(pointer.addresses, numbers, mask)
+        self.memory.write(np.asarray(addresses)[masks], np.asarray(stored, pointer.dtype)[masks])
+
+    def arange(self, first: int, last: int) -> Value:
+        size = last - first
+        assert size & (size - 1) == 0, "blocks are powers of two"
+        return value(np.arange(first, last, dtype=np.int32))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Value:
+        return value(np.zeros(shape, dtype))
+
+    def sum(self, numbers: Any, axis: int) -> Value:
+        return value(np.sum(numbers, axis=axis, dtype=numbers.dtype))
+
+    def max(self, numbers: Any, axis: int) -> Value:
+        return value(np.max(numbers, axis=axis))
+
+    def where(self, condition: Any, this: Any, that: Any) -> Value:
+        found = np.where(condition, this, that)
+        is_literal = isinstance(this, int) and isinstance(that, int)
+        return value(found, np.int32 if is_literal else None)
+
+    def div_rn(self, numerator: Any, denominator: Any) -> Value:
+        return value(np.divide(numerator, denominator, dtype=np.float32))
+
+    zeros_like = staticmethod(lambda like: value(np.zeros_like(like)))
+    maximum = staticmethod(lambda this, that: value(np.maximum(this, that)))
+    minimum = staticmethod(lambda this, that: value(np.minimum(this, that)))
+    static_range = staticmethod(range)
+    pointer_type = PointerType
+
+
+class Launched:
+    """A kernel: `kernel[grid](...)` runs every program."""
+
+    def __init__(self, function: Callable[..., None], language: Language) -> None:
+        self.function, self.language = function, language
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        known = inspect.signature(self.function).parameters
+
+        def launch(*arguments: Any, **fixed: Any) -> None:
+            tensors = [part for part in arguments if isinstance(part, torch.Tensor)]
+            self.language.memory.spans += Memory(tensors).spans
+            taken = [self._pointer(part) if isinstance(part, torch.Tensor) else part for part in arguments]
+            options = {name: part for name, part in fixed.items() if name in known}
+            for program in product(*map(range, grid)):
+                self.language.program = program
+                self.function(*taken, **options)
+
+        return launch
+
+    @staticmethod
+    def _pointer(tensor: torch.Tensor) -> Pointer:
+        assert tensor.is_contiguous()
+        return Pointer(tensor.data_ptr(), np.dtype(str(tensor.dtype).removeprefix("torch.")))
+
+
+def without_triton(
+    patch: pytest.MonkeyPatch, module: ModuleType, jitted: dict[str, str], tables: list[torch.Tensor]
+) -> None:
+    """Has a module's kernel run here.
+
+    Args:
+        patch: takes it back.
+        module: it holds the kernel, jitted as `_kernel`.
+        jitted: name of each jitted function of the module -> name of the plain one.
+        tables: tensors whose addresses alone are handed over.
+    """
+    language = Language(Memory(tables))
+    sizes = {"next_power_of_2": lambda n: 1 << (n - 1).bit_length(), "cdiv": lambda n, by: -(-n // by)}
+    for owner in (triton_bags, module):
+        patch.setattr(owner, "tl", language, raising=False)
+    patch.setattr(triton_bags, "triton", SimpleNamespace(**sizes))
+    patch.setattr(module, "bag_bounds", triton_bags._bag_bounds)
+    for name, plain in jitted.items():
+        patch.setattr(module, name, getattr(module, plain))
+    patch.setattr(module, "_kernel", Launched(module._kernel, language))
