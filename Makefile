@@ -27,7 +27,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 help:
 	@echo 'make setup   environment in $(VENV): torch, fbgemm and torchrec that go together (here: $(FLAVOUR))'
-	@echo 'make demo    search, prune, fine-tune, export, reload and report on generated data; writes $(DEMO_OUT)/'
+	@echo 'make demo    search, export, reload, evaluate and report on generated data; writes $(DEMO_OUT)/'
 	@echo 'make test    all tests; those on real data read DNIS_DATA (default ../shared/data) or are skipped'
 	@echo 'make check   lint, format, types, doc examples'
 	@echo 'make fuzz    hostile arguments for all compiled operators, under the sanitizers; skipped where the compiler has none'
@@ -58,9 +58,8 @@ $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 demo: export OMP_WAIT_POLICY ?= passive
 demo: $(STAMP)
 	@rm -rf $(DEMO_OUT)
-	@$(BIN)/dnis search examples.synthetic:demo --compression 5 --out $(DEMO_OUT)/searched \
+	@$(BIN)/dnis search examples.synthetic:demo --compression 10 --out $(DEMO_OUT)/run \
 	    --baseline dense --baseline uniform --baseline magnitude >/dev/null
-	@$(BIN)/dnis prune $(DEMO_OUT)/searched --compression 6 --out $(DEMO_OUT)/run >/dev/null
 	@$(BIN)/dnis export $(DEMO_OUT)/run --out $(DEMO_OUT)/artifact
 	@$(BIN)/dnis evaluate $(DEMO_OUT)/artifact --json $(DEMO_OUT)/artifact.json >/dev/null
 	@$(BIN)/dnis report $(DEMO_OUT)/run

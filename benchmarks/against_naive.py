@@ -190,8 +190,8 @@ def dnis_side(num_rows: int, learning_rate: float, data: DataSplits) -> Iterator
     task = TrainTask(prepare_(recipe.model, blocks), recipe.loss)
     with process_group() as device:
         model, optimizer = shard(task, recipe, device)
-        pipeline = BilevelTrainPipeline(model.train(), optimizer, device, alpha_learning_rate=ALPHA_LEARNING_RATE)
-        stream = BilevelStream(data.train, data.validation, LevelSchedule(warm_up_steps=1, upper_every=1))
+        pipeline = BilevelTrainPipeline(model.train(), optimizer, device)
+        stream = BilevelStream(data.train, data.validation, LevelSchedule(warm_up_steps=1))
 
         def pair() -> None:
             for _ in range(2):

@@ -32,9 +32,8 @@ from torch import nn
 
 from benchmarks.files import output_file
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.search import Saving, SearchEvents, search
+from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from dnis_torchrec.storage.whole_files import write_json
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder, Manifest
@@ -64,10 +63,6 @@ def recipe() -> Recipe:
         model=draws(build, 0)(0),
         data=samples.split(batch_size=128, seed=0),
         loss=nn.BCEWithLogitsLoss(),
-        num_blocks=4,
-        warm_up_epochs=1,
-        ramp_epochs=3,
-        release_epochs=2,
         table_optimizer="rowwise_adagrad",
         table_learning_rate=0.02,
         dense_learning_rate=2e-3,
@@ -95,9 +90,9 @@ def work(folder: Path) -> None:
             read_all(checkpoints)
         torch.manual_seed(0)
         own = recipe()
-        config = SearchConfig.of(own, Size(compression=4))
         saving = Saving(checkpoint_every=CHECKPOINT_EVERY, resume=True)
-        outcome = search(own, config, checkpoints, device, SearchEvents(on_step=on_step), saving)
+        settings, events = SearchSettings(epochs=4, num_blocks=4), SearchEvents(on_step=on_step)
+        outcome = search(own, 4.0, checkpoints, device, settings=settings, events=events, saving=saving)
         if rank == 0:
             (folder / "history.json").write_text(json.dumps([vars(record) for record in outcome.history]))
         found = {f"alpha/{dim}": value for dim, value in outcome.alpha.items()}

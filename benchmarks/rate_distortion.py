@@ -15,7 +15,7 @@ uniform               models trained at a smaller D, with the same L2 to their o
 K and D are the largest that a size leaves room for; of `cut axes` and `uniform` ``*`` marks the precision that the
 selection split prefers. A row of int8 or int4 takes four bytes beside its values: at sizes that leave no column beside
 them both store fp16 instead. Compression is bytes of the float32 tables over bytes served, all that a lookup reads
-counted; metrics are those of the modules that serve. L2 is one per recipe for all methods (`RECIPES`).
+counted; metrics are those of the modules that serve. L2 is the recipe's for all methods.
 
 Rows: ``{"recipe", "seed", "embedding_l2", "method", "precision", "size", "compression", "bytes", "metrics",
 "selection", "predicted_loss_increase", "seconds"}``; a run that was interrupted goes on with the rows that its file
@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,20 +48,20 @@ from dnis_torchrec.storage.json_files import read_json
 from dnis_torchrec.storage.whole_files import write_json
 from dnis_torchrec.training.evaluation import evaluate
 
-RECIPES: dict[str, tuple[str, float]] = {
-    "examples.movielens:mf": ("ml-1m", 0.03),
-    "examples.movielens:ctr_fm": ("ml-1m", 0.01),
-    "examples.movielens:ctr_dlrm": ("ml-1m", 0.01),
-    "examples.movielens:ctr_deepfm": ("ml-1m", 0.01),
-    "examples.criteo:dlrm": ("criteo-kaggle-137k", 0.0),
-    "examples.criteo:deepfm": ("criteo-kaggle-137k", 0.0),
-    "examples.anime:mf": ("second", 0.03),
-    "examples.anime:fm": ("second", 0.01),
-    "examples.lastfm_tags:fm": ("second", 0.01),
-    "examples.lastfm_tags:deepfm": ("second", 0.01),
-    "examples.lastfm_tags:dlrm": ("second", 0.01),
+RECIPES = {
+    "examples.movielens:mf": "ml-1m",
+    "examples.movielens:ctr_fm": "ml-1m",
+    "examples.movielens:ctr_dlrm": "ml-1m",
+    "examples.movielens:ctr_deepfm": "ml-1m",
+    "examples.criteo:dlrm": "criteo-kaggle-137k",
+    "examples.criteo:deepfm": "criteo-kaggle-137k",
+    "examples.anime:mf": "second",
+    "examples.anime:fm": "second",
+    "examples.lastfm_tags:fm": "second",
+    "examples.lastfm_tags:deepfm": "second",
+    "examples.lastfm_tags:dlrm": "second",
 }
-"""Recipe -> folder of its data, and L2 on looked-up embeddings: one choice for every method, seed and D."""
+"""Recipe -> folder of its data."""
 QUICK_RECIPES = ("examples.anime:mf", "examples.lastfm_tags:fm")
 SIZES, QUICK_SIZES = (8.0, 20.0, 40.0, 64.0), (8.0, 20.0)
 SEEDS = (0, 1, 2)
@@ -84,9 +85,10 @@ class Results:
         self.rows = held["rows"]
         self.memory = held.get("memory")
 
-    def lacks(self, case: Case, wanted: Wanted) -> bool:
+    def lacks(self, trained: Trained, wanted: Wanted) -> bool:
         """Whether a row is still to be measured."""
-        key = (case.recipe, case.seed, case.embedding_l2, wanted.method, wanted.precision, wanted.size)
+        case = trained.case
+        key = (case.recipe, case.seed, trained.embedding_l2, wanted.method, wanted.precision, wanted.size)
         names = ("recipe", "seed", "embedding_l2", "method", "precision", "size")
         return all(tuple(row[name] for name in names) != key for row in cast(list[dict[str, Any]], self.rows))
 
@@ -102,8 +104,8 @@ class Results:
 
 def measure(case: Case, sizes: Sequence[float], results: Results, *, ablations: bool) -> None:
     """Measures the rows of one trained model that a file lacks."""
-    lacking = [wanted for wanted in wanted_rows(list(sizes), ablations=ablations) if results.lacks(case, wanted)]
     trained = Trained(case)
+    lacking = [wanted for wanted in wanted_rows(list(sizes), ablations=ablations) if results.lacks(trained, wanted)]
     for wanted in lacking:
         name = f"{case.recipe} seed {case.seed}, {wanted.method} {wanted.precision} {wanted.size or ''}".strip()
         try:
@@ -117,21 +119,23 @@ def measure(case: Case, sizes: Sequence[float], results: Results, *, ablations: 
 
 def row_of(trained: Trained, wanted: Wanted, served: Served) -> Row:
     """Evaluates what is served."""
-    with served.in_place() as model:
+    made, started = served.made, time.monotonic()
+    with made.served(torch.device("cpu")) as model:
+        seconds = made.seconds + time.monotonic() - started
         metrics, selection = (_metrics(model, trained.recipe, split) for split in ("test", "selection"))
     row = Row(
         recipe=trained.case.recipe,
         seed=trained.case.seed,
-        embedding_l2=trained.case.embedding_l2,
+        embedding_l2=trained.embedding_l2,
         method=wanted.method,
         precision=wanted.precision,
         size=wanted.size,
-        compression=trained.dense_bytes / served.num_bytes,
-        bytes=served.num_bytes,
+        compression=trained.dense_bytes / made.embedding_bytes(),
+        bytes=made.embedding_bytes(),
         metrics=metrics,
         selection=selection,
         predicted_loss_increase=served.predicted,
-        seconds=served.seconds,
+        seconds=seconds,
     )
     return cast(Row, row | dict(served.extra))
 
@@ -166,7 +170,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipes", type=recipes, help="commas between them; all of RECIPES if not given")
     parser.add_argument("--seeds", type=seeds, help="commas between them (default 0,1,2)")
     parser.add_argument("--sizes", type=sizes, help="compressions, commas between them (default 8,20,40,64)")
-    parser.add_argument("--l2", type=float, help="of all trainings, instead of that in RECIPES (0 of others)")
+    parser.add_argument("--l2", type=float, help="of all trainings, instead of the recipe's")
     data = Path(os.environ.get("DNIS_DATA", "../shared/data"))
     parser.add_argument("--data", type=Path, default=data, help="folder of the data sets' folders (default DNIS_DATA)")
     parser.add_argument("--cache", type=Path, help="folder to keep trained weights in; none are kept if not given")
@@ -191,13 +195,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         cache = arguments.cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cache.mkdir(parents=True, exist_ok=True)
         for recipe in arguments.recipes:
-            folder, l2 = RECIPES.get(recipe, (None, 0.0))
+            folder = RECIPES.get(recipe)
             for seed in arguments.seeds:
                 case = Case(
                     recipe=recipe,
                     data=arguments.data / folder if folder else None,
                     seed=seed,
-                    embedding_l2=l2 if arguments.l2 is None else arguments.l2,
+                    embedding_l2=arguments.l2,
                     cache=cache,
                 )
                 measure(case, arguments.sizes, results, ablations=arguments.ablations)

@@ -20,6 +20,7 @@ from benchmarks.pruning_memory import rise_of_memory
 from benchmarks.rate_compress import compress, prepare
 from benchmarks.rate_summary import MemoryRow
 from dnis_torchrec.allocation.axes import RotationGroup
+from dnis_torchrec.allocation.compress import packed_collections
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 
 DIM, COMPRESSION = 64, 20.0
@@ -31,14 +32,16 @@ class OneTable(nn.Module):
 
     Args:
         num_embeddings: rows of the table.
+        dim: its columns.
+        device: where the table is made; "meta" leaves it to others.
     """
 
-    def __init__(self, num_embeddings: int) -> None:
+    def __init__(self, num_embeddings: int, dim: int = DIM, device: str = "cpu") -> None:
         super().__init__()
         table = EmbeddingBagConfig(
-            name="t", num_embeddings=num_embeddings, embedding_dim=DIM, feature_names=["f"], init_fn=_falling
+            name="t", num_embeddings=num_embeddings, embedding_dim=dim, feature_names=["f"], init_fn=falling
         )
-        self.tables = EmbeddingBagCollection(tables=[table])
+        self.tables = EmbeddingBagCollection(tables=[table], device=torch.device(device))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Predicts.
@@ -58,10 +61,17 @@ class OneTable(nn.Module):
         return [RotationGroup(tables=("t",))]
 
 
-def _falling(weight: Tensor) -> Tensor:
-    """Columns that carry less and less, as those of trained tables do."""
-    for part, scale in zip(weight.data.unbind(1), torch.arange(1, DIM + 1).reciprocal().tolist(), strict=True):
-        part.normal_(std=0.1 * scale)
+def falling(weight: Tensor) -> Tensor:
+    """Fills columns that carry less and less, as those of trained tables do.
+
+    Args:
+        weight: ``(rows, columns)``.
+
+    Returns:
+        `weight`.
+    """
+    for column, part in enumerate(weight.data.unbind(1), start=1):
+        part.normal_(std=0.1 / column)
     return weight
 
 
@@ -106,7 +116,7 @@ def _compress(num_embeddings: int) -> None:
 
 def _compress_model(model: nn.Module, counts: FrequencyCounts, batches: list[Batch], num_bytes: int) -> None:
     prepared = prepare(model, batches, counts, loss=nn.MSELoss(), turns=True)
-    compress(prepared, num_bytes)
+    packed_collections(prepared.model, compress(prepared, num_bytes).scheme)
 
 
 def _problem(num_embeddings: int) -> tuple[nn.Module, FrequencyCounts, list[Batch]]:

@@ -8,25 +8,24 @@ Shapes: N rows of a table, D embedding_dim, S blocks, K columns that are kept.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from benchmarks.rate_compress import Prepared, UnmetError, by_collection, compress
+from benchmarks.rate_compress import Prepared, UnmetError, compress
 from benchmarks.rate_models import Trained, row_bytes
 from dnis_torchrec.allocation.rotation import rotation_groups
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.comparison.methods.method import MethodResult
+from dnis_torchrec.comparison.methods.trained_scheme import first_columns
+from dnis_torchrec.forms import PACKED, PRECISIONS, Precision
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
-from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection
-from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
-from dnis_torchrec.serving.quantized_rows import PRECISIONS, Precision
-from dnis_torchrec.soft_selection.table_shards import collections
 
 WHOLE_ROWS = ("int8", "int4")
 """Precisions of all D columns; their bytes are sizes for other methods, too."""
@@ -55,41 +54,30 @@ class Served:
     """A model whose tables are stored in few bytes.
 
     Attributes:
-        model: it holds the tables in float32.
-        tables: FQN of a collection -> what is served in its place; none of the uncompressed model.
-        num_bytes: served, all tables together.
-        seconds: from the trained model to this one; of one that is trained, with its training.
+        made: what it is, as a method of a comparison tells it; its seconds are those from the trained model to this
+            one, of one that is trained with its training.
         predicted: increase of the loss, where the method predicts one.
         extra: what else a row tells.
     """
 
-    model: nn.Module
-    tables: Mapping[str, nn.Module]
-    num_bytes: int
-    seconds: float
+    made: MethodResult
     predicted: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    @contextmanager
-    def in_place(self) -> Iterator[nn.Module]:
-        """The model with the served tables in it, for the block."""
-        own = collections(self.model)
-        try:
-            for fqn, module in self.tables.items():
-                _put(self.model, fqn, module)
-            yield self.model
-        finally:
-            for fqn in self.tables:
-                _put(self.model, fqn, own[fqn])
 
-
-def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    parent, _, child = fqn.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
-def _bytes_served(tables: Mapping[str, nn.Module]) -> int:
-    return sum(cast(Any, module).table_bytes() for module in tables.values())
+def _served(
+    model: nn.Module,
+    scheme: MixedDimensionScheme,
+    form: str,
+    seconds: float,
+    *,
+    predicted: float | None = None,
+    **extra: Any,
+) -> Served:
+    made = MethodResult(
+        model=model, scheme=scheme, form=form, selection_loss=math.nan, seconds=seconds, seconds_of_trials=seconds
+    )
+    return Served(made=made, predicted=predicted, extra=extra)
 
 
 def columns_that_fit(configs: Sequence[EmbeddingBagConfig], precision: str, num_bytes: int) -> int:
@@ -129,25 +117,16 @@ def columns_that_fit(configs: Sequence[EmbeddingBagConfig], precision: str, num_
 
 def _uncompressed(trained: Trained, wanted: Wanted) -> Served:
     del wanted
-    training = trained.training
+    model, training = trained.model, trained.training
     extra = {"epochs": training["epochs"], "epoch_seconds": training["seconds"] / training["epochs"]}
-    return Served(
-        model=trained.model, tables={}, num_bytes=trained.dense_bytes, seconds=training["seconds"], extra=extra
-    )
+    return _served(model, uncompressed_scheme(model), "dense_fp32", training["seconds"], **extra)
 
 
 def _row_wise(trained: Trained, wanted: Wanted) -> Served:
     """FBGEMM's rows of all D columns."""
     if any(config.embedding_dim % PRECISIONS[wanted.precision].dim_multiple for config in trained.configs):
         raise UnmetError(f"a table's embedding_dim does not fit {wanted.precision}")
-    started = time.monotonic()
-
-    def build(scheme: MixedDimensionScheme, tables: Mapping[str, Tensor]) -> nn.Module:
-        return DenseEmbeddingBagCollection.from_tables(scheme, tables, precision=wanted.precision, drops_rows=False)
-
-    tables = by_collection(trained.model, uncompressed_scheme(trained.model), build)
-    seconds = time.monotonic() - started
-    return Served(model=trained.model, tables=tables, num_bytes=_bytes_served(tables), seconds=seconds)
+    return _served(trained.model, uncompressed_scheme(trained.model), f"dense_{wanted.precision}", 0.0)
 
 
 def _cut_axes(trained: Trained, wanted: Wanted) -> Served:
@@ -157,54 +136,34 @@ def _cut_axes(trained: Trained, wanted: Wanted) -> Served:
     turned = {table for group in rotation_groups(model) for table in group.tables}
     if not turned.issuperset(config.name for config in trained.configs):
         raise UnmetError("some tables may not be turned, and their first columns say no more than their last")
-    started = time.monotonic()
-    kept = {name: _first_columns(table, columns) for name, table in uncompressed_scheme(model).tables.items()}
-
-    def build(scheme: MixedDimensionScheme, tables: Mapping[str, Tensor]) -> nn.Module:
-        cut = {name: weight * scheme.tables[name].retained for name, weight in tables.items()}
-        made = QuantizedMixedDimensionEmbeddingBagCollection
-        return made.from_tables(scheme, cut, precision=wanted.precision)
-
-    tables = by_collection(model, MixedDimensionScheme(kept), build)
-    return Served(
-        model=model,
-        tables=tables,
-        num_bytes=_bytes_served(tables),
-        seconds=time.monotonic() - started,
-        extra={"columns": columns},
-    )
-
-
-def _first_columns(table: TableScheme, columns: int) -> TableScheme:
-    retained = (torch.arange(table.embedding_dim) < columns).unsqueeze(0)
-    return replace(table, retained=retained, num_retained=table.num_embeddings * int(retained.sum()))
+    widths = {config.name: min(columns, config.embedding_dim) for config in trained.configs}
+    scheme = first_columns(uncompressed_scheme(model), widths)
+    return _served(model, scheme, f"mixed_dimension_{wanted.precision}", 0.0, columns=columns)
 
 
 def _uniform(trained: Trained, wanted: Wanted) -> Served:
     """A plain model trained at a smaller D, each row quantised as FBGEMM does."""
     dim = columns_that_fit(trained.configs, wanted.precision, trained.bytes_of(wanted.size))
     narrow = Trained(trained.case, dim)
-    served = _row_wise(narrow, wanted)
-    seconds = served.seconds + narrow.training["seconds"]
-    return replace(served, seconds=seconds, extra={"embedding_dim": dim})
+    served, seconds = _row_wise(narrow, wanted), narrow.training["seconds"]
+    made = replace(served.made, seconds=seconds, seconds_of_trials=seconds)
+    return Served(made=made, extra={"embedding_dim": dim})
 
 
 def _compressed(prepared: Prepared, trained: Trained, wanted: Wanted) -> Served:
     started = time.monotonic()
-    found, tables = compress(prepared, trained.bytes_of(wanted.size))
-    own = time.monotonic() - started
+    found = compress(prepared, trained.bytes_of(wanted.size))
+    seconds = prepared.seconds + time.monotonic() - started
     bits = torch.cat([table.codes.bits.flatten() for table in found.scheme.tables.values()])
-    return Served(
-        model=prepared.model,
-        tables=tables,
-        num_bytes=_bytes_served(tables),
-        seconds=prepared.seconds + own,
+    return _served(
+        prepared.model,
+        found.scheme,
+        PACKED.name,
+        seconds,
         predicted=found.predicted_loss_increase,
-        extra={
-            "shared_seconds": prepared.seconds,
-            "relative_error": prepared.measured.curvature.relative_error,
-            "columns_by_bits": torch.bincount(bits.long()).tolist(),
-        },
+        shared_seconds=prepared.seconds,
+        relative_error=prepared.measured.curvature.relative_error,
+        columns_by_bits=torch.bincount(bits.long()).tolist(),
     )
 
 

@@ -43,14 +43,14 @@ class Case:
         recipe: ``module:function``.
         data: its folder.
         seed: of weights, splits and batch order.
-        embedding_l2: of every plain training.
+        embedding_l2: of every plain training; None takes the recipe's.
         cache: folder in which trained weights are kept.
     """
 
     recipe: str
     data: Path | None
     seed: int
-    embedding_l2: float
+    embedding_l2: float | None
     cache: Path
 
 
@@ -70,7 +70,13 @@ class Trained:
     def recipe(self) -> Recipe:
         """With a model that is not trained yet, until `model` is asked for."""
         built = build_recipe(self.case.recipe, self.case.data, seed=self.case.seed, embedding_dim=self.embedding_dim)
-        return replace(built, embedding_l2=self.case.embedding_l2)
+        l2 = self.case.embedding_l2
+        return built if l2 is None else replace(built, embedding_l2=l2)
+
+    @property
+    def embedding_l2(self) -> float:
+        """Of every plain training."""
+        return self.recipe.embedding_l2
 
     @cached_property
     def counts(self) -> FrequencyCounts:
@@ -99,9 +105,9 @@ class Trained:
 
     def _file_name(self) -> str:
         dim = "" if self.embedding_dim is None else f"-dim{self.embedding_dim}"
-        return (
-            f"{self.case.recipe.replace(':', '.')}-l2_{self.case.embedding_l2:g}{dim}-seed{self.case.seed}.safetensors"
-        )
+        recipe, name = self.recipe, self.case.recipe.replace(":", ".")
+        rates = f"{recipe.table_learning_rate:g}_{recipe.dense_learning_rate:g}"
+        return f"{name}-l2_{recipe.embedding_l2:g}-rates_{rates}{dim}-seed{self.case.seed}.safetensors"
 
     @property
     def model(self) -> nn.Module:
@@ -125,7 +131,8 @@ class Trained:
 
     def _prepared(self, model: nn.Module, *, turns: bool) -> Prepared:
         recipe = self.recipe
-        return prepare(model, recipe.data.train, self.counts, loss=recipe.loss, turns=turns)
+        data = recipe.data
+        return prepare(model, data.train, self.counts, loss=recipe.loss, turns=turns, held_out=data.validation)
 
     def bytes_of(self, size: float | str | None) -> int:
         """Bytes that a size leaves for all tables."""

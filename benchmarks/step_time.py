@@ -53,15 +53,13 @@ from dnis_torchrec import (
     BilevelTrainPipeline,
     DataSplits,
     LevelSchedule,
-    Pressure,
     Recipe,
-    Size,
     TrainTask,
     blocks_from_counts,
     prepare_,
 )
 from dnis_torchrec.data.batches import BatchParts
-from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search.search import PARTS as UPPER_PARTS
 from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
 from dnis_torchrec.storage.whole_files import write_json
@@ -93,7 +91,7 @@ class Shape:
         num_blocks: S.
         table_optimizer: see `dnis_torchrec.Recipe`.
         upper_batch_parts: parts that a validation batch is cut into: the search's default, see
-            `dnis_torchrec.search.config.SearchConfig`.
+            `dnis_torchrec.search.search.PARTS`.
         ranks: W.
     """
 
@@ -105,7 +103,7 @@ class Shape:
     batch_size: int = 4096
     num_blocks: int = 6
     table_optimizer: str = "rowwise_adagrad"
-    upper_batch_parts: int = SearchConfig.upper_batch_parts
+    upper_batch_parts: int = UPPER_PARTS
     ranks: int = 1
 
     @property
@@ -210,11 +208,10 @@ class Bilevel:
         prepared = prepare_(recipe.model, blocks)
         model, optimizer = shard(TrainTask(prepared, recipe.loss), recipe, device)
         self.model = model.train()
-        pressure = Pressure(size=Size(compression=4), ramp_steps=10_000)
-        self.pipeline = BilevelTrainPipeline(model, optimizer, device, pressure=pressure)
+        self.pipeline = BilevelTrainPipeline(model, optimizer, device)
         self.output_volume_ratio = output_volume_ratio(model)
         parts = BatchParts(validation, shape.upper_batch_parts)
-        self._stream = BilevelStream(train, parts, LevelSchedule(warm_up_steps=1, upper_every=1))
+        self._stream = BilevelStream(train, parts, LevelSchedule(warm_up_steps=1))
         self.pipeline.progress(self._stream)  # the warm-up step: from here on lower and upper alternate
 
     def step(self) -> None:

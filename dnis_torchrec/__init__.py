@@ -10,9 +10,10 @@ A search while the model trains:
     blocks = blocks_from_counts(counts, tables)                # rows of similar frequency
     prepare_(model, blocks)                                    # soft selection in
     pipeline = BilevelTrainPipeline(sharded_model, ...)        # search while training
+    ramp = Ramp(pipeline, stream, blocks, loss, 20)            # columns die, the least worthwhile first
     plain = merge_(sharded_model)                              # soft selection out
-    scheme = prune(plain, blocks, counts, size=Size(...))      # what is retained
-    export(plain, scheme, "artifact")                          # tables of just that size
+    found = allocate(plain, blocks, counts, worth, compression=20)
+    export(plain, found.scheme, "artifact")                    # tables of just that size
     collection = load("artifact")                              # drops in for the EmbeddingBagCollection
 """
 
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
     from dnis_torchrec.blocks.blocking import blocks_from_counts
     from dnis_torchrec.blocks.frequency import count_frequencies
     from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
-    from dnis_torchrec.search.alpha_optimizer import Pressure
     from dnis_torchrec.search.budget import Size
     from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
     from dnis_torchrec.search.pruning import prune
+    from dnis_torchrec.search.ramp import Ramp
     from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
     from dnis_torchrec.serving.narrow_tables import embedding_configs
     from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
@@ -48,7 +49,7 @@ __all__ = [
     "DataSplits",
     "LevelSchedule",
     "MixedDimensionEmbeddingBagCollection",
-    "Pressure",
+    "Ramp",
     "Recipe",
     "Size",
     "TrainTask",
@@ -86,12 +87,12 @@ _HOME = {
     "DataSplits": "data.recipe",
     "Recipe": "data.recipe",
     "TrainTask": "data.recipe",
-    "Pressure": "search.alpha_optimizer",
     "Size": "search.budget",
     "BilevelStream": "search.level_schedule",
     "LevelSchedule": "search.level_schedule",
     "BilevelTrainPipeline": "search.pipeline",
     "prune": "search.pruning",
+    "Ramp": "search.ramp",
     "MixedDimensionEmbeddingBagCollection": "serving",
     "embedding_configs": "serving.narrow_tables",
     "CpuEmbeddingBagCollectionSharder": "soft_selection.sharding",

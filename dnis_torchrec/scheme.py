@@ -77,7 +77,7 @@ class TableScheme:
             f"a routing of {self.num_embeddings} rows",
             self.routing.num_embeddings,
         )
-        largest = self.routing.largest_block()
+        largest = self.routing.largest_block
         check(largest <= shape[0], place, f"blocks 0..{shape[0]}", largest)
         check(
             0 <= self.num_retained <= self.block_area,

@@ -37,33 +37,13 @@ OVER_LAYERS = [512, 256]
 TOWER = (256, 128)
 FIRST_ORDER = ("first_order.weights",)
 """They learn at the tables' rate: at the tower's they hardly move, and uniform tables have .490 instead of .487."""
-FM_ON_SAMPLE = {"search_table_learning_rate": 3e-4, "release_epochs": 16}
-"""Slower tables than plain training's: of 3e-4, 5e-4 and 1e-3 the best for FM's search on `selection` of seed 0,
-at compression 20 and 40, by .0005 and .0008 of logloss; on that of seeds 1 and 2 as well, at 40."""
-DEEPFM_ON_SAMPLE = {
-    "dense_learning_rate": 1e-4,
-    "search_table_learning_rate": 3e-4,
-    "search_dense_learning_rate": 1e-5,
-    "release_epochs": 16,
-}
+DEEPFM_ON_SAMPLE = {"dense_learning_rate": 1e-4}
 """At 1e-3 a tower overfits the sample of 137,139 lines within an epoch. DeepFM's best logloss on `selection` of seed 0,
 at D = 4, was .492 then, and .490 with 1e-4 or 3e-4, first-order weights at the same rate; with theirs it is .487 with
-1e-4. The same for every method and D. Its search wants FM's slower tables, and a tower that stands nearly still while
-they learn: .0010 lower on `selection` of seed 0 at compression 40, .0017 on that of seed 1; slower tables or a slower
-tower alone gain nothing."""
-WIDE_DEEP_ON_SAMPLE = {
-    "table_learning_rate": 2e-3,
-    "dense_learning_rate": 1e-5,
-    "search_row_learning_rate": 1e-3,
-    "search_table_learning_rate": 3e-4,
-    "search_dense_learning_rate": 3e-5,
-    "release_epochs": 10,
-}
-"""Plain rates: of 1e-3 and 2e-3 for the tables, and 1e-4, 3e-5 and 1e-5 for the tower, the best for Wide & Deep on
-`selection` of seed 0 at D = 4: logloss .4866, and .4901 with DeepFM's. The same for every method and D. A search takes
-longer, and wants first-order weights at half of their rate, and FM's slower tables: beside the plain rates better on
-`selection` by .0001 of logloss in the mean of seeds 0 to 7, within six of them; without slower first-order weights
-level. At these rates loss falls slowly: in a release of 6 epochs a search of seed 0 was at its best in the last one."""
+1e-4. The same for every method and D."""
+WIDE_DEEP_ON_SAMPLE = {"table_learning_rate": 2e-3, "dense_learning_rate": 1e-5}
+"""Of 1e-3 and 2e-3 for the tables, and 1e-4, 3e-5 and 1e-5 for the tower, the best for Wide & Deep on `selection` of
+seed 0 at D = 4: logloss .4866, and .4901 with DeepFM's. The same for every method and D."""
 DLRM_ON_SAMPLE = {"dense_learning_rate": 3e-4}
 """Settings of DLRM on the sample: the best of 1e-3, 3e-4 and 1e-4 on `selection` of seed 0 at D = 4. That D takes the
 bytes of compression 20. Logloss is .5089, .5054 and .5095 there; at D = 64 it is .4996, .5065 and .5093. The rate is
@@ -89,7 +69,7 @@ def fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) ->
     Raises:
         ValueError: if `data` is None or does not hold the file.
     """
-    return _of_fields(data, "fm", FactorizationMachine, embedding_dim, seed, on_sample=FM_ON_SAMPLE)
+    return _of_fields(data, "fm", FactorizationMachine, embedding_dim, seed)
 
 
 def fm_weighted(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -265,10 +245,7 @@ def _of_fields(
         tables = build_tables(samples.num_embeddings, dim, scalar_names=scalar_names)
         return build(tables, initial_bias=log_odds(samples.labels[train_rows]))
 
-    # Of ramps of 1, 2 and 6 epochs the best for FM on `selection` of seed 0: a search much longer than a plain
-    # training, which has its best epoch after two or three, overfits.
-    recipe = replace(_recipe(draws(draw, seed), samples, seed), ramp_epochs=2, release_epochs=6)
-    return _suited(recipe, samples, on_sample or {})
+    return _suited(_recipe(draws(draw, seed), samples, seed), samples, on_sample or {})
 
 
 def _draws_of_dlrm(
@@ -294,10 +271,6 @@ def _recipe(draw: Callable[[int], nn.Module], samples: Samples, seed: int) -> Re
         redraw=draw,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
-        num_blocks=6,
-        warm_up_epochs=1,
-        ramp_epochs=6,
-        release_epochs=4,
         notes=tuple(notes),
     )
 

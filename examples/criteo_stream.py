@@ -78,10 +78,6 @@ def dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
         redraw=draw,
         data=split_stream(stream, batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
-        num_blocks=6,
-        warm_up_epochs=1,
-        ramp_epochs=6,
-        release_epochs=4,
         table_optimizer="rowwise_adagrad",
         table_learning_rate=0.02,
         notes=(

@@ -6,7 +6,6 @@ All of them read GroupLens' files of MovieLens-1M and of MovieLens-20M unchanged
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,84 +58,8 @@ CLICKS_LEARNING_RATE = 0.003
 and .01 on `selection` of seed 0: DLRM gains .0009 in the mean of D=64 and 11, with and without alpha's split. DeepFM
 and Wide & Deep are better than at .001 by .0011 and .0004. A rate of .01 was tried for DeepFM at D=64 alone: worse by
 .02."""
-CLICKS_RELEASE_RATE = 0.01
-"""Learning rate of the tables in the release for clicks. It is the best of .001, .003, .01 and .03 for FM's search on
-`selection` of seed 0, at compression 20. Before the release of a short search it is the best of .003, .006, .01 and
-.02."""
-NEUMF_SEARCH_RATE = 0.003
-"""Learning rate of the tables in NeuMF's search: better than .001 on `selection` of seed 0, at compression 4 and 10."""
-RELEASE_NETWORK_RATE = 1e-4
-"""Learning rate of a network in the release: a tenth of plain training's, at which selection losses jump from epoch to
-epoch."""
-SEARCH_NETWORK_RATE = 3e-4
-"""Learning rate, before the release of a search, of a network that overfits before its tables do. A search is longer
-than plain training, which would lose by that rate."""
-_RATINGS_WITH_TOWER = {
-    "column_order": "importance",
-    "warm_up_epochs": 5,
-    "ramp_epochs": 8,
-    "release_epochs": 8,
-    "alpha_learning_rate": 0.01,
-    "release_dense_learning_rate": RELEASE_NETWORK_RATE,
-}
-"""Settings of searches of ratings with a network behind the tables, chosen for MLP on `selection` of seed 0 at
-compression 4. The network's rate in the release was chosen for NeuMF at 2, the order of columns for both at 4 and 10.
-MLP's warm-up is 5 epochs, so that a search takes at most three plain trainings. Beside 8 epochs that is worse by .0011
-at compression 4 and better by .0045 at 10 (mean of `selection` of three seeds, 0 to 2)."""
-_WITH_NETWORK = {
-    "scope": "table",
-    "release_table_learning_rate": CLICKS_RELEASE_RATE,
-    "release_dense_learning_rate": RELEASE_NETWORK_RATE,
-}
-"""Settings of searches of clicks with a network behind the tables. The network's rate in the release was chosen for
-DLRM on `selection` of seeds 0 and 2, at compression 20. Tables that differ in worth have blocks of their own. For DLRM
-as it was searched first that is better at compression 6 and 20, by .0010 and .0066. It is worse at 4 and 10, by .0053
-and .0012."""
-_FEWER_UPPER_STEPS = {"upper_every": 2, "alpha_learning_rate": 0.012}
-"""So that a search takes at most three plain trainings. Half as many upper steps want larger ones: at the rate of one
-every lower step alpha gets half as far. Of .003, .006 and .012 the best for DeepFM on `selection` of seed 0, at
-compression 6 and 20, and for DLRM at 2."""
-_DLRM = (
-    _WITH_NETWORK
-    | _FEWER_UPPER_STEPS
-    | {
-        "search_table_learning_rate": 0.002,
-        "search_dense_learning_rate": SEARCH_NETWORK_RATE,
-        "column_order": "free_importance",
-        "column_sharing": 20.0,
-        "warm_up_epochs": 2,
-        "ramp_epochs": 4,
-        "release_epochs": 6,
-    }
-)
-"""Rates of tables .001, .002 and .003, of the network 1e-4, 3e-4 and 1e-3: of those tried the best on `selection` of
-seed 0 in the order of alpha, added up over compression 2, 6 and 20. The order, and `column_sharing` of 1, 5, 20 and 50,
-on that of seeds 0, 1 and 2, at 6 and 20: at 20 seeds differ by more than settings (docs/design.md)."""
-DLRM_LEAST_COMPRESSION = 6
-"""DLRM overfits with larger tables: a search asked for compression 2 or 4 is better at 6, on `selection` of seeds 0, 1
-and 2."""
-_WITH_TOWER = _WITH_NETWORK | {
-    "column_order": "importance",
-    "search_table_learning_rate": CLICKS_LEARNING_RATE,
-    "search_dense_learning_rate": SEARCH_NETWORK_RATE,
-    "alpha_learning_rate": 0.003,
-    "warm_up_epochs": 2,
-    "ramp_epochs": 8,
-    "release_epochs": 7,
-}
-"""Settings of searches of clicks where the tables can be rotated and a tower reads them. Faster tables alone do not
-help, because the tower overfits first. With a slower tower they do: on `selection` of seed 0, at compression 6 and 20,
-they are better than tables and tower at .001. In the order of importance tables may have blocks of their own; in the
-order of alpha DeepFM lost by it. Wide & Deep wants a ramp that long, and an upper step after every lower one
-(docs/design.md)."""
-_DEEPFM = _WITH_TOWER | {"alpha_learning_rate": 0.006, "ramp_epochs": 4, "release_decay": 0.7}
-"""So that a search takes at most three plain trainings, which are shorter at that rate; larger upper steps, as the ramp
-is half as long. On `selection` at compression 20 an upper step every second lower one at .012 is worse by .0008 in the
-mean of seven seeds, and rates that stay in the release by .0008 in the mean of eight, each of them (docs/design.md)."""
-_DLRM_DCN = _WITH_TOWER | _FEWER_UPPER_STEPS | {"ramp_epochs": 4, "search_dense_learning_rate": None}
-"""Its cross network wants plain training's rate in a search, too: on `selection` of seed 0 at compression 6, with all
-other settings those of DLRM, .5134, where its slow rate has .518. By importance, without `column_sharing` and with
-tables at .003 it is .5113; the order without the rate is no help (.5190)."""
+CLICKS = {"table_learning_rate": CLICKS_LEARNING_RATE, "embedding_l2": 0.01}
+"""Rate and L2 of clicks where no grid has chosen others. The L2 is a guess that helps FM, DLRM and DeepFM."""
 CONSTANT_DENSE = "MovieLens has no dense features; DLRM's dense arch sees the constant 1."
 
 
@@ -159,10 +82,7 @@ def mf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) ->
         tables = build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=INIT_STD)
         return MatrixFactorization(tables, global_mean=mean)
 
-    # So that a search takes at most three plain trainings; with ramp and release of 8 epochs and an upper step every
-    # lower one it takes 3.6, is .0014 to .0017 better
-    # at compression 3 to 5 and .0008 worse at 10 (benchmarks/).
-    return replace(_ratings(data, "mf", build, seed), warm_up_epochs=10, ramp_epochs=7, release_epochs=7, upper_every=4)
+    return _ratings(data, "mf", build, seed)
 
 
 def mlp(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -184,7 +104,7 @@ def mlp(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -
         tables = build_tables(samples.num_embeddings, embedding_dim or EMBEDDING_DIM, init_std=MLP_INIT_STD)
         return MultiLayerPerceptron(tables, tower=MLP_TOWER, initial_bias=mean)
 
-    return replace(_ratings(data, "mlp", build, seed), **_RATINGS_WITH_TOWER)
+    return _ratings(data, "mlp", build, seed)
 
 
 def neumf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -207,13 +127,7 @@ def neumf(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None)
         tables = build_neumf_tables(samples.num_embeddings, dim, init_std=MLP_INIT_STD)
         return NeuMF(tables, tower=NEUMF_TOWER, initial_bias=mean)
 
-    # So that a search takes at most three plain trainings: by importance and with fast tables 5 + 7 epochs are better
-    # at compression 2 to 5 than 8 + 8 in the order of alpha, and worse by .004 at 10 (benchmarks/, docs/design.md).
-    return replace(
-        _ratings(data, "neumf", build, seed),
-        **_RATINGS_WITH_TOWER | {"warm_up_epochs": 3, "ramp_epochs": 5, "release_epochs": 7},
-        search_table_learning_rate=NEUMF_SEARCH_RATE,
-    )
+    return _ratings(data, "neumf", build, seed)
 
 
 def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -234,19 +148,7 @@ def ctr_fm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
     def build(samples: Samples, bias: float) -> nn.Module:
         return FactorizationMachine(_clicks_tables(samples, embedding_dim), initial_bias=bias)
 
-    # So that a search takes less than three plain trainings; one of 27 epochs, tables at .003 before the release, is
-    # better at compression 20 (docs/design.md).
-    return replace(
-        _clicks(data, "ctr_fm", build, seed),
-        scope="table",
-        column_order="importance",
-        search_table_learning_rate=CLICKS_RELEASE_RATE,
-        release_table_learning_rate=CLICKS_RELEASE_RATE,
-        warm_up_epochs=2,
-        ramp_epochs=4,
-        release_epochs=5,
-        upper_every=2,
-    )
+    return _clicks(data, "ctr_fm", build, seed)
 
 
 def ctr_wide_deep(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -267,7 +169,7 @@ def ctr_wide_deep(data: Path | None, *, seed: int = 0, embedding_dim: int | None
     def build(samples: Samples, bias: float) -> nn.Module:
         return WideDeep(_clicks_tables(samples, embedding_dim), tower=CLICKS_TOWER, initial_bias=bias)
 
-    return replace(_clicks(data, "ctr_wide_deep", build, seed), **_WITH_TOWER)
+    return _clicks(data, "ctr_wide_deep", build, seed)
 
 
 def ctr_deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -288,7 +190,7 @@ def ctr_deepfm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = 
     def build(samples: Samples, bias: float) -> nn.Module:
         return DeepFM(_clicks_tables(samples, embedding_dim), tower=CLICKS_TOWER, initial_bias=bias)
 
-    return replace(_clicks(data, "ctr_deepfm", build, seed), **_DEEPFM)
+    return _clicks(data, "ctr_deepfm", build, seed)
 
 
 def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -310,8 +212,7 @@ def ctr_dlrm(data: Path | None, *, seed: int = 0, embedding_dim: int | None = No
         tables, num_dense = _clicks_tables(samples, embedding_dim), samples.dense.shape[1]
         return build_dlrm(tables, dense_in_features=num_dense, dense_layers=[64], over_layers=[*CLICKS_TOWER])
 
-    recipe = _clicks(data, "ctr_dlrm", build, seed, CONSTANT_DENSE)
-    return replace(recipe, **_DLRM, least_compression=DLRM_LEAST_COMPRESSION)
+    return _clicks(data, "ctr_dlrm", build, seed, CONSTANT_DENSE)
 
 
 def ctr_dlrm_dcn(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -333,7 +234,7 @@ def ctr_dlrm_dcn(data: Path | None, *, seed: int = 0, embedding_dim: int | None 
         tables, num_dense = _clicks_tables(samples, embedding_dim), samples.dense.shape[1]
         return build_dlrm_dcn(tables, dense_in_features=num_dense, dense_layers=[64], over_layers=[*CLICKS_TOWER])
 
-    return replace(_clicks(data, "ctr_dlrm_dcn", build, seed, CONSTANT_DENSE), **_DLRM_DCN)
+    return _clicks(data, "ctr_dlrm_dcn", build, seed, CONSTANT_DENSE)
 
 
 def _ratings(data: Path | None, name: str, build: Callable[[Samples, float], nn.Module], seed: int) -> Recipe:
@@ -347,8 +248,6 @@ def _ratings(data: Path | None, name: str, build: Callable[[Samples, float], nn.
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.MSELoss(),
         **PLAIN.get(name, {}),
-        num_blocks=4,  # of 2, 4, 10 and 30 the best for MF on the selection split of seed 0, at compression 3
-        release_epochs=20,
         notes=("MovieLens: a random 8:1:1 split, so ratings of the future help to predict those of the past.",),
     )
 
@@ -365,9 +264,7 @@ def _clicks(
         redraw=draw,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
-        **{"table_learning_rate": CLICKS_LEARNING_RATE} | PLAIN.get(name, {}),
-        num_blocks=4,
-        warm_up_epochs=1,
+        **CLICKS | PLAIN.get(name, {}),
         notes=(
             "MovieLens as clicks: a random 8:1:1 split, so ratings of the future help to predict those of the past.",
             *notes,

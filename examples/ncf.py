@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -29,22 +27,11 @@ BATCH_SIZE = 8190
 """Whole groups of one positive and `NUM_NEGATIVES` negatives."""
 TEST_BATCH_SIZE = 16384
 NUM_NEGATIVES = 4
-SEARCH_RATE = 0.003
-"""Learning rate of a search's tables. Plain tables are level at it and at .001: selection losses are .2614 and .2613 at
-D=16, .2674 and .2673 at D=4."""
 INIT_STD = 0.01
 """Standard deviation of initial weights, as the authors of NCF have it."""
 PART_DIM, PART_TOWER = 64, (64, 32, 16)
 """D and tower of MF and of the MLP alone: those of the MLP in `neumf_topk`."""
 INITIAL_LOG_ODDS = -math.log(NUM_NEGATIVES)
-MLP_SEARCH: dict[str, Any] = {
-    "warm_up_epochs": 7,
-    "ramp_epochs": 6,
-    "release_epochs": 10,
-    "release_dense_learning_rate": 1e-4,
-}
-"""MLP learns for longer than NeuMF before its columns may die: on `selection` of seed 0, at compression 4, .2711
-instead of .2745 with NeuMF's epochs, and .2762 with a network at its own rate in the release besides."""
 
 
 def neumf_topk(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -125,7 +112,7 @@ def mlp_topk(data: Path | None, *, seed: int = 0, embedding_dim: int | None = No
         tables = build_tables(rows, embedding_dim or PART_DIM, init_std=INIT_STD)
         return MultiLayerPerceptron(tables, tower=PART_TOWER, initial_bias=INITIAL_LOG_ODDS)
 
-    return replace(_topk(data, "mlp_topk", build, seed), **MLP_SEARCH)
+    return _topk(data, "mlp_topk", build, seed)
 
 
 def _neumf(data: Path | None, name: str, default_dim: int, embedding_dim: int | None, seed: int) -> Recipe:
@@ -134,8 +121,7 @@ def _neumf(data: Path | None, name: str, default_dim: int, embedding_dim: int | 
         # The tower of the default D at every D, so that a comparison of D changes tables only.
         return NeuMF(tables, tower=ncf_tower(default_dim), turns_gmf=False)
 
-    # The GMF's tables are not turned: a product of columns only sees what both rows retain.
-    return replace(_topk(data, name, build, seed), column_sharing=3.0)
+    return _topk(data, name, build, seed)
 
 
 def _topk(data: Path | None, name: str, build: Callable[[dict[str, int]], nn.Module], seed: int) -> Recipe:
@@ -164,13 +150,5 @@ def _topk(data: Path | None, name: str, build: Callable[[dict[str, int]], nn.Mod
             seed=seed,
         ),
         loss=nn.BCEWithLogitsLoss(),
-        num_blocks=10,
-        # Chosen for NeuMF on `selection` of seeds 0 and 1, D=16, at compression 2 and 4 (docs/design.md).
-        warm_up_epochs=2,
-        ramp_epochs=5,
-        release_epochs=12,
-        search_table_learning_rate=SEARCH_RATE,
-        upper_every=2,
-        column_order="importance",
         notes=tuple(notes),
     )

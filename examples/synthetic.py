@@ -9,7 +9,7 @@ from torch import nn
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.in_memory import split_rows
-from examples.datasets.synthetic import PLANTED_BLOCKS, generate
+from examples.datasets.synthetic import generate
 from examples.models import build_dlrm, build_tables, draws
 
 BATCH_SIZE = 1024
@@ -48,10 +48,6 @@ def demo(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) 
         redraw=draw,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
-        num_blocks=len(PLANTED_BLOCKS),
-        warm_up_epochs=1,
-        ramp_epochs=6,
-        release_epochs=5,
         table_learning_rate=2e-3,
         notes=("Generated data: it shows that the search finds what was planted, not what real data would gain.",),
     )

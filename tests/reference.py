@@ -53,14 +53,6 @@ def normalised_reference(gradient: Tensor, hit: Sequence[bool]) -> Tensor:
     return torch.stack(rows)
 
 
-def variance_reference(gradients: Sequence[Tensor], window: float) -> Tensor:
-    """Variance over steps; each weighs 1 - 1/window of the one after it."""
-    weights = [(1 - 1 / window) ** age for age in reversed(range(len(gradients)))]
-    seen = [gradient.double() for gradient in gradients]
-    mean = sum(w * g for w, g in zip(weights, seen, strict=True)) / sum(weights)
-    return sum(w * (g - mean) ** 2 for w, g in zip(weights, seen, strict=True)) / sum(weights)
-
-
 def elementwise_keep_reference(tables: Sequence[Tensor], num_keep: int) -> list[Tensor]:
     """Keeps the num_keep largest magnitudes over all tables; among equals the earlier table, row, column stays."""
     flat = [(-abs(float(v)), t, i) for t, table in enumerate(tables) for i, v in enumerate(table.flatten().tolist())]
@@ -139,23 +131,6 @@ def second_moment_reference(tables: Sequence[Tensor], counts: Sequence[Tensor]) 
         for row, count in zip(table.double(), of_rows.tolist(), strict=True):
             moment += count * torch.outer(row, row)
     return moment
-
-
-def column_scales_reference(
-    tables: Sequence[Tensor], counts: Sequence[Tensor], blocks: Sequence[Sequence[int]], num_blocks: int
-) -> Tensor:
-    """``(S, D)``: the root of the mean square of each column over all look-ups of a block's rows; 1 without one."""
-    scales = torch.ones(num_blocks, tables[0].shape[1], dtype=torch.float64)
-    for s in range(num_blocks):
-        looked_up = [
-            row
-            for table, of_rows, of_blocks in zip(tables, counts, blocks, strict=True)
-            for row, count, block in zip(table.double(), of_rows.tolist(), of_blocks, strict=True)
-            for _ in range(count if block == s else 0)
-        ]
-        if looked_up:
-            scales[s] = torch.stack(looked_up).square().mean(0).sqrt()
-    return scales
 
 
 def curvature_reference(

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from hypothesis import assume
 
-from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.ops.compact_pointers import pointer_bytes
 from dnis_torchrec.search.budget import Size
 
@@ -21,17 +20,6 @@ def size_of_values(num_values: int, shapes: Iterable[tuple[int, int]]) -> Size:
     """
     pointers = sum(pointer_bytes(num_rows, dim) for num_rows, dim in shapes)
     return Size(embedding_bytes=pointers + 5 * num_values, form="csr_fp32")
-
-
-def size_of_share(ratio: float, blocks: RowBlocks) -> Size:
-    """What pays for one in so many values of the tables, and for no further one.
-
-    Args:
-        ratio: all values over those that are paid for.
-        blocks: of the tables.
-    """
-    shapes = [(routing.num_embeddings, blocks.embedding_dims[table]) for table, routing in blocks.routings.items()]
-    return size_of_values(int(sum(num_rows * dim for num_rows, dim in shapes) / ratio), shapes)
 
 
 def affordable(tables: Sequence[torch.Tensor], share: float) -> tuple[int, Size]:

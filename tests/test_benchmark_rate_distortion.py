@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-import dnis_torchrec.allocation.compress as library
 from benchmarks import rate_compress, rate_distortion, rate_memory, rate_methods, rate_models, rate_summary
 from benchmarks.rate_methods import Wanted
 from benchmarks.rate_models import Case, Trained
 from benchmarks.rate_summary import Differences, Row
+from dnis_torchrec.allocation.allocate import Allocation
 from dnis_torchrec.blocks.column_codes import decode_rows, encode_rows
+from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection
 from tests import tiny
 
 RECIPE = "tests.tiny:demo"
@@ -85,25 +87,26 @@ def test_the_model_has_its_own_tables_again_after_serving(case: Case) -> None:
     trained = Trained(case)
     served = rate_methods.METHODS["row-wise"](trained, Wanted(method="row-wise", precision="int4", size="int4 rows"))
     own = trained.model.sparse_arch.embedding_bag_collection
-    with served.in_place() as model:
-        assert model.sparse_arch.embedding_bag_collection is served.tables["sparse_arch.embedding_bag_collection"]
+    with served.made.served(torch.device("cpu")) as model:
+        assert isinstance(model.sparse_arch.embedding_bag_collection, DenseEmbeddingBagCollection)
     assert trained.model.sparse_arch.embedding_bag_collection is own
 
 
-def test_packed_tables_look_up_the_codes_of_the_turned_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_tables_look_up_the_codes_of_the_turned_model(case: Case) -> None:
     trained = Trained(case)
-    monkeypatch.setattr(library, "rows_per_chunk", lambda dim: 7)  # several chunks a table
-    allocation, tables = rate_compress.compress(trained.turned, trained.dense_bytes // 3)
+    wanted = Wanted(method="compress", precision="mixed", size=3.0)
+    made = rate_methods.METHODS["compress"](trained, wanted).made
     bags = cast(EmbeddingBagCollection, trained.turned.model.sparse_arch.embedding_bag_collection).embedding_bags
     decoded = EmbeddingBagCollection(tables=trained.configs)
-    for name, table in allocation.scheme.tables.items():
+    for name, table in made.scheme.tables.items():
         blocks = table.routing.all_blocks()
         rows = decode_rows(encode_rows(bags[name].weight.detach(), blocks, table.codes), blocks, table.codes)
         decoded.embedding_bags[name].weight.data.copy_(rows)
     features = tiny.make_batch(64, 0).sparse_features
-    (served,) = tables.values()
-    assert served(features).values().allclose(decoded(features).values(), atol=1e-6)
-    assert allocation.num_bytes == served.table_bytes() <= trained.dense_bytes // 3
+    with made.served(torch.device("cpu")) as model:
+        served = model.sparse_arch.embedding_bag_collection
+        assert served(features).values().allclose(decoded(features).values(), atol=1e-6)
+        assert made.embedding_bytes() == served.table_bytes() <= trained.dense_bytes // 3
 
 
 def test_tables_that_may_not_be_turned_are_not_cut(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +184,9 @@ def test_the_selection_split_chooses_the_precision_that_is_marked() -> None:
 def test_memory_is_that_of_what_is_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = []
 
-    def compress(prepared: rate_compress.Prepared, num_bytes: int) -> None:
+    def compress(prepared: rate_compress.Prepared, num_bytes: int) -> Allocation:
         budgets.append((prepared.measured.counts.counts["t"].numel(), num_bytes))
-        rate_compress.compress(prepared, num_bytes)
+        return rate_compress.compress(prepared, num_bytes)
 
     monkeypatch.setattr(rate_memory, "compress", compress)
     rate_memory.measure_here(0, 20_000, str(tmp_path / "measured.json"))

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import against_naive, compare_ratios, packaged, search_time, serving, step_time, weak_scaling
+from benchmarks import against_naive, compare_ratios, packaged, serving, step_time, weak_scaling
 
 SMALL = {"batch_size": 32, "num_embeddings": 50, "embedding_dim": 8, "num_blocks": 3}
 
@@ -313,101 +313,12 @@ def test_update_writes_what_the_next_run_is_compared_with(
     assert compare_ratios.read(tmp_path / "ratios.json") == ("a toaster", {"a_ratio": ratio(2.0, 1.9, 2.1)})
 
 
-@pytest.mark.parametrize(
-    "settings", ["8:8", "8:8:1,", "8:8:0", "8:8:1:1", "8:8:1:.00", "8:8:1:.1:.1", "a:8:1", "", "recipes"]
-)
-def test_bad_settings_of_a_search_are_refused_before_anything_trains(
-    settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["search_time", "no.such:recipe", "--settings", settings])
-    with pytest.raises(SystemExit, match="2"):
-        search_time.main()
-    expected = "expected recipe or ramp:release:upper_every[:table rate], as in 8:10:2 or 8:10:2:.01"
-    assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        ("--size", "1", "expected a number above 1, got '1'"),
-        ("--size", "x", "expected a number above 1, got 'x'"),
-        ("--seeds", "x", "expected whole numbers from 0 on with commas between them, got 'x'"),
-        ("--seeds", "0,1,0", "expected each once, got '0,1,0'"),
-        ("--settings", "recipe,recipe", "expected each once, got 'recipe,recipe'"),
-    ],
-)
-def test_search_time_refuses_what_it_cannot_measure_before_it_measures(
-    option: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["search_time", "no.such:recipe", option, value])
-    with pytest.raises(SystemExit, match="2"):
-        search_time.main()
-    assert expected in capsys.readouterr().err
-
-
-def test_the_default_settings_of_searches_are_good() -> None:
-    assert search_time.parse_settings(search_time.SETTINGS)[0] == "12:20:1"
-
-
-def test_a_setting_may_name_the_tables_rate_before_the_release() -> None:
-    epochs = {"ramp_epochs": 12, "release_epochs": 20, "upper_every": 4}
-    assert search_time.parse_settings("12:20:4,12:20:4:.01,12:20:4:0.01") == ["12:20:4", "12:20:4:.01", "12:20:4:0.01"]
-    assert search_time.settings_of("12:20:4") == epochs
-    assert search_time.settings_of(search_time.RECIPE) == {}
-    for setting in ("12:20:4:.01", "12:20:4:0.01"):
-        assert search_time.settings_of(setting) == {**epochs, "search_table_learning_rate": 0.01}
-
-
-@pytest.mark.parametrize(("higher_is_better", "front"), [(True, [(2, 0.7), (4, 0.8)]), (False, [(2, 0.7), (3, 0.6)])])
-def test_the_curve_of_search_time_joins_what_no_quicker_search_beats(
-    higher_is_better: bool, front: list[tuple[float, float]]
-) -> None:
-    measured = {"plain": (1.0, 0.5), "b": (4.0, 0.8), "a": (2.0, 0.7), "c": (3.0, 0.6), "d": (5.0, 0.65)}
-    rows = [{"setting": name, "time_ratio": ratio, "auc": value} for name, (ratio, value) in measured.items()]
-    (axis,) = search_time.quality_against_time(rows, "auc", 4, higher_is_better=higher_is_better).axes
-    assert [tuple(place) for place in axis.lines[-1].get_xydata()] == front
-    assert sorted(text.get_text() for text in axis.texts) == ["a", "b", "c", "d"]
-
-
-def test_search_time_measures_every_setting_and_draws_the_curve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written, drawn = tmp_path / "times.json", tmp_path / "curve.png"
-    settings = "1:1:1,1:1:2:.01,recipe"
-    arguments = ["tests.tiny:demo", "--settings", settings, "--json", str(written), "--figure", str(drawn)]
-    monkeypatch.setattr("sys.argv", ["search_time", *arguments])
-    search_time.main()
-    rows = json.loads(written.read_text())["rows"]
-    assert [row["setting"] for row in rows] == ["plain", "1:1:1", "1:1:2:.01", "recipe"]
-    assert rows[0]["time_ratio"] == 1
-    assert rows[1]["time_ratio"] == pytest.approx(rows[1]["seconds"] / rows[0]["seconds"])
-    assert len({row["auc"] for row in rows}) == 4
-    assert [row["spread"] for row in rows] == [{}] * 4
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert [len(line.split(" | ")) for line in lines] == [len(head.split(" | "))] * 4
-    assert drawn.read_bytes().startswith(b"\x89PNG")
-
-
-def test_times_of_several_seeds_are_means_with_their_spread() -> None:
-    row = search_time.mean_over_seeds("8:8:1", [{"time_ratio": 2.0, "auc": 0.75}, {"time_ratio": 3.0, "auc": 0.75}])
-    assert row == {"setting": "8:8:1", "time_ratio": 2.5, "auc": 0.75, "spread": {"time_ratio": 0.5**0.5, "auc": 0.0}}
-    assert search_time.line_of(row) == "8:8:1 | 2.5 ± 0.71 | 0.75 ± 0"
-    one_class = search_time.mean_over_seeds("8:8:1", [{"loss": 0.5, "auc": 0.75}, {"loss": 0.7}])
-    assert one_class == {"setting": "8:8:1", "loss": pytest.approx(0.6), "spread": {"loss": pytest.approx(0.02**0.5)}}
-
-
-@pytest.mark.parametrize(
-    ("module", "option"),
-    [
-        *((module, "--json") for module in (search_time, step_time, against_naive, packaged, serving, weak_scaling)),
-        (search_time, "--figure"),
-    ],
-)
+@pytest.mark.parametrize("module", [step_time, against_naive, packaged, serving, weak_scaling])
 def test_folders_of_files_are_looked_for_before_anything_is_measured(
-    module: ModuleType, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "none" / "file"
-    monkeypatch.setattr("sys.argv", [module.__name__, option, str(path)])
+    monkeypatch.setattr("sys.argv", [module.__name__, "--json", str(path)])
     with pytest.raises(SystemExit, match="2"):
         module.main()
-    assert f"{option}: expected a file in a folder that exists, got '{path}'" in capsys.readouterr().err
+    assert f"--json: expected a file in a folder that exists, got '{path}'" in capsys.readouterr().err

@@ -17,13 +17,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dnis_torchrec import Size, TrainTask, export, load
+from dnis_torchrec import TrainTask, export, load
 from dnis_torchrec.comparison.methods.trained_scheme import uniform_scheme_
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.packaging.flat_model import Signature, export_graph
-from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.search import search
+from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.serving import load_operator
 from dnis_torchrec.soft_selection.table_shards import collections, table_configs
 from dnis_torchrec.training.evaluation import evaluate
@@ -349,7 +349,6 @@ def recipe_of(name: str, *, seed: int = 0, optimizer: str = "adam") -> Recipe:
         model=build(dim=8, scalar_names=SCALAR_NAMES) if weighted else build(dim=8),
         data=DataSplits(**dict(zip(("train", "validation", "selection", "test"), splits, strict=True))),
         loss=nn.MSELoss() if name == "mf" else nn.BCEWithLogitsLoss(),
-        num_blocks=3,
         table_optimizer=optimizer,
         table_learning_rate=1e-2,
         dense_learning_rate=1e-2,
@@ -362,11 +361,11 @@ WHOLE_WAY += [("neumf", "rowwise_adagrad"), ("fm_weighted", "rowwise_adagrad")]
 
 @pytest.mark.parametrize(("name", "optimizer"), WHOLE_WAY, ids=lambda value: value)
 def test_goes_all_the_way(gloo, tmp_path: Path, name: str, optimizer: str) -> None:
-    """prepare_, BilevelTrainPipeline, merge_, prune, export, load: what is served predicts what was pruned."""
+    """A search, export, load: what is served predicts what was found."""
     recipe = recipe_of(name, optimizer=optimizer)
-    config = SearchConfig(size=Size(compression=2), warm_up_epochs=1, ramp_epochs=3, release_epochs=1)
-    outcome = search(recipe, config, tmp_path, CPU)
-    assert 2 <= outcome.scheme.compression() < 2.5
+    settings = SearchSettings(num_blocks=3, epochs=1, patience=1)
+    outcome = search(recipe, 6.0, tmp_path, CPU, settings=settings)
+    assert 6 <= outcome.scheme.compression("packed") < 7.5
     assert any(0 < int(dim) < 8 for table in outcome.scheme.tables.values() for dim in table.dims)
 
     expected = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)

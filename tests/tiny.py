@@ -121,7 +121,6 @@ def make_recipe(
             test=Repeatable([make_batch(64, 300 + s) for s in range(2)]),
         ),
         loss=nn.BCEWithLogitsLoss(),
-        num_blocks=3,
         table_optimizer=optimizer,
         table_learning_rate=1e-2,
         dense_learning_rate=1e-2,

@@ -13,8 +13,9 @@ Shapes: N rows of a table, D embedding_dim, S blocks, K widths.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,14 @@ from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import PoolingType
 
 from dnis_torchrec.allocation.curvature import Curvature
-from dnis_torchrec.allocation.energies import BITS, BlockedTable, RoundingEnergies, blocked_tables, rounding_energies
+from dnis_torchrec.allocation.energies import (
+    BITS,
+    BlockedTable,
+    RoundingEnergies,
+    blocked_tables,
+    check_all_merged,
+    rounding_energies,
+)
 from dnis_torchrec.allocation.hulls import ColumnSteps, RowOptions, column_steps, row_options, widths_of
 from dnis_torchrec.allocation.spending import Path, Purse, Spent
 from dnis_torchrec.blocks.blocking import RowBlocks
@@ -39,7 +47,8 @@ class Allocation:
 
     Attributes:
         scheme: with bits, scales and shifts of every table that has blocks.
-        predicted_loss_increase: predicted loss minus the loss of the model as it is, to second order.
+        predicted_loss_increase: predicted loss minus the loss of the model as it is: what `predict` said, or else, to
+            second order, the sum of H / 2 rho over all columns.
         num_bytes: bytes served, of all tables together.
     """
 
@@ -78,10 +87,12 @@ def allocate(
     bits: Sequence[int] = BITS,
     per_table: bool = False,
     energies: RoundingEnergies | None = None,
+    predict: Callable[[MixedDimensionScheme], float] | None = None,
 ) -> Allocation:
     """Chooses how many bits every column of every block gets. The model does not change.
 
-    Distributed: that of `rounding_energies`, where they are not given, and nothing else. All ranks get the same bits.
+    Distributed: that of `rounding_energies`, where they are not given, and that of `predict`, which is called once, or
+    a dozen times for a largest loss. All ranks get the same bits.
 
     Args:
         model: trained and merged, sharded or not.
@@ -96,6 +107,8 @@ def allocate(
         per_table: make each table smaller by the same factor, instead of letting all tables share the bytes, each
             getting what lowers the loss most.
         energies: measured before, for several sizes of the same model and blocks; None measures them now.
+        predict: what a scheme is predicted to cost, in units of the loss, such as `LossSample.loss_increase`; None adds
+            up what the columns cost, as if their errors were independent. Bits are chosen by that sum in any case.
 
     Raises:
         ValueError: for not exactly one size, one that cannot be met (the message names the nearest that can be), a
@@ -117,20 +130,59 @@ def allocate(
     """
     _check_sizes({"compression": compression, "embedding_bytes": embedding_bytes, "max_loss": max_loss})
     check(max_loss is None or not per_table, "max_loss", "all tables to share the bytes", "per_table")
+    check_all_merged(model)
     tables = blocked_tables(model, blocks)
     measured = energies or rounding_energies(model, blocks, counts, bits=bits)
     widths = sorted({0, *bits})
     losses = _predicted_losses(tables, blocks, curvature, measured, widths)
     problem = _Problem.of(tables, blocks, losses, torch.tensor(widths))
+
+    def allocation(spent: Spent) -> Allocation:
+        found = problem.allocation(spent, measured)
+        return found if predict is None else replace(found, predicted_loss_increase=predict(found.scheme))
+
     if max_loss is not None:
-        spent = problem.within_loss(max_loss)
-    else:
-        dense = int(problem.dense_bytes.sum())
-        budget = math.floor(dense / compression) if compression is not None else int(embedding_bytes or 0)
-        spent = problem.within(budget, per_table=per_table)
-        if not bool(spent.row_bytes.any()):
-            _refuse_budget(compression, embedding_bytes, dense, spent.smallest)
-    return problem.allocation(spent, measured)
+        return allocation(problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase))
+    dense = int(problem.dense_bytes.sum())
+    budget = math.floor(dense / compression) if compression is not None else int(embedding_bytes or 0)
+    spent = problem.within(budget, per_table=per_table)
+    if not bool(spent.row_bytes.any()):
+        _refuse_budget(compression, embedding_bytes, dense, spent.smallest)
+    return allocation(spent)
+
+
+def retained_columns(
+    tables: Sequence[BlockedTable], blocks: RowBlocks, worth: Mapping[str, Tensor], *, bits: int, compression: float
+) -> dict[str, Tensor]:
+    """Chooses which columns of every block are worth their bytes, if a value takes the same number of bits everywhere.
+
+    Those are dropped that lower the loss least for their bytes; what rounding costs does not count. Local.
+
+    Args:
+        tables: of a model, prepared or not.
+        blocks: of its tables.
+        worth: table -> ``(S, D)``, what dropping a column of a block costs, up to one factor for all.
+        bits: of a value.
+        compression: bytes of the float32 tables over bytes served, to be met from below.
+
+    Returns:
+        Table -> ``(S, D)`` bool.
+
+    Raises:
+        ValueError: for a compression that cannot be met; the message names the largest that can be.
+    """
+    losses = {}
+    for table in tables:
+        name = table.config.name
+        has_rows = (blocks.routings[name].row_counts() > 0)[:, None]
+        dropped = worth[name].double().cpu().clamp(min=0) * has_rows
+        losses[name] = torch.stack([dropped, torch.zeros_like(dropped)], 2)
+    problem = _Problem.of(list(tables), blocks, losses, torch.tensor([0, bits]))
+    dense = int(problem.dense_bytes.sum())
+    spent = problem.within(math.floor(dense / compression), per_table=False)
+    if not bool(spent.row_bytes.any()):
+        _refuse_budget(compression, None, dense, spent.smallest)
+    return {name: found > 0 for name, found in problem.bits_of(spent).items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,24 +244,35 @@ class _Problem:
         row_bytes = torch.stack([part.row_bytes for part in parts]).amax(0)
         return Spent(row_bytes, sum(part.num_bytes for part in parts), min(needed, default=0))
 
-    def within_loss(self, max_loss: float) -> Spent:
-        """The fewest bytes that are predicted to cost no more loss than this."""
-        everything, gains = float(self.options.loss[:, 0].sum()), self.purse.path.gain
-        least = everything - float(gains.sum())
+    def within_loss(self, max_loss: float, loss_of: Callable[[Spent], float]) -> Spent:
+        """The fewest bytes along the path that are predicted to cost no more loss than this."""
+        first = self.purse.first
+        most, least = (loss_of(first(count)) for count in (0, len(self.purse.path.block)))
         remedy = "allow more loss, or offer more bits"
         check(max_loss >= least, "max_loss", f"at least {least:.3g} for these bits", max_loss, remedy)
-        requirement = f"less than {everything:.3g}, which dropping all tables is predicted to cost"
-        check(max_loss < everything, "max_loss", requirement, max_loss)
-        return self.purse.least(everything - max_loss)
+        requirement = f"less than {most:.3g}, which dropping all tables is predicted to cost"
+        check(max_loss < most, "max_loss", requirement, max_loss)
+        counts = range(len(self.purse.path.block) + 1)
+        return first(bisect_left(counts, -max_loss, key=lambda count: -loss_of(first(count))))
+
+    def bits_of(self, spent: Spent) -> dict[str, Tensor]:
+        """Table -> ``(S, D)``, the bits that the bytes have bought."""
+        index = widths_of(self.steps, self.options, spent.row_bytes, max(t.config.embedding_dim for t in self.tables))
+        sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
+        return {
+            table.config.name: of_table[:, : table.config.embedding_dim].contiguous()
+            for table, of_table in zip(self.tables, self.bits[index].split(sizes), strict=True)
+        }
 
     def allocation(self, spent: Spent, energies: RoundingEnergies) -> Allocation:
         """Returns the scheme and codes that the bytes have bought."""
-        index = widths_of(self.steps, self.options, spent.row_bytes, max(t.config.embedding_dim for t in self.tables))
-        sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
-        schemes = {}
-        for table, of_table in zip(self.tables, self.bits[index].split(sizes), strict=True):
-            bits = of_table[:, : table.config.embedding_dim].contiguous()
-            schemes[table.config.name] = _scheme_of(table, self.blocks, energies.codes(table.config.name, bits))
+        bits = self.bits_of(spent)
+        schemes = {
+            table.config.name: _scheme_of(
+                table, self.blocks, energies.codes(table.config.name, bits[table.config.name])
+            )
+            for table in self.tables
+        }
         loss = self.options.loss.gather(1, spent.row_bytes[:, None])
         return Allocation(
             scheme=MixedDimensionScheme(schemes),

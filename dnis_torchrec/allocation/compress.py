@@ -3,7 +3,8 @@ r"""Compress: a trained model -> the same model on tables of bit fields, without
 .. math:: \text{axes turned} \to H_{sc} \text{ (curvature)}, \rho_{sck} \text{ (rounding energies)} \to
     \text{bits} \to \text{codes}
 
-What a model is measured for, `measure_`, does not depend on a size, so that several sizes share it.
+What a model is measured for, `measure_`, does not depend on a size, so that several sizes share it. What a size costs
+is predicted on samples, with their rows in codes (see `loss_sample`).
 
 Shapes: N rows of a table, D embedding_dim, S blocks.
 """
@@ -14,28 +15,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.allocation.allocate import Allocation, allocate
-from dnis_torchrec.allocation.curvature import ENOUGH_SAMPLES, Curvature, checked_batch, curvature, evaluating, on_all
+from dnis_torchrec.allocation.curvature import ENOUGH_SAMPLES, Curvature, checked_batch, curvature, on_all
 from dnis_torchrec.allocation.energies import BITS, RoundingEnergies, rounding_energies
 from dnis_torchrec.allocation.loss_derivatives import Loss
+from dnis_torchrec.allocation.loss_sample import LossSample, predictions_of
 from dnis_torchrec.allocation.rotation import rotate_
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.allocation.torchrec_models import with_axes_
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
-from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
-from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.swap import replace_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, ranks_of, table_configs_of
 from dnis_torchrec.streaming.counting import count_stream
@@ -54,6 +52,7 @@ class Measured:
         blocks: of scope ``"table"``; every row has one.
         curvature: what columns of blocks are worth.
         energies: what every width leaves as an error.
+        sample: on which the loss of a size is predicted.
     """
 
     model: nn.Module
@@ -61,6 +60,7 @@ class Measured:
     blocks: RowBlocks
     curvature: Curvature
     energies: RoundingEnergies
+    sample: LossSample
 
     def allocate(
         self,
@@ -69,12 +69,16 @@ class Measured:
         embedding_bytes: int | None = None,
         max_loss: float | None = None,
     ) -> Allocation:
-        """Chooses bits for one size, see `dnis_torchrec.allocate`. Local, no collective; the model does not change.
+        """Chooses bits for one size, and predicts what it costs on the sample; the model does not change.
+
+        See `dnis_torchrec.allocate` and `LossSample`.
+
+        Distributed: that of `LossSample.loss_increase`, a dozen times for a largest loss.
 
         Args:
             compression: bytes of the float32 tables over bytes served. Give exactly one of the three sizes.
             embedding_bytes: bytes served, at most.
-            max_loss: predicted increase of the loss, at most.
+            max_loss: predicted increase of the loss, at most, in the fewest bytes.
 
         Raises:
             ValueError: as `dnis_torchrec.allocate`; names the largest compression that can be met.
@@ -89,6 +93,7 @@ class Measured:
             max_loss=max_loss,
             bits=self.energies.bits,
             energies=self.energies,
+            predict=self.sample.loss_increase,
         )
 
 
@@ -99,6 +104,7 @@ def compress(
     loss: Loss,
     compression: float = 20.0,
     counts: FrequencyCounts | None = None,
+    held_out: Iterable[Batch] | None = None,
 ) -> Allocation:
     """Replaces the tables of a trained model by tables of bit fields, in place, without a training step.
 
@@ -115,6 +121,8 @@ def compress(
             samples that is twice differentiable in the predictions.
         compression: bytes of the float32 tables over bytes served, to be met from below.
         counts: of all rows in the training data; None counts the batches.
+        held_out: batches that the model was not trained on, to predict the loss on; None takes `batches`, on which up
+            to three times the loss is predicted that others will have.
 
     Returns:
         The scheme, and what it is predicted to cost; no table.
@@ -144,7 +152,8 @@ def compress(
         (True, 'PackedEmbeddingBagCollection')
     """
     own = _plain_collections(model)
-    found = measure_(model, batches, loss=loss, counts=counts).allocate(compression=compression)
+    measured = measure_(model, batches, loss=loss, counts=counts, held_out=held_out)
+    found = measured.allocate(compression=compression)
     for fqn, packed in packed_collections(model, found.scheme).items():
         replace_(model, own[fqn], packed)
     return found
@@ -156,6 +165,7 @@ def measure_(
     *,
     loss: Loss,
     counts: FrequencyCounts | None = None,
+    held_out: Iterable[Batch] | None = None,
     num_blocks: int = NUM_BLOCKS,
     num_samples: int | None = ENOUGH_SAMPLES,
     bits: Sequence[int] = BITS,
@@ -167,13 +177,14 @@ def measure_(
     measured.
 
     Distributed: every rank of a sharded model calls it on its slices of the batches; see `rotate_`, `curvature`,
-    `rounding_energies` and `count_stream` for the collectives. All ranks get the same.
+    `rounding_energies`, `LossSample` and `count_stream` for the collectives. All ranks get the same.
 
     Args:
         model: trained and merged, sharded or not; its tables are turned, and what reads them.
         batches: see `compress`; of this rank.
         loss: see `compress`.
         counts: of all rows in the training data, the same on every rank; None counts the batches.
+        held_out: see `compress`; of this rank.
         num_blocks: S of every table, or its rows where those are fewer.
         num_samples: that the curvature is measured on, of all ranks together; None takes all.
         bits: widths to measure, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
@@ -199,7 +210,10 @@ def measure_(
     worth = curvature(model, batches, blocks, loss=loss, num_samples=num_samples)
     if num_samples is not None and _is_missed(worth, blocks):
         worth = curvature(model, batches, blocks, loss=loss, num_samples=None)
-    return Measured(model, counts, blocks, worth, rounding_energies(model, blocks, counts, bits=bits))
+    energies = rounding_energies(model, blocks, counts, bits=bits)
+    judged, is_held_out = (batches, False) if held_out is None else (held_out, True)
+    sample = LossSample(model, judged, loss=loss, is_held_out=is_held_out)
+    return Measured(model, counts, blocks, worth, energies, sample)
 
 
 def packed_collections(model: nn.Module, scheme: MixedDimensionScheme) -> dict[str, PackedEmbeddingBagCollection]:
@@ -264,30 +278,15 @@ def _turn_(model: nn.Module, batches: Iterable[Batch], loss: Loss, counts: Frequ
         first = next(iter(batches), None)
         check(first is not None, "batches", "at least one batch", "none")
         batch = checked_batch(cast(Batch, first), loss, "batch 0")
-    before = _predictions(model, batch)
+    before = predictions_of(model, batch, "batch 0")
     rotate_(model, counts)
-    after = _predictions(model, batch)
+    after = predictions_of(model, batch, "batch 0")
     with on_all(ranks):
         moved, largest = float((after - before).abs().max()), float(before.abs().max())
         if moved > UNCHANGED * largest:
             requirement = f"predictions to stay within {UNCHANGED * largest:.3g} when tables are turned"
             remedy = "the model's rotation_groups do not hold for it: correct them, and load its weights again"
             raise RuntimeError(describe("rotation", requirement, f"a change by {moved:.3g}", remedy))
-
-
-@torch.no_grad()
-def _predictions(model: nn.Module, batch: Batch) -> Tensor:
-    """Of one batch, float64."""
-    read_by_name_(model, refuse_weights=None)
-    task = get_unwrapped_module(model)
-    device = model.device if isinstance(model, DistributedModelParallel) else next(model.parameters()).device
-    called = task.model if isinstance(task, TrainTask) else task
-    batch = batch.to(device)
-    with evaluating(model):
-        predictions = called(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
-    remedy = "give a model that returns its predictions alone"
-    check(isinstance(predictions, Tensor), "batch 0", "predictions of the model", type(predictions).__name__, remedy)
-    return predictions.double()
 
 
 def _is_missed(worth: Curvature, blocks: RowBlocks) -> bool:

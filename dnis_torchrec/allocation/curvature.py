@@ -158,22 +158,26 @@ def curvature(
     found = collections(model)
     check(bool(found), "model", "an EmbeddingBagCollection in it", "none")
     read_by_name_(model, refuse_weights=None)
-    device, ranks = _device_of(model), ranks_of(*found.values())
+    device, ranks = device_of(model), ranks_of(*found.values())
     tables = [table for collection in found.values() for table in table_configs_of(collection)]
     of = [CollectionBlocks(collection, blocks, device) for collection in found.values()]
     sums = _Sums(tables, blocks, device)
     task = get_unwrapped_module(model)
     with evaluating(model), watching(of) as lookups:
-        measure = _Measure(task.model if isinstance(task, TrainTask) else task, loss, lookups)
-        for place, batch in _batches(batches, loss, ranks, enough, _samples_at_a_time(of)):
+        measure = _Measure(task.model if isinstance(task, TrainTask) else task, lookups)
+        for place, batch in first_batches(batches, loss, ranks, enough, _samples_at_a_time(of)):
             looked_up = measure.look_up(batch.to(device), place)
             with on_all(ranks):
-                sums.add(looked_up, measure.derivatives(looked_up, place))
+                sums.add(looked_up, derivatives_at(looked_up.predictions, looked_up.labels, loss, place))
     return sums.over(ranks, loss)
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    """Returns the device on which a model takes its batches; its tables may lie elsewhere."""
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device on which a model takes its batches; its tables may lie elsewhere.
+
+    Args:
+        model: sharded or not.
+    """
     return model.device if isinstance(model, DistributedModelParallel) else next(model.parameters()).device
 
 
@@ -208,10 +212,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def _batches(
+def first_batches(
     batches: Iterable[Batch], loss: Loss, ranks: Ranks, enough: float, at_a_time: int
 ) -> Iterator[tuple[str, Batch]]:
-    """This rank's batches until all ranks together have enough, cut alike on all of them; each with its place."""
+    """This rank's batches until all ranks together have enough samples, cut alike on all of them.
+
+    Distributed: per batch its size is gathered, and an error of one rank is raised on all.
+
+    Args:
+        batches: of this rank.
+        loss: decides which labels are allowed.
+        ranks: that hold the model.
+        enough: samples of all ranks; no further batch is taken once there are so many.
+        at_a_time: samples, roughly, that larger batches are cut into.
+
+    Yields:
+        ``(place, batch)``: which one it is, for errors, and the batch, checked.
+
+    Raises:
+        ValueError: for no batches, bad labels or features, or fewer batches on one rank than on another.
+    """
     stream, taken = iter(batches), 0
     for index in count():
         if taken >= enough:
@@ -283,12 +303,11 @@ class _Measure:
 
     Args:
         model: called as `Recipe.model` is.
-        loss: see `curvature`.
         lookups: from `watching`.
     """
 
-    def __init__(self, model: Callable[..., Tensor], loss: Loss, lookups: list[Lookup]) -> None:
-        self._model, self._loss, self._lookups = model, loss, lookups
+    def __init__(self, model: Callable[..., Tensor], lookups: list[Lookup]) -> None:
+        self._model, self._lookups = model, lookups
 
     def look_up(self, batch: Batch, place: str) -> _LookedUp:
         """All that needs the other ranks, too: the forward pass, and lookups block by block."""
@@ -313,15 +332,25 @@ class _Measure:
         calls = list(zip(self._lookups, apart, stacked, strict=True))
         return _LookedUp(predictions.detach(), batch.labels, calls)
 
-    def derivatives(self, looked_up: _LookedUp, place: str) -> LossDerivatives:
-        """Computes the derivatives of the loss in the predictions. Local, no collective."""
-        predictions, labels = looked_up.predictions, looked_up.labels
-        finite = predictions.isfinite()
-        if not bool(finite.all()):
-            remedy = "take weights of a model whose training did not diverge"
-            raise ValueError(describe(place, "finite predictions", float(predictions[~finite][0]), remedy))
-        labels = labels.flatten() if labels.numel() == predictions.numel() == len(labels) else labels
-        return loss_derivatives(self._loss, predictions, labels)
+
+def derivatives_at(predictions: Tensor, labels: Tensor, loss: Loss, place: str) -> LossDerivatives:
+    """Derives the loss in the predictions of a batch. Local, no collective.
+
+    Args:
+        predictions: ``(B, T)``.
+        labels: of the batch.
+        loss: see `curvature`.
+        place: which batch, for the error.
+
+    Raises:
+        ValueError: for a prediction that is not finite, and as `loss_derivatives`.
+    """
+    finite = predictions.isfinite()
+    if not bool(finite.all()):
+        remedy = "take weights of a model whose training did not diverge"
+        raise ValueError(describe(place, "finite predictions", float(predictions[~finite][0]), remedy))
+    labels = labels.flatten() if labels.numel() == predictions.numel() == len(labels) else labels
+    return loss_derivatives(loss, predictions, labels)
 
 
 def _of_samples(predictions: Tensor, num_samples: int, place: str) -> Tensor:

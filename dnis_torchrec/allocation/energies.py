@@ -25,16 +25,15 @@ from dnis_torchrec.blocks.bit_fields import WIDTHS, is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.soft_selection.table_shards import (
-    check_merged,
     collections,
     local_shards,
     num_copies,
     ranks_of,
     table_configs_of,
 )
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 
 BITS = (0, 2, 3, 4, 5, 6, 8)
 """Widths that are offered unless others are asked for."""
@@ -100,11 +99,10 @@ def blocked_tables(model: nn.Module, blocks: RowBlocks) -> list[BlockedTable]:
     """The tables of a model that have blocks, in its order. Local.
 
     Args:
-        model: merged, sharded or not.
+        model: sharded or not, prepared or not.
         blocks: of its tables.
 
     Raises:
-        RuntimeError: if a collection is not merged yet.
         ValueError: if none has, or a table has another size than its blocks.
     """
     tables = [
@@ -113,15 +111,27 @@ def blocked_tables(model: nn.Module, blocks: RowBlocks) -> list[BlockedTable]:
         for config in table_configs_of(module)
         if config.name in blocks.routings
     ]
-    for fqn, module in collections(model).items():
-        if isinstance(module, SoftSelectionEmbeddingBagCollection):
-            check_merged(fqn, module, ranks_of(module))
     check(bool(tables), "blocks", "those of tables of the model", sorted(blocks.routings))
     for config in (table.config for table in tables):
         sizes = blocks.routings[config.name].num_embeddings, blocks.embedding_dims[config.name]
         given = config.num_embeddings, config.embedding_dim
         check(sizes == given, f"table {config.name!r}", f"blocks of N, D = {given}", sizes)
     return tables
+
+
+def check_all_merged(model: nn.Module) -> None:
+    """Checks that no alpha is left to be folded into a table. Local.
+
+    Args:
+        model: sharded or not, prepared or not.
+
+    Raises:
+        RuntimeError: if an alpha is not 1.
+    """
+    for fqn, wrapper in soft_selection_modules(model).items():
+        alpha = wrapper.alpha
+        if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
+            raise RuntimeError(describe(f"FQN {fqn!r}", "a merged collection", "alpha below 1", "call merge_ first"))
 
 
 @torch.no_grad()
@@ -155,6 +165,7 @@ def rounding_energies(
     others = sorted(set(bits) - set(WIDTHS))
     check(not others, "bits", f"some of {WIDTHS}", others)
     widths = tuple(sorted({0, *bits}))
+    check_all_merged(model)
     tables = blocked_tables(model, blocks)
     for config in (table.config for table in tables):
         check_known("table", config.name, counts.counts)

@@ -37,7 +37,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from dnis_torchrec.allocation.axes import Rotatable, RotationGroup, check_groups
 from dnis_torchrec.allocation.torchrec_models import known_groups
 from dnis_torchrec.allocation.whole_rows import WholeRows, whole_rows
-from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import Ranks
@@ -150,42 +149,6 @@ def rotate_(model: nn.Module, counts: FrequencyCounts, optimizer: torch.optim.Op
             _rotate_group_(group, {table: rows[table] for table in group.tables}, counts, ranks, states)
             for group in groups
         ]
-
-
-@torch.no_grad()
-def column_scales(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) -> dict[int, Tensor]:
-    r"""Measures the root mean square of every column of every block, over its rows i weighted by their frequencies.
-
-    .. math:: \sqrt{\sum_i \eta_i E_{ik}^2 / \sum_i \eta_i}
-
-    Distributed: shards of any kind and replicated tables; one all_reduce of ``(A, D)`` float64 per embedding_dim, and
-    one of a number per table.
-
-    Args:
-        model: prepared, sharded or not.
-        blocks: those of its alphas.
-        counts: frequencies of all rows, the same on every rank.
-
-    Returns:
-        embedding_dim -> ``(A, D)``, float32, on the CPU; 1 for a block without an occurrence.
-    """
-    modules = list(collections(model).values())
-    shards_here = [shard for module in modules for shard in local_shards(module)]
-    ranks = ranks_of(*modules)
-    copies = _copies(shards_here, blocks.embedding_dims, counts, ranks)
-    squares = {dim: torch.zeros(shape, dtype=torch.float64) for dim, shape in blocks.alpha_shapes.items()}
-    for shard in shards_here:
-        dim, routing = blocks.embedding_dims[shard.table], blocks.routings[shard.table]
-        for chunk, rows, columns in shard.chunks():
-            of_rows = routing.block_of(torch.arange(rows.start, rows.stop))
-            in_block = of_rows < routing.num_blocks
-            weights = counts.counts[shard.table][rows].double() / copies[shard.table]
-            energy = chunk.cpu().double().square() * weights[:, None]
-            alpha_rows = blocks.first_alpha_row(shard.table) + of_rows[in_block]
-            squares[dim][:, columns].index_add_(0, alpha_rows, energy[in_block])
-    occurrences = {dim: blocks.per_alpha_row(dim, blocks.occurrences)[:, None] for dim in squares}
-    means = {dim: ranks.sum_(square) / occurrences[dim].clamp(min=1) for dim, square in squares.items()}
-    return {dim: torch.where(occurrences[dim] > 0, mean.sqrt(), 1.0).float() for dim, mean in means.items()}
 
 
 def _say_what_stays(dims: Mapping[str, int], turned: Sequence[str], ranks: Ranks) -> None:

@@ -58,7 +58,10 @@ def sample_rows(counts: RowCounts, routing: RowRouting, rows_per_block: int = RO
         ([0, 1], [6.0, 4.0])
     """
     thresholds = _thresholds(counts, routing, rows_per_block)
-    rows, blocks, weights = [], [], []
+    most = int(routing.row_counts().clamp(max=rows_per_block + 1).sum())
+    # made at once: small tensors kept between large ones that go would leave holes as large as all chunks together
+    rows, blocks = torch.empty(2, most, dtype=torch.int64)
+    weights, filled = torch.empty(most, dtype=torch.float64), 0
     passed = torch.full((routing.num_blocks,), 0.5, dtype=torch.float64)
     for chunk, of_rows, frequency in _rows_with_blocks(counts, routing):
         of_each = thresholds[of_rows]
@@ -73,10 +76,10 @@ def sample_rows(counts: RowCounts, routing: RowRouting, rows_per_block: int = RO
         drawn = (after.floor() > (after - probability).floor()) | (frequency >= of_each)
         passed += ends - starts
         passed -= passed.floor()
-        rows.append(chunk[drawn])
-        blocks.append(of_rows[drawn])
-        weights.append(torch.maximum(frequency, of_each)[drawn])
-    return RowSample(torch.cat(rows), torch.cat(blocks), torch.cat(weights))
+        here = slice(filled, filled := filled + int(drawn.sum()))
+        rows[here], blocks[here] = chunk[drawn], of_rows[drawn]
+        weights[here] = torch.maximum(frequency, of_each)[drawn]
+    return RowSample(rows[:filled], blocks[:filled], weights[:filled])
 
 
 def sampled_values(
@@ -106,19 +109,32 @@ def sampled_values(
 
 def _thresholds(counts: RowCounts, routing: RowRouting, rows_per_block: int) -> Tensor:
     """Per block the frequency from which on rows are certain: ``(S,)`` float64; 0 where all are."""
-    sizes = routing.row_counts()
+    of_runs, frequency, sizes = _frequencies(counts, routing)
     thresholds = torch.full((routing.num_blocks,), torch.inf, dtype=torch.float64)
     for _ in range(_ROUNDS):
         certain, others = torch.zeros(2, routing.num_blocks, dtype=torch.float64)
-        for _, of_rows, frequency in _rows_with_blocks(counts, routing):
-            is_certain = frequency >= thresholds[of_rows]
-            certain += torch.bincount(of_rows[is_certain], minlength=routing.num_blocks)
-            others.index_add_(0, of_rows, frequency.masked_fill(is_certain, 0))
+        is_certain = frequency >= thresholds[of_runs]
+        certain.index_add_(0, of_runs, sizes.masked_fill(~is_certain, 0))
+        others.index_add_(0, of_runs, (sizes * frequency).masked_fill(is_certain, 0))
         lower = torch.minimum(thresholds, others / (rows_per_block - certain).clamp(min=1))
         if lower.equal(thresholds):
             break
         thresholds = lower
-    return torch.where(sizes <= rows_per_block, 0.0, thresholds)
+    return torch.where(routing.row_counts() <= rows_per_block, 0.0, thresholds)
+
+
+def _frequencies(counts: RowCounts, routing: RowRouting) -> tuple[Tensor, Tensor, Tensor]:
+    """The frequencies that occur in a block: (blocks, frequencies, how many rows have it as float64), few of each."""
+    keys, sizes = torch.zeros(2, 0, dtype=torch.int64)
+    for first in range(0, routing.num_embeddings, ROWS_AT_A_TIME):
+        own = counts[first : first + ROWS_AT_A_TIME]
+        of_rows = routing.block_of(torch.arange(first, first + len(own)))
+        kept = of_rows < routing.num_blocks
+        more, sizes_of_more = (own * routing.num_blocks + of_rows)[kept].unique(return_counts=True)
+        keys, runs = torch.cat([keys, more]).unique(return_inverse=True)
+        sizes = torch.zeros_like(keys).index_add_(0, runs, torch.cat([sizes, sizes_of_more]))
+    frequency = keys // routing.num_blocks
+    return keys % routing.num_blocks, frequency.double().clamp_(min=UNSEEN_WEIGHT), sizes.double()
 
 
 def _rows_with_blocks(counts: RowCounts, routing: RowRouting) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -112,16 +112,14 @@ class Purse:
             order = self._cheaper(order[count:], int(costs[count]), is_open)
         return Spent(bought, budget - left, smallest)
 
-    def least(self, needed_gain: float) -> Spent:
-        """The least bytes along the path that save at least so much loss.
+    def first(self, count: int) -> Spent:
+        """What the first steps of the path buy, whatever they cost.
 
         Args:
-            needed_gain: at most the sum of all gains.
+            count: how many.
         """
-        gains, bought = self.path.gain.cumsum(0), self._none()
+        steps, bought = torch.arange(count), self._none()
         is_open = torch.zeros(len(self.fixed), dtype=torch.bool)
-        count = min(len(gains), int(torch.searchsorted(gains, needed_gain)) + 1) if needed_gain > 0 else 0
-        steps = torch.arange(count)
         self._take(bought, steps)
         return Spent(bought, int(self._costs(steps, is_open).sum()), 0)
 

@@ -126,8 +126,9 @@ class RowRouting:
             rows = slice(first, min(first + ROWS_AT_A_TIME, self.num_embeddings))
             yield rows, self.block_of(torch.arange(rows.start, rows.stop))
 
+    @cached_property
     def largest_block(self) -> int:
-        """The largest number among the rows' blocks, at most S unless a file is damaged."""
+        """The largest number among the rows' blocks, at most S unless a file is damaged: walks all rows, but once."""
         if self.block_of_row is None or not self.num_embeddings:
             return 0
         return max(int(blocks.max()) for _, blocks in self.blocks_of_all())

@@ -38,6 +38,14 @@ def compare(
     sizes: Annotated[
         str, typer.Option("--sizes", help="Bytes of the uncompressed tables over bytes wanted, each above 1.")
     ] = "2,4,10",
+    precisions: Annotated[
+        str,
+        typer.Option(
+            "--precisions",
+            help="In which each method that can stores values, of fp32, fp16, int8 and int4; at every size the best one"
+            " on the selection split is taken.",
+        ),
+    ] = "fp32,int8,int4",
     seeds: Annotated[
         str, typer.Option("--seeds", help="How many, from 0 on; or with commas: which (`7,` is one).")
     ] = "3",
@@ -67,6 +75,7 @@ def compare(
             out=out,
             methods=parse_names(methods, "--methods"),
             sizes=parse_sizes(sizes, "--sizes"),
+            precisions=parse_names(precisions, "--precisions"),
             seeds=parse_seeds(seeds, "--seeds"),
             **settings,
         )

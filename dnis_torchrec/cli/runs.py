@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -28,9 +27,9 @@ from dnis_torchrec.cli.app import (
     print_metrics,
     print_table,
 )
-from dnis_torchrec.cli.options import Fields, command
+from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
-from dnis_torchrec.search.settings import PruneSettings, SearchSettings
+from dnis_torchrec.search.settings import PruneSettings, SearchSettings, check_compression
 from dnis_torchrec.training.saving import Saving
 
 if TYPE_CHECKING:
@@ -64,24 +63,23 @@ def search(
     recipe: RecipeArgument,
     out: OutOption,
     data: DataOption = None,
-    compression: CompressionOption = None,
-    embedding_bytes: BytesOption = None,
-    form: FormOption = None,
+    compression: Annotated[
+        float, typer.Option("--compression", help="Bytes of the float32 tables over bytes served, above 1.")
+    ] = 20.0,
     seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0,
     baseline: BaselineOption = None,
     embedding_dim: Annotated[int | None, typer.Option(help="D to start from; the recipe's own if not given.")] = None,
     *,
-    settings: Annotated[dict[str, Any], Fields(SearchSettings, given_only=True)],
+    settings: SearchSettings,
     saving: Saving,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Searches: counts, blocks, learns alpha on validation loss, merges, prunes; writes RUN and its report.json.
+    """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes RUN.
 
-    The search ends at the requested size without tuning; README names the recipe's settings that improve quality.
     Ctrl-C saves and stops; the same command with --resume goes on, also after a crash.
     """
     with arguments():
-        size = _size(compression, embedding_bytes, form)
+        check_compression(compression, "--compression")
 
     from dnis_torchrec.data.recipe import load_recipe
     from dnis_torchrec.jobs.run_folder import RunFolder
@@ -94,7 +92,7 @@ def search(
             data=data,
             out=out,
             url=url_of_ranks(out),
-            size=size,
+            compression=compression,
             settings=settings,
             embedding_dim=embedding_dim,
             seed=seed,
@@ -240,8 +238,8 @@ def _size(compression: float | None, embedding_bytes: int | None, form: str | No
     given = sum(value is not None for value in (compression, embedding_bytes))
     place, received = "--compression, --embedding-bytes", ("none", "one", "both")[given]
     check(given == 1, place, "one of the two", received, "say --compression 5, for example")
-    is_fit = compression is None or (math.isfinite(compression) and compression > 1)
-    check(is_fit, "--compression", "a finite number above 1", compression)
+    if compression is not None:
+        check_compression(compression, "--compression")
     from dnis_torchrec.search.budget import Size
 
     return Size(compression=compression, embedding_bytes=embedding_bytes, form=form or Size.form)

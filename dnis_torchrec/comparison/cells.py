@@ -58,6 +58,11 @@ class Cell:
         return f"{self.method}{WITH_VALIDATION}" if self.with_validation else self.method
 
     @property
+    def training(self) -> str:
+        """Name of the data that the cell trains on: cells of the same one may share a training."""
+        return f"seed{self.seed}{WITH_VALIDATION if self.with_validation else ''}"
+
+    @property
     def name(self) -> str:
         """Name of the cell's folder; no two cells share one."""
         size = "" if self.size is None else f"-size{self.size:.15g}"
@@ -77,11 +82,13 @@ class CellTask:
         cells_at_once: how many cells share the machine; measured times depend on it.
         processes: how many may train trials of this cell at a time, see `MethodTask`.
         artifact: whether to export the result.
+        trained: folder of trainings that cells share, see `MethodTask.trained`; None to share none.
     """
 
     cell: Cell
     rules: Mapping[str, Any]
     data: str | None = None
+    trained: str | None = None
     registry: str
     cells_at_once: int
     processes: int = 1

@@ -27,7 +27,16 @@ def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None =
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method")
     metrics = content.metrics if metrics is None else metrics
-    headings = ("size", "parameters", "bytes", "compression", *metrics, f"{content.primary_metric} - dense", "seeds")
+    headings = (
+        "size",
+        "parameters",
+        "bytes",
+        "precision",
+        "compression",
+        *metrics,
+        f"{content.primary_metric} - dense",
+        "seeds",
+    )
     for heading in (*headings, "one run", "runs", "all runs", "Pareto"):
         table.add_column(cell(heading), justify="right")
     size = content.rows[0].size
@@ -44,6 +53,7 @@ def comparison_table(content: ComparisonContent, metrics: Sequence[str] | None =
             line.size,
             line.parameters,
             line.megabytes,
+            line.precision,
             line.ratio,
             *(cell(text, "bold" if is_best else "") for text, is_best in map(told.__getitem__, metrics)),
             line.difference,

@@ -21,6 +21,7 @@ from dnis_torchrec.data.final_sigmoid import warn_of_sigmoid
 from dnis_torchrec.data.labels import RankingBatch, check_candidates
 from dnis_torchrec.data.over_ranks import SPLITS, fingerprints, warn_of_overlaps, with_notes
 from dnis_torchrec.data.recipe import Recipe, build_recipe, checked_batches
+from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
 from dnis_torchrec.soft_selection.table_shards import collections, table_configs
@@ -30,6 +31,8 @@ from dnis_torchrec.training.sharded import check_pooling
 
 SETTINGS = "settings"
 """Name of the rule that holds the recipe's settings."""
+RULES_OF_OLDER = {"precisions": ["fp32"]}
+"""Rules that older versions did not write down, and kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Comparison(CompareSettings):
         out: folder of the comparison. A comparison that stands there is continued, if its rules are the same.
         methods: names of the registry.
         sizes: compressions, bytes of the uncompressed float32 tables over bytes wanted, each above 1.
+        precisions: in which every method that can is run at each size; the best one on the selection split is taken.
         seeds: each gives its own splits and initial weights.
         registry: ``module:name`` of the mapping from method name to `Method`.
 
@@ -59,6 +63,7 @@ class Comparison(CompareSettings):
     methods: tuple[str, ...]
     sizes: tuple[float, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
+    precisions: tuple[str, ...] = ("fp32", "int8", "int4")
     registry: str = REGISTRY
     data_address: str | None = None
 
@@ -66,7 +71,10 @@ class Comparison(CompareSettings):
         super().__post_init__()
         for name in self.methods:
             check_known("method", name, load_registry(self.registry))
-        for place, values in (("methods", self.methods), ("sizes", self.sizes), ("seeds", self.seeds)):
+        for name in self.precisions:
+            check_known("precision", name, PRECISIONS)
+        for place in ("methods", "sizes", "seeds", "precisions"):
+            values = getattr(self, place)
             check(bool(values), place, "at least one", "none")
             check(len(set(values)) == len(values), place, "each once", list(values))
         for size in self.sizes:
@@ -116,7 +124,13 @@ class Comparison(CompareSettings):
             cells_at_once=cells_at_once,
             processes=max(1, self.num_jobs // cells_at_once),
             artifact=self.artifacts,
+            trained=str(self.trained / cell.training),
         )
+
+    @property
+    def trained(self) -> Path:
+        """Folder of trainings that cells share, there while they run."""
+        return self.out / "trained"
 
     @property
     def _local_data(self) -> str | None:
@@ -132,6 +146,7 @@ class Comparison(CompareSettings):
         return {
             "recipe": self.recipe,
             "data": self.data_address or self._local_data,
+            "precisions": list(self.precisions),
             **training_rules(vars(self)),
         }
 
@@ -145,7 +160,7 @@ class Comparison(CompareSettings):
 
         Args:
             rules: name -> value, as it is read back from JSON. A rule, or one of the recipe's settings, that an older
-                version did not know is not compared.
+                version did not know is not compared, but for `RULES_OF_OLDER`.
 
         Raises:
             ValueError: naming the cell, the rule and both values.
@@ -153,7 +168,8 @@ class Comparison(CompareSettings):
         for folder in sorted((self.out / "cells").glob("*")):
             result = read_result(folder)
             for name, value in rules.items():
-                there = value if result is None else result.rules.get(name, value)  # an older version knew fewer
+                older = RULES_OF_OLDER.get(name, value)  # an older version knew fewer
+                there = value if result is None else result.rules.get(name, older)
                 remedy = "give the arguments of the older comparison, or another --out"
                 for part, before, now in _parts(name, there, value):
                     check(before == now, f"{folder}, {part}", f"{before!r} as when it was run", repr(now), remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -73,7 +74,8 @@ def run_comparison(comparison: Comparison) -> Compared:
                 told = _told(folder, facts.primary_metric)
                 bar.write(visible(f"[{next(ended)}/{total}] {folders[folder].name}: {told}"), file=sys.stderr)
 
-            run_cells(list(folders), jobs=comparison.num_jobs, on_done=on_done)
+            with _fresh_folder(comparison.trained):
+                run_cells(list(folders), jobs=comparison.num_jobs, on_done=on_done)
         return _written(comparison, facts)
 
 
@@ -116,6 +118,16 @@ def _told(folder: Path, metric: str) -> str:
     row = result.trained.row
     measured = f"{metric} {format_metric(row.metrics[metric])} in " if metric in row.metrics else ""
     return measured + format_seconds(result.trained.seconds_of_trials)
+
+
+@contextmanager
+def _fresh_folder(path: Path) -> Iterator[None]:
+    """Takes away what a killed comparison has left there, and what this one leaves."""
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dnis_torchrec.checks import check
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRules:
-    """Limits on the training of every method; a search has at least one epoch of warm-up, ramp and release each."""
+    """Limits on the training of every method; a search begins with such a training."""
 
     patience: Annotated[int, "Epochs without a better selection loss before a training stops."] = 3
     max_epochs: Annotated[int, "Epochs of one training at most."] = 60

@@ -31,15 +31,20 @@ from dnis_torchrec.comparison.methods.method import (
     MethodTask,
     NotApplicableError,
     SizeNotMetError,
+    precisions_of,
     result_row,
 )
+from dnis_torchrec.comparison.methods.partitioned import is_partitioned
+from dnis_torchrec.comparison.methods.precisions import best_precision
 from dnis_torchrec.comparison.methods.projected import is_projected
 from dnis_torchrec.comparison.registry import load_registry
 from dnis_torchrec.comparison.settings import training_rules
+from dnis_torchrec.comparison.shared_recipe import SharedRecipe
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.over_ranks import NotedBatches
 from dnis_torchrec.data.recipe import Recipe, build_recipe
 from dnis_torchrec.data.users_code import RecipeError
+from dnis_torchrec.forms import WRITTEN_BY_DEFAULT
 from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters
 from dnis_torchrec.training.process_group import process_group
 from dnis_torchrec.training.signals import Ending, Stopped
@@ -63,7 +68,7 @@ def run_cell(folder: Path) -> CellResult:
     with process_group() as device, _work_folder(folder) as work:
         method, method_task = _method(task, device, work)
         try:
-            made = method(method_task)
+            made = best_precision(method, method_task, _precisions(task, method))
         except (SizeNotMetError, NotApplicableError) as error:
             result = CellResult(cell=cell, rules=rules, versions=versions(), reason=str(error))
         else:
@@ -83,18 +88,22 @@ def help_cell(folder: Path) -> None:
         folder: of the cell.
     """
     with process_group() as device, suppress(HelpIsOverError):
-        method, method_task = _method(CellTask.read(folder), device, folder / WORK)
-        method(replace(method_task, helps=True))
+        task = CellTask.read(folder)
+        method, method_task = _method(task, device, folder / WORK)
+        best_precision(method, replace(method_task, helps=True), _precisions(task, method))
+
+
+def _precisions(task: CellTask, method: Method) -> tuple[str, ...]:
+    """Those in which a cell's method is run; a comparison of an older version knows float32 alone."""
+    return precisions_of(method, task.rules.get("precisions", ["fp32"]))
 
 
 def _method(task: CellTask, device: torch.device, work: Path) -> tuple[Method, MethodTask]:
     """Returns the method of a cell and its task; seeds all random numbers."""
     cell, rules = task.cell, task.rules
 
-    def build(embedding_dim: int | None) -> Recipe:
-        data = None if task.data is None else Path(task.data)
-        return build_recipe(rules["recipe"], data, seed=cell.seed, embedding_dim=embedding_dim)
-
+    data = None if task.data is None else Path(task.data)
+    build = SharedRecipe(lambda dim: build_recipe(rules["recipe"], data, seed=cell.seed, embedding_dim=dim))
     torch.manual_seed(cell.seed)
     return load_registry(task.registry)[cell.method], MethodTask(
         build=(lambda embedding_dim: train_on_validation(build(embedding_dim))) if cell.with_validation else build,
@@ -104,6 +113,7 @@ def _method(task: CellTask, device: torch.device, work: Path) -> tuple[Method, M
         device=device,
         folder=work,
         processes=task.processes,
+        trained=None if task.trained is None else Path(task.trained),
         **training_rules(rules),
     )
 
@@ -155,12 +165,17 @@ def _export(out: Path, result: CellResult, trained: TrainedCell, made: MethodRes
         "seed": result.cell.seed,
         "embedding_dim": made.embedding_dim,
         "projected": is_projected(made.model),
+        "partitioned": is_partitioned(made.model),
+        "form": made.form,
         "configuration": {"method": result.cell.row_name, "size": result.cell.size, **trained.settings},
         "versions": dict(result.versions),
         "metrics": dict(trained.row.metrics),
         "notes": list(recipe.notes),
     }
-    export(made.model, made.scheme, out, run=run, overwrite=True)
+    # The form that is compared, and the exact ones that any other can be made from.
+    exact = [] if made.scheme.has_codes else WRITTEN_BY_DEFAULT
+    forms = tuple(dict.fromkeys((*exact, made.form)))
+    export(made.model, made.scheme, out, forms=forms, run=run, overwrite=True)
 
 
 def run_process() -> None:

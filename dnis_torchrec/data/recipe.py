@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.blocks.settings import SCOPES
 from dnis_torchrec.checks import check, describe, nearest
 from dnis_torchrec.data.labels import RankingBatch, check_classes, check_labels
 from dnis_torchrec.data.pooled_outputs import pooled_outputs, squared_norm
@@ -63,49 +62,20 @@ class DataSplits:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A model, its data and the settings that suit them: everything that a search needs from its user.
+    """A model, its data and how its weights learn: everything that a search needs from its user.
 
     Attributes:
         model: a plain TorchRec model, called as ``model(dense_features=..., sparse_features=...)`` and returning one
             prediction (a logit for a binary loss) per sample, as torchrec's DLRM does.
         data: the four splits.
         loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels), both ``(B,)``.
-        num_blocks: S, the number of blocks that suits this data set.
-        scope: which tables share them: ``"global"``, all of equal embedding_dim, as in the paper; or ``"table"``, none,
-            which suits features that deserve embeddings of different sizes (see `blocks_from_counts`).
-        warm_up_epochs: epochs of lower steps alone that suit it; so for the next two.
-        ramp_epochs: epochs in which the mean of alpha is led to the size.
-        release_epochs: epochs at most after the ramp.
         table_optimizer: how tables learn: ``"adam"`` (dense compute kernel) or ``"rowwise_adagrad"`` (fused).
         table_learning_rate: learning rate of the tables.
         dense_learning_rate: learning rate (Adam) of everything else.
         embedding_l2: lambda of the L2 penalty on looked-up embeddings, see `TrainTask`: the same for everything that
             trains weights on the training split, be it a plain training, a baseline, a search or a fine-tuning.
-        search_table_learning_rate: that of a search's tables, where it has pressure, from its first epoch on; None
-            takes `table_learning_rate`. A short search wants a faster one than plain tables; data that plain tables
-            soon overfit, a slower one.
-        search_dense_learning_rate: the same of everything else. A network that overfits first wants a slower one: a
-            search goes on for longer than plain training.
-        release_table_learning_rate: that of a search's tables after the ramp; None keeps the one before. By then alpha,
-            which learns on data that the weights do not see, holds tables back: they may run faster than without it.
-        release_dense_learning_rate: the same of everything else, which alpha does not hold back.
-        release_decay: what all these rates of the release are multiplied by from one of its epochs to the next, so that
-            it ends with small steps. Plain training stops where it gets worse and has no such end.
         row_weights: names of the model's parameters that hold numbers for rows beside the tables, such as first-order
-            weights: they learn (by Adam) at `table_learning_rate`, in a search, too: no alpha holds them back, so what
-            slows or speeds its tables is not for them.
-        search_row_learning_rate: that of `row_weights` in a search with pressure, its release too; None takes
-            `table_learning_rate`. A search goes on for longer than plain training, and may want them slower where they
-            are most of what a model knows.
-        column_sharing: how much blocks keep the same columns, see `dnis_torchrec.search.alpha_optimizer.Pressure`.
-        column_order: which columns die first, see `order` there: ``"alpha"``, ``"importance"`` or
-            ``"free_importance"``.
-        alpha_learning_rate: step of alpha; None takes the one that the ramp suggests. Noisy validation gradients, as
-            those of clicks are, want a smaller one.
-        upper_every: lower steps per upper step. More cost less, and an epoch has fewer steps of alpha, which want to be
-            larger.
-        least_compression: a search with pressure presses at least so far, whatever larger size it may have; for a model
-            that overfits with larger tables. 1 presses to the size asked for.
+            weights: they learn (by Adam) at `table_learning_rate`.
         redraw: number 1, 2, .. -> the model again with other initial weights, the same ones for the same number, on
             every rank; None where they are given, as by a checkpoint. For methods that choose among several searches.
         notes: limits of the data, shown beside every figure that comes from it.
@@ -114,27 +84,11 @@ class Recipe:
     model: nn.Module
     data: DataSplits
     loss: nn.Module
-    num_blocks: int = 10
-    scope: str = "global"
-    warm_up_epochs: int = 2
-    ramp_epochs: int = 12
-    release_epochs: int = 14
     table_optimizer: str = "adam"
     table_learning_rate: float = 1e-3
     dense_learning_rate: float = 1e-3
     embedding_l2: float = 0.0
-    search_table_learning_rate: float | None = None
-    search_dense_learning_rate: float | None = None
-    release_table_learning_rate: float | None = None
-    release_dense_learning_rate: float | None = None
-    release_decay: float = 1.0
     row_weights: tuple[str, ...] = ()
-    search_row_learning_rate: float | None = None
-    column_sharing: float = 0.0
-    column_order: str = "alpha"
-    alpha_learning_rate: float | None = None
-    upper_every: int = 1
-    least_compression: float = 1.0
     redraw: Callable[[int], nn.Module] | None = None
     notes: tuple[str, ...] = field(default=())
 
@@ -153,14 +107,11 @@ class Recipe:
             "'adam' or 'rowwise_adagrad'",
             repr(self.table_optimizer),
         )
-        least = self.least_compression
-        check(least >= 1, "Recipe.least_compression", "a number >= 1", least)
         for name in (part.name for part in fields(self) if part.name.endswith("_learning_rate")):
             rate = getattr(self, name)
-            is_fit = rate is None or (math.isfinite(rate) and rate > 0)
+            is_fit = math.isfinite(rate) and rate > 0
             check(is_fit, f"Recipe.{name}", "a finite number above 0", rate)
         _check_l2("Recipe.embedding_l2", self.embedding_l2)
-        check(self.scope in SCOPES, "Recipe.scope", f"one of {SCOPES}", repr(self.scope))
 
 
 def _check_l2(place: str, value: float) -> None:

@@ -12,6 +12,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
 from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.comparison.methods.partitioned import partition_as_exported_
 from dnis_torchrec.comparison.methods.projected import project_as_exported_
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
@@ -94,7 +95,7 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) ->
             spec = load_recorded(path, head, data, recipe)
             if is_artifact:
                 scheme, built = read_scheme(path), recipe_of_artifact(path, data, recipe=recipe)
-                drop_in_(built.model, path)
+                drop_in_(built.model, path, form=head.get("form"))
             else:
                 built, run = build_recorded(path, head, data, recipe), RunFolder.open(path)
                 scheme, stored = run.scheme(), run.stored()
@@ -146,6 +147,8 @@ def recipe_of_artifact(artifact: Path, data: Path | None, *, recipe: str | None 
     built = build_recorded(artifact, run, data, recipe)
     if run.get("projected"):
         project_as_exported_(built.model, read_scheme(artifact))
+    if run.get("partitioned"):
+        partition_as_exported_(built.model, read_scheme(artifact))
     return built
 
 

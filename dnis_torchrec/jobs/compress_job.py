@@ -29,7 +29,7 @@ from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.model_shards import check_state, spread_filled
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
-from dnis_torchrec.jobs.run_folder import COMPRESSED, RunFolder, RunWriteError
+from dnis_torchrec.jobs.run_folder import COMPRESSION_FILE, RunFolder, RunWriteError
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.jobs.weights import weights_for_
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
@@ -49,7 +49,7 @@ from dnis_torchrec.training.process_group import process_group
 _FORM = "packed"
 """Of the artifacts."""
 FORMAT = "dnis-torchrec-compression"
-KIND = FolderKind("compression", COMPRESSED, FORMAT)
+KIND = FolderKind("compression", COMPRESSION_FILE, FORMAT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +148,7 @@ def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionC
         measured_samples(data.train),
         loss=loss,
         counts=counts,
+        held_out=measured_samples(data.validation),
         num_blocks=job.num_blocks,
         num_samples=job.num_samples,
     )
@@ -167,7 +168,7 @@ def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionC
         content = _content(job, spec, measured, rows, head, primary_metric(loss, data.test))
         with together():
             if ranks.is_first:
-                write_json(folder / COMPRESSED, {"format": FORMAT, "format_version": 1} | content.to_json())
+                write_json(folder / COMPRESSION_FILE, {"format": FORMAT, "format_version": 1} | content.to_json())
                 write_compression(folder / "report.html", content)
     return content
 
@@ -182,7 +183,7 @@ def check_free(out: Path, *, overwrite: bool) -> None:
     Raises:
         ValueError: naming the folder.
     """
-    is_ours, remedy = (out / COMPRESSED).is_file(), "choose another --out"
+    is_ours, remedy = (out / COMPRESSION_FILE).is_file(), "choose another --out"
     is_free = not out.exists() or (overwrite and is_ours)
     remedy += " or --overwrite it" if is_ours else ""
     check(is_free, f"folder {out}", "a folder that does not exist", "an existing one", remedy)

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.stored_tensors import Cut, StoredChunk, StoredTensor
 from dnis_torchrec.ranks import Ranks, together, world_size_of
@@ -201,6 +202,10 @@ def check_shapes(expected: Mapping[str, Tensor], state: Mapping[str, Tensor | St
 def check_state(model: nn.Module, state: Mapping[str, Tensor | StoredTensor], place: str) -> None:
     """Checks that weights fit a model, naming what does not.
 
+    A model of TorchRec's gets its axes, if the weights have them (`with_axes_`).
+
+    A model of TorchRec's gets its axes, if the weights have them (`with_axes_`).
+
     Args:
         model: plain.
         state: name -> tensor; must name exactly what the model has.
@@ -209,6 +214,8 @@ def check_state(model: nn.Module, state: Mapping[str, Tensor | StoredTensor], pl
     Raises:
         ValueError: if names or shapes differ, as they do for another recipe, seed or data set.
     """
+    if has_axes(state):
+        with_axes_(model)
     expected = model.state_dict()
     different = sorted(set(expected) ^ set(state))
     check(not different, place, "the model's own parameters", different[:3], _REMEDY)

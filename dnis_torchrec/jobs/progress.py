@@ -20,7 +20,7 @@ from dnis_torchrec.checks import visible
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.report import SearchImages
-from dnis_torchrec.search.search import EpochRecord, SearchEvents, SearchInterrupted
+from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted
 from dnis_torchrec.storage.foreign_folders import make_folder
 from dnis_torchrec.training.plain import PlainEpoch, PlainEvents
 from dnis_torchrec.training.signals import StopRequest
@@ -32,14 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[SearchEvents]:
+def console_events(run: RunFolder) -> Iterator[SearchEvents]:
     """Progress on standard error (tqdm), TensorBoard events in RUN/tensorboard, and signals that stop it after a step.
 
     Only rank 0 shows and writes anything. The signals are those of `dnis_torchrec.training.signals`.
 
     Args:
         run: the folder of the run.
-        notes: notes to show its user before it begins.
 
     Yields:
         Events to hand to `search`.
@@ -54,7 +53,7 @@ def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[Search
 
         def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
             run.save_stages(counts, blocks)
-            for note in (*notes, *counts.notes()):
+            for note in counts.notes():
                 bar.write(visible(note), file=sys.stderr)
             curves.start(blocks, counts)
 
@@ -72,7 +71,7 @@ def console_events(run: RunFolder, notes: Sequence[str] = ()) -> Iterator[Search
             curves.draw(record)
             losses = f"train loss {record.train_loss:.4f}, selection loss {record.selection_loss:.4f}"
             alpha = f"alpha mean {record.alpha_mean:.3f}, density {record.alpha_density:.3f}"
-            bar.write(f"epoch {record.epoch}: {losses}, {alpha}", file=sys.stderr)
+            bar.write(f"epoch {record.epoch}, {record.phase}: {losses}, {alpha}", file=sys.stderr)
 
         yield SearchEvents(
             on_start=on_start,
@@ -146,7 +145,7 @@ class _Curves:
         """Adds an epoch to every curve."""
         with self._surviving():
             for name, value in asdict(record).items():
-                if self._writer is not None and name not in ("epoch", "step"):
+                if self._writer is not None and name not in ("epoch", "step", "phase"):
                     self._writer.add_scalar(name, value, record.step)
 
     def draw_alpha(self, record: EpochRecord, alpha: Mapping[int, Tensor], is_last: bool) -> None:

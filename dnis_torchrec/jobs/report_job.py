@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING
 from pathlib import Path
 
+from dnis_torchrec.checks import check
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.report import (
     ReportContent,
@@ -17,7 +17,6 @@ from dnis_torchrec.report import (
     named_alpha,
     write_report,
 )
-from dnis_torchrec.search.config import SearchConfig
 
 
 def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
@@ -73,13 +72,14 @@ def read_runs(paths: Sequence[Path]) -> SeveralRuns:
 def _run_results(path: Path) -> RunResults:
     run = RunFolder.open_searched(path)
     head = run.read_head()
-    # A run of an older version lacks the settings that came later: their defaults are what it did.
-    settings = SearchConfig.__dataclass_fields__.values()
-    defaults = {setting.name: setting.default for setting in settings if setting.default is not MISSING}
+    remedy = "it was damaged; run `dnis search` again"
+    check(
+        "num_blocks" in head["configuration"], f"run folder {path}", "num_blocks in its configuration", "none", remedy
+    )
     return RunResults(
         name=str(path),
         recipe=head["recipe"],
-        configuration=defaults | head["configuration"],
+        configuration=head["configuration"],
         embedding_dim=max(table["embedding_dim"] for table in head["scheme"].values()),
         rows=run.rows(),
     )

@@ -60,9 +60,9 @@ WRITTEN_BY_RANKS = ("checkpoints/*", shard_name("*"))
 REPLACED = f"replaced{PARTIAL}"
 """Folder in which a new run keeps the run that it replaces. It is never published."""
 
-COMPRESSED = "compress.json"
+COMPRESSION_FILE = "compress.json"
 """File of what `dnis compress` leaves, which is no run."""
-SEARCHED, TRAINED = "searched", "trained"
+SEARCHED_RUN, TRAINED = "searched", "trained"
 """Kinds of run: what `dnis search` and `dnis prune` leave, and what `dnis train` does."""
 
 _DAMAGED = "it was damaged; run `dnis search` again"
@@ -91,7 +91,7 @@ class _FinishedHead(_Head):
     notes: list[str]
     versions: dict[str, str]
     scheme: dict[str, DescribedTable]
-    history: list[dict[str, float]]
+    history: list[dict[str, float | str]]
     metrics: dict[str, float]
 
 
@@ -193,7 +193,7 @@ class RunFolder:
         place = f"run folder {path}"
         file = path / "run.json"
         is_compressed, remedy = (
-            (path / COMPRESSED).is_file(),
+            (path / COMPRESSION_FILE).is_file(),
             "its page is report.html; artifacts are the folders in it",
         )
         check(not is_compressed, place, "a run", "what `dnis compress` wrote", remedy)
@@ -218,7 +218,7 @@ class RunFolder:
         run = RunFolder.open(path)
         remedy = "`dnis evaluate` and `dnis export` take it; its row is in its report.json"
         kind = _kind(run.read_head())
-        check(kind == SEARCHED, f"run folder {path}", "a run of `dnis search`", f"a {kind} one", remedy)
+        check(kind == SEARCHED_RUN, f"run folder {path}", "a run of `dnis search`", f"a {kind} one", remedy)
         return run
 
     @property
@@ -471,7 +471,7 @@ def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(head: Mapping[str, Any]) -> str:
-    return str(head.get("kind", SEARCHED))
+    return str(head.get("kind", SEARCHED_RUN))
 
 
 def _key(collection: str, name: str) -> str:

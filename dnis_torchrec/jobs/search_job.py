@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -19,19 +20,22 @@ from dnis_torchrec.comparison.methods import METHODS, MethodTask, SizeNotMetErro
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.progress import console_events
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.of_run import scheme_row
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.config import SearchConfig
-from dnis_torchrec.search.search import Saving, SearchOutcome, search
+from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
+from dnis_torchrec.search.settings import SearchSettings, check_compression
 from dnis_torchrec.storage.access import StorageError
 from dnis_torchrec.training.checkpoint import check_shared
 from dnis_torchrec.training.evaluation import evaluate, primary_metric
 from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.saving import Saving
+
+logger = logging.getLogger(__name__)
 
 BASELINES = ("dense", "uniform", "magnitude")
 
@@ -46,8 +50,8 @@ class SearchJob:
         out: run folder to make, or to go on with. All ranks have to see it, unless `url` says where else they write.
         url: where ranks on several hosts put their checkpoints and shards. Only rank 0 then uses `out`, which the
             caller publishes at this URL.
-        size: the requested size.
-        settings: fields of `SearchConfig` to set otherwise than the recipe does.
+        compression: bytes of the float32 tables over bytes served.
+        settings: how to search.
         embedding_dim: D to start from, or None for the recipe's own.
         seed: of weights, splits and batch order.
         baselines: methods to train beside, at the same size: of ``"dense"``, ``"uniform"``, ``"magnitude"``.
@@ -58,8 +62,8 @@ class SearchJob:
     recipe: str
     data: Path | None
     out: Path
-    size: Size
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    compression: float = 20.0
+    settings: SearchSettings = field(default_factory=SearchSettings)
     embedding_dim: int | None = None
     seed: int = 0
     baselines: tuple[str, ...] = ()
@@ -73,13 +77,13 @@ class SearchJob:
         check(dim is None or dim >= 1, "embedding_dim", "an integer >= 1", dim, "leave it out for the recipe's")
         contradiction = self.overwrite and self.saving.resume
         check(not contradiction, "--resume", "no --overwrite", "both", "give one of them")
-        SearchConfig(size=self.size, **self.settings)
+        check_compression(self.compression)
         for name in self.baselines:
             check_known("baseline", name, BASELINES)
 
 
 def run_search(job: SearchJob) -> list[ReportRow]:
-    """Searches, merges, prunes, evaluates on the test split and writes the run folder; trains baselines if asked.
+    """Searches, evaluates on the test split and writes the run folder; trains baselines if asked.
 
     Distributed: every rank calls it, on a folder that all of them see, or with a URL that all of them reach. Rank 0
     alone shows progress and writes the run, but for tables: each rank writes its shards.
@@ -107,15 +111,14 @@ def run_search(job: SearchJob) -> list[ReportRow]:
         with together():
             _check_baselines(job)
             recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)
-            config = SearchConfig.of(recipe, job.size, job.settings)
-            head = _head(job, recipe, config)
+            head = _head(job, recipe)
         with _run_folder(job, head) as run:
             if on_rank_zero(run.status) != "finished":
-                _search(job, recipe, config, head, run, device)
+                _search(job, recipe, head, run, device)
             rows = list(on_rank_zero(run.rows))
             missing = [name for name in BASELINES if name in job.baselines and name not in {r.method for r in rows}]
             if missing:  # on one process, as was checked
-                for row in _baselines(job, missing, run.scheme(), config, device):
+                for row in _baselines(job, missing, run.scheme(), device):
                     rows.append(row)
                     run.write_rows(rows)
     return rows
@@ -150,19 +153,25 @@ def _run_folder(job: SearchJob, head: Mapping[str, Any]) -> Iterator[RunFolder]:
             yield run
 
 
-def _search(
-    job: SearchJob, recipe: Recipe, config: SearchConfig, head: dict[str, Any], run: RunFolder, device: torch.device
-) -> None:
+def _search(job: SearchJob, recipe: Recipe, head: dict[str, Any], run: RunFolder, device: torch.device) -> None:
     """The search itself; leaves a finished run with its row."""
-    with console_events(run, _note_of_size(job, recipe, config)) as events:
+    with console_events(run) as events:
         torch.manual_seed(job.seed)
         started = time.monotonic()
-        outcome = search(recipe, config, run.checkpoints, device, events, job.saving)
+        outcome = search(
+            recipe,
+            job.compression,
+            run.checkpoints,
+            device,
+            settings=job.settings,
+            events=events,
+            saving=job.saving,
+        )
         seconds = outcome.seconds_before + time.monotonic() - started
     task = TrainTask(outcome.model, recipe.loss)
     test = split_over_ranks(recipe.data, Ranks.everyone()).test
     metrics = evaluate(task, test, recipe.loss, device)
-    rows = [scheme_row("dnis", outcome.scheme, metrics, job.seed, seconds, config.size.form)]
+    rows = [scheme_row("dnis", outcome.scheme, metrics, job.seed, seconds, PACKED.name)]
     try:
         run.save_model(outcome.model, outcome.scheme, outcome.alpha)
         with together():
@@ -198,7 +207,7 @@ def _keep_or_delete(run: RunFolder, head: Mapping[str, Any]) -> None:
 
 
 def _baselines(
-    job: SearchJob, names: list[str], scheme: MixedDimensionScheme, config: SearchConfig, device: torch.device
+    job: SearchJob, names: list[str], scheme: MixedDimensionScheme, device: torch.device
 ) -> Iterator[ReportRow]:
     """Rows of the baselines at the size that the search came to, each as soon as it is trained."""
 
@@ -207,46 +216,55 @@ def _baselines(
 
     for name in names:
         recipe = build(None)
-        with tempfile.TemporaryDirectory() as folder, suppress(SizeNotMetError):
-            # a method whose index alone takes more than what small tables come to has no row
+        with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(job.seed)
             task = MethodTask(
                 build=build,
-                compression=scheme.compression(config.size.form),
+                compression=scheme.compression(PACKED.name),
                 seed=job.seed,
                 device=device,
                 folder=Path(folder),
-                patience=config.patience,
+                patience=job.settings.patience,
             )
-            yield result_row(name, METHODS[name](task), recipe, recipe.data.test, seed=job.seed, device=device)
+            try:
+                result = METHODS[name](task)
+            except SizeNotMetError as error:
+                logger.warning("baseline %s has no row: %s", name, error)
+                continue
+            yield result_row(name, result, recipe, recipe.data.test, seed=job.seed, device=device)
 
 
-def _head(job: SearchJob, recipe: Recipe, config: SearchConfig) -> dict[str, Any]:
+def _head(job: SearchJob, recipe: Recipe) -> dict[str, Any]:
     metric, higher = primary_metric(recipe.loss, recipe.data.test)
     return {
         "recipe": job.recipe,
         "seed": job.seed,
         "embedding_dim": job.embedding_dim,
-        "configuration": asdict(config),
+        "configuration": asdict(job.settings) | {"compression": job.compression, "embedding_l2": recipe.embedding_l2},
         "primary_metric": metric,
         "higher_is_better": higher,
-        "notes": [*recipe.notes, *_note_of_size(job, recipe, config)],
+        "notes": [*recipe.notes],
         "versions": versions(),
     }
 
 
-def _note_of_size(job: SearchJob, recipe: Recipe, config: SearchConfig) -> list[str]:
-    """Says of a search that is pressed farther than was asked why that is."""
-    if config.size == job.size:
+def _note_of_origin(outcome: SearchOutcome) -> list[str]:
+    """Says of a search that gained nothing what is served instead."""
+    if outcome.origin != COMPRESSED:
         return []
-    asked, value = job.size.given
-    least = f"compression {recipe.least_compression:g}"
-    return [f"{asked} {value:,g} was asked for, and {least} searched: the recipe's model overfits with larger tables."]
+    losses = outcome.selection_losses
+    searched, compressed = (f"{losses[name]:.5f}" for name in (SEARCHED, COMPRESSED))
+    return [
+        f"The search gained nothing: at the same bytes its selection loss is {searched}, that of plain training, "
+        f"compressed, {compressed}. The latter is what this run holds."
+    ]
 
 
 def _results(notes: list[str], outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
     return {
-        "notes": [*notes, *outcome.counts.notes()],
+        "notes": [*notes, *outcome.counts.notes(), *_note_of_origin(outcome)],
+        "origin": outcome.origin,
+        "selection_losses": outcome.selection_losses,
         "scheme": outcome.scheme.to_json(),
         "history": [asdict(record) for record in outcome.history],
         "best_epoch": outcome.best_epoch,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.forms import FORMS
 from dnis_torchrec.report.content import RowGroup
 from dnis_torchrec.report.pareto_points import Difference, ParetoPoint
 from dnis_torchrec.report.tables import form_names, metric_names
@@ -56,6 +57,11 @@ class ComparisonRow:
         return not self.group.rows
 
     @property
+    def precision(self) -> str:
+        """What values are stored in; several where seeds differ in it, ``""`` of an empty row."""
+        return ", ".join(dict.fromkeys(FORMS[form].precision.name if form in FORMS else form for form in self.forms))
+
+    @property
     def reason(self) -> str:
         """Why seeds are missing, each reason once with its seeds; ``""`` if none is."""
         seeds: dict[str, list[str]] = {}
@@ -87,6 +93,7 @@ class ComparisonRow:
             num_seeds=len(self.group.rows),
             seconds=self.group.seconds,
             form=", ".join(self.forms),
+            precision=self.precision,
             difference=self.difference.get(metric),
         )
 
@@ -120,6 +127,7 @@ class ComparisonRow:
             "spread": {name: value for name, value in spread.items() if value is not None},
             "difference": {name: vars(value) for name, value in self.difference.items()},
             "form": ", ".join(self.forms),
+            "precision": self.precision,
             "embedding_bytes": round(self.embedding_bytes),
             "extra_bytes": round(self.extra_bytes),
             "network_bytes": round(self.network_bytes),

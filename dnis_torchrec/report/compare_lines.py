@@ -33,6 +33,7 @@ class ComparedLine:
         parameters: retained values of the tables.
         megabytes: bytes in the form that is compared.
         form: that form.
+        precision: what values are stored in.
         ratio: bytes of the uncompressed tables over its bytes.
         metrics: text of each metric, and whether it is the best at this size.
         difference: of the primary metric to the uncompressed model.
@@ -48,6 +49,7 @@ class ComparedLine:
     parameters: str = NOTHING
     megabytes: str = NOTHING
     form: str = NOTHING
+    precision: str = NOTHING
     ratio: str = NOTHING
     metrics: tuple[tuple[str, bool], ...] = ()
     difference: str = NOTHING
@@ -114,6 +116,7 @@ def lines_of_size(content: ComparisonContent, size: float | None) -> list[Compar
                 parameters=format_count(row.group.parameters),
                 megabytes=format_megabytes(row.embedding_bytes),
                 form=", ".join(row.forms),
+                precision=row.precision,
                 ratio=format_ratio(row.group.compression),
                 metrics=tuple((_metric(row, name), row in best[name]) for name in metrics),
                 difference=difference,

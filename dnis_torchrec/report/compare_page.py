@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,10 +168,21 @@ def _winner(content: ComparisonContent, size: str, ranked: list[ComparisonRow]) 
             tone = "better" if (difference.mean > 0) == content.higher_is_better else "worse"
     others = [row for row in ranked if base_method(row.method) != base_method(best.method)]
     if others:
-        details.append(f"next: {others[0].method}, {format_metric(others[0].group.mean(metric) or 0.0)}")
+        lead = _told_lead(best, others[0], metric)
+        details.append(f"next: {others[0].method}, {format_metric(others[0].group.mean(metric) or 0.0)}{lead}")
     return Winner(
         size=size, method=best.method, metric=group_metric(best.group, metric), detail="; ".join(details), tone=tone
     )
+
+
+def _told_lead(best: ComparisonRow, following: ComparisonRow, metric: str) -> str:
+    """Says of a lead that it is no more than chance, where seeds do not tell it apart from that."""
+    values = {row.seed: row.metrics[metric] for row in following.group.rows}
+    leads = [row.metrics[metric] - values[row.seed] for row in best.group.rows if row.seed in values]
+    if len(leads) < 2:
+        return ", of one seed alone"
+    is_clear = abs(statistics.fmean(leads)) > statistics.stdev(leads)
+    return "" if is_clear else ", a lead below its spread over seeds"
 
 
 def _sentence(content: ComparisonContent, winners: list[Winner]) -> str:
@@ -181,7 +193,9 @@ def _sentence(content: ComparisonContent, winners: list[Winner]) -> str:
     for winner in winners:
         sizes.setdefault(winner.method, []).append(winner.size)
     parts = [f"{method} at compression {_listed(numbers)}" for method, numbers in sizes.items()]
-    return f"Best test {content.primary_metric} on {content.recipe}, at the same bytes: {'; '.join(parts)}."
+    told = f"Best test {content.primary_metric} on {content.recipe}, at the same bytes: {'; '.join(parts)}."
+    num_seeds = max(len(row.group.rows) for row in content.rows)
+    return told if num_seeds > 1 else f"{told} One seed alone: another one may say otherwise."
 
 
 def _listed(words: list[str]) -> str:

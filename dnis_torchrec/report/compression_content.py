@@ -22,7 +22,7 @@ class CompressionRow:
         bytes: served, all tables together.
         metrics: on the test split.
         selection: the same on the selection split.
-        predicted_loss_increase: over the uncompressed model, to second order.
+        predicted_loss_increase: over the uncompressed model, on validation samples, see `LossSample`.
         seed: of the splits.
         seconds: from the trained model to the tables on disk, measuring it included; 0 where nothing was done.
         name: of its artifact's folder; empty for the model as it was.

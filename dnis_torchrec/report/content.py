@@ -354,8 +354,8 @@ class ReportContent:
         higher_is_better: direction of `primary_metric`.
         alpha: which tables share it, or a table name -> ``(S, D)`` alpha at the end of the search, values in [0, 1].
         blocks: a summary of every block.
-        history: one mapping per epoch with the keys step, epoch, train_loss, selection_loss, alpha_density, alpha_mean
-            and pressure; a key may be missing.
+        history: one mapping per epoch with the keys step, epoch, phase, train_loss, selection_loss, alpha_density and
+            alpha_mean; a key may be missing.
         row_distribution: rows by frequency and retained dims, None if it is not known.
         by_embedding_dim: name of a line -> ``(D, row)`` of runs that differ in embedding_dim.
         by_num_blocks: name of a line -> ``(S, row)`` of runs that differ in the number of blocks.
@@ -375,7 +375,7 @@ class ReportContent:
     higher_is_better: bool
     alpha: dict[str, Tensor] = field(default_factory=dict)
     blocks: tuple[BlockSummary, ...] = ()
-    history: tuple[dict[str, float], ...] = ()
+    history: tuple[dict[str, float | str], ...] = ()
     row_distribution: RowDistribution | None = None
     by_embedding_dim: Mapping[str, Sequence[tuple[float, ReportRow]]] = field(default_factory=dict)
     by_num_blocks: Mapping[str, Sequence[tuple[float, ReportRow]]] = field(default_factory=dict)

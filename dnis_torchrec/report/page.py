@@ -189,8 +189,8 @@ def _rival_group(content: ReportContent) -> RowGroup | None:
 def _sentence(content: ReportContent) -> str:
     subject, metric = content.subject, content.primary_metric
     sentence = (
-        f"The {subject.method} tables of {content.recipe} hold {format_count(subject.parameters)} parameters"
-        f" instead of {format_count(subject.dense_parameters)} ({format_ratio(subject.compression)} compression)"
+        f"The {subject.method} tables of {content.recipe} take {_bytes_served(subject)}"
+        f" ({format_ratio(subject.compression)} compression)"
     )
     if subject.parameters == 0:
         sentence = f"The {subject.method} tables of {content.recipe} hold no parameters at all"
@@ -199,10 +199,14 @@ def _sentence(content: ReportContent) -> str:
     return sentence + "."
 
 
+def _bytes_served(group: RowGroup) -> str:
+    dense = 4 * group.dense_parameters
+    return f"{format_megabytes(dense / group.compression)} instead of {format_megabytes(dense)}"
+
+
 def _key_numbers(content: ReportContent) -> list[KeyNumber]:
     subject, metric = content.subject, content.primary_metric
-    detail = f"{format_count(subject.parameters)} of {format_count(subject.dense_parameters)} parameters"
-    numbers = [KeyNumber(label="Compression", value=format_ratio(subject.compression), detail=detail)]
+    numbers = [KeyNumber(label="Compression", value=format_ratio(subject.compression), detail=_bytes_served(subject))]
     mean, deviation = subject.mean(metric), subject.deviation(metric)
     direction = f"{'higher' if content.higher_is_better else 'lower'} is better"
     if deviation is not None:

@@ -226,6 +226,8 @@ def _mark(
         "place": f"left: {100 * x / PLOT_WIDTH:.2f}%; top: {100 * y / PLOT_HEIGHT:.2f}%",
         "side": f"{'before' if x > PLOT_WIDTH / 2 else 'after'} {'above' if y > PLOT_HEIGHT / 2 else 'below'}",
         "path": MARK_PATHS[marker],
+        "precision": short(point.precision) if scale.beyond(point.mean) == 0 else "",
+        "precision_y": _at(y - MARK_RADIUS),
         "colours": _colours(colour),
         "method": short(point.method, 40),
         "is_front": is_front,

@@ -57,6 +57,7 @@ class ParetoPoint:
         num_seeds: number of seeds.
         seconds: mean wall time of one run.
         form: the export form that `bytes` belongs to; empty to leave it out.
+        precision: what its values are stored in, written beside the mark; empty to leave it out.
         difference: of the metric to the uncompressed model, where that was trained under the same seeds.
 
     Raises:
@@ -71,6 +72,7 @@ class ParetoPoint:
     deviation: float | None = None
     num_seeds: int = 1
     form: str = ""
+    precision: str = ""
     difference: Difference | None = None
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import SAME_SIZE_RATIO, ReportRow
 from dnis_torchrec.report.tables import format_ratio
 
-FREE = ("size", "num_blocks")
+FREE = ("compression", "num_blocks")
 """Fields of the configuration in which runs of one report may differ; the seed is none of them."""
 
 Series = dict[str, tuple[tuple[float, ReportRow], ...]]

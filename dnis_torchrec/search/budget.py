@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor
@@ -77,21 +77,6 @@ class Size:
             return round(4 * dense_parameters / self.compression, 6)  # 6864 / 8.8 is 779.9999999999999
         return self.given[1]
 
-    def pressed_to(self, compression: float, dense_parameters: int) -> Size:
-        """This size, or that of a compression where this one is larger.
-
-        Args:
-            compression: bytes of the float32 tables over those of the form.
-            dense_parameters: parameters of the uncompressed tables.
-
-        Example:
-            >>> Size(compression=2).pressed_to(6, 1200).given, Size(embedding_bytes=300).pressed_to(6, 1200).given
-            (('compression', 6), ('embedding_bytes', 300))
-        """
-        if self.compression is not None:
-            return replace(self, compression=max(self.compression, compression))
-        return replace(self, embedding_bytes=min(int(self.given[1]), int(4 * dense_parameters / compression)))
-
     def _all_given(self) -> dict[str, float]:
         both = {"compression": self.compression, "embedding_bytes": self.embedding_bytes}
         return {name: value for name, value in both.items() if value is not None}
@@ -111,14 +96,12 @@ class Budget:
     column_costs: Mapping[str, Tensor]
 
     @staticmethod
-    def of(size: Size, blocks: RowBlocks, *, by_alpha_row: bool = False) -> Budget:
+    def of(size: Size, blocks: RowBlocks) -> Budget:
         """Turns a size into a budget.
 
         Args:
             size: what the user asked for.
             blocks: the blocks that are retained or dropped.
-            by_alpha_row: whether a column is retained in all tables that share a row of alpha or in none of them, as a
-                search with pressure decides; by itself it is in each block on its own.
 
         Raises:
             SizeOutOfReachError: if not even one column of the cheapest block fits; the message gives the smallest size
@@ -128,9 +111,6 @@ class Budget:
         budget = Budget.unchecked(size, blocks)
         prices = [cost[blocks.seen_rows[table] > 0] for table, cost in budget.column_costs.items()]
         check(any(cost.numel() for cost in prices), "blocks", "rows that training looked up", "none")
-        if by_alpha_row:
-            seen = blocks.seen_rows
-            prices = [cost[blocks.per_alpha_row(d, seen) > 0] for d, cost in budget.cost_per_alpha_row(blocks).items()]
         cheapest = min(float(cost.min()) for cost in prices if cost.numel())
         if budget.amount < cheapest:
             raise out_of_reach(size, blocks, cheapest)
@@ -147,26 +127,6 @@ class Budget:
         form, dims = form_named(size.form), blocks.embedding_dims
         costs = {table: form.bytes_per_column(rows, dims[table]) for table, rows in blocks.seen_rows.items()}
         return Budget(size.num_bytes(_dense_parameters(blocks)) - _fixed_bytes(size, blocks), costs)
-
-    def share(self, blocks: RowBlocks) -> float:
-        """The budget as a share of what all columns of all blocks together cost.
-
-        Args:
-            blocks: those that the budget was made for.
-
-        Returns:
-            At most 1.
-        """
-        total = sum(float(self.column_costs[t].sum()) * blocks.embedding_dims[t] for t in self.column_costs)
-        return min(1.0, self.amount / total)
-
-    def cost_per_alpha_row(self, blocks: RowBlocks) -> dict[int, Tensor]:
-        """embedding_dim -> ``(A,)`` float64: the cost of one dimension of each row of alpha.
-
-        Args:
-            blocks: those that the budget was made for; what tables share a row of alpha adds up.
-        """
-        return {dim: blocks.per_alpha_row(dim, self.column_costs) for dim in blocks.alpha_shapes}
 
 
 def keep_within(scores: Tensor, costs: Tensor, amount: float) -> Tensor:

@@ -22,6 +22,14 @@ MAX_AHEAD = 32
 """Batches that a pipeline may have taken from a BilevelStream and not stepped on yet."""
 
 
+QUEUE = 4
+"""Batches behind which upper steps begin once they are asked for: more than a pipeline holds."""
+
+
+EPOCH_OF_SAMPLES = 1 << 20
+"""Number of the epoch, in data that counts them, that samples begin with: one that no search comes to."""
+
+
 class Level(enum.Enum):
     """The two levels of the bi-level problem."""
 
@@ -31,25 +39,24 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelSchedule:
-    """Schedule that says when the upper level steps.
+    """Schedule that says when the upper level steps: after every lower step, once a warm-up is over.
 
     Attributes:
         warm_up_steps: lower steps before the first upper step; at least 1, because DistributedDataParallel learns its
-            buckets in the first backward pass, which has to be that of a whole training step.
-        upper_every: one upper step after this many lower steps.
+            buckets in the first backward pass, which has to be that of a whole training step. None while nobody knows
+            yet when the warm-up ends.
 
     Example:
-        >>> schedule = LevelSchedule(warm_up_steps=1, upper_every=2)
-        >>> [schedule.level(step).value[0] for step in range(7)]
-        ['l', 'l', 'l', 'u', 'l', 'l', 'u']
+        >>> schedule = LevelSchedule(warm_up_steps=2)
+        >>> [schedule.level(step).value[0] for step in range(6)]
+        ['l', 'l', 'l', 'u', 'l', 'u']
     """
 
-    warm_up_steps: int = 1
-    upper_every: int = 1
+    warm_up_steps: int | None = None
 
     def __post_init__(self) -> None:
-        check(self.warm_up_steps >= 1, "warm_up_steps", "at least 1", self.warm_up_steps)
-        check(self.upper_every >= 1, "upper_every", "at least 1", self.upper_every)
+        steps = self.warm_up_steps
+        check(steps is None or steps >= 1, "warm_up_steps", "at least 1", steps)
 
     def level(self, step: int) -> Level:
         """Level of the step with this number, both levels counted, from 0.
@@ -57,32 +64,9 @@ class LevelSchedule:
         Args:
             step: its number.
         """
-        return Level.UPPER if self.is_upper(step) else Level.LOWER
-
-    def is_upper(self, step: int) -> bool:
-        """Returns whether the step with this number is an upper step.
-
-        Args:
-            step: its number, both levels counted, from 0.
-        """
-        since = step - self.warm_up_steps
-        return since >= 0 and since % (self.upper_every + 1) == self.upper_every
-
-    def steps_for(self, lower_steps: int) -> int:
-        """Steps of both levels that contain this many lower steps and every upper step up to and after the last one.
-
-        Args:
-            lower_steps: at least 0.
-        """
-        return lower_steps + self.upper_steps_for(lower_steps)
-
-    def upper_steps_for(self, lower_steps: int) -> int:
-        """Upper steps among `steps_for` as many lower steps.
-
-        Args:
-            lower_steps: at least 0.
-        """
-        return max(0, lower_steps - self.warm_up_steps) // self.upper_every
+        steps = self.warm_up_steps
+        is_upper = steps is not None and step > steps and (step - steps) % 2 == 1
+        return Level.UPPER if is_upper else Level.LOWER
 
 
 @dataclass(frozen=True)
@@ -105,6 +89,7 @@ class _State(TypedDict):
 
     seed: int
     step: int
+    warm_up_steps: int | None
     lower: StreamPosition
     upper: StreamPosition
 
@@ -122,7 +107,7 @@ class BilevelStream(Generic[_T]):
     Args:
         train: batches of the lower level.
         validation: batches of the upper level.
-        schedule: which level steps when.
+        schedule: which level steps when; `alternate` may say so later.
 
     Example:
         >>> stream = BilevelStream(["t0", "t1", "t2"], ["v0"], LevelSchedule(warm_up_steps=2))
@@ -130,7 +115,9 @@ class BilevelStream(Generic[_T]):
         ['t0', 't1', 't2', 'v0', 't0', 'v0']
     """
 
-    def __init__(self, train: Iterable[_T], validation: Iterable[_T], schedule: LevelSchedule) -> None:
+    def __init__(
+        self, train: Iterable[_T], validation: Iterable[_T], schedule: LevelSchedule = LevelSchedule()
+    ) -> None:
         self._streams = {Level.LOWER: train, Level.UPPER: validation}
         self._iterators: dict[Level, Iterator[_T]] = {}
         self._random_numbers: dict[Level, Tensor] = {}
@@ -152,6 +139,40 @@ class BilevelStream(Generic[_T]):
         self.last_level = level
         return batch
 
+    def alternate(self, step: int) -> None:
+        """Lets upper steps begin, unless they have: `QUEUE` batches later, so that no batch of a queue changes sides.
+
+        Args:
+            step: steps of both levels taken, which a pipeline may have read ahead of.
+        """
+        if self.schedule.warm_up_steps is None:
+            self.schedule = LevelSchedule(warm_up_steps=max(1, step + QUEUE))
+
+    def sample(self, number: int) -> Iterator[_T]:
+        """Validation batches to measure something on, in an order of their own; leaves the stream as it is.
+
+        Args:
+            number: of the sample: another one has another order, the same one the same.
+
+        Yields:
+            The batches, until there are no more.
+        """
+        stream, counted = self._streams[Level.UPPER], self._data_epoch(Level.UPPER)
+        if counted is not None:
+            stream.epoch = EPOCH_OF_SAMPLES + number  # type: ignore[attr-defined]
+        try:
+            with _seeded((self._seed, len(Level), number)):
+                batches = iter(stream)
+                batch, random_numbers = next(batches, None), torch.get_rng_state()
+        finally:
+            if counted is not None:
+                stream.epoch = counted  # type: ignore[attr-defined]
+        while batch is not None:
+            yield batch
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(random_numbers)
+                batch, random_numbers = next(batches, None), torch.get_rng_state()
+
     def state_dict(self, step: int) -> dict[str, Any]:
         """Returns the position of the stream after the batch of a step, although a pipeline has read ahead since.
 
@@ -167,7 +188,7 @@ class BilevelStream(Generic[_T]):
         for passed, positions in self._passed:
             if passed == step:
                 places = {level.value: asdict(position) for level, position in positions.items()}
-                return {"seed": self._seed, "step": step, **places}
+                return {"seed": self._seed, "step": step, "warm_up_steps": self.schedule.warm_up_steps, **places}
         known = f"a step from {self._passed[0][0]} to {self._passed[-1][0]}"
         raise RuntimeError(describe("BilevelStream.state_dict", known, step))
 
@@ -178,7 +199,7 @@ class BilevelStream(Generic[_T]):
         anyway, to count (see `dnis_torchrec.data.over_ranks.fingerprints`).
 
         Args:
-            state: what `state_dict` gave; the schedule is no part of it.
+            state: what `state_dict` gave.
 
         Returns:
             The last training batch before that place, or None at the very beginning.
@@ -191,12 +212,19 @@ class BilevelStream(Generic[_T]):
         for value in (state["seed"], *(position.epoch for position in positions.values())):
             check(value >= 0, "stream of the checkpoint", "its seed and its epochs to be >= 0", value)
         self._seed, self._step = state["seed"], state["step"]
+        self.schedule = LevelSchedule(warm_up_steps=state["warm_up_steps"])
         last: dict[Level, _T | None] = {}
         for level, wanted in positions.items():
             self._iterators.pop(level, None)
             last[level] = self._skip(level, wanted) if wanted.epoch else None
         self._passed = deque([(self._step, self._positions)], maxlen=MAX_AHEAD + 1)
         return last[Level.LOWER]
+
+    def leave(self) -> None:
+        """Leaves data that counts its epochs in one that does not depend on how far a pipeline had read ahead."""
+        for level, stream in self._streams.items():
+            if self._data_epoch(level) is not None:
+                stream.epoch = EPOCH_OF_SAMPLES  # type: ignore[attr-defined]
 
     def first_train_batch(self) -> _T:
         """A training batch to try things on before the stream is read; leaves the stream as it is."""

@@ -1,7 +1,9 @@
-"""SearchLoop: the epochs of a search, saved as they go, so that a search that is killed goes on as if nothing had been.
+"""SearchLoop: the phases of a search, saved as they go: a search that is killed goes on as if nothing had been.
 
 after every epoch, and every so many lower steps     a checkpoint: tensors, both streams' places, and the values below
-at the end                                           back to the weights and alpha of the best epoch's checkpoint
+at the end of a phase that stops early               back to the weights of its best epoch's checkpoint
+
+Which phases there are, and what else changes from one to the next, is a `Plan`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -48,21 +50,21 @@ class EpochRecord:
 
     Attributes:
         epoch: from 0.
+        phase: name of the phase that it belongs to.
         step: lower steps so far.
         train_loss: mean over the epoch and all ranks.
         selection_loss: on the selection split.
-        alpha_mean: mean of alpha, weighted by the cost of each value.
-        alpha_density: share of values whose alpha is not zero.
-        pressure: lambda.
+        alpha_mean: mean of alpha over all values of rows that training saw.
+        alpha_density: share of them whose alpha is not zero.
     """
 
     epoch: int
+    phase: str
     step: int
     train_loss: float
     selection_loss: float
     alpha_mean: float
     alpha_density: float
-    pressure: float
 
 
 @dataclass
@@ -75,7 +77,7 @@ class SearchEvents:
         on_step: called after every lower step with its loss and the density of alpha.
         on_epoch: called with the record of every epoch.
         on_alpha: called after that with the record, alpha (embedding_dim -> ``(A, D)``, to be read only) and whether
-            it was the last epoch.
+            it was the last epoch of its phase.
         should_stop: asked after every step; True saves the state and ends the search.
     """
 
@@ -101,17 +103,88 @@ class SearchInterrupted(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best epoch so far, by the selection loss.
+    """The best epoch of a phase so far, by the selection loss.
 
     Attributes:
         epoch: its number; -1 before there is one.
         step: number of its checkpoint.
+        lower_step: lower steps of the search up to it.
         loss: selection loss.
     """
 
     epoch: int = -1
     step: int = -1
+    lower_step: int = -1
     loss: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of a search in which the same things learn.
+
+    Attributes:
+        name: shown to people.
+        steps: lower steps, at most.
+        patience: epochs without a better selection loss after which it stops, and goes back to its best epoch. None: it
+            takes all of its steps, and goes on from the last one.
+        starts_best: the state that it starts from may be its best one.
+    """
+
+    name: str
+    steps: int
+    patience: int | None = None
+    starts_best: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedPhase:
+    """A phase that is over.
+
+    Attributes:
+        name: its name.
+        first_step: lower steps of the search before it.
+        last_step: lower steps of the search at its end.
+        best: its best epoch; of a phase without patience its last one.
+    """
+
+    name: str
+    first_step: int
+    last_step: int
+    best: Best
+
+
+class Plan(Protocol):
+    """The phases of a search, and what changes at their ends. Everything is called on all ranks alike."""
+
+    def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
+        """Returns the phase that follows those that are over; None ends the search. Depends on nothing else.
+
+        Args:
+            finished: from the first on.
+        """
+
+    def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
+        """Called before the first step of a phase, and before that of a search that goes on in the middle of it.
+
+        Args:
+            phase: the one that begins.
+            finished: those before it.
+        """
+
+    def after_step(self, phase: Phase, done: int) -> None:
+        """Called after every lower step.
+
+        Args:
+            phase: the one that the step belongs to.
+            done: lower steps of the phase so far, from 1.
+        """
+
+    def end(self, phase: Phase) -> None:
+        """Called once when a phase is over, with the weights that it leaves.
+
+        Args:
+            phase: the one that ends.
+        """
 
 
 class _Search(TypedDict):
@@ -120,6 +193,7 @@ class _Search(TypedDict):
     epoch: int
     is_over: bool
     best: Best | None
+    finished: list[FinishedPhase]
     seconds: float
     steps_per_epoch: int
     data: dict[str, int]
@@ -137,7 +211,7 @@ class _Values(TypedDict):
 
 
 class SearchLoop:
-    """Steps, evaluates and saves a search until the selection loss stops improving.
+    """Steps, evaluates and saves a search until its plan has no further phase.
 
     Distributed: all ranks run the same loop. A step adds nothing to what the pipeline does; every `STOP_INTERVAL` steps
     ranks exchange one number, and at the end of an epoch two.
@@ -146,17 +220,11 @@ class SearchLoop:
         pipeline: before its first step.
         stream: what it reads.
         recipe: selection split and loss.
+        plan: the phases.
         folder: where checkpoints go: a path that all ranks see, or a URL.
         saving: when, and what to do about errors.
-        epochs: epochs at most.
-        warm_up_epochs: of them, those without upper steps. They cannot be the best one, nor, with pressure, can those
-            of the ramp but its last.
-        patience: epochs without a better selection loss before stopping.
-        steps_per_epoch: lower steps of an epoch.
+        steps_per_epoch: lower steps after which a search is evaluated; fewer at the end of a phase.
         events: who listens.
-        before_epoch: called with the epoch's number before its first step, and before the first one of a loop that
-            goes on in the middle of it.
-        after_warm_up: called once, between the last epoch of the warm-up and its checkpoint.
         data: fingerprint of every split, see `dnis_torchrec.data.over_ranks.fingerprints`: a search goes on with the
             data that it was begun with alone.
         configuration: how to search, JSON-able but for numbers of numpy: a search goes on with the one that it was
@@ -164,8 +232,7 @@ class SearchLoop:
 
     Attributes:
         history: one record per epoch.
-        best: the best epoch whose columns are settled, so from the last one of the ramp on; without pressure after the
-            warm-up.
+        finished: the phases that are over.
         seconds_before: wall time of earlier attempts, up to the checkpoint that this one resumed from.
     """
 
@@ -174,27 +241,22 @@ class SearchLoop:
         pipeline: BilevelTrainPipeline,
         stream: BilevelStream[Batch],
         recipe: Recipe,
+        plan: Plan,
         folder: Address,
         saving: Saving,
         *,
-        epochs: int,
-        warm_up_epochs: int,
-        patience: int,
         steps_per_epoch: int,
         events: SearchEvents,
-        before_epoch: Callable[[int], object],
-        after_warm_up: Callable[[], object] | None = None,
         data: Mapping[str, int] | None = None,
         configuration: Mapping[str, Any] | None = None,
     ) -> None:
-        self._before_epoch, self._after_warm_up = before_epoch, after_warm_up
-        self._pipeline, self._stream, self._recipe, self._events = pipeline, stream, recipe, events
+        self._pipeline, self._stream, self._recipe, self._plan, self._events = pipeline, stream, recipe, plan, events
         self._folder, self._saving = checkpoint_folder(folder, keep_last=saving.keep_checkpoints), saving
-        self._epochs, self._warm_up_epochs, self._patience = epochs, warm_up_epochs, patience
         self._steps_per_epoch, self._data = steps_per_epoch, dict(data or {})
         self._configuration = json.loads(json.dumps(dict(configuration or {}), default=float))
         self.history: list[EpochRecord] = []
-        self.best = self._best_before = Best()
+        self.finished: list[FinishedPhase] = []
+        self._best = self._best_before = Best()
         self._epoch, self._is_over = 0, False
         self._resumed_from: Address | None = None
         self._started, self.seconds_before = time.monotonic(), 0.0
@@ -203,7 +265,7 @@ class SearchLoop:
 
     @flushing_denormals()
     def run(self) -> None:
-        """Runs what is left of the search, and ends with the weights and alpha of the best epoch.
+        """Runs what is left of the search, and ends with the weights and alpha of its last phase's best epoch.
 
         Raises:
             SearchInterrupted: if a rank was asked to stop; the state was saved, or the message says otherwise.
@@ -215,13 +277,22 @@ class SearchLoop:
         if latest is not None:
             self._restore(latest)
         with CheckpointSaver(self._folder, on_error=self._saving.on_save_error) as saver:
-            while self._epoch < self._epochs and not self._is_over:
-                self._train_epoch(saver)
-                self._end_epoch(saver)
-            self._wait(saver)
+            while (phase := self._plan.phase_after(self.finished)) is not None:
+                self._plan.begin(phase, self.finished)
+                while not self._is_over:
+                    self._train_epoch(phase, saver)
+                    self._end_epoch(phase, saver)
+                self._end_phase(phase, saver)
         self._pipeline.detach()
-        if self.best.step >= 0:
-            self._pipeline.restore_weights(self._folder.path_of(self.best.step))
+        self._stream.leave()
+
+    def checkpoint_of(self, phase: FinishedPhase) -> Address:
+        """Returns the checkpoint of a phase's best epoch.
+
+        Args:
+            phase: one of `finished`.
+        """
+        return self._folder.path_of(phase.best.step)
 
     def _cleaned_latest(self) -> Address | None:
         self._folder.clean()
@@ -231,11 +302,16 @@ class SearchLoop:
     def _steps(self) -> int:
         return self._pipeline.lower_steps + self._pipeline.upper_steps
 
-    def _train_epoch(self, saver: CheckpointSaver) -> None:
-        pipeline, every = self._pipeline, self._saving.checkpoint_every
-        self._before_epoch(self._epoch)
-        steps_until = self._stream.schedule.steps_for((self._epoch + 1) * self._steps_per_epoch)
-        while self._steps < steps_until:
+    @property
+    def _first_step(self) -> int:
+        """Lower steps before the phase at hand."""
+        return self.finished[-1].last_step if self.finished else 0
+
+    def _train_epoch(self, phase: Phase, saver: CheckpointSaver) -> None:
+        pipeline, every, first = self._pipeline, self._saving.checkpoint_every, self._first_step
+        evaluated = self.history[-1].step if self.history else 0
+        until = min(evaluated + self._steps_per_epoch, first + phase.steps)
+        while pipeline.lower_steps < until:
             before = pipeline.lower_steps
             loss = pipeline.progress(self._stream)[0]
             is_lower = pipeline.lower_steps > before
@@ -243,12 +319,13 @@ class SearchLoop:
                 # Over the ranks, so that a step counts as much on another number of them.
                 share = torch.stack([loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)])
                 self._losses += share / world_size_of(pipeline.process_group)
+                self._plan.after_step(phase, pipeline.lower_steps - first)
                 self._events.on_step(float(loss), pipeline.alpha_optimizer.last_density)
             if self._is_stop_requested():
                 self._save(saver)
                 saver.wait()
                 raise SearchInterrupted(self._how_stopped(saver))
-            if is_lower and every and pipeline.lower_steps % every == 0 and self._steps < steps_until:
+            if is_lower and every and pipeline.lower_steps % every == 0 and pipeline.lower_steps < until:
                 self._save(saver)
 
     def _how_stopped(self, saver: CheckpointSaver) -> str:
@@ -262,39 +339,53 @@ class SearchLoop:
             kept = f"this state could not be saved, --resume goes on from {saved}"
         return f"epoch {self._epoch}, lower step {self._pipeline.lower_steps}: stopped on request; {kept}"
 
-    def _end_epoch(self, saver: CheckpointSaver) -> None:
+    def _end_epoch(self, phase: Phase, saver: CheckpointSaver) -> None:
         self._wait(saver)  # so that the best epoch before this one is one that was written
         pipeline, recipe, epoch = self._pipeline, self._recipe, self._epoch
         with pipeline.detached() as model:
             selection_loss = evaluate(model, recipe.data.selection, recipe.loss, pipeline.device)["loss"]
-            if epoch + 1 == self._warm_up_epochs and self._after_warm_up is not None:
-                self._after_warm_up()
         record = EpochRecord(
             epoch=epoch,
+            phase=phase.name,
             step=pipeline.lower_steps,
             train_loss=self._mean_loss(),
             selection_loss=selection_loss,
             alpha_mean=pipeline.alpha_optimizer.mean(),
             alpha_density=pipeline.alpha_optimizer.density(),
-            pressure=pipeline.alpha_optimizer.pressure_now,
         )
         self.history.append(record)
         self._epoch += 1
         self._events.on_epoch(record)
-        if pipeline.alpha_optimizer.is_released and epoch >= self._warm_up_epochs:
-            if selection_loss < self.best.loss:
-                self._best_before = self.best
-                self.best = Best(epoch=epoch, step=self._steps, loss=selection_loss)
-            self._is_over = self.best.epoch >= 0 and epoch - self.best.epoch >= self._patience
+        if phase.patience is None or selection_loss < self._best.loss:
+            self._best_before = self._best
+            self._best = Best(epoch=epoch, step=self._steps, lower_step=record.step, loss=selection_loss)
+        is_last = record.step - self._first_step >= phase.steps
+        self._is_over = is_last or (phase.patience is not None and epoch - self._best.epoch >= phase.patience)
         self._save(saver)
         alpha = {dim: pipeline.alpha.of(dim) for dim in pipeline.alpha.dims}
-        self._events.on_alpha(record, alpha, self._is_over or self._epoch == self._epochs)
+        self._events.on_alpha(record, alpha, self._is_over)
+
+    def _end_phase(self, phase: Phase, saver: CheckpointSaver) -> None:
+        """Goes back to the best epoch. Nothing is saved before the next epoch's end: a resumed search does it again."""
+        self._wait(saver)
+        best = self._best
+        if phase.patience is not None and best.step not in (-1, self._steps):
+            with self._pipeline.detached():
+                self._pipeline.go_back(self._folder.path_of(best.step))
+        finished = FinishedPhase(
+            name=phase.name, first_step=self._first_step, last_step=self._pipeline.lower_steps, best=best
+        )
+        self._plan.end(phase)
+        self.finished.append(finished)
+        following = self._plan.phase_after(self.finished)
+        self._best = self._best_before = best if following is not None and following.starts_best else Best()
+        self._is_over = False
 
     def _wait(self, saver: CheckpointSaver) -> None:
         """An epoch whose checkpoint could not be written cannot be gone back to."""
         saver.wait()
-        if self.best.step in saver.failed_steps:
-            self.best = self._best_before
+        if self._best.step in saver.failed_steps:
+            self._best = self._best_before
 
     def _mean_loss(self) -> float:
         if world_size_of(self._pipeline.process_group) > 1:
@@ -318,8 +409,9 @@ class SearchLoop:
         self._wait(saver)
         state = self._pipeline.state(self._stream)
         # JSON has no infinity: a best epoch that is not there is left out.
-        best = asdict(self.best) if self.best.step >= 0 else None
+        best = asdict(self._best) if self._best.step >= 0 else None
         entries: dict[str, Any] = {"epoch": self._epoch, "is_over": self._is_over, "best": best}
+        entries["finished"] = [asdict(phase) for phase in self.finished]
         entries["seconds"] = self.seconds_before + time.monotonic() - self._started
         entries["steps_per_epoch"], entries["data"] = self._steps_per_epoch, self._data
         entries["configuration"] = self._configuration
@@ -329,7 +421,8 @@ class SearchLoop:
             tables=state.tables,
             values={**state.values, "search": entries},
         )
-        saver.save(self._steps, whole, keep=(self.best.step, self._best_before.step))
+        kept = [self._best.step, self._best_before.step, *(phase.best.step for phase in self.finished)]
+        saver.save(self._steps, whole, keep=tuple(kept))
 
     def _restore(self, path: Address) -> None:
         # Of ranks that are no more too: the epoch's mean is that of all samples, whoever has seen them.
@@ -341,7 +434,8 @@ class SearchLoop:
         self._resumed_from = path
         self._losses += sum(losses.values())
         self._epoch, self._is_over, self.seconds_before = entries["epoch"], entries["is_over"], entries["seconds"]
-        self.best = self._best_before = Best(**entries["best"] or {})
+        self._best = self._best_before = Best(**entries["best"] or {})
+        self.finished = [FinishedPhase(**phase | {"best": Best(**phase["best"])}) for phase in entries["finished"]]
         self.history = [EpochRecord(**record) for record in entries["history"]]
         self._events.on_resume(self._pipeline.lower_steps, tuple(self.history))
 

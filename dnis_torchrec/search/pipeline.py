@@ -24,7 +24,7 @@ from torchrec.streamable import Pipelineable
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.recipe import data_terms_only
 from dnis_torchrec.ranks import on_rank_zero
-from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer, Pressure
+from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.hypergradient import (
     UnrolledHypergradient,
     first_order_gradient,
@@ -127,9 +127,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             ``(loss, output)``, as TorchRec's pipelines want it.
         optimizer: optimizer of everything that is not fused into the tables' backward.
         device: where the model is.
-        pressure: the requested size and how to get there; None searches without pressure, as the paper does.
-        alpha_learning_rate: see `AlphaOptimizer`.
         alpha_averaging: see `AlphaOptimizer`.
+        alpha_floor: see `AlphaOptimizer`.
         unrolled_step: xi of the one-step unrolled gradient, best the lower level's learning rate, the highest if it has
             several; None for the first order. The unrolled step is plain gradient descent, about as far as Adam goes
             where Adam trains the weights (see `hypergradient`). An unrolled upper step returns validation loss and
@@ -145,7 +144,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         NotImplementedError: for DMPCollection (2D parallelism), whose replicas of alpha are not synchronised yet; for
             an `unrolled_step` with tables that have no ordinary gradient (see `UnrolledHypergradient`); for frozen
             tables that `shard_model` has not sharded.
-        ValueError: for a size that cannot be met, or an `unrolled_step` that is not above 0.
+        ValueError: for an `unrolled_step` that is not above 0.
     """
 
     def __init__(
@@ -154,9 +153,8 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         optimizer: DenseOptimizer,
         device: torch.device,
         *,
-        pressure: Pressure | None = None,
-        alpha_learning_rate: float | None = None,
-        alpha_averaging: float = 0.98,
+        alpha_averaging: float = 0.0,
+        alpha_floor: float = 0.0,
         unrolled_step: float | None = None,
     ) -> None:
         wrappers = soft_selection_modules(model)
@@ -173,13 +171,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         read_by_name_(model)
         first = next(iter(wrappers.values()))
         self._alpha: Alpha = first.alpha
-        self.alpha_optimizer = AlphaOptimizer(
-            self._alpha,
-            first.blocks,
-            pressure=pressure,
-            learning_rate=alpha_learning_rate,
-            averaging=alpha_averaging,
-        )
+        self.alpha_optimizer = AlphaOptimizer(self._alpha, first.blocks, averaging=alpha_averaging, floor=alpha_floor)
         self.lower_steps = 0
         self.upper_steps = 0
         self._dense_optimizer = optimizer
@@ -294,8 +286,10 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         set_rng_(own.tensors, self._device)
         return values
 
-    def restore_weights(self, path: Address) -> None:
-        """Takes weights, buffers and alpha, and nothing else, from a checkpoint of this run (see `read_checkpoint`).
+    def go_back(self, path: Address) -> None:
+        """Takes weights, buffers, alpha and the state of the weights' optimizers from a checkpoint of this run.
+
+        What was read of the batches, random numbers and steps taken stay as they are.
 
         Distributed: the collectives of `read_checkpoint`.
 
@@ -305,8 +299,9 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         Raises:
             ValueError: if the checkpoint is damaged or of another run.
         """
-        own = TrainingState(tensors=model_tensors(self._model), tables=describe_tables(self._model))
-        read_checkpoint(path, own, self._process_group, kinds=("table", "model"))
+        tensors = model_tensors(self._model) | optimizer_tensors(self._model, self._dense_optimizer)
+        own = TrainingState(tensors=tensors, tables=describe_tables(self._model))
+        read_checkpoint(path, own, self._process_group, kinds=("table", "model", "fused", "optimizer"))
         finish_load_(self._model, own.tensors)
 
     def set_unrolled_step(self, step: float) -> None:

@@ -1,70 +1,86 @@
-"""The whole search: count, block, warm up, ramp, release, merge, prune.
+"""The whole search: train plainly, let columns die while weights train on, spend bits on what is left.
 
-epochs    0 .. warm_up    .. + ramp          .. + release (until the selection loss stops improving)
-lower     weights learn throughout
-upper     still           mean of alpha led  lambda fades, alpha of the kept columns learns on
-                          to the size
+phase     lower level                    upper level
+plain     weights, to their early stop   still
+          tables turn into their principal axes
+ramp      weights                        alpha learns; columns die, the least worthwhile for their bytes first
+release   weights, to their early stop   alpha learns
+          alpha is folded into the tables, which get bits as `dnis_torchrec.compress` spends them
+finish    weights, through the rounding  -
 
-Without pressure (the paper's search) there is no ramp: alpha learns on validation loss alone from the warm-up on.
+Dense weights have learned what they can by the end of plain training, and overfit first: they go on at `DENSE_SHARE` of
+their rate. What comes out is compared, on the selection split and at the same bytes, with plain training compressed
+without any of it: the better of the two is what a search returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
-from torchrec.datasets.utils import Batch
-from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
-from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.rotation import column_scales, rotate_, rotation_groups
-from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts, check_num_blocks
+from dnis_torchrec.allocation.allocate import Allocation, allocate
+from dnis_torchrec.allocation.curvature import Curvature, curvature
+from dnis_torchrec.allocation.energies import blocked_tables
+from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
+from dnis_torchrec.allocation.torchrec_models import with_axes_
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.checks import check
-from dnis_torchrec.data.batches import BatchParts
-from dnis_torchrec.data.lookup_batches import LookupBatches
-from dnis_torchrec.data.over_ranks import split_over_ranks
-from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
-from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.ranks import together
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.search.budget import Budget, check_compresses
-from dnis_torchrec.search.config import SearchConfig
-from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
-from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted, SearchLoop
-from dnis_torchrec.search.pipeline import BilevelTrainPipeline
-from dnis_torchrec.search.pruning import num_elements, prune
-from dnis_torchrec.soft_selection.swap import merge_, prepare_
-from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_configs
+from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchLoop
+from dnis_torchrec.search.ramp import STAGES, Ramp, check_reachable
+from dnis_torchrec.search.settings import SearchSettings
+from dnis_torchrec.search.started import StartedSearch
+from dnis_torchrec.soft_selection.swap import fold_, merge_
 from dnis_torchrec.storage.files import Address
-from dnis_torchrec.streaming import CountLimits
-from dnis_torchrec.streaming.checked_counts import count_training_data, read_before_training
+from dnis_torchrec.training.checkpoint import CheckpointWriteError
+from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.plain import train_plainly
+from dnis_torchrec.training.rounding import RoundedTables
 from dnis_torchrec.training.saving import Saving
-from dnis_torchrec.training.sharded import check_pooling, set_learning_rates_, shard
+from dnis_torchrec.training.sharded import set_learning_rates_
 
-__all__ = [
-    "EpochRecord",
-    "Saving",
-    "SearchConfig",
-    "SearchEvents",
-    "SearchInterrupted",
-    "SearchOutcome",
-    "count_training_data",
-    "search",
-    "table_configs",
-]
+DEFAULTS = SearchSettings()
+
+PLAIN, RAMP, RELEASE = "plain", "ramp", "release"
+SEARCHED, COMPRESSED = "search", "compress"
+
+DENSE_SHARE = 0.01
+"""Rate of dense weights behind plain training, over the one of before."""
+ALPHA_AVERAGING = 0.98
+"""Share of the old average in the running mean of alpha's gradients, which are noisy."""
+ALPHA_FLOOR = 0.005
+"""A living alpha goes no lower."""
+PARTS = 2
+"""Parts of a validation batch: an upper step takes one, and costs less."""
+FINISHING_EPOCHS, FINISHING_SHARE = 3, 0.3
+"""Epochs at most of training through the rounding, and the tables' rate in them over that of before: small steps add
+up in what rounding leaves out, large ones only overfit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOutcome:
-    """Results of a search: the pruned model, its scheme, and how they came about.
+    """Results of a search.
 
     Attributes:
-        model: the plain model, merged and pruned. On several ranks its collections stay sharded.
-        scheme: the retained dims.
+        model: the plain model, merged; its tables hold the values that are served. On several ranks its collections
+            stay sharded.
+        scheme: with bits, scales and shifts of every table.
+        predicted_loss_increase: of rounding, see `Allocation`.
+        origin: `SEARCHED`, or `COMPRESSED` where plain training, compressed, is better on the selection split.
+        selection_loss: of what is returned.
+        selection_losses: of both, by origin.
         counts: training frequencies.
         blocks: the row blocks.
         alpha: embedding_dim -> ``(A, D)`` as it was before merging.
@@ -75,6 +91,9 @@ class SearchOutcome:
 
     model: nn.Module
     scheme: MixedDimensionScheme
+    predicted_loss_increase: float
+    origin: str
+    selection_losses: dict[str, float]
     counts: FrequencyCounts
     blocks: RowBlocks
     alpha: dict[int, torch.Tensor]
@@ -82,210 +101,230 @@ class SearchOutcome:
     best_epoch: int
     seconds_before: float = 0.0
 
+    @property
+    def selection_loss(self) -> float:
+        """Selection loss of what is returned."""
+        return self.selection_losses[self.origin]
+
 
 def search(
     recipe: Recipe,
-    config: SearchConfig,
+    compression: float,
     checkpoints: Address,
     device: torch.device,
+    *,
+    settings: SearchSettings = DEFAULTS,
     events: SearchEvents | None = None,
     saving: Saving | None = None,
 ) -> SearchOutcome:
-    """Finds how many dimensions each block of each table deserves, at the requested size.
+    """Trains a model so that its tables can be served in a fraction of the bytes.
 
     Needs a process group, which `dnis_torchrec.training.process_group.process_group` makes.
 
-    Distributed: every rank calls it with the same recipe and configuration. Its data is split over ranks (see
+    Distributed: every rank calls it with the same recipe and settings. Its data is split over ranks (see
     `data.over_ranks`), counts are added up, tables are sharded as the planner sees fit and stay so, and alpha, blocks,
     scheme and history are the same on every rank.
 
     Args:
         recipe: model, data and loss. Its model is used up: take the one of the outcome.
-        config: how to search.
-        checkpoints: folder for the last checkpoints and the best one, a path that all ranks see or a URL (see
+        compression: bytes of the float32 tables over bytes served, above 1; met from below.
+        checkpoints: folder for the last checkpoints and the best ones, a path that all ranks see or a URL (see
             `checkpoint_folder`).
         device: where to train.
+        settings: how to search.
         events: who listens.
         saving: when to save, and whether to resume from a checkpoint in `checkpoints`.
 
     Returns:
-        The merged and pruned model with its scheme.
+        The model with its scheme.
 
     Raises:
         ValueError: for bad data, blocks or a size that cannot be met, a model that could not be evaluated (see
-            `check_pooling`), or other data or another configuration than that of the checkpoint to go on from, before
+            `check_pooling`), or other data or other settings than those of the checkpoint to go on from, before
             training starts; on all ranks alike.
         NonFiniteError: if a loss or gradient is NaN or infinite; the last good checkpoint stays.
         SearchInterrupted: if `events` asked to stop; everything was saved first, or the message says otherwise.
-        CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search.
+        CheckpointWriteError: if a checkpoint could not be written, and that is to stop the search, or none of a phase.
     """
-    ranks = Ranks.everyone()
     events = events or SearchEvents()
     with together():
-        tables = table_configs(recipe.model)
-        check_pooling(recipe.model)
-        check_compresses(config.size, dense_parameters(recipe.model))
-        check_num_blocks(config.num_blocks, tables, scope=config.scope, strategy=config.strategy)
-    limits = CountLimits(exact_rows=config.exact_count_rows)
-    whole, counts, data = read_before_training(recipe, tables, ranks, limits)
-    recipe = replace(recipe, data=replace(whole, validation=_in_parts(recipe.data, config, ranks)))
-    blocks = blocks_from_counts(
-        counts, tables, num_blocks=config.num_blocks, scope=config.scope, strategy=config.strategy
-    )
-    _check_size(config, blocks)
-    steps_per_epoch = sum(1 for _ in recipe.data.train)
-    _check_upper_steps(config, steps_per_epoch)
-    with together():
-        events.on_start(steps_per_epoch, counts, blocks)
-    turned = [table for group in rotation_groups(recipe.model) for table in group.tables] if config.rotate else []
-    model, optimizer = _sharded(recipe, blocks, config, device, turned, counts.num_samples // steps_per_epoch)
-    pipeline, stream = _pipeline(model, optimizer, device, recipe, config, steps_per_epoch)
-    model.train()
-    loop = SearchLoop(
-        pipeline,
-        stream,
+        check(compression > 1, "compression", "a number above 1", compression)
+        with_axes_(recipe.model)
+        turned = [table for group in rotation_groups(recipe.model) for table in group.tables]
+    started = StartedSearch.of(
         recipe,
-        checkpoints,
-        saving or Saving(),
-        epochs=config.epochs,
-        warm_up_epochs=config.warm_up_epochs,
-        patience=config.patience,
-        steps_per_epoch=steps_per_epoch,
-        events=events,
-        before_epoch=partial(_set_rates_, model, optimizer, pipeline, recipe, config),
-        after_warm_up=partial(_turn_axes_, model, optimizer, pipeline, blocks, counts) if turned else None,
-        data=data,
-        configuration=asdict(config),
+        partial(_blocks, recipe.model, compression, settings.num_blocks),
+        device,
+        events,
+        whole_rows=turned,
+        parts=PARTS,
+        alpha_averaging=ALPHA_AVERAGING,
+        alpha_floor=ALPHA_FLOOR,
+        exact_count_rows=settings.exact_count_rows,
     )
+    plan = _Plan(started, compression, settings, is_turned=bool(turned))
+    configuration = asdict(settings) | {"compression": compression}
+    loop = started.loop(plan, checkpoints, events, saving or Saving(), configuration)
     loop.run()
-    alpha = {dim: pipeline.alpha.of(dim).detach().cpu().clone() for dim in pipeline.alpha.dims}
-    plain = cast(TrainTask, get_unwrapped_module(merge_(model))).model
-    scheme = prune(plain, blocks, counts, size=config.size, structure=config.structure)
+    alpha = {dim: value.detach().cpu().clone() for dim, value in _alphas(started).items()}
+    finishing = _Finishing(started, loop, compression, is_turned=bool(turned))
+    found, origin, losses = finishing.best()
     return SearchOutcome(
-        model=plain,
-        scheme=scheme,
-        counts=counts,
-        blocks=blocks,
+        model=cast(TrainTask, get_unwrapped_module(merge_(started.model))).model,
+        scheme=found.scheme,
+        predicted_loss_increase=found.predicted_loss_increase,
+        origin=origin,
+        selection_losses=losses,
+        counts=started.counts,
+        blocks=started.blocks,
         alpha=alpha,
         history=tuple(loop.history),
-        best_epoch=loop.best.epoch,
+        best_epoch=loop.finished[-1 if origin == SEARCHED else 0].best.epoch,
         seconds_before=loop.seconds_before,
     )
 
 
-def _sharded(
-    recipe: Recipe,
-    blocks: RowBlocks,
-    config: SearchConfig,
-    device: torch.device,
-    turned: Sequence[str],
-    batch_size: int,
-) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
-    """Returns the recipe's model, prepared, and the optimizer of all weights without a fused one."""
-    return shard(
-        TrainTask(prepare_(recipe.model, blocks), recipe.loss, embedding_l2=recipe.embedding_l2),
-        recipe,
-        device,
-        whole_rows=turned,
-        replicated=config.unrolled,
-        prefetched=not config.unrolled,
-        batch_size=batch_size,
-    )
-
-
-def _in_parts(data: DataSplits, config: SearchConfig, ranks: Ranks) -> Iterable[Batch]:
-    """This rank's share of every part of the validation batches.
-
-    Cut before ranks take their slices: several ranks then step on the samples that one process would step on.
-    """
-    parts = BatchParts(data.validation, config.upper_batch_parts, at_least=ranks.world_size)
-    return split_over_ranks(replace(data, validation=parts), ranks).validation
-
-
-def _turn_axes_(
-    model: DistributedModelParallel,
-    optimizer: KeyedOptimizerWrapper,
-    pipeline: BilevelTrainPipeline,
-    blocks: RowBlocks,
+def _blocks(
+    model: nn.Module,
+    compression: float,
+    num_blocks: int,
     counts: FrequencyCounts,
-) -> None:
-    """Turns the tables into their principal axes; columns that die in the order of alpha are scaled by what they carry.
+    tables: Sequence[EmbeddingBagConfig],
+) -> RowBlocks:
+    """Blocks of every table by itself; rows that were never seen stay in the last one."""
+    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table")
+    check_reachable(blocked_tables(model, blocks), blocks, compression)
+    return blocks
 
-    Without the scales validation loss alone sets that order at first, and where a model has begun to overfit it would
-    rather be rid of its strongest columns. The order of importance needs none.
+
+def _alphas(started: StartedSearch) -> dict[int, torch.Tensor]:
+    alpha = started.pipeline.alpha
+    return {dim: alpha.of(dim) for dim in alpha.dims}
+
+
+class _Plan:
+    """The phases of the search, see `dnis_torchrec.search.loop.Plan`.
+
+    A ramp is as long as a share of the way to the best epoch of plain training; a release at most as long as all of it.
     """
-    rotate_(model, counts, optimizer)
-    pipeline.alpha_optimizer.scale_columns(column_scales(model, blocks, counts))
+
+    def __init__(
+        self, started: StartedSearch, compression: float, settings: SearchSettings, *, is_turned: bool
+    ) -> None:
+        self._started, self._settings, self._is_turned = started, settings, is_turned
+        self._ramp = Ramp(started.pipeline, started.stream, started.blocks, started.recipe.loss, compression)
+
+    def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
+        settings, patience = self._settings, self._settings.patience
+        if not finished:
+            return Phase(name=PLAIN, steps=settings.epochs * self._started.steps_per_epoch, patience=patience)
+        if min(phase.best.step for phase in finished) < 0:
+            requirement, remedy = "the checkpoint of an epoch, to go back to", "make room for them, then --resume"
+            raise CheckpointWriteError(describe(f"phase {finished[-1].name!r}", requirement, "none", remedy))
+        to_best = finished[0].best.lower_step
+        ramp = Phase(name=RAMP, steps=max(STAGES, round(settings.ramp_share * to_best)))
+        release = Phase(name=RELEASE, steps=to_best, patience=patience, starts_best=True)
+        return (ramp, release, None)[len(finished) - 1]
+
+    def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
+        started = self._started
+        if phase.name != PLAIN:
+            _set_rates_(started)
+            started.stream.alternate(started.pipeline.lower_steps + started.pipeline.upper_steps)
+
+    def after_step(self, phase: Phase, done: int) -> None:
+        if phase.name == RAMP:
+            self._ramp.follow(done, phase.steps)
+
+    def end(self, phase: Phase) -> None:
+        if phase.name == PLAIN and self._is_turned:
+            started = self._started
+            with started.pipeline.detached():
+                rotate_(started.model, started.counts, started.optimizer)
 
 
-def _set_rates_(
-    model: DistributedModelParallel,
-    optimizer: KeyedOptimizerWrapper,
-    pipeline: BilevelTrainPipeline,
-    recipe: Recipe,
-    config: SearchConfig,
-    epoch: int,
-) -> None:
-    """Sets the learning rates of an epoch; checkpoints do not have them, so a search that goes on needs it too."""
-    tables, dense = recipe.table_learning_rate, recipe.dense_learning_rate
-    rows = tables
-    if config.pressure:
-        tables = config.search_table_learning_rate or tables
-        dense = config.search_dense_learning_rate or dense
-        rows = config.search_row_learning_rate or rows
-        epochs_of_release = epoch - config.warm_up_epochs - config.ramp_epochs
-        if epochs_of_release >= 0:
-            tables = config.release_table_learning_rate or tables
-            dense = config.release_dense_learning_rate or dense
-            decay = config.release_decay**epochs_of_release
-            tables, dense, rows = tables * decay, dense * decay, rows * decay
-    set_learning_rates_(model, optimizer, tables=tables, dense=dense, rows=rows)
-    if config.unrolled:
-        pipeline.set_unrolled_step(_highest_rate(optimizer))
+def _set_rates_(started: StartedSearch, table_share: float = 1.0) -> None:
+    """Slows dense weights down, and tables to a share of their rate."""
+    recipe = started.recipe
+    tables, dense = table_share * recipe.table_learning_rate, DENSE_SHARE * recipe.dense_learning_rate
+    set_learning_rates_(started.model, started.optimizer, tables=tables, dense=dense, rows=tables)
 
 
-def _highest_rate(optimizer: KeyedOptimizerWrapper) -> float:
-    """Returns the highest learning rate. As xi it moves every weight at its own rate, see `UnrolledHypergradient`."""
-    return max(group["lr"] for group in optimizer.param_groups)
+class _Finishing:
+    """Bits for the tables that a search, or its plain training, ends with; weights adapt to the rounding."""
 
+    def __init__(self, started: StartedSearch, loop: SearchLoop, compression: float, *, is_turned: bool) -> None:
+        self._started, self._compression, self._is_turned = started, compression, is_turned
+        plain, release = loop.finished[0], loop.finished[-1]
+        self._checkpoints = {COMPRESSED: loop.checkpoint_of(plain), SEARCHED: loop.checkpoint_of(release)}
 
-def _check_size(config: SearchConfig, blocks: RowBlocks) -> None:
-    """Checks that the size can be met by what the search retains: columns of alpha, columns of blocks, or values."""
-    if config.pressure or config.structure == "block":
-        Budget.of(config.size, blocks, by_alpha_row=config.pressure)
-    if config.structure == "element":
-        num_elements(config.size, blocks)
+    def best(self) -> tuple[Allocation, str, dict[str, float]]:
+        """Leaves the better of the two in the model.
 
+        Returns:
+            What was allocated, where from, and the selection losses of both.
+        """
+        compressed, compressed_loss = self._compress()
+        searched, searched_loss = self._search()
+        losses = {SEARCHED: searched_loss, COMPRESSED: compressed_loss}
+        if searched is not None and searched_loss <= compressed_loss:
+            return searched, SEARCHED, losses
+        self._go_back_to_plain_training()
+        RoundedTables(self._started.model, compressed.scheme).stop_()
+        return compressed, COMPRESSED, losses
 
-def _check_upper_steps(config: SearchConfig, steps_per_epoch: int) -> None:
-    """Without an upper step before columns die, or at all, alpha would decide nothing."""
-    epochs = config.ramp_epochs + (0 if config.pressure else config.release_epochs)
-    during = "the ramp" if config.pressure else "the epochs behind the warm-up"
-    requirement = f"at most {epochs * steps_per_epoch}, the lower steps of {during}"
-    fits = config.upper_every <= epochs * steps_per_epoch
-    check(fits, "upper_every", requirement, config.upper_every, "let alpha step more often")
+    def _go_back_to_plain_training(self) -> None:
+        started = self._started
+        started.pipeline.go_back(self._checkpoints[COMPRESSED])
+        if self._is_turned:
+            rotate_(started.model, started.counts, started.optimizer)
 
+    def _compress(self) -> tuple[Allocation, float]:
+        """Goes back to plain training, and gives its tables bits without a further step."""
+        self._go_back_to_plain_training()
+        found, rounded = self._rounded(self._worth())
+        rounded.stop_()
+        return found, self._selection_loss()
 
-def _pipeline(
-    model: DistributedModelParallel,
-    optimizer: KeyedOptimizerWrapper,
-    device: torch.device,
-    recipe: Recipe,
-    config: SearchConfig,
-    steps_per_epoch: int,
-) -> tuple[BilevelTrainPipeline, BilevelStream[Batch]]:
-    """Builds both levels of a search as it is configured, and the streams that they read."""
-    schedule = LevelSchedule(warm_up_steps=config.warm_up_epochs * steps_per_epoch, upper_every=config.upper_every)
-    pressure = config.pressure_over(max(1, config.ramp_epochs * steps_per_epoch // config.upper_every))
-    pipeline = BilevelTrainPipeline(
-        model,
-        optimizer,
-        device,
-        pressure=pressure if config.pressure else None,
-        alpha_learning_rate=config.alpha_learning_rate,
-        alpha_averaging=config.alpha_averaging,
-        unrolled_step=_highest_rate(optimizer) if config.unrolled else None,
-    )
-    data = recipe.data
-    train, validation = LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation")
-    return pipeline, BilevelStream(train, validation, schedule)
+    def _search(self) -> tuple[Allocation | None, float]:
+        """Goes back to the end of the release, gives its tables bits, and trains on in them.
+
+        Returns:
+            None for tables of which nothing is left that moves a prediction; and the selection loss.
+        """
+        started = self._started
+        started.pipeline.go_back(self._checkpoints[SEARCHED])
+        fold_(started.model)
+        worth = self._worth()
+        if not any(bool(own.any()) for own in worth.curvature.values()):
+            return None, self._selection_loss()
+        found, rounded = self._rounded(worth)
+        _set_rates_(started, FINISHING_SHARE)
+        recipe = started.recipe
+        with tempfile.TemporaryDirectory() as folder:
+            finished = train_plainly(
+                started.model,
+                started.optimizer,
+                recipe,
+                started.pipeline.device,
+                max_epochs=FINISHING_EPOCHS,
+                patience=1,
+                folder=Path(folder),
+                held=rounded,
+                starts_trained=True,
+            )
+        rounded.stop_()
+        return replace(found, scheme=rounded.scheme), finished.selection_loss
+
+    def _worth(self) -> Curvature:
+        started, recipe = self._started, self._started.recipe
+        return curvature(started.model, recipe.data.train, started.blocks, loss=recipe.loss)
+
+    def _rounded(self, worth: Curvature) -> tuple[Allocation, RoundedTables]:
+        started, compression = self._started, self._compression
+        found = allocate(started.plain, started.blocks, started.counts, worth, compression=compression)
+        return found, RoundedTables(started.model, found.scheme)
+
+    def _selection_loss(self) -> float:
+        started, recipe = self._started, self._started.recipe
+        return evaluate(started.model, recipe.data.selection, recipe.loss, started.pipeline.device)["loss"]

@@ -5,40 +5,49 @@ A field whose annotation has a text is an option of the command line, and the te
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from dnis_torchrec.blocks.settings import SCOPES, STRATEGIES, CountLimits
+from dnis_torchrec.allocation.settings import NUM_BLOCKS
+from dnis_torchrec.blocks.settings import CountLimits
 from dnis_torchrec.checks import check
 
 STRUCTURES = ("element", "block")
-CUTS = tuple(name for name in STRATEGIES if name != "explicit")
-"""Strategies of a search: one that is told its boundaries is for those who call `blocks_from_counts` themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """The settings of a search that the command line offers; `SearchConfig` has all others, too."""
+    """The settings of a search: all of them. The defaults are for every recipe."""
 
-    num_blocks: Annotated[int, "Blocks per table set; the recipe's own if not given."] = 10
-    scope: Annotated[
-        str, "`global`: tables of equal embedding_dim share blocks; `table`: each its own; the recipe's if not given."
-    ] = "global"
-    strategy: Annotated[str, "How rows are cut: equal_rows (if not given), equal_mass, decades."] = "equal_rows"
+    num_blocks: Annotated[int, "Blocks of every table; a table of fewer rows has one for each."] = NUM_BLOCKS
+    epochs: Annotated[int, "Epochs at most of the plain training that a search begins with."] = 60
+    patience: Annotated[int, "Epochs without a better selection loss before training stops."] = 3
+    ramp_share: Annotated[float, "Length of the ramp, in which columns die, over that of the plain training."] = 0.3
     exact_count_rows: Annotated[
         int, "Larger tables are counted in bounded memory, with an error that is said; 2^24 by default."
     ] = CountLimits.exact_rows
-    warm_up_epochs: Annotated[int, "Epochs before alpha moves."] = 2
-    ramp_epochs: Annotated[int, "Epochs in which alpha is led to the size."] = 12
-    release_epochs: Annotated[int, "Epochs at most after the ramp."] = 14
-    rotate: Annotated[bool, "Turn tables into their principal axes first, where the model can."] = True
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "warm_up_epochs", "ramp_epochs", "release_epochs"):
+        for name in ("num_blocks", "epochs", "patience"):
             check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        check(self.scope in SCOPES, "scope", f"one of {SCOPES}", repr(self.scope))
-        check(self.strategy in CUTS, "strategy", f"one of {CUTS}", repr(self.strategy))
+        share = self.ramp_share
+        check(math.isfinite(share) and share > 0, "ramp_share", "a finite number above 0", share)
         CountLimits(exact_rows=self.exact_count_rows)
+
+
+def check_compression(compression: float, place: str = "compression") -> None:
+    """Checks a size before anything is imported or read for it.
+
+    Args:
+        compression: bytes of the float32 tables over bytes served.
+        place: who is told of it.
+
+    Raises:
+        ValueError: if it is no finite number above 1.
+    """
+    is_fit = math.isfinite(compression) and compression > 1
+    check(is_fit, place, "a finite number above 1", compression)
 
 
 @dataclass(frozen=True, kw_only=True)

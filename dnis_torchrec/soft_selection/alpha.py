@@ -113,7 +113,7 @@ class Alpha(nn.Module):
         return self.weighted({dim: (self.of(dim) > 0).double() for dim in self.dims}, rows_per_alpha_row)
 
     def mean(self, rows_per_alpha_row: Mapping[int, Tensor]) -> float:
-        """Mean of alpha over all table values: the quantity that pressure leads down.
+        """Mean of alpha over all table values.
 
         Args:
             rows_per_alpha_row: as for `density`.

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.keyed import KeyedOptimizer
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.lookup_batches import LookupBatches
@@ -30,6 +31,16 @@ from dnis_torchrec.training.held_tables import HeldTables, HoldingOptimizer
 
 BEST_STATE = "best"
 """Name of the checkpoint of the best epoch, in the folder that a training is given."""
+
+
+class Stepper(Protocol):
+    """Whatever steps weights by their gradients: an optimizer, or what stands in front of one."""
+
+    def zero_grad(self) -> None:
+        """Clears all gradients."""
+
+    def step(self) -> None:
+        """Steps all weights."""
 
 
 @dataclass
@@ -113,7 +124,7 @@ class PlainTraining:
 @flushing_denormals()
 def train_plainly(
     model: DistributedModelParallel,
-    optimizer: KeyedOptimizerWrapper,
+    optimizer: Stepper,
     recipe: Recipe,
     device: torch.device,
     *,
@@ -135,7 +146,7 @@ def train_plainly(
 
     Args:
         model: the sharded model around a `TrainTask`, as `shard` makes it; ends in its best state.
-        optimizer: of everything not fused, from `shard` or `rest_optimizer`.
+        optimizer: of everything not fused, from `shard` or `rest_optimizer`, or what steps that one.
         recipe: data and loss; how weights learn is in model and optimizer already.
         device: where the model is.
         max_epochs: epochs at most.
@@ -172,7 +183,8 @@ def train_plainly(
     """
     started = time.monotonic()
     rule = held or HeldTables()
-    pipeline = DetachableTrainPipeline(model, HoldingOptimizer(optimizer, rule), device, pipeline_postproc=True)
+    stepper = optimizer if held is None else HoldingOptimizer(cast(KeyedOptimizer, optimizer), held)
+    pipeline = DetachableTrainPipeline(model, stepper, device, pipeline_postproc=True)
     stopping, guard = EarlyStopping(folder / BEST_STATE, patience), FiniteGuard(model, model._env.process_group)
     start, loss_before = folder / "start", math.inf
     history: list[PlainEpoch] = []

@@ -230,6 +230,13 @@ class RoundedTables(HeldTables):
     def leave_(self) -> None:
         """Gives the tables their latent weights for good: they train on in float32. Nothing is rounded any more."""
         self._add_residuals_()
+        self.stop_()
+
+    def stop_(self) -> None:
+        """Leaves the tables as they are rounded, and residuals behind: nothing is rounded any more.
+
+        Until then kernels of fused optimizers note which rows they look up, for the next step to round.
+        """
         for lookup in self._fused:
             lookup.leave_()
         self._shards, self._fused, self._dense = [], [], []

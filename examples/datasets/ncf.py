@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -58,11 +59,13 @@ class LeaveOneOut:
     num_positives_among_negatives: int
 
 
+@lru_cache(maxsize=1)
 def load_leave_one_out(folder: Path, *, name: str = "ml-1m") -> LeaveOneOut:
     """Loads the three files of the leave-one-out protocol.
 
     Args:
         folder: holds ``{name}.train.rating``, ``{name}.test.rating`` and ``{name}.test.negative``, plain or ``.gz``.
+            Parsed once per process.
         name: of the data set.
 
     Returns:

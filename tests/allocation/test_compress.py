@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from dnis_torchrec.serving import PackedEmbeddingBagCollection
 
 ROWS = {"user": (60, 8), "genre": (30, 8), "bias": (60, 1), "one": (1, 4), "unread": (20, 4)}
 """Table -> N and D; each is read by a feature of its name, the last one by none that a batch fills."""
+NO_LABELS = "expected those of 64 samples, for the loss, got none"
 UNSEEN = 50
 """Users from here on are in no batch."""
 
@@ -203,6 +205,38 @@ def test_columns_that_are_constant_or_zero_are_served_as_they_are() -> None:
     assert bool(is_retained[:, 1].any())
 
 
+class Biases(nn.Module):
+    """Tables of one column, of which one has a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"many": 40, "single": 1}
+        self.tables = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=1, feature_names=[name])
+                for name, rows in sizes.items()
+            ]
+        )
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        return self.tables(sparse_features).values().sum(1)
+
+
+def test_tables_of_one_column_or_one_row_are_compressed_alone() -> None:
+    model, ids = Biases(), torch.arange(40)
+    features = KeyedJaggedTensor(
+        ["many", "single"], torch.cat([ids, 0 * ids]), lengths=torch.ones(80, dtype=torch.int64)
+    )
+    weights = {name: bag.weight.detach().clone() for name, bag in model.tables.embedding_bags.items()}
+    own = Batch(torch.zeros(40, 1), features, labels=model(None, features).detach())
+    with pytest.raises(ValueError, match=r"^compression: expected at most [\d.]+ for these tables and blocks, got 100"):
+        dnis.compress(copy.deepcopy(model), [own], loss=nn.MSELoss(), compression=100)
+    found = dnis.compress(model, [own], loss=nn.MSELoss(), compression=1.2)
+    served = {name: nearest_codes(table, weights[name]) for name, table in found.scheme.tables.items()}
+    torch.testing.assert_close(model(None, features), (served["many"] + served["single"]).squeeze(1))
+    assert bool(served["many"].any())
+
+
 def test_a_size_that_cannot_be_met_is_refused_with_the_one_that_can() -> None:
     measured = measure_(trained(), BATCHES, loss=nn.MSELoss())
     with pytest.raises(
@@ -227,10 +261,14 @@ def with_nan(model: Model) -> None:
     model.pairs.embedding_bags["genre"].weight.data[7, 2] = float("nan")
 
 
-def unlabelled() -> list[Batch]:
-    own = copy.copy(BATCHES[0])
-    own.labels = torch.zeros(0)
-    return [own]
+def unlabelled(labels: Tensor | None, place: int = 0) -> list[Batch]:
+    own = [copy.copy(each) for each in BATCHES]
+    own[place].labels = labels
+    return own
+
+
+def compressed_before(model: Model) -> None:
+    dnis.compress(model, BATCHES, loss=nn.MSELoss(), compression=4)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +281,12 @@ def unlabelled() -> list[Batch]:
             "^table 'genre': expected finite values, got nan in row 7; take weights",
         ),
         (None, lambda: iter(BATCHES), ValueError, "^batches: expected batches that can be iterated again and again"),
-        (None, unlabelled, ValueError, "^batch 0, labels: expected those of 64 samples, for the loss, got none"),
+        *(
+            (None, partial(unlabelled, labels, place), ValueError, f"^batch {place}, labels: {NO_LABELS}")
+            for labels, place in ((torch.zeros(0), 0), (None, 0), (torch.tensor(1.0), 2))
+        ),
+        (None, list, ValueError, "^training stream: expected at least one sample, got none"),
+        (compressed_before, lambda: BATCHES, ValueError, "^model: expected an EmbeddingBagCollection in it, got none"),
     ],
 )
 def test_bad_input_is_refused_by_name(
@@ -255,9 +298,10 @@ def test_bad_input_is_refused_by_name(
     model = trained()
     if change is not None:
         change(model)
+    kind = type(model.pairs)
     with pytest.raises(error, match=message):
         dnis.compress(model, batches(), loss=nn.MSELoss())
-    assert isinstance(model.pairs, EmbeddingBagCollection)
+    assert type(model.pairs) is kind
 
 
 def test_axes_that_change_predictions_are_refused() -> None:

@@ -16,7 +16,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.axes import LinearReader, RotationGroup, WeightedProduct
-from dnis_torchrec.allocation.rotation import column_scales, rotate_, rotation_groups
+from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
@@ -33,7 +33,7 @@ from examples.models import (
     build_tables,
 )
 from tests import small_models
-from tests.reference import column_scales_reference, second_moment_reference
+from tests.reference import second_moment_reference
 from tests.small_models import shard_as
 
 CPU = torch.device("cpu")
@@ -264,21 +264,6 @@ def test_a_prepared_model_is_turned_like_a_plain_one() -> None:
     predicted = sharded(torch.zeros(BATCH_SIZE, 0), kjt).detach()
     assert len(rotate_(sharded, counts, optimizer_of(sharded, sgd))) == 2
     torch.testing.assert_close(sharded(torch.zeros(BATCH_SIZE, 0), kjt), predicted, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("scope", ["global", "table"])
-@pytest.mark.parametrize("sharding_type", ["table_wise", "data_parallel", "column_wise"])
-def test_column_scales_are_root_mean_squares_over_look_ups(scope: str, sharding_type: str) -> None:
-    model = build("wide_deep")
-    configs, counts = model.embedding_bag_collection.embedding_bag_configs(), counts_of(model)
-    tables = tables_of(model)
-    blocks = blocks_from_counts(counts, configs, num_blocks=3, scope=scope)
-    sharded = shard_as(prepare_(model, blocks), sharding_type)
-    (scales,) = column_scales(sharded, blocks, counts).values()
-    of_rows = [counts.counts[table] for table in tables]
-    of_blocks = [(blocks.first_alpha_row(table) + blocks.routings[table].all_blocks()).tolist() for table in tables]
-    wanted = column_scales_reference(list(tables.values()), of_rows, of_blocks, len(scales))
-    torch.testing.assert_close(scales, wanted.float())
 
 
 def test_neumf_may_turn_its_mlp_alone() -> None:

@@ -35,7 +35,7 @@ def test_weights_add_up_to_the_look_ups_of_each_block(rows_per_block: int) -> No
     for block in range(3):
         all_weights = counts[routing.all_blocks() == block].double().clamp(min=UNSEEN_WEIGHT)
         own = sample.weights[sample.blocks == block]
-        assert 0 < len(own) <= rows_per_block
+        assert max(1, min(rows_per_block, len(all_weights)) - 2) <= len(own) <= rows_per_block
         lightest = float(own.min())
         assert float(own.sum()) == pytest.approx(float(all_weights.sum()), abs=2 * lightest)
 

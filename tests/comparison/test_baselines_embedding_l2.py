@@ -22,7 +22,7 @@ def build(embedding_dim: int | None) -> Recipe:
     """A short search of a model that may be rotated."""
     torch.manual_seed(0)
     model = FactorizationMachine(make_collection(embedding_dim or 16))
-    return replace(make_recipe(), model=model, warm_up_epochs=1, ramp_epochs=1, release_epochs=1, embedding_l2=L2)
+    return replace(make_recipe(), model=model, embedding_l2=L2)
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"no-embeddings"}))
@@ -38,5 +38,5 @@ def test_every_method_trains_with_the_penalty_of_its_recipe(
         return forward(task, batch)
 
     monkeypatch.setattr(TrainTask, "forward", watched)
-    METHODS[name](make_task(tmp_path, 3, make=build, trials=1, max_epochs=3))
+    METHODS[name](make_task(tmp_path, 2.5, make=build, trials=1, max_epochs=3))
     assert used == {L2}

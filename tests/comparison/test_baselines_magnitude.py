@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dnis_torchrec import TrainTask
-from dnis_torchrec.comparison.methods import METHODS, SizeNotMetError, magnitude
+from dnis_torchrec.comparison.methods import METHODS, SizeNotMetError, magnitude, trained_scheme
 from dnis_torchrec.comparison.methods.magnitude import NUM_STAGES, stage_sizes
 from dnis_torchrec.comparison.methods.trained_scheme import row_blocks
 from dnis_torchrec.comparison.streams import train_on_validation
@@ -60,12 +60,13 @@ def test_stages_train_from_the_pruned_weights_with_the_early_stopping_of_a_whole
 
     def watched(*arguments, **options):
         rules.append(
-            (options["patience"], options["max_epochs"], options["held"] is not None, options["starts_trained"])
+            (options["patience"], options["max_epochs"], options["held"] is not None, "starts_trained" in options)
         )
         return train_plainly(*arguments, **options)
 
     train_plainly = magnitude.train_plainly
-    monkeypatch.setattr(magnitude, "train_plainly", watched)
+    for module in (magnitude, trained_scheme):
+        monkeypatch.setattr(module, "train_plainly", watched)
     METHODS["magnitude-iterative"](make_task(tmp_path, 4, patience=1, max_epochs=1))
     assert rules == [(1, 1, True, False)] + NUM_STAGES * [(1, 1, True, True)]
 

@@ -28,6 +28,7 @@ from dnis_torchrec.comparison.methods.mde import (
 from dnis_torchrec.comparison.methods.projected import ProjectedEmbeddingBagCollection, project_
 from dnis_torchrec.search.budget import Budget, Size
 from tests.comparison.test_baselines_methods import make_task
+from tests.tiny import make_recipe
 
 DIM = 4
 ROUND = MdeSetting(temperature=0.5, rounding="integer")
@@ -220,7 +221,8 @@ def test_sixteen_settings_and_no_more(gloo, tmp_path: Path) -> None:
 
 
 def test_settings_of_the_same_dims_are_trained_once(gloo, tmp_path: Path) -> None:
-    result = mde(make_task(tmp_path, 1, max_epochs=1, trials=8))
+    narrow = make_task(tmp_path, 1, make=lambda dim: make_recipe(embedding_dim=dim or 8), max_epochs=1, trials=8)
+    result = mde(narrow)
     assert 1 < result.trials < 8
     assert result.extra_bytes == sum(
         4 * p.numel() for name, p in result.model.named_parameters() if ".matrices." in name

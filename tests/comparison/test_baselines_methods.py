@@ -77,7 +77,7 @@ def test_a_result_is_within_its_budget_and_serves_what_was_selected(gloo, tmp_pa
         elif name == "no-embeddings":
             assert result.scheme.parameters == 0
         elif name == "uniform":
-            assert task.embedding_bytes() <= result.embedding_bytes() < task.embedding_bytes() + 4 * 52 + 200
+            assert task.embedding_bytes() - 4 * 52 < result.embedding_bytes() <= 1.02 * task.embedding_bytes()
         else:
             assert 0.6 * task.embedding_bytes() < result.embedding_bytes() <= task.embedding_bytes()
         recipe = make_recipe()
@@ -190,22 +190,21 @@ def test_a_feature_may_hold_several_ids_in_one_split_alone(gloo, tmp_path: Path,
         recipe = make_recipe(embedding_dim=dim or DIM)
         others = {"train", "validation", "selection", "test"} - {part}
         short = {own: Repeatable([with_short_bags(b) for b in getattr(recipe.data, own)]) for own in others}
-        parts = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
-        return replace(recipe, data=replace(recipe.data, **short), **parts)
+        return replace(recipe, data=replace(recipe.data, **short))
 
     result = METHODS[name](make_task(tmp_path, 2, make=one_split, trials=1, max_epochs=3))
     recipe = one_split(None)
     assert evaluate(TrainTask(result.model, recipe.loss), recipe.data.test, recipe.loss, CPU)["loss"] > 0
 
 
-@pytest.mark.parametrize("name", ["dense", "random", "mde", "magnitude", "nis-se", "dnis", "dnis-retrained"])
+@pytest.mark.parametrize("name", ["dense", "random", "mde", "magnitude", "nis-se", "dnis"])
 def test_seconds_are_those_of_training_whatever_the_data_takes_to_load(gloo, tmp_path: Path, name: str) -> None:
     loading = 100.0
     clock, loaded = time.monotonic, []
 
     def loads(dim: int | None) -> Recipe:
         loaded.append(loading)
-        return replace(make_recipe(embedding_dim=dim or DIM), warm_up_epochs=1, ramp_epochs=1, release_epochs=1)
+        return make_recipe(embedding_dim=dim or DIM)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: clock() + sum(loaded))
@@ -213,7 +212,7 @@ def test_seconds_are_those_of_training_whatever_the_data_takes_to_load(gloo, tmp
     assert 0 < result.seconds <= result.seconds_of_trials < loading
 
 
-@pytest.mark.parametrize("name", ["dnis", "dnis-retrained", "dnis-paper", "dnis-unrolled"])
+@pytest.mark.parametrize("name", ["dnis", "dnis-paper", "dnis-unrolled"])
 def test_a_search_comes_to_the_same_whatever_the_test_split_says(gloo, tmp_path: Path, name: str) -> None:
     """It reads that split to check its labels and the lengths of its bags; of other methods the split is `BagsOnly`."""
     results = []
@@ -223,8 +222,7 @@ def test_a_search_comes_to_the_same_whatever_the_test_split_says(gloo, tmp_path:
         def make(dim: int | None, says_otherwise: bool = says_otherwise) -> Recipe:
             recipe = make_recipe(embedding_dim=dim or DIM)
             test = [saying_otherwise(batch) if says_otherwise else batch for batch in recipe.data.test]
-            short = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
-            return replace(recipe, data=replace(recipe.data, test=Repeatable(test)), **short)
+            return replace(recipe, data=replace(recipe.data, test=Repeatable(test)))
 
         results.append(METHODS[name](make_task(tmp_path / part, 2, make=make, max_epochs=3)))
     first, second = results

@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec import export
+from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.comparison.methods import METHODS, Method, SizeNotMetError, train_scheme
@@ -62,7 +63,7 @@ def test_dropped_values_stay_zero_and_retained_ones_learn(
 
     task = make_task(tmp_path, 1, make=fresh)
     counts, blocks = row_blocks(task)
-    dims = {table: torch.tensor([DIM, 5, 0]) for table in blocks.routings}
+    dims = {table: torch.tensor([DIM, DIM, DIM, 5, 5, 5, 0, 0]) for table in blocks.routings}
     recipe = task.build(None)
     before = {name: weight.clone() for name, weight in tables_of(recipe.model).items()}
     scheme = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, dims))
@@ -80,7 +81,7 @@ def test_a_trained_scheme_never_stores_rows_without_training_samples(gloo, tmp_p
     task = make_task(tmp_path, 1)
     counts, blocks = row_blocks(task)
     assert int(counts.never_seen("user").sum()) > 0
-    kept = columns_of_dims(blocks, {table: torch.tensor([3, 3, 3]) for table in blocks.routings})
+    kept = columns_of_dims(blocks, {table: torch.full((NUM_BLOCKS,), 3) for table in blocks.routings})
     scheme = prune_to_columns_(task.build(None).model, blocks, counts, kept)
     assert int(scheme.tables["user"].routing.row_counts().sum()) == int((~counts.never_seen("user")).sum())
 
@@ -136,11 +137,11 @@ def test_the_smallest_dim_has_at_least_the_bytes_and_one_less_has_not(tmp_path: 
     assert dim == 6
 
 
-@pytest.mark.parametrize(("ratio", "dim"), [(2, 8), (3, 6), (16, 1)])
-def test_uniform_tables_are_rounded_up(gloo, tmp_path: Path, ratio: float, dim: int) -> None:
+@pytest.mark.parametrize(("ratio", "dim"), [(2, 8), (3, 5), (13, 1)])
+def test_uniform_tables_are_as_wide_as_the_bytes_allow(gloo, tmp_path: Path, ratio: float, dim: int) -> None:
     task = make_task(tmp_path, ratio, max_epochs=1)
     result = uniform(task)
-    assert result.embedding_bytes() >= task.embedding_bytes()
+    assert result.embedding_bytes() <= 1.02 * task.embedding_bytes() < result.embedding_bytes() + 4 * NUM_ROWS + 36
     assert [table.dims.tolist() for table in result.scheme.tables.values()] == [[dim], [dim]]
     assert result.scheme.parameters == NUM_ROWS * dim  # rows never seen as well
     assert result.settings == {"embedding_dim": dim}
@@ -158,10 +159,11 @@ def test_the_narrowest_tables_are_above_a_size(tmp_path: Path, method: Method, n
         return build(dim)
 
     task = make_task(tmp_path, DIM / narrowest + 1, make=recording)
-    told = rf"expected at least {4 * NUM_ROWS * narrowest}, .* embedding_dim {narrowest}, got {task.embedding_bytes()}"
+    smallest = 4 * NUM_ROWS * narrowest + (2 * (16 + 2) if narrowest == 1 else 0)  # cut out of wider ones: an index
+    told = rf"expected at least {smallest}, .* embedding_dim {narrowest}, got {task.embedding_bytes()}"
     with pytest.raises(SizeNotMetError, match=told):
         method(task)
-    assert set(made) <= {None, narrowest}  # nothing is trained
+    assert set(made) <= {None, narrowest, 4}  # nothing is trained
 
 
 def test_the_grid_trains_every_dim_and_takes_one_within_the_budget(gloo, tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_the_grid_trains_every_dim_and_takes_one_within_the_budget(gloo, tmp_pat
     task = make_task(tmp_path, 2, make=recording, max_epochs=1)
     grid = uniform_grid(task)
     assert grid.trials == 4
-    assert made[-5:-1] == [4, 8, 12, 16]  # and the best one anew, to hold what its training left
+    assert {4, 8, 12, 16} <= set(made)
     assert made[-1] == grid.embedding_dim
     assert grid.settings["embedding_dim"] in (4, 8)
     alone = {dim: uniform(make_task(tmp_path, DIM / dim, max_epochs=1)).selection_loss for dim in (4, 8)}
@@ -215,7 +217,7 @@ def test_random_sequences_fall_and_use_the_budget_up(
     total = sum(float(costs[c.name].sum()) * c.embedding_dim for c in configs)
     budget = Budget(share * total, costs)
     generator = torch.Generator().manual_seed(seed)
-    dearest = max(float(cost.max()) for cost in budget.cost_per_alpha_row(blocks).values())
+    dearest = max(float(blocks.per_alpha_row(dim, costs).max()) for dim in blocks.alpha_shapes)
     try:
         dims = random_dims(blocks, budget, generator)
     except SizeNotMetError:
@@ -245,7 +247,7 @@ def test_random_dims_are_random_heights_times_the_largest_factor(seed: int, shar
     costs = Budget.of(Size(embedding_bytes=10**6), blocks).column_costs
     budget = Budget(share * sum(float(costs[name].sum()) * dim for name, dim in widths.items()), costs)
     generator, heights = torch.Generator().manual_seed(seed), {}
-    for dim in budget.cost_per_alpha_row(blocks):
+    for dim in blocks.alpha_shapes:
         (name,) = (own for own, width in widths.items() if width == dim)
         heights[name] = sorted((1 - torch.rand(3, generator=generator, dtype=torch.float64)).tolist(), reverse=True)
 

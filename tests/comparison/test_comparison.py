@@ -31,6 +31,7 @@ from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.comparison.worker import run_cell
 from dnis_torchrec.data.over_ranks import NotedBatches
 from dnis_torchrec.data.recipe import load_recipe
+from dnis_torchrec.forms import form_named
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
@@ -122,6 +123,9 @@ def test_plan_has_each_method_at_each_size_and_a_second_row_for_those_that_need_
         ({"sizes": (2.0, 2)}, "sizes: expected each once"),
         ({"seeds": ()}, "seeds: expected at least one"),
         ({"seeds": (-1,)}, "seeds: expected integers >= 0, got -1"),
+        ({"precisions": ("int3",)}, "precision 'int3': expected a known precision, got 'int3'; did you mean 'int8'"),
+        ({"precisions": ()}, "precisions: expected at least one"),
+        ({"precisions": ("int8", "int8")}, "precisions: expected each once"),
         ({"patience": 0}, "patience: expected at least 1, got 0"),
         ({"max_epochs": 0}, "max_epochs: expected at least 1, got 0"),
         ({"trials": 0}, "trials: expected at least 1, got 0"),
@@ -355,6 +359,17 @@ def test_a_registry_that_is_none_is_refused_by_name(tmp_path: Path, spec: str, t
         make_comparison(tmp_path / "out", registry=spec)
 
 
+def test_cells_of_a_version_without_precisions_are_of_float32(tmp_path: Path) -> None:
+    comparison = make_comparison(tmp_path / "out", precisions=("fp32",))
+    cell = comparison.cells()[0]
+    comparison.folder(cell).mkdir(parents=True)
+    older = {name: value for name, value in comparison.rules().items() if name != "precisions"}
+    replace(make_result(cell, 0.5, 100), rules=older).write(comparison.folder(cell))
+    assert list(make_comparison(tmp_path / "out", precisions=("fp32",)).finished()) == [cell]
+    with pytest.raises(ValueError, match=r"precisions: expected \['fp32'\] as when it was run, got \['fp32', 'int8'"):
+        make_comparison(tmp_path / "out")
+
+
 def test_data_of_an_address_are_the_same_wherever_their_copy_lies(tmp_path: Path) -> None:
     (here, there), address = (tmp_path / "here", tmp_path / "there"), "s3://bucket/data"
     comparison = make_comparison(tmp_path / "out", data=here, data_address=address)
@@ -437,26 +452,38 @@ def test_versions_of_all_cells() -> None:
     assert joined_versions([result, other, result]) == {"torch": "2, 3", "python": "3.12"}
 
 
+OF_FLOATS = (
+    *("uniform", "mde", "random", "magnitude", "nis-me", "qr", "hash", "pep"),
+    *("dnis-paper", "dnis-unrolled"),
+)
+
+
 @pytest.mark.parametrize(
-    "method",
+    ("method", "precision"),
     [
-        *("uniform", "mde", "random", "magnitude", "nis-me"),
-        *("dnis-paper", "dnis-unrolled", "dnis", "dnis-tuned", "dnis-retrained"),
+        *((method, "fp32") for method in OF_FLOATS),
+        *((method, "int8") for method in ("uniform", "mde", "magnitude", "qr")),
+        *(("int4-qat", "int4"), ("compress", "codes"), ("dnis", "codes")),
     ],
 )
-def test_the_artifact_of_a_cell_is_evaluated_as_any_other_and_says_the_same(gloo, tmp_path: Path, method: str) -> None:
+def test_the_artifact_of_a_cell_is_evaluated_as_any_other_and_says_the_same(
+    gloo, tmp_path: Path, method: str, precision: str
+) -> None:
     """Of each way in which methods make a model: another D, projections, whole columns, single values, a search."""
-    cell = Cell(method=method, size=2.5, seed=0)
+    size = 2.0 if method == "mde" else 2.5  # MDE keeps a dimension of every block, and the tables here are tiny
+    cell = Cell(method=method, size=size, seed=0)
     rules = {"recipe": "tests.tiny:demo", "data": None, "patience": 1, "max_epochs": 1, "trials": 1}
+    rules |= {"precisions": [precision]}
     folder = tmp_path / "cells" / cell.name
     CellTask(cell=cell, rules=rules, registry=registry.REGISTRY, cells_at_once=1, artifact=True).write(folder)
     trained = run_cell(folder).trained
     assert trained is not None
+    assert form_named(trained.form).precision.name == precision
     evaluated = run_evaluate(folder / "artifact", None)
     assert evaluated["metrics"] == pytest.approx(trained.row.metrics, abs=1e-6)
     assert evaluated["parameters"] == trained.row.parameters
     described = read_manifest(folder / "artifact")["run"]
-    assert described["configuration"] == {"method": method, "size": 2.5, **trained.settings}
+    assert described["configuration"] == {"method": method, "size": size, **trained.settings}
 
 
 def test_commands_in_the_documentation_name_methods_and_recipes_that_exist() -> None:

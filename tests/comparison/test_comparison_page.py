@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -55,8 +56,8 @@ def test_a_narrow_table_shows_the_metrics_asked_for() -> None:
     out = io.StringIO()
     Console(file=out, width=150).print(comparison_table(make_content(rows), ["mse", "ne"]))
     header, line = out.getvalue().splitlines()
-    assert header.split()[5:7] == ["mse", "ne"]
-    assert line.split()[6:8] == ["0.7000", "0.5200"]
+    assert header.split()[6:8] == ["mse", "ne"]
+    assert line.split()[7:9] == ["0.7000", "0.5200"]
 
 
 def test_a_size_is_told_best_first_and_its_best_heads_the_page() -> None:
@@ -76,6 +77,45 @@ def test_a_size_is_told_best_first_and_its_best_heads_the_page() -> None:
     assert "+0.0200 ± 0.0100 against dense; next: uniform, 0.8200" in page
     costs = {line.method: line.cells for line in cost_lines(content)}
     assert costs["uniform"] == (("", ""), *[("40.0 s", f"4 runs, the one taken 11.0 s, 3.6{TIMES} dense")] * 2)
+
+
+def result_rows(results: dict[tuple[str, float | None], dict[int, float]], forms: dict[str, str]) -> tuple:
+    """Rows of methods with a loss for each seed, in some form."""
+    finished = {}
+    for (method, size), losses in results.items():
+        for seed, loss in losses.items():
+            cell = Cell(method=method, size=size, seed=seed)
+            finished[cell] = make_result(cell, loss, int(4096 / (size or 1)), form=forms.get(method, "dense_fp32"))
+    return comparison_rows(list(finished), finished, {}, primary_metric="mse", higher_is_better=False)
+
+
+def test_the_page_leads_with_the_chart_and_marks_precisions() -> None:
+    losses = {("dense", None): 0.70, ("uniform", 4): 0.72, ("compress", 4): 0.71}
+    forms = {"uniform": "mixed_dimension_int4", "compress": "packed"}
+    rows = result_rows({key: {0: loss} for key, loss in losses.items()}, forms)
+    assert [row.to_json()["precision"] for row in rows] == ["fp32", "int4", "codes"]
+    page = render_comparison(make_content(rows))
+    assert page.index("Best test mse") < page.index('id="figure-pareto"') < page.index("Best at compression 4")
+    chart = page.split('<div class="pareto">')[1].split("</figure>")[0]
+    marks = re.findall(r'<text class="precision"[^>]*>([^<]+)<', chart)
+    assert sorted(marks) == ["codes", "fp32", "int4"]
+    assert "<td>int4</td>" in page
+    out = io.StringIO()
+    Console(file=out, width=160).print(comparison_table(make_content(rows)))
+    assert [line.split()[5] for line in out.getvalue().splitlines() if "compress " in line] == ["codes"]
+
+
+def test_one_seed_and_a_lead_below_its_spread_are_said_in_words() -> None:
+    alone = render_comparison(make_content(result_rows({("uniform", 4): {0: 0.72}, ("qr", 4): {0: 0.71}}, {})))
+    assert "One seed alone: another one may say otherwise." in alone
+    assert "next: uniform, 0.7200, of one seed alone" in alone
+    unclear = {("uniform", 4): {0: 0.72, 1: 0.74, 2: 0.70}, ("qr", 4): {0: 0.71, 1: 0.70, 2: 0.74}}
+    page = render_comparison(make_content(result_rows(unclear, {})))
+    assert "next: uniform, 0.7200, a lead below its spread over seeds" in page
+    assert "One seed" not in page
+    clear = {("uniform", 4): {0: 0.72, 1: 0.75, 2: 0.78}, ("qr", 4): {0: 0.71, 1: 0.74, 2: 0.77}}
+    page = render_comparison(make_content(result_rows(clear, {})))
+    assert "next: uniform, 0.7500<" in page
 
 
 def test_no_embeddings_is_a_level_not_a_point() -> None:

@@ -265,6 +265,11 @@ def test_the_command_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"comparison: {out / 'comparison.html'}" in done.stdout
     assert "[3/3] " in done.stderr
     assert (out / "cells" / "dnis-size4-seed0" / "artifact" / "manifest.json").is_file()
+    assert described["rules"]["precisions"] == ["fp32", "int8", "int4"]
+    assert [row["precision"] for row in rows] == ["fp32"] * 3
+    task = json.loads((out / "cells" / "dense+validation-seed0" / "task.json").read_text())
+    assert task["trained"] == str(out / "trained" / "seed0+validation")
+    assert not (out / "trained").exists()
     number_of_calls = len((out / "calls").read_text().splitlines())
     again = compare(monkeypatch, *arguments)
     assert (again.returncode, again.stdout) == (0, done.stdout)
@@ -313,6 +318,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
     [
         (["--methods", "unifrom"], "did you mean 'uniform'?"),
         (["--methods", "uniform,"], "--methods: expected names with commas between them, got 'uniform,'"),
+        (["--methods", "uniform", "--precisions", "int3"], "precision 'int3': expected a known precision, got 'int3'"),
         (["--methods", "uniform", "--sizes", "two"], "--sizes: expected numbers with commas between them, got 'two'"),
         (["--methods", "uniform", "--sizes", "1"], "sizes: expected compressions above 1, got 1.0"),
         (["--methods", "uniform", "--seeds", "0"], "--seeds: expected at least one seed, got 0"),

@@ -16,14 +16,11 @@ import torch
 
 from dnis_torchrec.comparison.methods import METHODS, MethodTask
 from dnis_torchrec.comparison.methods.best_trial import best_of
-from dnis_torchrec.comparison.methods.dnis import RATE_FACTORS, TunedSearch
 from dnis_torchrec.comparison.methods.method import HelpIsOverError, MethodResult, SizeNotMetError
 from dnis_torchrec.comparison.methods.shared_trials import FinishedTrial, SharedTrials, unclaimed_trials
 from dnis_torchrec.comparison.methods.trained_scheme import Candidate
 from dnis_torchrec.comparison.methods.uniform import uniform_candidate
-from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.training.evaluation import evaluate
-from tests import tiny
+from dnis_torchrec.scheme import MixedDimensionScheme
 from tests.cli.test_cli import ROOT, environment
 from tests.comparison.test_baselines_methods import make_task
 from tests.comparison.test_baselines_trained_scheme import tables_of
@@ -143,46 +140,23 @@ def test_with_help_comes_out_what_comes_out_alone(gloo, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*trials-*"))
 
 
-def test_searches_are_shared_as_trainings_are(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def demo(embedding_dim: int | None) -> Recipe:
-        return tiny.demo(None, embedding_dim=embedding_dim)
+class OutOfReach(Candidate):
+    """A trial whose size cannot be met, which shows once it begins."""
 
-    task, train, trained_by_helper = make_task(tmp_path, 3, make=demo, trials=3), TunedSearch.train, []
-    alone = METHODS["dnis-tuned"](task)
-
-    def helped(search: TunedSearch, own: MethodTask) -> MethodResult:
-        """As the first search begins a helper comes, and trains all others."""
-        if own.helps:
-            trained_by_helper.append(search.number)
-        elif not trained_by_helper:
-            with pytest.raises(HelpIsOverError):
-                METHODS["dnis-tuned"](replace(task, helps=True))
-        return train(search, own)
-
-    monkeypatch.setattr(TunedSearch, "train", helped)
-    result = METHODS["dnis-tuned"](task)
-    assert trained_by_helper == [1, 2]
-    assert result.settings["table_rate_factor"] in RATE_FACTORS[1:3]  # so what the helper left is read
-    assert (result.selection_loss, result.settings, result.trials) == (alone.selection_loss, alone.settings, 3)
-    assert result.scheme.to_json() == alone.scheme.to_json()
-    expected = alone.model.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in result.model.state_dict().items())
-    evaluated = evaluate(
-        TrainTask(result.model, demo(None).loss), demo(None).data.selection, demo(None).loss, task.device
-    )
-    assert evaluated["loss"] == pytest.approx(result.selection_loss)
-
-
-def test_help_with_a_size_out_of_reach_is_over(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_reach(search: TunedSearch, own: MethodTask) -> MethodResult:
+    def train(self, task: MethodTask) -> MethodResult:
         raise SizeNotMetError("too small")
 
-    monkeypatch.setattr(TunedSearch, "train", out_of_reach)
+
+def test_help_with_a_size_out_of_reach_is_over(gloo, tmp_path: Path) -> None:
     task = make_task(tmp_path, 3)
-    with SharedTrials(tmp_path, ["search 0", "search 1"]).leading(threads=1), pytest.raises(HelpIsOverError):
-        METHODS["dnis-tuned"](replace(task, helps=True))
+    trials = {name: lambda: OutOfReach(recipe=task.build(None), scheme=MixedDimensionScheme({})) for name in "ab"}
+    with (
+        SharedTrials(tmp_path, [f"{task.precision}: {name}" for name in trials]).leading(threads=1),
+        pytest.raises(HelpIsOverError),
+    ):
+        best_of(replace(task, helps=True), trials)
     with pytest.raises(SizeNotMetError, match="too small"):
-        METHODS["dnis-tuned"](task)
+        best_of(task, trials)
     assert not list(tmp_path.iterdir())
 
 
@@ -220,7 +194,7 @@ def test_help_is_over_when_the_last_trial_ends_and_the_folder_goes_away(
     trials, seen = {"4": partial(uniform_candidate, task, 4)}, []
     with (
         suppress(FileNotFoundError),
-        SharedTrials(tmp_path, list(trials)).leading(threads=1),
+        SharedTrials(tmp_path, [f"{task.precision}: {name}" for name in trials]).leading(threads=1),
     ):  # whose end misses it, too
         with pytest.raises(HelpIsOverError):
             best_of(task, trials)

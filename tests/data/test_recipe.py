@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import sys
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.blocks.settings import SCOPES
 from dnis_torchrec.data.labels import check_labels
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask, load_recipe
+from dnis_torchrec.search.settings import SearchSettings
 from tests import tiny
 from tests.small_models import BATCH_SIZE, NUM_DENSE, dlrm, features
 
@@ -25,7 +26,25 @@ NO_DATA = DataSplits(train=[], validation=[], selection=[], test=[])
 
 def test_defaults() -> None:
     recipe = Recipe(model=nn.Identity(), data=NO_DATA, loss=nn.MSELoss())
-    assert (recipe.num_blocks, recipe.table_optimizer, recipe.notes) == (10, "adam", ())
+    assert (recipe.table_optimizer, recipe.embedding_l2, recipe.notes) == ("adam", 0.0, ())
+
+
+def test_a_recipe_has_no_settings_of_a_search_and_no_example_gives_any() -> None:
+    of_recipe = {part.name for part in dataclasses.fields(Recipe)}
+    assert of_recipe == {
+        *("model", "data", "loss", "table_optimizer", "table_learning_rate", "dense_learning_rate", "embedding_l2"),
+        *("row_weights", "redraw", "notes"),
+    }
+    assert not of_recipe & {part.name for part in dataclasses.fields(SearchSettings)}
+    num_recipes = 0
+    for path in (Path(__file__).parents[2] / "examples").rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        assert "SearchSettings" not in source, path
+        for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+            if getattr(call.func, "id", "") == "Recipe":
+                num_recipes += 1
+                assert {keyword.arg for keyword in call.keywords} <= {*of_recipe, None}, path
+    assert num_recipes > 5
 
 
 @pytest.mark.parametrize(
@@ -33,8 +52,6 @@ def test_defaults() -> None:
     [
         ({"loss": nn.L1Loss()}, r"Recipe\.loss: expected nn\.MSELoss or nn\.BCEWithLogitsLoss, got L1Loss"),
         ({"table_optimizer": "sgd"}, r"Recipe\.table_optimizer: expected 'adam' or 'rowwise_adagrad', got 'sgd'"),
-        ({"least_compression": 0.5}, r"Recipe\.least_compression: expected a number >= 1, got 0\.5"),
-        ({"scope": "row"}, re.escape(f"Recipe.scope: expected one of {SCOPES}, got 'row'")),
     ],
 )
 def test_unfit_fields_are_refused(fields: dict, message: str) -> None:
@@ -43,19 +60,7 @@ def test_unfit_fields_are_refused(fields: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, -1e-3, float("inf"), float("nan")])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "table_learning_rate",
-        "dense_learning_rate",
-        "search_table_learning_rate",
-        "search_dense_learning_rate",
-        "release_table_learning_rate",
-        "release_dense_learning_rate",
-        "search_row_learning_rate",
-        "alpha_learning_rate",
-    ],
-)
+@pytest.mark.parametrize("name", ["table_learning_rate", "dense_learning_rate"])
 def test_a_learning_rate_that_teaches_nothing_is_refused(name: str, rate: float) -> None:
     with pytest.raises(ValueError, match=rf"^Recipe\.{name}: expected a finite number above 0, got {rate}$"):
         Recipe(**{"model": nn.Identity(), "data": NO_DATA, "loss": nn.MSELoss(), name: rate})

@@ -18,8 +18,6 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dnis_torchrec.search.alpha_optimizer import Pressure
-from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, shard_model
@@ -29,6 +27,7 @@ from tests.distributed.model import CPU, Stream, plan_as, shard_as, task
 from tests.distributed.scenarios import alpha_of, dense_of, tables_of
 
 SAVED_AT, STEPS = 9, 16
+COLUMNS_DIE_AT = 5
 SAME = ("row_wise", "mixed", "grid_shard")
 """Shardings that a run goes on with as it was."""
 FOUR = ("table_wise", "mixed", "data_parallel")
@@ -59,19 +58,26 @@ def adagrad_as(kind: str, group: dist.ProcessGroup) -> tuple[DistributedModelPar
 
 
 class Run:
-    """A search under pressure whose tables learn by SGD, or by row-wise Adagrad with Adam for the rest."""
+    """A search with dead columns whose tables learn by SGD, or by row-wise Adagrad with Adam for the rest."""
 
     def __init__(self, kind: str, group: dist.ProcessGroup, halves: tuple[int, ...], *, adagrad: bool = False) -> None:
         self.model, optimizer = adagrad_as(kind, group) if adagrad else shard_as(task(), kind, group)
         self.model.train()
-        pressure = Pressure(size=Size(compression=3), ramp_steps=5)
-        self.pipeline = BilevelTrainPipeline(self.model, optimizer, CPU, alpha_learning_rate=0.05, pressure=pressure)
+        self.pipeline = BilevelTrainPipeline(self.model, optimizer, CPU, alpha_averaging=0.9, alpha_floor=0.01)
+        self.pipeline.alpha_optimizer.learning_rate = 0.05
         schedule = LevelSchedule(warm_up_steps=2)
         self.stream = BilevelStream(Stream("train", 7, halves), Stream("validation", 3, halves), schedule)
 
     def steps(self, number: int) -> list[float]:
         """Losses of some steps."""
-        return [float(self.pipeline.progress(self.stream)[0]) for _ in range(number)]
+        return [self._step() for _ in range(number)]
+
+    def _step(self) -> float:
+        loss, pipeline = float(self.pipeline.progress(self.stream)[0]), self.pipeline
+        if pipeline.lower_steps + pipeline.upper_steps == COLUMNS_DIE_AT:
+            alphas = {dim: pipeline.alpha.of(dim) for dim in pipeline.alpha.dims}
+            pipeline.alpha_optimizer.retain_({dim: torch.arange(dim).expand_as(a) % 2 > 0 for dim, a in alphas.items()})
+        return loss
 
     def found(self) -> Results:
         """What it has come to."""

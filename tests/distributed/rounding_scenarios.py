@@ -37,7 +37,8 @@ class Run:
         counts = {name: torch.arange(rows, 0, -1) for name, rows in ROWS.items()}
         self.held.refit_(FrequencyCounts(counts, {}, 1))
         stepper = HoldingOptimizer(optimizer, self.held)
-        self.pipeline = BilevelTrainPipeline(self.model, stepper, CPU, alpha_learning_rate=0.05)
+        self.pipeline = BilevelTrainPipeline(self.model, stepper, CPU)
+        self.pipeline.alpha_optimizer.learning_rate = 0.05
         schedule = LevelSchedule(warm_up_steps=1)
         self.stream = BilevelStream(Stream("train", 5, halves), Stream("validation", 3, halves), schedule)
 

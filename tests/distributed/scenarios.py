@@ -15,10 +15,9 @@ from torch import nn
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.search.alpha_optimizer import Pressure
-from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.ramp import Ramp
 from dnis_torchrec.soft_selection.swap import fold_, merge_, prepare_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint, state_tensors
@@ -27,11 +26,11 @@ from dnis_torchrec.training.finite import NonFiniteError
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.sharded import shard
 from tests.distributed.harness import Rank, Results, Scenario
-from tests.distributed.model import CPU, KINDS, Stream, shard_as, task
+from tests.distributed.model import CPU, KINDS, Stream, blocks, shard_as, task
 from tests.tiny import make_recipe
 
 STEPS = 20
-STEPS_UNDER_PRESSURE = 40
+STEPS_WHILE_COLUMNS_DIE = 24
 STEPS_UNROLLED = 8
 UNROLLED_STEP = 1.0
 STOPS = (
@@ -49,7 +48,8 @@ def make_pipeline(
     """A pipeline in SGD, its stream, and the sharded model."""
     model, optimizer = shard_as(task(), kind, group)
     model.train()
-    pipeline = BilevelTrainPipeline(model, optimizer, CPU, alpha_learning_rate=0.05, **settings)
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU, **settings)
+    pipeline.alpha_optimizer.learning_rate = 0.05
     stream = BilevelStream(Stream("train", 7, halves), Stream("validation", 3, halves), LevelSchedule(warm_up_steps=2))
     return pipeline, stream, model
 
@@ -166,12 +166,17 @@ def round_trip(model: nn.Module, kind: str, at: Rank) -> Results:
     }
 
 
-def search_under_pressure(at: Rank) -> Results:
-    """Through the ramp and the release, where alpha's steps depend on its own past."""
-    pressure = Pressure(size=Size(compression=3), ramp_steps=8)
-    pipeline, stream, _ = make_pipeline("mixed", at.process_group, (at.rank,), pressure=pressure)
-    run_steps(pipeline, stream, STEPS_UNDER_PRESSURE)
-    return {"alpha": alpha_of(pipeline), "is_released": pipeline.alpha_optimizer.is_released}
+def search_while_columns_die(at: Rank) -> Results:
+    """Through a ramp of eight lower steps, where alpha's steps depend on its own past, and beyond its end."""
+    settings = {"alpha_averaging": 0.9, "alpha_floor": 0.01}
+    pipeline, stream, _ = make_pipeline("mixed", at.process_group, (at.rank,), **settings)
+    ramp = Ramp(pipeline, stream, blocks(), nn.BCEWithLogitsLoss(), compression=14)
+    for _ in range(STEPS_WHILE_COLUMNS_DIE):
+        before = pipeline.lower_steps
+        pipeline.progress(stream)
+        if before < pipeline.lower_steps <= 8:
+            ramp.follow(pipeline.lower_steps, 8)
+    return {"alpha": alpha_of(pipeline)}
 
 
 def run_unrolled(group: dist.ProcessGroup, halves: tuple[int, ...]) -> Results:
@@ -196,8 +201,8 @@ def upper_steps_move_alpha_alone(optimizer: str, at: Rank) -> Results:
     recipe = make_recipe(optimizer=optimizer)
     tables = table_configs(recipe.model)
     counts = count_frequencies((batch.sparse_features for batch in recipe.data.train), tables)
-    blocks = blocks_from_counts(counts, tables, num_blocks=3)
-    model, dense_optimizer = shard(TrainTask(prepare_(recipe.model, blocks), recipe.loss), recipe, CPU)
+    prepared = prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=3))
+    model, dense_optimizer = shard(TrainTask(prepared, recipe.loss), recipe, CPU)
     model.train()
     pipeline = BilevelTrainPipeline(model, dense_optimizer, CPU)
     train, validation = recipe.data.train.batches[at.rank :: 2], recipe.data.validation.batches[at.rank :]
@@ -288,7 +293,7 @@ def evaluate_halves(group: dist.ProcessGroup, halves: tuple[int, ...], loss: nn.
 def scenarios() -> dict[str, Scenario]:
     """All of them by name, in the order in which every rank runs them."""
     found: dict[str, Scenario] = {f"search {kind}": partial(search_and_fold, kind) for kind in KINDS}
-    found |= {"pressure": search_under_pressure, "unrolled": search_unrolled}
+    found |= {"ramp": search_while_columns_die, "unrolled": search_unrolled}
     for optimizer in ("adam", "rowwise_adagrad"):
         found[f"upper {optimizer}"] = partial(upper_steps_move_alpha_alone, optimizer)
     found["metrics"] = metrics

@@ -21,24 +21,29 @@ from dnis_torchrec.data.batches import slice_of
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.sample_sketch import SampleSketch
+from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.model_shards import save_shards
 from dnis_torchrec.jobs.search_job import SearchJob, run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.config import SearchConfig
-from dnis_torchrec.search.search import Saving, SearchEvents, search
+from dnis_torchrec.search.loop import SearchEvents
+from dnis_torchrec.search.paper import PaperSettings, search_as_published
+from dnis_torchrec.search.search import SearchOutcome, search
+from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.saving import Saving
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
 from tests.shared_storage import register
 from tests.tiny import Repeatable, make_batch, make_collection, make_recipe, ranked
 
-SHORT = {"warm_up_epochs": 1, "ramp_epochs": 4, "release_epochs": 2}
+SIZE = 10.0
+SHORT = SearchSettings(num_blocks=3, epochs=2, patience=2)
 CPU = torch.device("cpu")
 
 
@@ -49,9 +54,18 @@ def recipe(optimizer: str) -> Recipe:
     return replace(tiny, data=replace(tiny.data, train=odd, test=Repeatable([make_batch(63, 300), make_batch(7, 301)])))
 
 
-def config(**settings: Any) -> SearchConfig:
+def found_by(
+    recipe: Recipe,
+    folder: Path,
+    events: SearchEvents | None = None,
+    saving: Saving | None = None,
+    *,
+    compression: float = SIZE,
+    **settings: Any,
+) -> SearchOutcome:
     """A search of a second."""
-    return SearchConfig(size=Size(compression=4), **SHORT, **settings)
+    own = replace(SHORT, **settings)
+    return search(recipe, compression, folder, CPU, settings=own, events=events, saving=saving)
 
 
 def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
@@ -61,13 +75,13 @@ def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     started: list[int] = []
     events = SearchEvents(on_start=lambda steps, counts, blocks: started.append(steps))
-    outcome = search(own, config(num_blocks=3), folder, CPU, events)
+    outcome = found_by(own, folder, events)
     test = split_over_ranks(own.data, ranks).test
     metrics = evaluate(TrainTask(outcome.model, own.loss), test, own.loss, CPU)
     target = rank.folder / f"model_{optimizer}"
     target.mkdir(exist_ok=True)
     save_shards(target, outcome.model, ranks)
-    export(outcome.model, outcome.scheme, rank.folder / f"artifact_{optimizer}")
+    export(outcome.model, outcome.scheme, rank.folder / f"artifact_{optimizer}", forms=(PACKED.name,))
     return {
         "steps_per_epoch": started,
         "counts": {name: value.clone() for name, value in outcome.counts.counts.items()},
@@ -75,7 +89,9 @@ def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
         "history": [asdict(record) for record in outcome.history],
         "alpha": {str(dim): value for dim, value in outcome.alpha.items()},
         "scheme": described(outcome.scheme),
-        "compression": outcome.scheme.compression(),
+        "compression": outcome.scheme.compression(PACKED.name),
+        "origin": outcome.origin,
+        "selection_losses": outcome.selection_losses,
         "metrics": metrics,
         "held": held_by(outcome.model),
     }
@@ -89,38 +105,40 @@ def held_by(model: nn.Module) -> list[list[Any]]:
 
 
 def rotatable() -> Recipe:
-    """A model whose tables are turned after the warm-up, with what Adam knows of them."""
+    """A model whose tables are turned behind plain training, with what Adam knows of them."""
     torch.manual_seed(0)
     return replace(make_recipe(optimizer="adam"), model=FactorizationMachine(make_collection()))
 
 
-def rotated(column_order: str, rank: Rank) -> dict[str, Any]:
-    """A search that turns its tables, and whose columns die in either order."""
-    folder = rank.folder / f"rotated_{column_order}"
+def rotated(rank: Rank) -> dict[str, Any]:
+    """A search that turns its tables."""
+    folder = rank.folder / "rotated"
     folder.mkdir(exist_ok=True)
-    outcome = search(rotatable(), config(num_blocks=3, column_order=column_order), folder, CPU)
+    outcome = found_by(rotatable(), folder)
     return {"history": [asdict(record) for record in outcome.history], "held": held_by(outcome.model)}
 
 
 def stopped(rank: Rank) -> dict[str, Any]:
-    """The same search, stopped in the midst of its third epoch, and what is told that wants to go on otherwise."""
+    """The same search, stopped in the midst of its ramp, and what is told that wants to go on otherwise."""
     folder, steps = rank.folder / "stopped", itertools.count()
     folder.mkdir(exist_ok=True)
     events = SearchEvents(should_stop=lambda: next(steps) > 34)
-    outcome = outcome_of(lambda: search(rotatable(), config(num_blocks=3), folder, CPU, events))
+    outcome = outcome_of(lambda: found_by(rotatable(), folder, events))
     other, resumed = rotatable(), Saving(resume=True)
     other.data.selection.batches[0].sparse_features.values()[0] += 1  # a sample of rank 0
-    refusal = outcome_of(lambda: search(other, config(num_blocks=3), folder, CPU, saving=resumed))
-    longer = outcome_of(lambda: search(rotatable(), config(num_blocks=3, patience=9), folder, CPU, saving=resumed))
+    refusal = outcome_of(lambda: found_by(other, folder, saving=resumed))
+    longer = outcome_of(lambda: found_by(rotatable(), folder, saving=resumed, patience=9))
     return {"outcome": outcome, "refusal": refusal, "refusal of a configuration": longer}
 
 
 def unrolled(rank: Rank) -> dict[str, Any]:
-    """A search with one-step unrolled gradients."""
+    """The paper's search with one-step unrolled gradients."""
     folder = rank.folder / "unrolled"
     folder.mkdir(exist_ok=True)
-    short = replace(config(num_blocks=3, unrolled=True), ramp_epochs=1, release_epochs=1)
-    return {"held": held_by(search(make_recipe(), short, folder, CPU).model)}
+    size = Size(compression=4, form="csr_fp32")
+    short = PaperSettings(size=size, epochs=2, num_blocks=3, is_unrolled=True)
+    outcome = search_as_published(make_recipe(), short, folder, CPU)
+    return {"held": held_by(outcome.model), "parameters": outcome.scheme.parameters}
 
 
 def sketches(rank: Rank) -> dict[str, Any]:
@@ -167,7 +185,7 @@ def uneven(rank: Rank) -> dict[str, Any]:
             whole = [make_batch(max(size, 1), 10 * rank.rank + at) for at, size in enumerate(sizes[rank.rank])]
             parts[name] = OwnBatches([slice_of(b, 0, n) for b, n in zip(whole, sizes[rank.rank], strict=True)])
         recipe = replace(recipe, data=replace(recipe.data, **parts))
-        outcomes[what] = outcome_of(lambda r=recipe, f=folder: search(r, config(num_blocks=3), f, CPU))
+        outcomes[what] = outcome_of(lambda r=recipe, f=folder: found_by(r, f))
     return outcomes
 
 
@@ -175,8 +193,8 @@ def jobs(rank: Rank) -> dict[str, Any]:
     """`dnis search` as the launcher runs it on every rank; again over its own run, and with a baseline."""
 
     def job(name: str, **options: Any) -> list[ReportRow]:
-        size, run = Size(compression=4), rank.folder / name
-        return run_search(SearchJob(recipe="tests.tiny:demo", data=None, out=run, size=size, settings=SHORT, **options))
+        given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
+        return run_search(SearchJob(**given, out=rank.folder / name, **options))
 
     [row] = job("run")
     return {
@@ -210,12 +228,8 @@ def hosts(rank: Rank) -> dict[str, Any]:
     register()
 
     def job(**options: Any) -> list[ReportRow]:
-        size = Size(compression=4)
-        return run_search(
-            SearchJob(
-                recipe="tests.tiny:demo", data=None, out=own / "run", url=url, size=size, settings=SHORT, **options
-            )
-        )
+        given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
+        return run_search(SearchJob(**given, out=own / "run", url=url, **options))
 
     with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}):
         with patch("dnis_torchrec.jobs.progress._StopRequest.is_requested", lambda _: next(steps) > 34):
@@ -238,15 +252,15 @@ def estimated(rank: Rank) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append((counts, blocks)))
     rough = partial(CountLimits, exact_ids=8, epsilon=0.05, delta=0.1)
-    with patch("dnis_torchrec.search.search.CountLimits", rough):
-        outcome = search(recipe("adam"), config(exact_count_rows=20), folder, CPU, events)
+    with patch("dnis_torchrec.search.started.CountLimits", rough):
+        outcome = found_by(recipe("adam"), folder, events, exact_count_rows=20)
     ((counts, blocks),) = seen
     return {
         "counts": {name: rows[:] for name, rows in counts.counts.items()},
         "error_bounds": counts.error_bounds(),
         "num_samples": counts.num_samples,
         "blocks": {name: routing.all_blocks() for name, routing in blocks.routings.items()},
-        "compression": outcome.scheme.compression(),
+        "compression": outcome.scheme.compression(PACKED.name),
     }
 
 
@@ -268,23 +282,21 @@ def refused(rank: Rank) -> dict[str, Any]:
     bad_start = SearchEvents(on_start=lambda *_: 1 / (0 if rank.rank == 0 else 1))
     small = make_recipe()
     small.data.test.batches[0] = make_batch(1, 60)
-    too_much = replace(config(), size=Size(compression=900))
     few = make_recipe()
     few.data.test.batches[0] = ranked(make_batch(27, 60), 9)  # five of the second query on rank 0, four on rank 1
     job = SearchJob(
         recipe="tests.distributed.search_scenarios:broken",
         data=None,
         out=folder / "run",
-        size=Size(compression=4),
     )
     return {
         "recipe": outcome_of(lambda: run_search(job)),
-        "candidates": outcome_of(lambda: search(few, config(), folder, CPU)),
-        "label": outcome_of(lambda: search(bad_label, config(), folder, CPU)),
-        "order": outcome_of(lambda: search(bad_order, config(), folder, CPU)),
-        "start": outcome_of(lambda: search(make_recipe(), config(), folder, CPU, bad_start)),
-        "small": outcome_of(lambda: search(small, config(), folder, CPU)),
-        "size": outcome_of(lambda: search(make_recipe(), too_much, folder, CPU)),
+        "candidates": outcome_of(lambda: found_by(few, folder)),
+        "label": outcome_of(lambda: found_by(bad_label, folder)),
+        "order": outcome_of(lambda: found_by(bad_order, folder)),
+        "start": outcome_of(lambda: found_by(make_recipe(), folder, bad_start)),
+        "small": outcome_of(lambda: found_by(small, folder)),
+        "size": outcome_of(lambda: found_by(make_recipe(), folder, compression=900)),
     }
 
 
@@ -298,4 +310,4 @@ def diverges(rank: Rank) -> dict[str, Any]:
         if record.epoch == 1 and rank.rank == 1:
             own.data.train.batches[4].dense_features[:] = float("nan")
 
-    return {"outcome": outcome_of(lambda: search(own, config(), folder, CPU, SearchEvents(on_epoch=poison)))}
+    return {"outcome": outcome_of(lambda: found_by(own, folder, SearchEvents(on_epoch=poison), epochs=3))}

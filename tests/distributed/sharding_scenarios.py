@@ -102,7 +102,8 @@ def search_unsharded(parts: tuple[int, ...], kind: str = "") -> Results:
     first = next(iter(soft_selection_modules(model).values()))
     alpha = first.alpha
     weights = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    upper = AlphaOptimizer(alpha, first.blocks, pressure=None, learning_rate=ALPHA_LEARNING_RATE)
+    upper = AlphaOptimizer(alpha, first.blocks)
+    upper.learning_rate = ALPHA_LEARNING_RATE
     losses = []
     for _ in range(STEPS):
         batch = next(stream)
@@ -128,7 +129,8 @@ def search_sharded(kind: str, at: Rank, sharder: CpuEmbeddingBagCollectionSharde
         if is_cached and at.device.type == "cpu":
             caches_of(model)
         model.train()
-        pipeline = BilevelTrainPipeline(model, optimizer, at.device, alpha_learning_rate=ALPHA_LEARNING_RATE)
+        pipeline = BilevelTrainPipeline(model, optimizer, at.device)
+        pipeline.alpha_optimizer.learning_rate = ALPHA_LEARNING_RATE
         found = run_steps(pipeline, make_stream((at.rank,), kind), STEPS)
         if is_cached:
             pipeline.detach()

@@ -14,10 +14,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.config import SearchConfig
-from dnis_torchrec.search.search import Saving, SearchEvents, SearchInterrupted, search
+from dnis_torchrec.search.loop import SearchEvents, SearchInterrupted
+from dnis_torchrec.search.search import search
+from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.streaming import ParsedStream, StreamedBatches, count_stream, split_stream
+from dnis_torchrec.training.saving import Saving
 from tests.distributed.harness import Rank
 from tests.streaming.test_streaming_counting import ROUGH, TABLES, make_batches
 from tests.streaming_data import SCHEMA, draw, labels, write_text
@@ -58,7 +59,8 @@ def count(rank: Rank) -> dict[str, Any]:
     return found
 
 
-STREAMED = SearchConfig(size=Size(compression=1.5), num_blocks=2, warm_up_epochs=1, ramp_epochs=2, release_epochs=1)
+SIZE = 2.0
+STREAMED = SearchSettings(num_blocks=2, epochs=2, patience=1)
 """How `search_stream` searches."""
 
 
@@ -84,7 +86,7 @@ def write_clicks(path: Path) -> Path:
 
 
 def search_stream(rank: Rank) -> dict[str, Any]:
-    """A search of data that splits itself, and the same after a stop in its third epoch."""
+    """A search of data that splits itself, and the same after a stop within its ramp."""
     own = write_clicks(rank.folder / f"clicks_{rank.rank}.tsv")
     seen: list[FrequencyCounts] = []
     events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append(counts))
@@ -92,7 +94,8 @@ def search_stream(rank: Rank) -> dict[str, Any]:
     def history(name: str, events: SearchEvents, *, resume: bool = False) -> list[dict[str, Any]]:
         folder = rank.folder / name
         folder.mkdir(exist_ok=True)
-        found = search(recipe_of(own), STREAMED, folder, rank.device, events, Saving(resume=resume))
+        saving = Saving(resume=resume)
+        found = search(recipe_of(own), SIZE, folder, rank.device, settings=STREAMED, events=events, saving=saving)
         return [asdict(record) for record in found.history]
 
     whole, steps = history("whole", events), itertools.count()

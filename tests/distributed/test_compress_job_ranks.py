@@ -84,7 +84,7 @@ def assert_same_rows(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
             assert row[metrics] == pytest.approx(other[metrics], abs=1e-6)
         for name in ("method", "compression", "bytes", "seed", "name"):
             assert row[name] == other[name]
-        assert row["predicted_loss_increase"] == pytest.approx(other["predicted_loss_increase"], rel=1e-5)
+        assert row["predicted_loss_increase"] == pytest.approx(other["predicted_loss_increase"], abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

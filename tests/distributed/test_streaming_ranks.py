@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from dnis_torchrec import count_frequencies
-from dnis_torchrec.search.search import Saving, search
+from dnis_torchrec.search.search import search
+from dnis_torchrec.training.saving import Saving
 from tests.distributed.harness import RankResults, run_on_ranks
 from tests.distributed.streaming_scenarios import (
     NUM_SAMPLES,
+    SIZE,
     STREAMED,
     count,
     fail_alone,
@@ -75,7 +77,7 @@ def test_another_number_of_ranks_with_epochs_of_another_length_is_refused(gloo, 
         rf"checkpoint .*stopped/step-\d+: expected one with {2 * steps + 1} lower steps per epoch, as many as now, "
     )
     with pytest.raises(ValueError, match=message + rf"got {steps}; resume with .* splits itself over ranks on 2 of"):
-        search(recipe, STREAMED, folder, torch.device("cpu"), saving=Saving(resume=True))
+        search(recipe, SIZE, folder, torch.device("cpu"), settings=STREAMED, saving=Saving(resume=True))
 
 
 def test_a_search_of_a_stream_is_one_search_and_resumes_where_it_was(ranks: RankResults, tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_a_search_of_a_stream_is_one_search_and_resumes_where_it_was(ranks: Rank
     assert first["whole"][0]["step"] == train.num_samples // (16 * WORLD_SIZE)
     for own in (first, second):
         assert own["resumed"] == own["whole"]
-        assert own["stopped"].startswith("epoch 2, lower step")
+        assert own["stopped"].startswith("epoch 3, lower step 38")
     assert train.num_samples > WORLD_SIZE * 16 * first["whole"][0]["step"]  # an epoch leaves some out, counting none
     assert {int(rows.sum()) for name, rows in first["counts"].items() if name != "tags"} == {train.num_samples}
     assert all(rows.equal(second["counts"][name]) for name, rows in first["counts"].items())

@@ -80,11 +80,11 @@ def test_both_ranks_hold_the_same_alpha(ranks: RankResults, kind: str) -> None:
 
 
 def test_both_ranks_hold_the_same_alpha_after_a_ramp(ranks: RankResults) -> None:
-    first, second = ranks["pressure"]
-    assert first["is_released"]
-    assert second["is_released"]
+    first, second = ranks["ramp"]
     assert_same(first["alpha"], second["alpha"])
-    assert any((alpha == 0).any() for alpha in first["alpha"].values())
+    shares = [float((alpha == 0).float().mean()) for alpha in first["alpha"].values()]
+    assert max(shares) > 0.2
+    assert all(((alpha >= 0.01) | (alpha == 0)).all() and (alpha < 1).any() for alpha in first["alpha"].values())
 
 
 def test_unrolled_gradients_of_two_ranks_equal_those_of_one(ranks: RankResults, gloo: dist.ProcessGroup) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,18 @@ from torch.distributed.checkpoint import save as save_checkpoint
 
 from dnis_torchrec.allocation.torchrec_models import has_axes
 from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme
+from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.jobs import compress_job
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
-from dnis_torchrec.jobs.search_job import SearchJob, run_search
+from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.report.compression_content import CompressionContent
-from dnis_torchrec.search.budget import Size
 from tests.jobs.test_jobs_prune import files_of
-from tests.tiny import ROWS
+from tests.searched_runs import quick_job
+from tests.tiny import ROWS, demo
 
 DENSE_BYTES = 4 * 8 * sum(ROWS.values())
 SIZES = (2.0, 3.5)
@@ -69,7 +71,6 @@ def test_each_size_is_an_artifact_that_serves_what_its_row_says(
         assert row["metrics"] != row["selection"]
         assert read_manifest(path)["run"]["metrics"] == row["metrics"]
         assert has_axes(load_dense_state(path))
-    assert rows[0]["predicted_loss_increase"] < rows[1]["predicted_loss_increase"]
     assert before["predicted_loss_increase"] == 0
 
 
@@ -110,6 +111,21 @@ def test_weights_of_a_users_own_give_what_the_run_gives(
         assert (row.bytes, row.metrics) == (other.bytes, pytest.approx(other.metrics, abs=1e-6))
 
 
+def judged(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
+    """The recipe of `tests.tiny:demo`, tested on what the loss is predicted on."""
+    recipe = demo(data, seed=seed, embedding_dim=embedding_dim)
+    return replace(recipe, data=replace(recipe.data, test=recipe.data.validation))
+
+
+def test_the_predicted_loss_is_that_of_the_validation_split(run: Path, tmp_path: Path) -> None:
+    save_file(RunFolder.open(run).state(), tmp_path / "model.safetensors")
+    name = "tests.jobs.test_jobs_compress:judged"
+    content = run_compress(job(None, tmp_path / "out", recipe=name, weights=tmp_path / "model.safetensors"))
+    for row in content.compressed:
+        assert row.predicted_loss_increase == pytest.approx(content.loss_increase(row), abs=1e-6)
+    assert abs(content.compressed[1].predicted_loss_increase) > 1e-5
+
+
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("over_arch", "top"): value for name, value in state.items()}
 
@@ -143,10 +159,8 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
-def test_a_run_of_a_search_is_compressed_as_it_was_merged(gloo, tmp_path: Path) -> None:
-    settings = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
-    size = Size(compression=2)
-    run_search(SearchJob(recipe="tests.tiny:demo", data=None, out=tmp_path / "run", size=size, settings=settings))
+def test_a_run_of_a_search_is_compressed_as_it_was_merged(gloo, no_images, tmp_path: Path) -> None:
+    run_search(quick_job(tmp_path / "run", compression=2.0))
     content = run_compress(job(tmp_path / "run", tmp_path / "out", compressions=(3.0,)))
     assert content.rows[0].metrics == pytest.approx(RunFolder.open(tmp_path / "run").read_head()["metrics"], abs=1e-5)
 

@@ -18,11 +18,12 @@ from dnis_torchrec.jobs.artifact_jobs import run_export
 from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
-from dnis_torchrec.jobs.search_job import SearchJob, run_search
+from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.sharded import set_learning_rates_
 from tests.cli.test_cli import dnis
+from tests.searched_runs import quick_job
 
 SMALLER = Size(compression=5.5)
 CUT, TUNED = PruneSettings(fine_tune_epochs=0), PruneSettings(fine_tune_epochs=1)
@@ -33,10 +34,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(gloo, no_images, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("prune") / "runs" / "run"
-    settings = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
-    run_search(SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=Size(compression=4), settings=settings))
+    run_search(quick_job(out))
     return out
 
 

@@ -18,31 +18,29 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dnis_torchrec import Size
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.comparison.methods import METHODS
-from dnis_torchrec.data.recipe import Recipe, build_recipe
+from dnis_torchrec.data.recipe import build_recipe
 from dnis_torchrec.jobs import run_folder
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.progress import _StopRequest
 from dnis_torchrec.jobs.prune_job import run_prune
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import REPLACED, RunFolder, RunWriteError
-from dnis_torchrec.jobs.search_job import SearchJob, run_search
-from dnis_torchrec.search.loop import SearchLoop
-from dnis_torchrec.search.search import Saving, SearchInterrupted
+from dnis_torchrec.jobs.search_job import run_search
+from dnis_torchrec.search import started as started_search
+from dnis_torchrec.search.loop import SearchInterrupted, SearchLoop
 from dnis_torchrec.search.settings import PruneSettings
 from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
 from dnis_torchrec.training.finite import NonFiniteError
-from tests import tiny
+from dnis_torchrec.training.saving import Saving
+from tests.searched_runs import QUICK
+from tests.searched_runs import quick_job as job
 
-SETTINGS = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
+pytestmark = pytest.mark.usefixtures("no_images")
+
 CUT = PruneSettings(fine_tune_epochs=0)
-
-
-def job(out: Path, **changes) -> SearchJob:
-    plain = SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=Size(compression=4), settings=SETTINGS)
-    return dataclasses.replace(plain, **changes)
 
 
 def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
@@ -52,29 +50,36 @@ def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(gloo, no_images, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing interrupted."""
     out = tmp_path_factory.mktemp("whole") / "run"
     run_search(job(out))
     return out
 
 
-def interrupted(out: Path) -> None:
+def interrupted(out: Path, steps: int = 25) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, 25)
+        stop_after(patch, steps)
         with pytest.raises(SearchInterrupted):
             run_search(job(out))
 
 
-def test_a_resumed_run_leaves_the_same_files(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [(4, "lower step 5, in epoch 0"), (22, "lower step 19, in epoch 1"), (48, "lower step 32, in epoch 3")],
+    ids=["plain", "ramp", "release"],
+)
+def test_a_resumed_run_leaves_the_same_files(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, told: str
+) -> None:
     out = tmp_path / "run"
-    interrupted(out)
+    interrupted(out, steps)
     assert RunFolder(out).status() == "interrupted"
     before = json.loads((out / "checkpoints" / "latest.json").read_text())["checkpoint"]
     seconds = json.loads((out / "checkpoints" / before / "manifest.json").read_text())["values"]["search"]["seconds"]
     (row,) = run_search(job(out, saving=Saving(resume=True)))
     assert row.seconds > seconds > 0
-    assert "resumed after lower step 18, in epoch 1" in capsys.readouterr().err
+    assert f"resumed after {told}" in capsys.readouterr().err
     for name in ("model", "alpha", "scheme", "counts", "blocks"):
         assert (out / f"{name}.safetensors").read_bytes() == (whole / f"{name}.safetensors").read_bytes(), name
     assert (out / "run.json").read_text() == (whole / "run.json").read_text()
@@ -107,9 +112,9 @@ def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(
 ) -> None:
     """To the end: what is pruned, reported and pruned again reads estimates."""
     rough = partial(CountLimits, exact_ids=8, epsilon=0.05, delta=0.1)
-    monkeypatch.setattr("dnis_torchrec.search.search.CountLimits", rough)
+    monkeypatch.setattr(started_search, "CountLimits", rough)
     out = tmp_path / "run"
-    (row,) = run_search(job(out, settings=SETTINGS | {"exact_count_rows": 20}))
+    (row,) = run_search(job(out, settings=dataclasses.replace(QUICK, exact_count_rows=20)))
     assert 4 <= row.compression < 4 * 1.25
     counts = RunFolder(out).counts()
     assert counts.error_bounds()["genre"] == 0.0 < counts.error_bounds()["user"]
@@ -124,23 +129,6 @@ def test_a_table_too_large_to_count_exactly_is_searched_and_its_error_said(
         out, None, tmp_path / "pruned", size=Size(compression=5), settings=PruneSettings(fine_tune_epochs=1)
     )
     assert again.compression >= 5
-
-
-def test_a_search_that_is_pressed_farther_than_asked_says_so(
-    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def pressed(data: Path | None, *, seed: int, embedding_dim: int | None) -> Recipe:
-        return dataclasses.replace(tiny.make_recipe(seed=seed), least_compression=5.0)
-
-    monkeypatch.setattr(tiny, "demo", pressed)
-    (row,) = run_search(job(tmp_path / "run"))
-    assert row.compression >= 5
-    note = "compression 4 was asked for, and compression 5 searched: the recipe's model overfits with larger tables."
-    assert note in RunFolder(tmp_path / "run").read_head()["notes"]
-    assert note in capsys.readouterr().err
-    run_search(job(tmp_path / "small", size=Size(compression=5.3)))
-    assert "asked for" not in capsys.readouterr().err
-    assert not any("asked for" in note for note in RunFolder(tmp_path / "small").read_head()["notes"])
 
 
 def test_resume_begins_a_run_and_leaves_a_finished_one(whole: Path, tmp_path: Path) -> None:
@@ -173,8 +161,8 @@ def test_a_baseline_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytes
 
 
 def test_other_settings_are_refused_by_name(whole: Path) -> None:
-    other = job(whole, seed=3, settings=SETTINGS | {"ramp_epochs": 9}, saving=Saving(resume=True))
-    message = r"expected a run with these settings, got ramp_epochs 2 instead of 9, seed 0 instead of 3; repeat the run"
+    other = job(whole, seed=3, settings=dataclasses.replace(QUICK, patience=9), saving=Saving(resume=True))
+    message = r"expected a run with these settings, got patience 1 instead of 9, seed 0 instead of 3; repeat the run"
     with pytest.raises(ValueError, match=message):
         run_search(other)
 
@@ -290,7 +278,7 @@ def fail_to_write_the_head(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fail", "changes", "message"),
     [
-        (None, {"size": Size(compression=1e5)}, "compression: expected at most"),
+        (None, {"compression": 1e5}, "compression: expected at most"),
         (fail_in_the_first_epoch, {}, "not today"),
         (fail_to_write_the_head, {}, "No space left"),
     ],
@@ -354,7 +342,7 @@ def test_what_ranks_have_put_at_a_url_goes_with_the_run(gloo, tmp_path: Path, mo
 
 def test_a_run_from_another_embedding_dim_is_exported_and_evaluated_as_such(gloo, tmp_path: Path) -> None:
     out, artifact = tmp_path / "run", tmp_path / "artifact"
-    run_search(job(out, embedding_dim=4, size=Size(compression=2)))
+    run_search(job(out, embedding_dim=4, compression=2.0))
     run_export(out, artifact, forms=("mixed_dimension_fp32",))
     expected = run_evaluate(out, None)["metrics"]
     assert run_evaluate(artifact, None)["metrics"] == pytest.approx(expected, abs=1e-6)

@@ -58,10 +58,11 @@ def make_alpha(num_blocks: int = 4, embedding_dim: int = 8) -> torch.Tensor:
 
 
 def make_content(**changes: object) -> ReportContent:
-    keys = ("step", "epoch", "train_loss", "selection_loss", "alpha_density", "alpha_mean", "pressure")
+    keys = ("step", "epoch", "phase", "train_loss", "selection_loss", "alpha_density", "alpha_mean")
+    phases = ("plain", "plain", "ramp", "release", "release", "release")
     history = tuple(
-        dict(zip(keys, (10.0 * e, e, 1 / (e + 1), 1.1 / (e + 1), 1 - e / 10, 1 - e / 9, e / 20), strict=True))
-        for e in range(6)
+        dict(zip(keys, (10.0 * e, e, phase, 1 / (e + 1), 1.1 / (e + 1), 1 - e / 10, 1 - e / 9), strict=True))
+        for e, phase in enumerate(phases)
     )
     fields = {
         "title": "A title",
@@ -307,7 +308,7 @@ def test_ids_are_unique_and_every_reference_is_met() -> None:
 def test_page_tells_key_numbers_and_marks_the_best() -> None:
     reader = PageReader(render_report(make_content()))
     text = " ".join(reader.text.split())
-    assert "hold 1.6k parameters instead of 6.4k" in text
+    assert "The dnis tables of examples.synthetic:dlrm take 0.00638 MB instead of 0.0256 MB (4.01" in text
     assert "vs uncompressed 0.0100 better" in text
     assert "vs uniform, same size 0.0239 better" in text
     assert "mean of 2 paired seeds" in text
@@ -370,7 +371,7 @@ def test_figures_are_written_beside_the_page_and_old_ones_go(tmp_path) -> None:
         ({"primary_metric": "mse"}, 5, "No row has the metric mse"),
         ({"rows": (make_row("dnis", metrics={}),)}, 5, "not measured"),
         ({"versions": {}}, 8, "No versions were recorded."),
-        ({"rows": (make_row("dnis"),), "blocks": make_blocks("only")}, 7, "1.6k of 6.4k parameters"),
+        ({"rows": (make_row("dnis"),), "blocks": make_blocks("only")}, 7, "0.0064 MB instead of 0.0256 MB"),
         ({"rows": (make_row("zero", 6400.0, parameters=0),)}, 7, "hold no parameters at all"),
         ({"notes": (), "configuration": {}}, 8, "Notes and limits"),
     ],

@@ -179,22 +179,18 @@ def test_bytes_figure_labels_bars_in_megabytes() -> None:
 
 
 def test_history_figure_has_twin_panels_and_draws_what_is_there() -> None:
-    losses, density = figures.search_history(make_content().history).axes
-    assert [len(losses.lines), len(density.lines), len(density.collections)] == [2, 2, 1]
     losses, density = figures.search_history([{"train_loss": 1.0}, {"train_loss": math.nan}, {"train_loss": 0.5}]).axes
-    assert [len(losses.lines), len(density.lines), len(density.collections)] == [1, 0, 0]
+    assert [len(losses.lines), len(density.lines), len(density.texts)] == [1, 0, 0]
     assert losses.lines[0].get_xdata().tolist() == [0, 1, 2]
 
 
-def test_pressure_that_holds_alpha_up_has_an_area_of_its_own_and_all_of_it_is_in_sight() -> None:
-    history = [{"pressure": value} for value in (0.1, -3.0, -1.0, 0.5)]
-    density = figures.search_history(history).axes[1]
-    labels = density.get_legend_handles_labels()[1]
-    assert labels == ["pressure", "pressure that holds alpha up / its peak of 3"]
-    pressed, held = (area.get_paths()[0].vertices[:, 1] for area in density.collections)
-    assert [pressed.min(), held.min()] == [0, 0]
-    assert pressed.max() == pytest.approx(0.5 / 3)
-    assert held.max() == 1
+def test_history_figure_draws_a_line_where_a_phase_begins() -> None:
+    losses, density = figures.search_history(make_content().history).axes
+    for axis in (losses, density):
+        curves, marks = axis.lines[:2], axis.lines[2:]
+        assert [len(curve.get_xdata()) for curve in curves] == [6, 6]
+        assert [mark.get_xdata()[0] for mark in marks] == [-0.5, 1.5, 2.5]
+    assert [text.get_text() for text in density.texts] == ["plain", "ramp", "release"]
 
 
 @pytest.mark.parametrize(

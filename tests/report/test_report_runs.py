@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.jobs.report_job import run_report
-from dnis_torchrec.jobs.search_job import SearchJob, run_search
+from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.report import (
     RunResults,
     SearchImages,
@@ -27,8 +27,8 @@ from dnis_torchrec.report import (
     searched_summaries,
 )
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.search.budget import Size
 from tests.report.test_report import make_row
+from tests.searched_runs import QUICK, quick_job
 
 COUNTS = FrequencyCounts(
     {"user": torch.tensor([9, 0, 7, 2, 100, 1]), "genre": torch.tensor([50, 3, 0])}, {"user": 1, "genre": 2}, 60
@@ -65,19 +65,19 @@ def make_scheme(blocks: RowBlocks, retained: dict[str, Tensor], num_retained: di
 
 def make_runs() -> dict[str, RunResults]:
     def run(name: str, dim: int = 8, blocks: int = 4, **changes: object) -> RunResults:
-        configuration = {"size": {"compression": 4.0}, "num_blocks": blocks, "ramp_epochs": 3}
+        configuration = {"compression": 4.0, "num_blocks": blocks, "patience": 3}
         rows = (make_row("dnis", 4.0, metrics={"auc": dim / 100 + blocks / 1000}), make_row("dense", 1.0))
         fields = {"configuration": configuration, "embedding_dim": dim, "rows": rows, "recipe": "a:b", "name": name}
         return RunResults(**(fields | changes))
 
-    size = {"size": {"compression": 8.0}, "num_blocks": 4, "ramp_epochs": 3}
+    size = {"compression": 8.0, "num_blocks": 4, "patience": 3}
     return {
         "first": run("first"),
         "smaller": run("smaller", configuration=size, rows=(make_row("dnis", 8.0), make_row("dense", 1.0))),
         "narrow": run("narrow", dim=4),
         "coarse": run("coarse", blocks=2),
         "other recipe": run("other", recipe="a:c"),
-        "other ramp": run("other", configuration={"num_blocks": 4, "ramp_epochs": 9}),
+        "other patience": run("other", configuration={"num_blocks": 4, "patience": 9}),
     }
 
 
@@ -198,8 +198,8 @@ def test_runs_that_cannot_be_compared_are_refused() -> None:
     runs = make_runs()
     with pytest.raises(ValueError, match=r"run other: expected recipe 'a:b', as first, got 'a:c'"):
         combine([runs["first"], runs["other recipe"]])
-    with pytest.raises(ValueError, match=r"run other: expected ramp_epochs = 3, as first; .* got 9; leave it out"):
-        combine([runs["first"], runs["other ramp"]])
+    with pytest.raises(ValueError, match=r"run other: expected patience = 3, as first; .* got 9; leave it out"):
+        combine([runs["first"], runs["other patience"]])
 
 
 # Images while searching
@@ -233,14 +233,12 @@ def test_images_take_no_more_than_their_share_of_the_time(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("gloo")
 def test_a_search_leaves_images_and_a_report_of_two_runs(tmp_path: Path) -> None:
     for name, num_blocks in (("one", 3), ("two", 2)):
-        settings = {"warm_up_epochs": 1, "ramp_epochs": 3, "release_epochs": 1, "num_blocks": num_blocks}
-        size, out = Size(compression=4.0), tmp_path / name
-        run_search(SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=size, settings=settings))
+        run_search(quick_job(tmp_path / name, settings=replace(QUICK, num_blocks=num_blocks)))
     log = EventAccumulator(str(tmp_path / "one" / "tensorboard"), size_guidance={"images": 0})
     log.Reload()
     steps = {tag: [event.step for event in log.Images(tag)] for tag in log.Tags()["images"]}
     assert set(steps) == {*IMAGES}
-    assert all(found[0] == 10 and found[-1] == 50 for found in steps.values()), "the first epoch and the last"
+    assert all(found[0] == 10 and found[-2:] == [26, 36] for found in steps.values()), "the last of a phase"
     page = run_report(tmp_path / "one", [tmp_path / "two"])
     files = {path.name for path in (tmp_path / "one" / "figures").iterdir()}
     assert {"num-blocks.png", "num-blocks.svg", "row-distribution.png", "alpha-distribution.svg"} <= files

@@ -118,25 +118,6 @@ def test_tables_that_training_never_looked_up_are_refused() -> None:
         Budget.of(Size(embedding_bytes=10**6), blocks_of({"a": [0, 0]}, {"a": 4}))
 
 
-@given(many_blocks(), st.floats(0.05, 2))
-def test_share_and_cost_per_alpha_row(blocks: RowBlocks, wanted: float) -> None:
-    costs = {t: 4 * rows + 2 for t, rows in blocks.seen_rows.items()}
-    total = sum(int(cost.sum()) * blocks.embedding_dims[t] for t, cost in costs.items())
-    fixed = 1 - Budget.unchecked(Size(embedding_bytes=1), blocks).amount
-    amount = math.ceil(wanted * total)
-    assume(amount >= min(int(costs[t][rows > 0].min()) for t, rows in blocks.seen_rows.items() if rows.any()))
-    budget = Budget.of(Size(embedding_bytes=round(fixed) + amount), blocks)
-    assert budget.share(blocks) == pytest.approx(min(1, amount / total))
-    per_row = budget.cost_per_alpha_row(blocks)
-    assert {dim: tuple(cost.shape) for dim, cost in per_row.items()} == {
-        dim: (rows,) for dim, (rows, _) in blocks.alpha_shapes.items()
-    }
-    for table, rows in costs.items():  # with scope "global" other tables may add to the same row of alpha
-        first = blocks.first_alpha_row(table)
-        assert (per_row[blocks.embedding_dims[table]][first : first + len(rows)] >= rows).all()
-    assert sum(float(cost.sum()) * dim for dim, cost in per_row.items()) == total
-
-
 numbers = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0])
 
 
@@ -181,21 +162,6 @@ def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
 def test_malformed_sizes_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         Size(**fields)
-
-
-@pytest.mark.parametrize(
-    ("size", "pressed"),
-    [
-        (Size(compression=2), Size(compression=6)),
-        (Size(compression=8), Size(compression=8)),
-        (Size(embedding_bytes=801, form="csr_fp32"), Size(embedding_bytes=800, form="csr_fp32")),
-        (Size(embedding_bytes=799), Size(embedding_bytes=799)),
-    ],
-    ids=str,
-)
-def test_a_size_is_pressed_to_that_of_a_compression_and_never_raised(size: Size, pressed: Size) -> None:
-    assert size.pressed_to(6, 1200) == pressed
-    assert pressed.pressed_to(6, 1200) == pressed
 
 
 def test_a_dearer_column_takes_the_place_of_a_cheap_one_where_much_would_be_left() -> None:

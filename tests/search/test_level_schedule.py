@@ -11,44 +11,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dnis_torchrec.search.level_schedule import MAX_AHEAD, BilevelStream, Level, LevelSchedule
+from dnis_torchrec.search.level_schedule import MAX_AHEAD, QUEUE, BilevelStream, Level, LevelSchedule
 
-schedules = st.builds(LevelSchedule, warm_up_steps=st.integers(1, 7), upper_every=st.integers(1, 4))
+schedules = st.builds(LevelSchedule, warm_up_steps=st.none() | st.integers(1, 7))
 
 
 def levels_of(schedule: LevelSchedule, num_steps: int) -> list[Level]:
-    """Warm up, then again and again upper_every lower steps and one upper step."""
-    rounds = itertools.cycle([Level.LOWER] * schedule.upper_every + [Level.UPPER])
-    return list(itertools.islice(itertools.chain([Level.LOWER] * schedule.warm_up_steps, rounds), num_steps))
+    """Warm up, then a lower and an upper step again and again; lower steps alone while nobody knows the warm-up."""
+    warm_up = num_steps if schedule.warm_up_steps is None else schedule.warm_up_steps
+    rounds = itertools.cycle([Level.LOWER, Level.UPPER])
+    return list(itertools.islice(itertools.chain([Level.LOWER] * warm_up, rounds), num_steps))
 
 
 @given(schedules)
 def test_levels(schedule: LevelSchedule) -> None:
-    expected = levels_of(schedule, 60)
-    assert [schedule.level(step) for step in range(60)] == expected
-    assert [schedule.is_upper(step) for step in range(60)] == [level is Level.UPPER for level in expected]
+    assert [schedule.level(step) for step in range(60)] == levels_of(schedule, 60)
 
 
-@given(schedules, st.integers(0, 20))
-def test_steps_for(schedule: LevelSchedule, lower_steps: int) -> None:
-    lower = upper = 0
-    for level in levels_of(schedule, 200):
-        if level is Level.LOWER and lower == lower_steps:
-            break
-        lower, upper = (lower + 1, upper) if level is Level.LOWER else (lower, upper + 1)
-    assert schedule.upper_steps_for(lower_steps) == upper
-    assert schedule.steps_for(lower_steps) == lower + upper
-
-
-def test_default_warms_up_for_one_step_and_alternates() -> None:
-    assert [LevelSchedule().level(step).value for step in range(5)] == ["lower", "lower", "upper", "lower", "upper"]
-
-
-@pytest.mark.parametrize("name", ["warm_up_steps", "upper_every"])
 @pytest.mark.parametrize("value", [0, -1])
-def test_schedules_need_positive_numbers(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}: expected at least 1, got {value}$"):
-        LevelSchedule(**{name: value})
+def test_a_warm_up_has_a_step(value: int) -> None:
+    with pytest.raises(ValueError, match=rf"^warm_up_steps: expected at least 1, got {value}$"):
+        LevelSchedule(warm_up_steps=value)
 
 
 @given(schedules, st.integers(1, 6), st.integers(1, 6))
@@ -84,8 +67,8 @@ def test_stream_iterates_anew_when_a_level_ends() -> None:
 def test_empty_streams_are_refused() -> None:
     remedy = "expected at least one batch, got none; check the data splits"
     with pytest.raises(ValueError, match=f"^training stream: {remedy}$"):
-        next(BilevelStream([], ["v"], LevelSchedule()))
-    stream = BilevelStream(["t"], [], LevelSchedule())
+        next(BilevelStream([], ["v"], LevelSchedule(warm_up_steps=1)))
+    stream = BilevelStream(["t"], [], LevelSchedule(warm_up_steps=1))
     assert [next(stream), next(stream)] == ["t", "t"]
     with pytest.raises(ValueError, match=f"^validation stream: {remedy}$"):
         next(stream)
@@ -125,13 +108,12 @@ class Drawing:
 @given(
     sizes=st.tuples(st.integers(1, 5), st.integers(1, 4)),
     warm_up=st.integers(1, 6),
-    every=st.integers(1, 3),
     stepped=st.integers(0, 25),
     ahead=st.integers(0, MAX_AHEAD),
 )
-def test_a_stream_goes_on_where_the_steps_were(kind, sizes, warm_up, every, stepped, ahead) -> None:
+def test_a_stream_goes_on_where_the_steps_were(kind, sizes, warm_up, stepped, ahead) -> None:
     """Whatever a pipeline had read ahead of its steps."""
-    schedule = LevelSchedule(warm_up_steps=warm_up, upper_every=every)
+    schedule = LevelSchedule(warm_up_steps=warm_up)
 
     def stream() -> BilevelStream[str]:
         return BilevelStream(kind("t", sizes[0]), kind("v", sizes[1]), schedule)
@@ -145,14 +127,77 @@ def test_a_stream_goes_on_where_the_steps_were(kind, sizes, warm_up, every, step
     resumed.first_train_batch()
     last = resumed.load_state_dict(state)
     assert torch.equal(torch.get_rng_state(), before)
-    train = [batch for step, batch in enumerate(seen[:stepped]) if not schedule.is_upper(step)]
+    levels = levels_of(schedule, stepped)
+    train = [batch for batch, level in zip(seen, levels, strict=False) if level is Level.LOWER]
     assert last == (train[-1] if train else None)
     expected = seen[stepped:] + [next(interrupted) for _ in range(5)]
     assert [next(resumed) for _ in expected] == expected
 
 
+@given(stepped=st.integers(0, 12), ahead=st.integers(0, QUEUE), saved_behind=st.none() | st.integers(0, 9))
+def test_upper_steps_begin_behind_the_queue_once_they_are_asked_for(
+    stepped: int, ahead: int, saved_behind: int | None
+) -> None:
+    """None of the batches that were read ahead changes sides, and a stream that was saved before or after goes on so.
+
+    Saved before, whoever goes on asks for upper steps anew.
+    """
+    stream = BilevelStream(Drawing("t", 5), Drawing("v", 3), LevelSchedule())
+    seen = [next(stream) for _ in range(stepped + ahead)]
+    state = stream.state_dict(stepped)
+    stream.alternate(stepped)
+    assert stream.schedule == LevelSchedule(warm_up_steps=stepped + QUEUE)
+    stream.alternate(stepped + 3)  # they have begun
+    assert stream.schedule == LevelSchedule(warm_up_steps=stepped + QUEUE)
+    saved_at = stepped + (saved_behind or 0)
+    while len(seen) < saved_at + 4:
+        seen.append(next(stream))
+    if saved_behind is not None:
+        state = stream.state_dict(saved_at)
+    seen += [next(stream) for _ in range(10)]
+    is_train = [batch[0] == "t" for batch in seen]
+    assert is_train == [level is Level.LOWER for level in levels_of(stream.schedule, len(seen))]
+    resumed = BilevelStream(Drawing("t", 5), Drawing("v", 3), LevelSchedule())
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    resumed.alternate(saved_at)
+    assert [next(resumed) for _ in seen[saved_at:]] == seen[saved_at:]
+
+
+class DrawingEach(Drawing):
+    """Batches that are drawn one by one, as a data set that adds noise has them."""
+
+    def __iter__(self) -> Iterator[str]:
+        left = list(range(self.size))
+        while left:
+            yield f"{self.name}{left.pop(int(torch.randint(len(left), ())))}"
+
+
+@pytest.mark.parametrize("kind", [Counting, Drawing, DrawingEach])
+def test_samples_have_orders_of_their_own_and_leave_everything_as_it_is(kind: type) -> None:
+    def stream() -> BilevelStream[str]:
+        return BilevelStream(kind("t", 5), kind("v", 7), LevelSchedule(warm_up_steps=1))
+
+    torch.manual_seed(1)
+    undisturbed = stream()
+    expected = [next(undisturbed) for _ in range(30)]
+    measured, seen, samples, before = stream(), [], [], torch.get_rng_state()
+    for step in range(30):
+        if step % 7 == 3:
+            sample = measured.sample(step)
+            samples.append([next(sample)[-1] for _ in range(3)])
+            seen.append(next(measured))  # the stream goes on while somebody measures
+            samples[-1] += [batch[-1] for batch in sample]
+        else:
+            seen.append(next(measured))
+    assert seen == expected
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [sorted(sample) for sample in samples] == [list("0123456")] * len(samples)
+    assert len({tuple(sample) for sample in samples}) == len(samples)
+    assert [batch[-1] for batch in measured.sample(3)] == samples[0]
+
+
 def test_a_stream_does_not_touch_random_numbers() -> None:
-    stream = BilevelStream(Drawing("t", 3), Drawing("v", 2), LevelSchedule())
+    stream = BilevelStream(Drawing("t", 3), Drawing("v", 2), LevelSchedule(warm_up_steps=1))
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = [next(stream) for _ in range(12)]
@@ -171,7 +216,7 @@ def test_a_stream_that_became_shorter_is_refused() -> None:
 
 
 def test_a_stream_knows_the_latest_steps_alone() -> None:
-    stream = BilevelStream(Counting("t", 5), Counting("v", 2), LevelSchedule())
+    stream = BilevelStream(Counting("t", 5), Counting("v", 2), LevelSchedule(warm_up_steps=1))
     for _ in range(MAX_AHEAD + 5):
         next(stream)
     with pytest.raises(RuntimeError, match=rf"expected a step from 5 to {MAX_AHEAD + 5}, got 4"):

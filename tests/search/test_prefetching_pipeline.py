@@ -20,11 +20,11 @@ from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.comparison.methods.magnitude import MagnitudePruning
 from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.search import search as search_module
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search import started as started_module
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.search.search import search
+from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.sharding import make_sharding_plan
 from dnis_torchrec.soft_selection.swap import fold_, prepare_
@@ -78,12 +78,12 @@ def run(pipeline: BilevelTrainPipeline, recipe: Recipe, schedule: LevelSchedule)
     return losses
 
 
-@pytest.mark.parametrize("upper_every", [1, 3])
-def test_the_numbers_are_those_without_prefetching(gloo, upper_every: int) -> None:
-    schedule, found = LevelSchedule(warm_up_steps=2, upper_every=upper_every), []
+def test_the_numbers_are_those_without_prefetching(gloo) -> None:
+    schedule, found = LevelSchedule(warm_up_steps=2), []
     for cached in (False, True):
         recipe, model, optimizer, _ = prepared(cached=cached)
-        pipeline = BilevelTrainPipeline(model, optimizer, CPU, alpha_learning_rate=0.05)
+        pipeline = BilevelTrainPipeline(model, optimizer, CPU)
+        pipeline.alpha_optimizer.learning_rate = 0.05
         losses = run(pipeline, recipe, schedule)
         found.append({"losses": torch.stack(losses), "alpha": pipeline.alpha.of(8).clone(), **tables_of(model)})
     assert found[0].keys() == found[1].keys()
@@ -139,7 +139,7 @@ def test_rows_are_fetched_between_the_forward_pass_before_and_its_backward(gloo)
 def test_a_stream_that_ends_is_worked_off(gloo) -> None:
     recipe, model, optimizer, caches = prepared(cached=True)
     pipeline = BilevelTrainPipeline(model, optimizer, CPU)
-    stream = Ending(recipe.data.train, recipe.data.validation, LevelSchedule())
+    stream = Ending(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=1))
     for _ in range(Ending.NUM_BATCHES):
         pipeline.progress(stream)
     with pytest.raises(StopIteration):
@@ -190,7 +190,7 @@ def test_everything_that_writes_to_tables_says_so(
     mask, magnitude = RetainedMask(model), sys.modules[MagnitudePruning.__module__]
     monkeypatch.setattr(magnitude, "shard", lambda *_: (model, optimizer))
     monkeypatch.setattr(magnitude, "train_plainly", lambda *_, **__: None)
-    pruning = MagnitudePruning(recipe, device=CPU, folder=tmp_path, rules=TrainingRules(patience=1))
+    pruning = MagnitudePruning(recipe.model, recipe, device=CPU, folder=tmp_path, rules=TrainingRules(patience=1))
     save_checkpoint(tmp_path / "saved", model)
     for cache in caches:
         cache.events.clear()
@@ -236,11 +236,10 @@ def test_a_search_prefetches_where_the_tables_are_set_up_for_it(gloo, monkeypatc
         made.extend(caches_of(model))
         return model, optimizer
 
-    monkeypatch.setattr(search_module, "shard", shard_with_caches)
+    monkeypatch.setattr(started_module, "shard", shard_with_caches)
     recipe = make_recipe(optimizer="rowwise_adagrad")
-    settings = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
-    config = SearchConfig.of(recipe, Size(compression=2), settings)
-    outcome = search_module.search(recipe, config, tmp_path, CPU)
+    with operators(compiled=False):  # as on a GPU, where tables can be cached
+        outcome = search(recipe, 10, tmp_path, CPU, settings=SearchSettings(num_blocks=3, epochs=1))
     assert outcome.history
     assert made
     for cache in made:

@@ -16,15 +16,17 @@ from torch.utils.data import DataLoader
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec import Size
 from dnis_torchrec.data.recipe import Recipe
-from dnis_torchrec.search.config import SearchConfig
-from dnis_torchrec.search.search import Saving, SearchEvents, SearchInterrupted, SearchOutcome, search
+from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted
+from dnis_torchrec.search.search import SearchOutcome, search
+from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
+from dnis_torchrec.training.saving import Saving
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")
-SHORT = {"warm_up_epochs": 1, "ramp_epochs": 3, "release_epochs": 2, "patience": 1}
+SIZE = 10.0
+SHORT = SearchSettings(num_blocks=3, epochs=2, patience=2)
 
 
 class Dropping(nn.Module):
@@ -36,6 +38,18 @@ class Dropping(nn.Module):
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         return self.model(self.dropout(dense_features), sparse_features)
+
+
+class Counted:
+    """Batches in an order that its epoch decides, as those of the examples have."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._batches, self.epoch = batches, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        order = torch.randperm(len(self._batches), generator=torch.Generator().manual_seed(epoch))
+        return iter([self._batches[place] for place in order.tolist()])
 
 
 class Noisy:
@@ -52,7 +66,8 @@ class Noisy:
 def shuffled(optimizer: str) -> Recipe:
     recipe = make_recipe(optimizer=optimizer)
     recipe = dataclasses.replace(recipe, model=Dropping(recipe.model))
-    train, validation = Noisy(recipe.data.train.batches), Noisy(recipe.data.validation.batches)
+    kind = Noisy if optimizer == "adam" else Counted
+    train, validation = kind(recipe.data.train.batches), kind(recipe.data.validation.batches)
     return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train, validation=validation))
 
 
@@ -61,20 +76,41 @@ def run(
     optimizer: str,
     *,
     stop_at: int | None = None,
+    kill_behind: str | None = None,
     every: int = 0,
     resume: bool = False,
-    **settings: object,
+    **settings: float,
 ) -> tuple[SearchOutcome | None, list[float]]:
     """A search, and the loss of each of its lower steps; None for the outcome of one that was stopped."""
     losses: list[float] = []
-    events = SearchEvents(on_step=lambda loss, density: losses.append(loss), should_stop=lambda: len(losses) == stop_at)
-    config = SearchConfig(size=Size(compression=4, form="csr_fp32"), **SHORT, **settings)
+
+    def kill(record: EpochRecord, _: object, is_last: bool) -> None:
+        if is_last and record.phase == kill_behind:
+            raise Killed
+
+    events = SearchEvents(
+        on_step=lambda loss, density: losses.append(loss), should_stop=lambda: len(losses) == stop_at, on_alpha=kill
+    )
     saving = Saving(checkpoint_every=every, resume=resume)
     torch.manual_seed(99 if resume else 7)  # a new process has other random numbers
     try:
-        return search(shuffled(optimizer), config, folder, CPU, events, saving), losses
+        return found_by(shuffled(optimizer), folder, events, saving, **settings), losses
     except SearchInterrupted:
         return None, losses
+
+
+def found_by(
+    recipe: Recipe,
+    folder: Path,
+    events: SearchEvents | None = None,
+    saving: Saving | None = None,
+    *,
+    compression: float = SIZE,
+    **settings: object,
+) -> SearchOutcome:
+    """A search of a second."""
+    own = dataclasses.replace(SHORT, **settings)
+    return search(recipe, compression, folder, CPU, settings=own, events=events, saving=saving)
 
 
 def assert_same(first: SearchOutcome, second: SearchOutcome) -> None:
@@ -84,40 +120,39 @@ def assert_same(first: SearchOutcome, second: SearchOutcome) -> None:
     own, others = first.model.state_dict(), second.model.state_dict()
     assert [name for name in own if not torch.equal(own[name], others[name])] == []
     assert all(torch.equal(first.alpha[dim], second.alpha[dim]) for dim in first.alpha)
+    assert (first.origin, first.selection_losses) == (second.origin, second.selection_losses)
     for name, table in first.scheme.tables.items():
-        assert torch.equal(table.retained, second.scheme.tables[name].retained)
+        for field in ("bits", "scale", "shift"):
+            assert torch.equal(getattr(table, field), getattr(second.scheme.tables[name], field))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "settings"),
-    [
-        ("adam", {}),
-        ("rowwise_adagrad", {}),
-        ("adam", {"unrolled": True, "pressure": False, "structure": "element"}),
-        ("adam", {"release_table_learning_rate": 0.02, "release_dense_learning_rate": 1e-4, "release_decay": 0.5}),
-        ("rowwise_adagrad", {"release_table_learning_rate": 0.02, "release_decay": 0.5}),
-        ("adam", {"column_order": "importance", "scope": "table"}),
-        ("adam", {"column_order": "free_importance", "scope": "table", "column_sharing": 5.0}),
-    ],
-    ids=[
-        "adam",
-        "rowwise_adagrad",
-        "unrolled",
-        "adam, rates of the release",
-        "rowwise_adagrad, rate of the release",
-        "adam, order of importance",
-        "adam, order of importance, shared, free",
-    ],
-)
-def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path, optimizer: str, settings) -> None:
-    whole, expected = run(tmp_path / "whole", optimizer, **settings)
+class Killed(BaseException):
+    """As if the process had ended here."""
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_an_interrupted_search_equals_an_uninterrupted_one(gloo, tmp_path: Path, optimizer: str) -> None:
+    """Stopped within plain training, where it is over, within the ramp, and within the release."""
+    whole, expected = run(tmp_path / "whole", optimizer)
     folder, seen = tmp_path / "broken", []
-    for stop_at in (13, 20, 12):  # in the ramp; in a later epoch; in the release
-        outcome, losses = run(folder, optimizer, stop_at=stop_at, resume=bool(seen), **settings)
+    for stop_at in (13, 7, 8, 12):
+        outcome, losses = run(folder, optimizer, stop_at=stop_at, resume=bool(seen))
         assert outcome is None
         seen += losses
-    outcome, losses = run(folder, optimizer, resume=True, **settings)
+    outcome, losses = run(folder, optimizer, resume=True)
     assert seen + losses == expected
+    assert_same(outcome, whole)
+
+
+@pytest.mark.parametrize("phase", ["plain", "ramp"])
+def test_a_search_goes_on_where_a_phase_is_over_and_the_next_has_not_begun(gloo, tmp_path: Path, phase: str) -> None:
+    """As after SIGKILL there."""
+    whole, expected = run(tmp_path / "whole", "adam")
+    with pytest.raises(Killed):
+        run(tmp_path / "broken", "adam", kill_behind=phase)
+    outcome, losses = run(tmp_path / "broken", "adam", resume=True)
+    assert losses == expected[len(expected) - len(losses) :]
+    assert len(losses) == len(expected) - {"plain": 20, "ramp": 36}[phase]
     assert_same(outcome, whole)
 
 
@@ -125,9 +160,9 @@ def test_steps_since_the_last_checkpoint_are_repeated_alike(gloo, tmp_path: Path
     """As after SIGKILL, which saves nothing: the state on disk is that of some step before."""
     whole, expected = run(tmp_path, "adam", every=4)
     kept = LocalCheckpointFolder(tmp_path).steps()
-    assert len(kept) <= 4  # the last two, and those of the best epochs
+    assert len(kept) <= 6  # the last two, and the best ones of three phases, of the last one two
     latest = tmp_path / "latest.json"
-    for step in kept:
+    for step in kept[::2]:
         lower = json.loads((tmp_path / f"step-{step:08d}" / "manifest.json").read_text())["values"]["lower_steps"]
         latest.write_text(json.dumps({"checkpoint": f"step-{step:08d}"}))
         outcome, losses = run(tmp_path, "adam", every=4, resume=True)
@@ -135,9 +170,12 @@ def test_steps_since_the_last_checkpoint_are_repeated_alike(gloo, tmp_path: Path
         assert_same(outcome, whole)
 
 
-def test_a_finished_search_is_only_read_again(gloo, tmp_path: Path) -> None:
-    whole, _ = run(tmp_path, "adam")
-    again, losses = run(tmp_path, "adam", resume=True)
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_a_search_whose_steps_are_done_ends_as_before(gloo, tmp_path: Path, optimizer: str) -> None:
+    """Its last step is the last one of an epoch of the data: the first attempt has read on, into the next one."""
+    whole, _ = run(tmp_path, optimizer, ramp_share=1.0)
+    assert whole.history[-1].step % 10 == 0
+    again, losses = run(tmp_path, optimizer, resume=True, ramp_share=1.0)
     assert losses == []
     assert_same(again, whole)
 
@@ -165,10 +203,9 @@ def test_a_stop_names_the_latest_checkpoint_that_was_written(
             return kept_add(folder, step, *arguments)
 
         events = SearchEvents(on_step=lambda *_: steps.append(0), should_stop=lambda: len(steps) == stop_at)
-        config = SearchConfig(size=Size(compression=4), **SHORT)
         monkeypatch.setattr(LocalCheckpointFolder, "add", add)
         with pytest.raises(SearchInterrupted) as caught:
-            search(make_recipe(), config, tmp_path, CPU, events, Saving(on_save_error="continue", resume=resume))
+            found_by(make_recipe(), tmp_path, events, Saving(on_save_error="continue", resume=resume))
         return str(caught.value)
 
     kept_add = LocalCheckpointFolder.add
@@ -186,9 +223,8 @@ def test_a_stop_names_the_latest_checkpoint_that_was_written(
 def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path, split: str) -> None:
     """However little of it is other: two samples of one batch have their labels swapped."""
     stop = SearchEvents(should_stop=lambda: True)
-    config = SearchConfig(size=Size(compression=4), **SHORT)
     with pytest.raises(SearchInterrupted):
-        search(make_recipe(), config, tmp_path, CPU, stop)
+        found_by(make_recipe(), tmp_path, stop)
     other = make_recipe()
     labels = getattr(other.data, split).batches[1].labels
     labels[[int(labels.argmin()), int(labels.argmax())]] = torch.tensor([1.0, 0.0])
@@ -196,49 +232,45 @@ def test_other_data_in_as_many_batches_is_refused(gloo, tmp_path: Path, split: s
         rf"checkpoint .*step-\d+: expected one of this data, got one of other samples in: {split}; resume with the"
     )
     with pytest.raises(ValueError, match=message):
-        search(other, config, tmp_path, CPU, saving=Saving(resume=True))
+        found_by(other, tmp_path, saving=Saving(resume=True))
     same = make_recipe()
     getattr(same.data, split).batches.reverse()  # the order of an epoch is the stream's own affair
     with pytest.raises(SearchInterrupted):
-        search(same, config, tmp_path, CPU, stop, Saving(resume=True))
+        found_by(same, tmp_path, stop, Saving(resume=True))
 
 
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"size": Size(compression=3)}, r"size \{'compression': 3, .*, got \{'compression': 4, "),
-        ({"ramp_epochs": 4, "upper_every": 2}, "ramp_epochs 4, got 3"),
-        ({"upper_every": 2}, "upper_every 2, got 1"),
-        ({"alpha_learning_rate": 0.1}, "alpha_learning_rate 0.1, got None"),
+        ({"compression": 9}, r"compression 9, got 10"),
+        ({"ramp_share": 0.5, "patience": 4}, "patience 4, got 2"),
+        ({"exact_count_rows": 30}, "exact_count_rows 30, got 16777216"),
     ],
 )
 def test_another_configuration_is_refused_by_its_first_field(
     gloo, tmp_path: Path, changes: dict[str, object], difference: str
 ) -> None:
-    config = SearchConfig(size=Size(compression=4), **SHORT)
     with pytest.raises(SearchInterrupted):
-        search(make_recipe(), config, tmp_path, CPU, SearchEvents(should_stop=lambda: True))
+        found_by(make_recipe(), tmp_path, SearchEvents(should_stop=lambda: True))
     message = rf"checkpoint .*step-\d+: expected one of a search with {difference}.*; resume with the configuration of"
-    other = dataclasses.replace(config, **changes)
     with pytest.raises(ValueError, match=message):
-        search(make_recipe(), other, tmp_path, CPU, saving=Saving(resume=True))
+        found_by(make_recipe(), tmp_path, saving=Saving(resume=True), **changes)
 
 
 @pytest.mark.parametrize("field", [None, "patience"])
 def test_a_checkpoint_that_an_earlier_version_wrote_is_accepted(gloo, tmp_path: Path, field: str | None) -> None:
     """Without a configuration, or without one of the fields of today."""
     stop = SearchEvents(should_stop=lambda: True)
-    config = SearchConfig(size=Size(compression=np.int64(4)), **SHORT)
     with pytest.raises(SearchInterrupted):
-        search(make_recipe(), config, tmp_path, CPU, stop)
+        found_by(make_recipe(), tmp_path, stop, compression=np.int64(4))
     file = tmp_path / "step-00000001" / "manifest.json"
     manifest = json.loads(file.read_text())
     search_values = manifest["values"]["search"]
-    assert search_values["configuration"]["size"]["compression"] == 4
+    assert search_values["configuration"]["compression"] == 4
     if field is None:
         del search_values["configuration"]
     else:
         del search_values["configuration"][field]
     file.write_text(json.dumps(manifest))
     with pytest.raises(SearchInterrupted):
-        search(make_recipe(), config, tmp_path, CPU, stop, Saving(resume=True))
+        found_by(make_recipe(), tmp_path, stop, Saving(resume=True), compression=4)

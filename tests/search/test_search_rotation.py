@@ -1,4 +1,4 @@
-"""Rotation within a search: once, after the warm-up, only where it is wanted; a resumed search turns nothing twice."""
+"""Rotation within a search: once, behind plain training's best epoch; a resumed search turns nothing twice."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from dnis_torchrec import Size
 from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.search import search as search_module
-from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
-from dnis_torchrec.search.config import SearchConfig
-from dnis_torchrec.search.loop import SearchInterrupted
-from dnis_torchrec.search.search import Saving, SearchEvents, SearchOutcome, search
+from dnis_torchrec.search.loop import EpochRecord, SearchEvents
+from dnis_torchrec.search.search import SearchOutcome, search
+from dnis_torchrec.search.settings import SearchSettings
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from dnis_torchrec.training import sharded as sharding_of_training
+from dnis_torchrec.training.saving import Saving
 from examples.models import FactorizationMachine
+from tests.reference import second_moment_reference
 from tests.tiny import make_collection, make_recipe
 
 CPU = torch.device("cpu")
-SHORT = {"num_blocks": 3, "warm_up_epochs": 2, "ramp_epochs": 3, "release_epochs": 2}
+SHORT = SearchSettings(num_blocks=3, epochs=2, patience=1)
 
 
 def factorization_machine(optimizer: str) -> Recipe:
@@ -31,75 +31,59 @@ def factorization_machine(optimizer: str) -> Recipe:
 
 
 def run(
-    folder: Path,
-    events: SearchEvents | None = None,
-    *,
-    rotate: bool = True,
-    resume: bool = False,
-    optimizer: str = "adam",
+    folder: Path, events: SearchEvents | None = None, *, resume: bool = False, optimizer: str = "adam"
 ) -> SearchOutcome:
     """A search of a second."""
-    config = SearchConfig(size=Size(compression=3), rotate=rotate, **SHORT)
-    return search(factorization_machine(optimizer), config, folder, CPU, events, Saving(resume=resume))
+    recipe, saving = factorization_machine(optimizer), Saving(resume=resume)
+    return search(recipe, 10, folder, CPU, settings=SHORT, events=events, saving=saving)
 
 
 @pytest.fixture
-def rotations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lower steps done at each rotation."""
-    seen: list[int] = []
+def turned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """After every rotation: the second moment of all tables together, as often as their rows are looked up."""
+    seen: list[torch.Tensor] = []
+    rotate_ = search_module.rotate_
 
     def watched(model, counts, optimizer):
-        seen.append(int(max(float(state["step"]) for state in optimizer.state.values())))
-        return rotate_(model, counts, optimizer)
+        found = rotate_(model, counts, optimizer)
+        shards = [shard for own in collections(model).values() for shard in local_shards(own)]
+        tables = [shard.weight.double() for shard in shards]
+        seen.append(second_moment_reference(tables, [counts.counts[shard.table] for shard in shards]))
+        return found
 
-    rotate_ = search_module.rotate_
     monkeypatch.setattr(search_module, "rotate_", watched)
     return seen
 
 
-def test_tables_turn_once_at_the_end_of_the_warm_up(
-    gloo, tmp_path: Path, rotations: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And alpha learns what their columns carry then, the first ones most."""
-    scaled = []
-
-    def watched(alpha_optimizer: AlphaOptimizer, scales: dict[int, Tensor]) -> None:
-        scaled.append((len(rotations), scales))
-        scale_columns(alpha_optimizer, scales)
-
-    scale_columns = AlphaOptimizer.scale_columns
-    monkeypatch.setattr(AlphaOptimizer, "scale_columns", watched)
-    records = []
-    outcome = run(tmp_path / "rotated", SearchEvents(on_epoch=records.append))
-    assert rotations == [records[SHORT["warm_up_epochs"] - 1].step]
-    ((rotations_before, scales),) = scaled
-    assert rotations_before == 1
-    for dim, scale in scales.items():
-        occurrences = outcome.blocks.per_alpha_row(dim, outcome.blocks.occurrences)
-        carried = occurrences @ scale.to(occurrences).square()
-        assert bool((carried.diff() < 0).all())
-    run(tmp_path / "not_rotated", rotate=False)
-    assert len(rotations) == len(scaled) == 1
+class Killed(BaseException):
+    """As if the process had ended here."""
 
 
-def test_a_resumed_search_equals_an_uninterrupted_one(gloo, tmp_path: Path, rotations: list[int]) -> None:
+def test_tables_turn_once_however_often_the_search_goes_on(gloo, tmp_path: Path, turned: list[torch.Tensor]) -> None:
+    """Into axes of their own; and again to see what plain training, compressed, is worth, and to return it.
+
+    That is what comes out here: of two tables that are multiplied so few columns are left that none has its partner.
+    """
     whole = run(tmp_path / "whole")
-    steps = 0
+    assert whole.origin == search_module.COMPRESSED
+    assert len(turned) == 3
+    for moment in turned:
+        torch.testing.assert_close(moment, moment.diag().diag(), atol=1e-4, rtol=0)
+        assert bool((moment.diag().diff() < 1e-4).all())
+    turned.clear()
 
-    def count(loss: float, density: float) -> None:
-        nonlocal steps
-        steps += 1
+    def kill(record: EpochRecord, _: object, is_last: bool) -> None:
+        if is_last and record.phase == "plain":
+            raise Killed
 
-    per_epoch = whole.history[0].step
-    for stop_at in (SHORT["warm_up_epochs"] * per_epoch, SHORT["warm_up_epochs"] * per_epoch + 1):
-        events = SearchEvents(on_step=count, should_stop=lambda at=stop_at: steps >= at)
-        with pytest.raises(SearchInterrupted):
-            run(tmp_path / "broken", events, resume=steps > 0)
+    with pytest.raises(Killed):
+        run(tmp_path / "broken", SearchEvents(on_alpha=kill))
+    assert not turned
     resumed = run(tmp_path / "broken", resume=True)
-    assert len(rotations) == 2
+    assert len(turned) == 3
     assert resumed.history == whole.history
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[name], value)
+    own, others = whole.model.state_dict(), resumed.model.state_dict()
+    assert [name for name in own if not torch.equal(own[name], others[name])] == []
 
 
 def test_rows_of_tables_to_be_turned_are_never_cut(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,11 +92,13 @@ def test_rows_of_tables_to_be_turned_are_never_cut(gloo, tmp_path: Path, monkeyp
 
     def watched(*arguments, constraints, **options):
         asked.append({kind for constraint in constraints.values() for kind in constraint.sharding_types})
-        return make_sharding_plan(*arguments, constraints=constraints, **options)
+        raise Killed
 
-    make_sharding_plan = sharding_of_training.make_sharding_plan
     monkeypatch.setattr(sharding_of_training, "make_sharding_plan", watched)
-    for rotate in (True, False):
-        run(tmp_path / f"{rotate}", rotate=rotate, optimizer="rowwise_adagrad")
-    assert asked[0] == set(sharding_of_training.WHOLE_ROWS)
+    with pytest.raises(Killed):
+        run(tmp_path, optimizer="rowwise_adagrad")
+    assert asked == [set(sharding_of_training.WHOLE_ROWS)]
+    monkeypatch.setattr(search_module, "rotation_groups", lambda _: [])  # as of a model that cannot be turned
+    with pytest.raises(Killed):
+        run(tmp_path, optimizer="rowwise_adagrad")
     assert "column_wise" in asked[1]

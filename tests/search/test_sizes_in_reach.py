@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,20 +20,17 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.comparison.cells import Cell, CellTask
 from dnis_torchrec.comparison.registry import REGISTRY
 from dnis_torchrec.comparison.worker import run_cell
-from dnis_torchrec.search import search as search_module
-from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer, Pressure
+from dnis_torchrec.forms import PACKED
+from dnis_torchrec.search import started as started_module
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError, check_compresses
-from dnis_torchrec.search.column_order import ORDERS
-from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search.paper import PaperSettings, search_as_published
 from dnis_torchrec.search.pruning import drop_zeros_, prune
 from dnis_torchrec.search.search import search
-from dnis_torchrec.soft_selection.alpha import Alpha
-from tests.search.test_budget import blocks_of
+from dnis_torchrec.search.settings import SearchSettings
 from tests.search.test_pruning import simple
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")
-SHORT = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
 
 
 def named(error: ValueError) -> float:
@@ -40,37 +38,31 @@ def named(error: ValueError) -> float:
     return float(re.search(r"expected at (?:most|least) ([\d.]+)", str(error)).group(1))
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"pressure": False}, {"structure": "element"}, {"pressure": False, "structure": "element"}]
-)
-@pytest.mark.parametrize("kind", ["compression", "embedding_bytes"])
+def compression_of_search(value: float, folder: Path) -> float:
+    """What a search comes to that is asked for a compression."""
+    settings = SearchSettings(num_blocks=3, epochs=1)
+    return search(make_recipe(), value, folder, CPU, settings=settings).scheme.compression(PACKED.name)
+
+
+def compression_of_paper(value: float, folder: Path) -> float:
+    """Likewise, of the paper's search."""
+    size = Size(compression=value, form="csr_fp32")
+    settings = PaperSettings(size=size, epochs=2, num_blocks=3)
+    return search_as_published(make_recipe(), settings, folder, CPU).scheme.compression("csr_fp32")
+
+
+@pytest.mark.parametrize("found", [compression_of_search, compression_of_paper])
 def test_a_search_names_the_smallest_size_before_training_and_comes_to_it(
-    gloo, tmp_path: Path, settings: dict[str, object], kind: str, monkeypatch: pytest.MonkeyPatch
+    gloo, tmp_path: Path, found: Callable[[float, Path], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = "csr_fp32" if "structure" in settings else "mixed_dimension_fp32"
-
-    def found(value: float) -> int:
-        size = Size(**{kind: value}, form=form)
-        recipe = make_recipe()
-        return search(recipe, SearchConfig.of(recipe, size, SHORT | settings), tmp_path / "c", CPU).scheme.parameters
-
     with monkeypatch.context() as patch:
-        patch.setattr(search_module, "shard", None)  # what begins to train would fail of another error
+        patch.setattr(started_module, "shard", None)  # what begins to train would fail of another error
         with pytest.raises(SizeOutOfReachError) as caught:
-            found(5000 if kind == "compression" else 1)
+            found(5000, tmp_path)
         smallest = named(caught.value)
         with pytest.raises(SizeOutOfReachError):
-            found(smallest + 0.01 if kind == "compression" else smallest - 1)
-    assert found(smallest if kind == "compression" else int(smallest)) > 0
-
-
-def test_what_the_uncompressed_tables_take_is_the_most(gloo, tmp_path: Path) -> None:
-    recipe, size = make_recipe(), Size(embedding_bytes=1665)
-    message = "^embedding_bytes: expected at most 1664, what the uncompressed tables take, got"
-    with pytest.raises(ValueError, match=message):
-        SearchConfig.of(recipe, size)
-    with pytest.raises(ValueError, match=message):
-        search(recipe, SearchConfig(size=size), tmp_path, CPU)
+            found(smallest + 0.02, tmp_path)
+    assert found(smallest, tmp_path) >= smallest
 
 
 @given(st.integers(1, 500), st.integers(1, 3000))
@@ -82,22 +74,6 @@ def test_a_size_compresses(dense: int, value: int) -> None:
         with pytest.raises(ValueError, match=f"at most {limit}, what the uncompressed tables take, got {value}"):
             check_compresses(size, dense)
     check_compresses(Size(compression=1.01), dense)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_ramp_ends_with_a_column_where_dear_ones_score_highest(order: str) -> None:
-    """The frequent rows, of the first block, are three; of the second, which is never worth as much, there is one."""
-    blocks = blocks_of({"a": [9, 9, 9, 1, 0, 0, 0]}, {"a": 2}, strategy="explicit", boundaries=[3, 4])
-    size = Size(embedding_bytes=8 * 4 + 6)
-    alpha = Alpha(blocks.alpha_shapes)
-    ramp = AlphaOptimizer(alpha, blocks, pressure=Pressure(size=size, ramp_steps=40, order=order))
-    hits = {2: torch.ones(3, dtype=torch.bool)}
-    for step in range(60):
-        worth = torch.tensor([[-1.0, -1.0], [1.0, 1.0], [-3.0, -3.0]])
-        ramp.step({2: worth * (1 + 0.5 * (-1) ** step)}, hits)
-    assert ramp.is_released
-    assert (alpha.of(2)[1] > 0).any()
-    assert not alpha.of(2)[0].any()
 
 
 def two_tables() -> tuple[nn.Module, RowBlocks, FrequencyCounts]:

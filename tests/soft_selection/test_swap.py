@@ -217,7 +217,7 @@ def test_a_model_merged_in_the_middle_of_a_pipeline_reads_the_bags_it_is_given(g
     )
     pipeline = BilevelTrainPipeline(sharded, optimizer, torch.device("cpu"))
     batches = [Batch(torch.zeros(BATCH_SIZE, 0), features(seed), torch.zeros(BATCH_SIZE)) for seed in range(6)]
-    stream = BilevelStream(batches, batches, LevelSchedule())
+    stream = BilevelStream(batches, batches, LevelSchedule(warm_up_steps=1))
     for _ in range(4):
         pipeline.progress(stream)
     merged = merge_(sharded)

@@ -15,13 +15,11 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec import Size
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies
 from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
-from dnis_torchrec.search.alpha_optimizer import Pressure
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.soft_selection.on_shards import ShardSelection, _features_of, _table_selection, select_on_shards_
@@ -212,8 +210,9 @@ def test_training_finds_the_same_either_way(gloo: dist.ProcessGroup) -> None:
         counts = count_frequencies([batch.sparse_features for batch in recipe.data.train], tables)
         task = TrainTask(prepare_(recipe.model, blocks_from_counts(counts, tables, num_blocks=2)), recipe.loss)
         model, optimizer = shard(task, recipe, CPU, batch_size=batch_size)
-        pressure = Pressure(size=Size(compression=2), ramp_steps=20)
-        pipeline = BilevelTrainPipeline(model.train(), optimizer, CPU, alpha_learning_rate=0.05, pressure=pressure)
+        pipeline = BilevelTrainPipeline(model.train(), optimizer, CPU, alpha_averaging=0.9)
+        pipeline.alpha_optimizer.learning_rate = 0.05
+        pipeline.alpha_optimizer.retain_({8: torch.arange(8).expand_as(pipeline.alpha.of(8)) < 5})
         stream = BilevelStream(recipe.data.train, recipe.data.validation, LevelSchedule(warm_up_steps=5))
         losses.append(torch.stack([pipeline.progress(stream)[0].detach() for _ in range(40)]))
         alphas.append(pipeline.alpha.of(8).clone())

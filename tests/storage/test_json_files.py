@@ -17,7 +17,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dnis_torchrec import Size
 from dnis_torchrec.artifact import load
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
@@ -29,21 +28,21 @@ from dnis_torchrec.jobs.packaging.folder import read_package_json, write_package
 from dnis_torchrec.jobs.progress import _StopRequest
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder
-from dnis_torchrec.jobs.search_job import SearchJob, run_search
+from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.report import ReportRow, read_report_rows
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
-from dnis_torchrec.search.loop import _Values
-from dnis_torchrec.search.search import Saving, SearchInterrupted
+from dnis_torchrec.search.loop import SearchInterrupted, _Values
 from dnis_torchrec.serving.narrow_tables import NarrowTables
 from dnis_torchrec.storage.claim import Claim
 from dnis_torchrec.storage.json_files import DEEPEST, conform, parse_json
 from dnis_torchrec.training.checkpoint.manifest import Manifest
+from dnis_torchrec.training.saving import Saving
+from tests.searched_runs import quick_job
 from tests.test_architecture import sources
 from tests.tiny_artifact import write_tiny_artifact
 
 OTHERS: tuple[Any, ...] = (None, True, -1, 10**30, 0.5, "x", [None], {"x": None})
 """Values that stand where others belong; JSON has no further types."""
-SETTINGS = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
 
 
 class Point(TypedDict):
@@ -157,15 +156,10 @@ def told_by(read: Callable[[], object], forgery: str) -> str:
     return ""
 
 
-def job(out: Path, *, resume: bool = False) -> SearchJob:
-    size, saving = Size(compression=4), Saving(resume=resume)
-    return SearchJob(recipe="tests.tiny:demo", data=None, out=out, size=size, settings=SETTINGS, saving=saving)
-
-
 @pytest.fixture(scope="module")
-def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(gloo, no_images, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("forged") / "run"
-    run_search(job(out))
+    run_search(quick_job(out))
     return out
 
 
@@ -173,7 +167,7 @@ def test_forged_run_json(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """As a report and an export read it, but for pages that take long to draw."""
     forged = Path(shutil.copytree(run, tmp_path / "run"))
     document = json.loads((forged / "run.json").read_text())
-    document["configuration"] = {name: document["configuration"][name] for name in ("size", "num_blocks", "scope")}
+    document["configuration"] = {name: document["configuration"][name] for name in ("compression", "num_blocks")}
     monkeypatch.setattr(report_job, "write_report", lambda path, content, figure_folder: path)
     assert_refused_or_read(
         document,
@@ -255,13 +249,13 @@ def test_forged_cells_of_a_comparison(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def interrupted(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def interrupted(gloo, no_images, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("forged") / "interrupted"
     asked = iter(range(10**6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_StopRequest, "is_requested", lambda self: next(asked) == 12)
         with pytest.raises(SearchInterrupted):
-            run_search(job(out))
+            run_search(quick_job(out))
     return out
 
 
@@ -303,7 +297,7 @@ def test_forged_values_of_a_checkpoint(interrupted: Path, tmp_path: Path) -> Non
     with pytest.raises(
         ValueError, match=r"checkpoint .*, values, field search\.best: expected an object or null, got 1"
     ):
-        run_search(job(out, resume=True))
+        run_search(quick_job(out, saving=Saving(resume=True)))
 
 
 def test_forged_heads_of_safetensors_files(run: Path, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def start_hosts(folder: Path, *arguments: object) -> list[Started]:
 def test_hosts_put_one_run_on_storage_and_go_on_with_it(gloo, tmp_path: Path, monkeypatch) -> None:
     """Both are told to stop in the midst; what they have put there is enough to go on, and for one process to read."""
     run, stored = f"shared://{tmp_path}/run", tmp_path / "run"
-    command = ("search", "tests.tiny:demo", "--compression", 4, "--out", run, *SHORT, "--ramp-epochs", 12)
+    command = ("search", "tests.tiny:demo", "--compression", 4, "--out", run, *SHORT, "--epochs", 12)
     hosts = start_hosts(tmp_path, *command)
     deadline = time.monotonic() + 120
     while not (stored / "checkpoints" / "latest.json").is_file() and time.monotonic() < deadline:

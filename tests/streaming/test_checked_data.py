@@ -33,19 +33,16 @@ from dnis_torchrec.data.over_ranks import SPLITS, SlicedBatches, warn_of_overlap
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.data.sample_sketch import SampleSketch, share_found, share_repeated
 from dnis_torchrec.ranks import Ranks
-from dnis_torchrec.search import search as search_module
-from dnis_torchrec.search.budget import Size
-from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.search import search
 from dnis_torchrec.soft_selection.table_shards import table_configs
-from dnis_torchrec.streaming import checked_counts
+from dnis_torchrec.streaming import CountLimits, checked_counts
 from dnis_torchrec.training.evaluation import evaluate
+from tests.searched_runs import QUICK
 from tests.tiny import ROWS, Repeatable, make_batch, make_collection, make_recipe, ranked
 
 CPU = torch.device("cpu")
-SHORT = {"warm_up_epochs": 1, "ramp_epochs": 2, "release_epochs": 1}
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
-SEARCH = SearchConfig(size=Size(compression=4), num_blocks=3, **SHORT)
 
 
 def changed(batch: Batch, **parts: Any) -> Batch:
@@ -72,7 +69,7 @@ def everywhere(recipe: Recipe, change: Callable[[Batch], Batch]) -> Recipe:
 @pytest.fixture
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """What gets so far as to begin to train fails of another error."""
-    monkeypatch.setattr(search_module, "shard", None)
+    monkeypatch.setattr(started_search, "shard", None)
 
 
 def weights(value: float) -> Callable[[Batch], Batch]:
@@ -150,7 +147,7 @@ def test_bad_batches_of_any_split_are_refused_before_training(
     recipe = with_split(make_recipe(), name, change, last_only=True)
     index = len(getattr(recipe.data, name).batches) - 1
     with pytest.raises(ValueError, match=f"^{name} batch {index}{message}"):
-        search(recipe, SEARCH, tmp_path, CPU)
+        search(recipe, 4.0, tmp_path, CPU, settings=QUICK)
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
@@ -227,7 +224,7 @@ def test_ids_of_any_width_are_searched_and_evaluated_alike(gloo, tmp_path: Path,
     for recipe in (make_recipe(), everywhere(make_recipe(), narrow(dtype))):
         folder = tmp_path / str(len(results))
         torch.manual_seed(0)
-        outcome = search(recipe, SEARCH, folder, CPU)
+        outcome = search(recipe, 4.0, folder, CPU, settings=QUICK)
         metrics = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU)
         results.append((metrics, outcome.history, outcome.scheme.parameters))
     assert results[0] == results[1]
@@ -275,7 +272,7 @@ def test_labels_and_weights_of_other_precisions_are_taken(gloo, tmp_path: Path, 
 
         torch.manual_seed(0)
         recipe = everywhere(dataclasses.replace(make_recipe(), model=Weighted()), change)
-        outcome = search(recipe, SEARCH, tmp_path / str(of_data), CPU)
+        outcome = search(recipe, 4.0, tmp_path / str(of_data), CPU, settings=QUICK)
         results.append(
             (outcome.history, evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, CPU))
         )
@@ -298,26 +295,6 @@ def test_what_lookups_take_is_left_as_it_is(dtype: torch.dtype, is_weighted: boo
 
 
 # Blocks
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "scope", "most"),
-    [(53, "global", 52), (10**9, "global", 52), (41, "table", 40), (10**9, "table", 40)],
-)
-def test_more_blocks_than_rows_are_refused_before_counting(
-    gloo, tmp_path: Path, num_blocks: int, scope: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, size = make_recipe(), Size(compression=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(search_module, "read_before_training", None)
-        config = SearchConfig.of(recipe, size, {"num_blocks": num_blocks, "scope": scope})
-        message = (
-            rf"^num_blocks: expected at most {most} blocks for the rows of these tables, got {num_blocks}; take fewer"
-        )
-        with pytest.raises(ValueError, match=message):
-            search(recipe, config, tmp_path, CPU)
-    fits = SearchConfig.of(recipe, size, {"num_blocks": most, "scope": scope, "strategy": "equal_mass"} | SHORT)
-    assert search(recipe, fits, tmp_path, CPU).scheme.parameters > 0
 
 
 def test_no_more_blocks_are_cut_than_can_be_numbered() -> None:
@@ -484,7 +461,7 @@ def test_a_search_warns_of_it_once(gloo, loss: nn.Module, warned: int, caplog: p
     recipe = deepfm(loss)
     tables = table_configs(recipe.model)
     with caplog.at_level(logging.WARNING):
-        checked_counts.read_before_training(recipe, tables, Ranks(), search_module.CountLimits())
+        checked_counts.read_before_training(recipe, tables, Ranks(), CountLimits())
     messages = [record.getMessage() for record in caplog.records]
     assert (
         sum("the model ends in a sigmoid, and BCEWithLogitsLoss applies another" in text for text in messages) == warned

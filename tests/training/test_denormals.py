@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec import Size
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.search.config import SearchConfig
 from dnis_torchrec.search.search import search
+from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.denormals import flushing_denormals, is_flushing
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.process_group import process_group
@@ -86,11 +85,9 @@ def test_plain_training_flushes(watched: tuple[Recipe, Watched], tmp_path: Path)
 
 def test_a_search_flushes(watched: tuple[Recipe, Watched], tmp_path: Path) -> None:
     recipe, batches = watched
-    epochs = {"warm_up_epochs": 1, "ramp_epochs": 1, "release_epochs": 1}
-    config = SearchConfig.of(recipe, Size(compression=2), epochs)
     with process_group() as device:
         torch.set_flush_denormal(False)
-        search(recipe, config, tmp_path, device)
+        search(recipe, 10, tmp_path, device, settings=SearchSettings(num_blocks=3, epochs=1))
         assert not is_flushing()
     assert batches.seen[-3:] == [True] * 3
 

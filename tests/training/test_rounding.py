@@ -27,6 +27,7 @@ from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.packed_table import pack_rows, split_blocks
 from dnis_torchrec.soft_selection.swap import prepare_, unshard_
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.plain import train_plainly
@@ -43,6 +44,7 @@ from tests.rounded_tables import (
     tables_of,
     without_codes,
 )
+from tests.small_models import kernels_of, shard_as
 from tests.tiny import make_recipe
 
 CPU = torch.device("cpu")
@@ -207,6 +209,25 @@ def test_other_codes_round_the_same_latent_weights() -> None:
     before = tables_of(model)
     held.after_step_()
     assert all(weight.equal(before[name]) for name, weight in tables_of(model).items())
+
+
+def test_tables_stay_as_they_are_rounded_once_nothing_is_rounded_any_more() -> None:
+    """And nobody notes what is looked up, for no step will round it."""
+    scheme = scheme_of(configs(), ROUTINGS)
+    sharded = shard_as(collection(), "table_wise")
+    held = RoundedTables(sharded, scheme)
+    before, kernels = tables_of(sharded), kernels_of(sharded)
+    assert all(kernel.emb_module._forward_pre_hooks for kernel in kernels)
+    held.stop_()
+    assert not any(kernel.emb_module._forward_pre_hooks for kernel in kernels)
+    assert all(weight.equal(before[name]) for name, weight in tables_of(sharded).items())
+    assert_holds(sharded, held.scheme, before)
+    for module in collections(sharded).values():
+        for own in local_shards(module):
+            own.weight.add_(0.25)
+    moved = tables_of(sharded)
+    held.after_step_()
+    assert all(weight.equal(moved[name]) for name, weight in tables_of(sharded).items())
 
 
 def test_scales_are_fitted_to_latent_weights_again() -> None:

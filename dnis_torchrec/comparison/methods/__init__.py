@@ -2,7 +2,19 @@
 
 from collections.abc import Mapping
 
-from dnis_torchrec.comparison.methods import dnis, low_rank, magnitude, mde, nis, random_search, uniform
+from dnis_torchrec.comparison.methods import (
+    compressed,
+    dnis,
+    int4_aware,
+    low_rank,
+    magnitude,
+    mde,
+    nis,
+    pep,
+    random_search,
+    shared_rows,
+    uniform,
+)
 from dnis_torchrec.comparison.methods.method import (
     Method,
     MethodResult,
@@ -19,6 +31,11 @@ METHODS: Mapping[str, Method] = {
     "uniform": uniform.uniform,
     "uniform-grid": uniform.uniform_grid,
     "low-rank": low_rank.low_rank,
+    "int4-qat": int4_aware.int4_aware,
+    "hash": shared_rows.hashed,
+    "qr": shared_rows.quotient_remainder,
+    "pep": pep.pep,
+    "compress": compressed.compressed,
     "random": random_search.random_search,
     "mde": mde.mde,
     "magnitude": magnitude.magnitude,
@@ -28,8 +45,6 @@ METHODS: Mapping[str, Method] = {
     "dnis-paper": dnis.dnis_paper,
     "dnis-unrolled": dnis.dnis_unrolled,
     "dnis": dnis.dnis,
-    "dnis-tuned": dnis.dnis_tuned,
-    "dnis-retrained": dnis.dnis_retrained,
 }
 """Every method of a comparison by its name."""
 

@@ -50,7 +50,8 @@ def best_of(task: MethodTask, trials: Mapping[str, Callable[[], Trial]]) -> Meth
         SizeNotMetError: if none is within the size, or one of them cannot be.
         HelpIsOverError: in a process that helps, when there is nothing left to train.
     """
-    shared, num_bytes = SharedTrials(task.folder, list(trials)), task.embedding_bytes()
+    names = [f"{task.precision}: {name}" for name in trials]
+    shared, num_bytes = SharedTrials(task.folder, names), task.embedding_bytes()
     makers = list(trials.values())
     if task.helps:
         # The one that leads has ended, and the folder is gone; or it will find by itself that a size cannot be met.

@@ -6,33 +6,33 @@ dimensions, and no gradient chooses them.
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import cast
 
-import torch
 from torch import nn
 
 from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
 from dnis_torchrec.checks import describe
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, NotApplicableError
+from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, NotApplicableError, served_in
 from dnis_torchrec.comparison.methods.trained_scheme import row_blocks, uniform_scheme_
-from dnis_torchrec.comparison.methods.uniform import rounded_up_dim, table_widths
+from dnis_torchrec.comparison.methods.uniform import largest_dim, table_widths, uniform_candidate
 from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.soft_selection.swap import unshard_
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask
-from dnis_torchrec.training.sharded import rest_optimizer, shard
+from dnis_torchrec.training.sharded import shard
 
 
+@served_in(*PRECISIONS)
 def low_rank(task: MethodTask) -> MethodResult:
     """Cuts the uncompressed model's rotated tables to one embedding_dim, and trains on as long as that helps.
 
-    The cut itself is the best approximation of that rank, see `rotation`; the embedding_dim is that of `uniform`, so
-    rounded up, and the form is the same.
+    The cut itself is the best approximation of that rank, see `rotation`; the embedding_dim is chosen as that of
+    `uniform`, and rows are rounded to the task's precision when they are served.
 
     Args:
-        task: recipe and size.
+        task: recipe, size and precision.
 
     Raises:
         NotApplicableError: if the model has tables that may not be rotated, whose first columns are not the ones that
@@ -41,36 +41,38 @@ def low_rank(task: MethodTask) -> MethodResult:
     """
     recipe = task.build(None)
     _check_all_rotate(recipe.model)
-    widths = table_widths(task.build(rounded_up_dim(task, "low-rank")).model)
+    tables = task.tables(largest_dim(task, "low-rank", is_cut=True))
     counts, _ = row_blocks(task)
-    torch.manual_seed(task.seed)
+    dense = uniform_candidate(task, None).train(task)
     started = time.monotonic()
-    whole = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
+    rotate_(dense.model, counts)
+    scheme = uniform_scheme_(dense.model, {table.name: table.embedding_dim for table in tables})
+    whole = TrainTask(dense.model, recipe.loss, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(whole, recipe, task.device)
-    train = functools.partial(
-        train_plainly,
+    trained = train_plainly(
+        model,
+        optimizer,
         recipe=recipe,
         device=task.device,
         max_epochs=task.max_epochs,
         patience=task.patience,
         folder=task.folder,
+        held=RetainedMask(model),
+        starts_trained=True,
     )
-    train(model, optimizer)
-    rotate_(model, counts, rest_optimizer(model, recipe))
-    plain = cast(TrainTask, unshard_(model))
-    scheme = uniform_scheme_(plain.model, widths)
-    model, optimizer = shard(plain, recipe, task.device)
-    trained = train(model, optimizer, held=RetainedMask(model), starts_trained=True)
     tuned = cast(TrainTask, unshard_(model))
-    seconds = time.monotonic() - started
+    seconds = dense.seconds + time.monotonic() - started
     return MethodResult(
         model=tuned.model,
         scheme=scheme,
-        form="mixed_dimension_fp32",
+        form=f"mixed_dimension_{task.precision}",
         selection_loss=trained.selection_loss,
         seconds=seconds,
         seconds_of_trials=seconds,
-        settings={"embedding_dim": max(widths.values()), "trained_on": str(trained.best_epoch >= 0)},
+        settings={
+            "embedding_dim": max(table.embedding_dim for table in tables),
+            "trained_on": str(trained.best_epoch >= 0),
+        },
     )
 
 

@@ -9,8 +9,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
-from dnis_torchrec.comparison.methods.trained_scheme import columns_of_dims, prune_to_columns_, row_blocks
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
+from dnis_torchrec.comparison.methods.trained_scheme import Candidate, columns_of_dims, prune_to_columns_, row_blocks
 from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
@@ -26,41 +27,34 @@ from dnis_torchrec.training.plain import PlainTraining, train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import rest_optimizer, shard
 
-FORM = "csr_fp32"
-"""The form in which single values are served."""
+ELEMENT_PRECISIONS = ("fp32", "fp16", "int8")
+"""Precisions in which single values are served: those of the compressed sparse rows."""
 NUM_STAGES = 5
 """Number of prunings of the iterative method; each drops the same share of the values that are left."""
 
 
 class MagnitudePruning:
-    """One dense training to its best state, then prunings with masked fine-tuning, each from where the last one ended.
+    """Prunings of a trained model with masked fine-tuning, each from where the last one ended.
 
     Single values are pruned over all tables together, by magnitude.
 
     Args:
-        recipe: built with its full embedding_dim; its model is trained in place.
+        model: plain, in its best state; trained in place.
+        recipe: its data and settings.
         device: where to train.
         folder: existing folder for checkpoints.
-        rules: how long to train, and to fine-tune.
-        holds_zeros: values of the tables that start at zero stay zero in the dense training too.
+        rules: how long to fine-tune.
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        device: torch.device,
-        folder: Path,
-        rules: TrainingRules,
-        holds_zeros: bool = False,
+        self, model: nn.Module, recipe: Recipe, *, device: torch.device, folder: Path, rules: TrainingRules
     ) -> None:
         self._recipe, self._device = recipe, device
         self._rules, self._folder = rules, folder
-        self._model, _ = shard(TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2), recipe, device)
+        self._model, _ = shard(TrainTask(model, recipe.loss, embedding_l2=recipe.embedding_l2), recipe, device)
         self._shards = [
             table_shard for module in collections(self._model).values() for table_shard in local_shards(module)
         ]
-        self._train(RetainedMask(self._model) if holds_zeros else None, starts_trained=False)
 
     def prune_(self, num_keep: int) -> PlainTraining:
         """Prunes the model from the state that it is in, and trains what is left on; the best state may be the first.
@@ -70,13 +64,6 @@ class MagnitudePruning:
         """
         with writing_to_tables(self._model):
             keep_largest_(self._shards, num_keep)
-        return self._train(RetainedMask(self._model), starts_trained=True)
-
-    def unshard_(self) -> nn.Module:
-        """The plain model in its present state; the last call to make."""
-        return cast(TrainTask, unshard_(self._model)).model
-
-    def _train(self, mask: RetainedMask | None, *, starts_trained: bool) -> PlainTraining:
         return train_plainly(
             self._model,
             rest_optimizer(self._model, self._recipe),
@@ -85,11 +72,16 @@ class MagnitudePruning:
             max_epochs=self._rules.max_epochs,
             patience=self._rules.patience,
             folder=self._folder,
-            held=mask,
-            starts_trained=starts_trained,
+            held=RetainedMask(self._model),
+            starts_trained=True,
         )
 
+    def unshard_(self) -> nn.Module:
+        """The plain model in its present state; the last call to make."""
+        return cast(TrainTask, unshard_(self._model)).model
 
+
+@served_in(*ELEMENT_PRECISIONS)
 def magnitude(task: MethodTask) -> MethodResult:
     """One-shot: train densely, keep the largest values that the budget pays for in CSR form, train these on.
 
@@ -108,6 +100,7 @@ def magnitude(task: MethodTask) -> MethodResult:
     return _pruned_in_stages(task, 1)
 
 
+@served_in(*ELEMENT_PRECISIONS)
 def magnitude_iterative(task: MethodTask) -> MethodResult:
     """Iterative: prune a share, train what is left to its best epoch, and again, down to the budget in five stages.
 
@@ -142,33 +135,46 @@ def stage_sizes(num_all: int, num_keep: int, num_stages: int) -> list[int]:
 def _pruned_in_stages(task: MethodTask, num_stages: int) -> MethodResult:
     recipe = task.build(None)
     counts, blocks = row_blocks(task)
-    try:
-        num_keep = num_elements(Size(embedding_bytes=task.embedding_bytes(), form=FORM), blocks)
-    except SizeOutOfReachError as error:
-        raise SizeNotMetError(str(error)) from error
-    started = time.monotonic()
+    num_keep = affordable_elements(task, blocks)
     dims = blocks.embedding_dims
     every_column = {table: torch.full((blocks.routings[table].num_blocks,), dim) for table, dim in dims.items()}
     seen = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, every_column))
-    torch.manual_seed(task.seed)
-    pruning = MagnitudePruning(
-        recipe,
-        device=task.device,
-        folder=task.folder,
-        rules=task,
-        holds_zeros=seen.parameters < seen.dense_parameters,
-    )
     num_keep = min(num_keep, seen.parameters)
+    dense = Candidate(recipe=recipe, scheme=seen, is_shared=True).train(task)
+    started = time.monotonic()
+    torch.manual_seed(task.seed)
+    pruning = MagnitudePruning(dense.model, recipe, device=task.device, folder=task.folder, rules=task)
     trained = [pruning.prune_(size) for size in stage_sizes(seen.parameters, num_keep, num_stages)][-1]
     model = pruning.unshard_()
     scheme = prune(model, blocks, counts, threshold=0.0, structure="element")
-    seconds = time.monotonic() - started
+    seconds = dense.seconds + time.monotonic() - started
     return MethodResult(
         model=model,
         scheme=scheme,
-        form=FORM,
+        form=element_form(task),
         selection_loss=trained.selection_loss,
         seconds=seconds,
         seconds_of_trials=seconds,
         settings={"stages": num_stages},
     )
+
+
+def element_form(task: MethodTask) -> str:
+    """The form in which single values are served in a task's precision."""
+    return f"csr_{task.precision}"
+
+
+def affordable_elements(task: MethodTask, blocks: RowBlocks) -> int:
+    """Single values that a task's bytes pay for in its precision.
+
+    Args:
+        task: how large.
+        blocks: of its tables.
+
+    Raises:
+        SizeNotMetError: if row pointers and one value take more.
+    """
+    try:
+        return num_elements(Size(embedding_bytes=task.embedding_bytes(), form=element_form(task)), blocks)
+    except SizeOutOfReachError as error:
+        raise SizeNotMetError(str(error)) from error

@@ -22,16 +22,18 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.best_trial import best_of
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
 from dnis_torchrec.comparison.methods.projected import ProjectedDims, project_
 from dnis_torchrec.comparison.methods.trained_scheme import (
     Candidate,
-    byte_budget,
     columns_of_dims,
+    dims_bytes,
+    largest_within,
     prune_to_columns_,
     row_blocks,
 )
-from dnis_torchrec.comparison.methods.uniform import smallest_dim, table_widths, trainable_dim
+from dnis_torchrec.comparison.methods.uniform import smallest_dim, trainable_dim
+from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.search.budget import Budget
 
 ROUNDINGS = ("integer", "power of two")
@@ -111,14 +113,15 @@ class MdeDims(ProjectedDims):
         return sum(4 * d * dim for d, dim in self.projection_shapes().values())
 
 
+@served_in(*PRECISIONS)
 def mde(task: MethodTask) -> MethodResult:
     """The best, on the selection split, of 16 settings: temperature .1 to .8, dims rounded both ways.
 
     Blocks are those of a search of the same recipe, of scope ``"global"``: dims follow popularity, whichever table a
-    row is of. For every setting, lambda, and with it the base dimension, is the largest whose bytes, projections
-    included, are within the budget (`solve`). A setting that comes to the same dims as one before is not trained again
-    and is no trial; a smaller `MethodTask.trials` takes as many from the front of `MDE_SETTINGS`. Projections
-    learn at the tables' rate.
+    row is of. For every setting, lambda, and with it the base dimension, is the largest whose bytes are within the
+    budget (`solve`), projections included, which are float32. A setting that comes to the same dims as one before is
+    not trained again and is no trial; a smaller `MethodTask.trials` takes as many from the front of `MDE_SETTINGS`.
+    Projections learn at the tables' rate.
 
     NOTE[DIFF]: the tables keep the recipe's own initial weights (the paper's are Xavier; projections are), so that all
     methods start alike; a block spans tables, and its tables share one projection, which costs fewer bytes.
@@ -130,16 +133,19 @@ def mde(task: MethodTask) -> MethodResult:
         SizeNotMetError: if one dimension for every block is more than the budget; before training.
     """
     counts, blocks = row_blocks(task, scope="global")
-    budget = byte_budget(task, blocks)
     largest = smallest_dim(task, task.dense_bytes())
 
     @functools.cache
     def widths(embedding_dim: int) -> dict[str, int]:
-        return table_widths(task.build(embedding_dim).model)
+        return {table.name: table.embedding_dim for table in task.tables(embedding_dim)}
+
+    def num_bytes(plan: MdeDims) -> int:
+        return dims_bytes(plan.blocks, plan.dims, task.precision) + plan.projection_bytes()
 
     distinct: dict[str, MdeDims] = {}
     for setting in MDE_SETTINGS[: task.trials]:
-        plan = solve(setting, blocks, budget, largest, widths)
+        solved = functools.partial(solve, setting, blocks, largest_dim=largest, widths=widths)
+        plan = largest_within(task, blocks, solved, num_bytes)
         distinct.setdefault(str([plan.base_dim, *(dims.tolist() for dims in plan.dims.values())]), plan)
     return best_of(task, {name: functools.partial(_candidate, task, plan, counts) for name, plan in distinct.items()})
 
@@ -224,6 +230,7 @@ def _candidate(task: MethodTask, plan: MdeDims, counts: FrequencyCounts) -> Cand
         # Projections are part of the embeddings: a network that overfits, and learns slowly for that, is not for them.
         recipe=replace(recipe, row_weights=(*recipe.row_weights, *projections)),
         scheme=prune_to_columns_(recipe.model, plan.blocks, counts, columns_of_dims(plan.blocks, plan.dims)),
+        form=f"mixed_dimension_{task.precision}",
         embedding_dim=plan.base_dim,
         extra_bytes=plan.projection_bytes(),
         settings={

@@ -2,27 +2,35 @@
 
 A method is a function ``f(task: MethodTask) -> MethodResult``. It may train as often as it likes, on ``train`` and
 (alpha or a controller only) ``validation``, and chooses on ``selection``; of ``test`` it may read how long bags are,
-and nothing else.
+and nothing else. Its tables are served in the precision of the task; who asks for several takes the best of them, see
+`dnis_torchrec.comparison.methods.precisions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.checks import check
+from dnis_torchrec.artifact.predictions import serve
+from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.forms import form_named
+from dnis_torchrec.forms import CODES, PRECISIONS, form_named
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.soft_selection.table_shards import dense_parameters
+from dnis_torchrec.soft_selection.swap import replace_
+from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters, local_shards, table_configs
 from dnis_torchrec.training.evaluation import evaluate
+
+STEP_SHARE = 0.02
+"""Bytes of a result are equal to those asked for if they are above them by no more than this share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +44,17 @@ class MethodTask(TrainingRules):
             None where it does not. See `for_search`.
         compression: bytes of the uncompressed float32 tables over bytes wanted, above 1; 1 for no compression.
             A result's bytes, in its own form and with index bytes, come to at most the budget of `embedding_bytes`;
-            only `uniform` and `low-rank` are rounded up to the next embedding_dim.
+            those of methods that choose an embedding_dim may be above it by `STEP_SHARE`.
+        precision: what values are stored in, one of `dnis_torchrec.forms.PRECISIONS`. The bytes of the result are those
+            of this precision: a method may retain more of tables whose values take fewer bits.
         seed: of everything random.
         device: where to train.
         folder: existing, empty folder for checkpoints.
         processes: how many processes may train trials of this task at a time, this one counted; they share its threads.
         helps: whether another process leads, and this one only trains some of its trials, in the same folder.
+        trained: folder of plain trainings that cells of this seed, and of the same training data, share; None where
+            nothing is shared. See `dnis_torchrec.comparison.methods.trained_once`.
+        tables_of_dims: what `tables` knows already.
     """
 
     build: Callable[[int | None], Recipe]
@@ -49,18 +62,35 @@ class MethodTask(TrainingRules):
     seed: int
     device: torch.device
     folder: Path
+    precision: str = "fp32"
     processes: int = 1
     helps: bool = False
     build_for_search: Callable[[int | None], Recipe] | None = None
+    trained: Path | None = None
+    tables_of_dims: dict[int | None, list[EmbeddingBagConfig]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.compression >= 1, "compression", "a number >= 1", self.compression)
         check(self.processes >= 1, "processes", "at least 1", self.processes)
+        check_known("precision", self.precision, (*PRECISIONS, CODES.name))
+
+    def tables(self, embedding_dim: int | None = None) -> list[EmbeddingBagConfig]:
+        """The tables of the recipe at an embedding_dim; the recipe is built once for each.
+
+        Args:
+            embedding_dim: None for the recipe's own.
+
+        Raises:
+            ValueError: if two tables have one name.
+        """
+        if embedding_dim not in self.tables_of_dims:
+            self.tables_of_dims[embedding_dim] = table_configs(self.build(embedding_dim).model)
+        return self.tables_of_dims[embedding_dim]
 
     def dense_bytes(self) -> int:
         """Bytes of the uncompressed float32 tables: the sum of 4 N D."""
-        return 4 * dense_parameters(self.build(None).model)
+        return sum(4 * table.num_embeddings * table.embedding_dim for table in self.tables())
 
     def embedding_bytes(self) -> int:
         """Bytes that the compressed tables may take."""
@@ -107,11 +137,52 @@ class MethodResult:
         """Bytes of the tables as they are served in `form`, everything beside them counted."""
         return self.scheme.served_bytes(self.form) + self.extra_bytes
 
+    @property
+    def precision(self) -> str:
+        """What values are stored in."""
+        return form_named(self.form).precision.name
+
+    @contextmanager
+    def served(self, device: torch.device) -> Iterator[nn.Module]:
+        """The model as it is served, for the block: in place of its collections what an artifact in `form` would load.
+
+        A model of which nothing is retained stays as it is.
+
+        Args:
+            device: where to serve; the model goes there, too.
+        """
+        model, own = self.model.to(device), collections(self.model)
+        served = {}
+        for fqn, collection in own.items() if self.scheme.parameters else ():
+            tables = {name: table for name, table in self.scheme.tables.items() if table.collection == fqn}
+            weights = {shard.table: shard.weight.detach().cpu() for shard in local_shards(collection)}
+            served[fqn] = serve(MixedDimensionScheme(tables), weights, self.form, device=device)
+        with collections_in_place(model, served):
+            yield model
+
+
+@contextmanager
+def collections_in_place(model: nn.Module, served: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    """A model with other collections in place of its own, for the block.
+
+    Args:
+        model: it has its own again afterwards.
+        served: FQN of a collection -> what takes its place.
+    """
+    own = collections(model)
+    try:
+        for fqn, module in served.items():
+            replace_(model, own[fqn], module)
+        yield model
+    finally:
+        for fqn, module in served.items():
+            replace_(model, module, own[fqn])
+
 
 def result_row(
     name: str, made: MethodResult, recipe: Recipe, test: Iterable[Batch], *, seed: int, device: torch.device
 ) -> ReportRow:
-    """Builds the row of a method's result: its size, and the metrics of one evaluation.
+    """Builds the row of a method's result: its size, and the metrics of one evaluation of the model as it is served.
 
     Args:
         name: name of the row.
@@ -123,13 +194,15 @@ def result_row(
     """
     # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
     uncompressed = dense_parameters(recipe.model)
+    with made.served(device) as model:
+        metrics = evaluate(TrainTask(model, recipe.loss), test, recipe.loss, device)
     return ReportRow(
         method=name,
         compression=4 * uncompressed / max(1, made.embedding_bytes()),
         parameters=made.scheme.parameters,
         dense_parameters=uncompressed,
-        bytes=made.scheme.exact_bytes(),
-        metrics=evaluate(TrainTask(made.model.to(device), recipe.loss), test, recipe.loss, device),
+        bytes=made.scheme.exact_bytes() | {made.form: made.scheme.served_bytes(made.form)},
+        metrics=metrics,
         seed=seed,
         seconds=made.seconds,
     )
@@ -149,7 +222,7 @@ class HelpIsOverError(RuntimeError):
 
 Method = Callable[[MethodTask], MethodResult]
 
-_LEARNS = "learns_on_validation"
+_LEARNS, _PRECISIONS = "learns_on_validation", "precisions"
 
 
 def learns_on_validation(method: Method) -> Method:
@@ -171,3 +244,34 @@ def learns_on_validation(method: Method) -> Method:
 def needs_validation(method: Method) -> bool:
     """Returns whether a method is marked by `learns_on_validation`, so that the split cannot be training data too."""
     return getattr(method, _LEARNS, False)
+
+
+def served_in(*precisions: str) -> Callable[[Method], Method]:
+    """Marks a method by the precisions in which it can serve tables; one without a mark serves float32 alone.
+
+    Args:
+        precisions: of `dnis_torchrec.forms.PRECISIONS`, or ``"codes"`` for a method that allocates bits by itself.
+
+    Example:
+        >>> @served_in("fp32", "int8")
+        ... def mine(task: MethodTask) -> MethodResult: ...
+        >>> precisions_of(mine, ["int8", "int4"]), precisions_of(lambda task: mine(task), ["int8", "int4"])
+        (('int8',), ('fp32',))
+    """
+
+    def mark(method: Method) -> Method:
+        setattr(method, _PRECISIONS, precisions)
+        return method
+
+    return mark
+
+
+def precisions_of(method: Method, asked: Sequence[str]) -> tuple[str, ...]:
+    """The precisions that a method is run in: those asked for that it can serve, or its own where it can serve none.
+
+    Args:
+        method: of a registry.
+        asked: names of precisions, at least one.
+    """
+    own: tuple[str, ...] = getattr(method, _PRECISIONS, ("fp32",))
+    return tuple(precision for precision in asked if precision in own) or own

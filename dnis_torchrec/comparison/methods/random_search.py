@@ -15,19 +15,22 @@ from torch import Tensor
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.best_trial import best_of
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
 from dnis_torchrec.comparison.methods.trained_scheme import (
     Candidate,
-    byte_budget,
     columns_of_dims,
+    dims_bytes,
+    largest_within,
     prune_to_columns_,
     row_blocks,
 )
+from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.search.budget import Budget
 
 NUM_TRIALS = 16
 
 
+@served_in(*PRECISIONS)
 def random_search(task: MethodTask) -> MethodResult:
     """The best, on the selection split, of 16 (or `MethodTask.trials`) random sequences within the budget.
 
@@ -41,18 +44,29 @@ def random_search(task: MethodTask) -> MethodResult:
         SizeNotMetError: if the budget does not pay for one dimension of the most frequent block; before training.
     """
     counts, blocks = row_blocks(task)
-    budget = byte_budget(task, blocks)
     generator = torch.Generator().manual_seed(task.seed)
-    drawn = [random_dims(blocks, budget, generator) for _ in range(task.trials or NUM_TRIALS)]
+    drawn = [_drawn(task, blocks, generator) for _ in range(task.trials or NUM_TRIALS)]
     distinct = {str([dims.tolist() for dims in sequence.values()]): sequence for sequence in drawn}
 
     def candidate(sequence: dict[str, Tensor]) -> Candidate:
         recipe = task.build(None)
         scheme = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, sequence))
         settings = {f"dims of {table}": " ".join(map(str, dims.tolist())) for table, dims in sequence.items()}
-        return Candidate(recipe=recipe, scheme=scheme, settings=settings)
+        return Candidate(recipe=recipe, scheme=scheme, form=f"mixed_dimension_{task.precision}", settings=settings)
 
     return best_of(task, {name: partial(candidate, sequence) for name, sequence in distinct.items()})
+
+
+def _drawn(task: MethodTask, blocks: RowBlocks, generator: torch.Generator) -> dict[str, Tensor]:
+    """A sequence of the next random heights, as high as the bytes allow."""
+    state = generator.get_state()
+
+    def of_the_same_heights(budget: Budget) -> dict[str, Tensor]:
+        generator.set_state(state)
+        return random_dims(blocks, budget, generator)
+
+    num_bytes = partial(dims_bytes, blocks, precision=task.precision)
+    return largest_within(task, blocks, of_the_same_heights, num_bytes)
 
 
 def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -> dict[str, Tensor]:
@@ -85,7 +99,7 @@ def random_dims(blocks: RowBlocks, budget: Budget, generator: torch.Generator) -
         >>> int(random_dims(blocks, budget, torch.Generator().manual_seed(0))["t"].sum())
         8
     """
-    costs = budget.cost_per_alpha_row(blocks)
+    costs = {dim: blocks.per_alpha_row(dim, budget.column_costs) for dim in blocks.alpha_shapes}
     reached, prices = {}, {}  # the factor at which each dimension of each block is reached, and its cost; both (A, D)
     for dim, cost in costs.items():
         heights = 1 - torch.rand(len(cost), generator=generator, dtype=torch.float64)

@@ -11,28 +11,34 @@ Shapes: N rows of a table, D embedding_dim, S blocks.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies, longest_bags
 from dnis_torchrec.blocks.row_routing import RowRouting
-from dnis_torchrec.checks import check_known
+from dnis_torchrec.checks import check_known, describe
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.comparison.methods.shared_trials import FinishedTrial
+from dnis_torchrec.comparison.methods.trained_once import Trained, trained_once
 from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.forms import form_named
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError
 from dnis_torchrec.search.pruning import drop_zeros_
+from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
 from dnis_torchrec.soft_selection.swap import unshard_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.training.checkpoint import load_checkpoint
@@ -40,16 +46,19 @@ from dnis_torchrec.training.plain import BEST_STATE, PlainTraining, train_plainl
 from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import shard
 
+_HALVINGS = 24
+"""Steps of a bisection: the amount is exact to 6e-8 of all bytes."""
 
-def row_blocks(task: MethodTask, *, scope: str | None = None) -> tuple[FrequencyCounts, RowBlocks]:
-    """Training counts of a task's tables, and the blocks that a search of the same recipe makes of them.
+
+def row_blocks(task: MethodTask, *, scope: str = "global") -> tuple[FrequencyCounts, RowBlocks]:
+    """Training counts of a task's tables, and their blocks: `NUM_BLOCKS` as a search has.
 
     Of the other splits the lengths of bags are read: a feature that holds several ids there alone is a multi-hot one
     from the start, as in a search.
 
     Args:
         task: whose recipe, at its own embedding_dim, is counted.
-        scope: of the blocks, see `blocks_from_counts`; the recipe's own if not given.
+        scope: of the blocks, see `blocks_from_counts`.
     """
     recipe = task.build(None)
     tables = table_configs(recipe.model)
@@ -59,7 +68,7 @@ def row_blocks(task: MethodTask, *, scope: str | None = None) -> tuple[Frequency
         for number, batch in enumerate(all_samples(getattr(recipe.data, name))):
             longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {number}"))
     counts = replace(counts, max_bag_lengths={feature: longest[feature] for feature in counts.max_bag_lengths})
-    return counts, blocks_from_counts(counts, tables, num_blocks=recipe.num_blocks, scope=scope or recipe.scope)
+    return counts, blocks_from_counts(counts, tables, num_blocks=NUM_BLOCKS, scope=scope)
 
 
 def byte_budget(task: MethodTask, blocks: RowBlocks) -> Budget:
@@ -76,6 +85,79 @@ def byte_budget(task: MethodTask, blocks: RowBlocks) -> Budget:
         return Budget.of(Size(embedding_bytes=task.embedding_bytes()), blocks)
     except SizeOutOfReachError as error:
         raise SizeNotMetError(str(error)) from error
+
+
+def dims_bytes(blocks: RowBlocks, dims: Mapping[str, Tensor], precision: str) -> int:
+    """Bytes of the mixed-dimension form of tables whose seen rows keep so many dims, row routing counted.
+
+    Args:
+        blocks: tables, their D and their seen rows.
+        dims: table -> ``(S,)`` integers in 0..D.
+        precision: what values are stored in.
+
+    Example:
+        >>> table = {"t": torch.tensor([1])}
+        >>> routing = RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3]))
+        >>> blocks = RowBlocks("global", "explicit", {"t": routing}, {"t": 4}, {}, table, {"t": torch.tensor([1, 2])})
+        >>> [dims_bytes(blocks, {"t": torch.tensor([4, 2])}, precision) for precision in ("fp32", "int8")]
+        [68, 56]
+    """
+    form = form_named(f"mixed_dimension_{precision}")
+    stored, num_bytes = form.precision, 0
+    for table, routing in blocks.routings.items():
+        num_bytes += form.fixed_bytes(routing, blocks.embedding_dims[table])
+        for rows, dim in zip(blocks.seen_rows[table].tolist(), dims[table].tolist(), strict=True):
+            if rows and dim:
+                num_bytes += rows * stored.row_bytes(stored.stored_width(dim)) + 2 * dim
+    return num_bytes
+
+
+_Choice = TypeVar("_Choice")
+
+
+def largest_within(
+    task: MethodTask,
+    blocks: RowBlocks,
+    choose: Callable[[Budget], _Choice],
+    num_bytes: Callable[[_Choice], int],
+) -> _Choice:
+    """The choice of a method that spends bytes column by column, at a task's bytes in its precision.
+
+    Columns of float32 have a price each. Rows of int8 and int4 have not: scale and bias of a row are paid once, and
+    columns come in twos and fours. So the method spends float32 bytes, and gets the most of them whose choice comes to
+    the bytes of the task when it is served, found by bisection.
+
+    Args:
+        task: how large, and in which precision.
+        blocks: of its tables.
+        choose: budget of float32 columns -> choice, which grows with the budget.
+        num_bytes: served bytes of a choice.
+
+    Raises:
+        SizeNotMetError: if the task's bytes pay for no choice.
+    """
+    budget = byte_budget(task, blocks)
+    if task.precision == "fp32":
+        return choose(budget)
+    best: _Choice | None = None
+    columns = [(costs, blocks.embedding_dims[table]) for table, costs in budget.column_costs.items()]
+    low, high = 0.0, 2 * sum(float(costs.sum()) * dim for costs, dim in columns)
+    for _ in range(_HALVINGS):
+        amount = (low + high) / 2
+        try:
+            choice = choose(replace(budget, amount=amount))
+        except SizeNotMetError:
+            low = amount
+            continue
+        if num_bytes(choice) <= task.embedding_bytes():
+            best, low = choice, amount
+        else:
+            high = amount
+    if best is None:
+        remedy = "ask for a lower compression"
+        received = task.embedding_bytes()
+        raise SizeNotMetError(describe(f"{task.precision} tables", "at least one row of a block", received, remedy))
+    return best
 
 
 def columns_of_dims(blocks: RowBlocks, dims: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -131,6 +213,20 @@ def prune_to_columns_(
     return drop_zeros_(model, blocks, counts)
 
 
+def first_columns(scheme: MixedDimensionScheme, widths: Mapping[str, int]) -> MixedDimensionScheme:
+    """The scheme that keeps the first columns of every table, whichever row it is.
+
+    Args:
+        scheme: of tables that retain everything.
+        widths: table -> columns to keep, 0..D.
+    """
+    kept = {}
+    for name, table in scheme.tables.items():
+        retained = (torch.arange(table.embedding_dim) < widths[name]).unsqueeze(0)
+        kept[name] = replace(table, retained=retained, num_retained=table.num_embeddings * widths[name])
+    return MixedDimensionScheme(kept)
+
+
 def uniform_scheme_(model: nn.Module, widths: Mapping[str, int]) -> MixedDimensionScheme:
     """Zeroes all but the first columns of every table, in place; every row is stored, seen in training or not.
 
@@ -141,11 +237,9 @@ def uniform_scheme_(model: nn.Module, widths: Mapping[str, int]) -> MixedDimensi
     Returns:
         The scheme of the columns that are kept.
     """
-    tables = table_configs(model)
-    counts = FrequencyCounts({t.name: torch.ones(t.num_embeddings, dtype=torch.int64) for t in tables}, {}, 1)
-    blocks = blocks_from_counts(counts, tables, num_blocks=1)
-    kept = columns_of_dims(blocks, {table: torch.tensor([width]) for table, width in widths.items()})
-    return prune_to_columns_(model, blocks, counts, kept)
+    scheme = first_columns(uncompressed_scheme(model), widths)
+    _zero_dropped_by_(model, scheme)
+    return scheme
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,6 +253,7 @@ class Candidate:
         embedding_dim: see `MethodResult`.
         extra_bytes: see `MethodResult`.
         settings: see `MethodResult`.
+        is_shared: other cells want this training, too (`trained_once`).
     """
 
     recipe: Recipe
@@ -167,6 +262,7 @@ class Candidate:
     embedding_dim: int | None = None
     extra_bytes: int = 0
     settings: Mapping[str, float | str] = field(default_factory=dict)
+    is_shared: bool = False
 
     def train(self, task: MethodTask) -> MethodResult:
         """Trains it from scratch (`train_scheme`): a method's result of one trial.
@@ -174,9 +270,24 @@ class Candidate:
         Args:
             task: see `train_scheme`.
         """
-        started = time.monotonic()
-        model, trained = train_scheme(task, self.recipe, self.scheme)
-        return self._result(model, selection_loss=trained.selection_loss, seconds=time.monotonic() - started)
+
+        def train() -> Trained:
+            started = time.monotonic()
+            model, trained = train_scheme(task, self.recipe, self.scheme)
+            seconds = time.monotonic() - started
+            return Trained(model=model, selection_loss=trained.selection_loss, seconds=seconds)
+
+        done = trained_once(task.trained if self.is_shared else None, self._key(), self.recipe.model, train)
+        return self._result(done.model, selection_loss=done.selection_loss, seconds=done.seconds)
+
+    def _key(self) -> str:
+        """The training depends on the D that the model has and, where something is dropped, on what is."""
+        if self.scheme.parameters == self.scheme.dense_parameters:
+            return f"all of D = {self.embedding_dim}"
+        digest = hashlib.sha256(json.dumps(self.scheme.to_json()).encode())
+        for name, value in sorted(self.scheme.to_tensors().items()):
+            digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+        return f"{digest.hexdigest()} of D = {self.embedding_dim}"
 
     def restore(self, task: MethodTask, finished: FinishedTrial) -> MethodResult:
         """See `dnis_torchrec.comparison.methods.best_trial.Trial`.
@@ -185,6 +296,8 @@ class Candidate:
             task: with the folder that `train` had.
             finished: the results of the training.
         """
+        if self.is_shared and task.trained is not None:
+            return self.train(task)
         model, _ = _sharded(task, self.recipe, self.scheme)
         load_checkpoint(task.folder / BEST_STATE, model)
         plain = cast(TrainTask, unshard_(model)).model
@@ -236,9 +349,13 @@ def _sharded(
 ) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     """The model of a recipe, sharded, zero wherever a scheme drops, and its optimizer."""
     torch.manual_seed(task.seed)
-    tables = scheme.tables.items()
-    _zero_dropped_(recipe.model, {name: t.routing for name, t in tables}, {name: t.retained for name, t in tables})
+    _zero_dropped_by_(recipe.model, scheme)
     return shard(TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2), recipe, task.device)
+
+
+def _zero_dropped_by_(model: nn.Module, scheme: MixedDimensionScheme) -> None:
+    tables = scheme.tables.items()
+    _zero_dropped_(model, {name: t.routing for name, t in tables}, {name: t.retained for name, t in tables})
 
 
 @torch.no_grad()

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.best_trial import best_of
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.comparison.methods.method import (
+    STEP_SHARE,
+    MethodResult,
+    MethodTask,
+    SizeNotMetError,
+    served_in,
+)
 from dnis_torchrec.comparison.methods.trained_scheme import Candidate, uniform_scheme_
+from dnis_torchrec.forms import PRECISIONS, form_named
 from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_configs
 
 GRID_STEP = 4
@@ -19,10 +29,12 @@ GRID_STEP = 4
 FUSED_MULTIPLE = 4
 """FBGEMM's fused kernels train tables of such embedding dims only: any other D is trained as the first D columns of the
 next wider tables, which makes the same function of the ids."""
+_INDEX_BYTES = 16
+"""Row routing of a table that is one block: where it begins and ends."""
 
 
 def dense(task: MethodTask) -> MethodResult:
-    """The uncompressed model: the recipe as it is, at every requested size the same.
+    """The uncompressed model in float32: the recipe as it is, at every requested size the same.
 
     Args:
         task: recipe to train; its `compression` is not looked at.
@@ -43,22 +55,23 @@ def no_embeddings(task: MethodTask) -> MethodResult:
     return Candidate(recipe=recipe, scheme=scheme).train(task)
 
 
+@served_in(*PRECISIONS)
 def uniform(task: MethodTask) -> MethodResult:
-    """Uniform tables of the requested size.
+    """Uniform tables of the requested size, each row in the task's precision as FBGEMM stores it.
 
-    The embedding_dim is the smallest whose float32 tables take AT LEAST the budget: rounded up, unlike every
-    other method's size but `low-rank`'s, so that this competitor never has fewer bytes than the search that it is held
-    against.
+    The embedding_dim is the largest whose tables are within the bytes (`largest_dim`): of fewer bits a wider one. They
+    are trained in float32, and rounded when they are served.
 
     Args:
-        task: recipe and size.
+        task: recipe, size and precision.
 
     Raises:
         SizeNotMetError: if even tables of embedding_dim 1 take more than the budget; before training.
     """
-    return uniform_candidate(task, rounded_up_dim(task, "uniform")).train(task)
+    return uniform_candidate(task, largest_dim(task, "uniform")).train(task)
 
 
+@served_in(*PRECISIONS)
 def uniform_grid(task: MethodTask) -> MethodResult:
     """Grid search over uniform tables: every D of 4, 8, .. up to the recipe's own, the best that is within the budget.
 
@@ -76,23 +89,87 @@ def uniform_grid(task: MethodTask) -> MethodResult:
     return best_of(task, {f"D = {dim}": partial(uniform_candidate, task, dim) for dim in dims})
 
 
-def rounded_up_dim(task: MethodTask, method: str) -> int:
-    """The smallest embedding_dim of a recipe whose float32 tables take at least the budget.
+def largest_dim(task: MethodTask, method: str, *, is_cut: bool = False) -> int:
+    """The largest embedding_dim of a recipe whose tables take the bytes of a task, in its precision.
+
+    Dims come in whole steps: bytes may be above those asked for by `STEP_SHARE`, and are below them by up to a step.
 
     Args:
-        task: builds the recipe at several dims; how large.
+        task: builds the recipe at several dims; how large, and in which precision.
         method: who asks, for the message.
+        is_cut: the tables are the first columns of wider ones, which takes an index.
 
     Raises:
-        SizeNotMetError: if embedding_dim 1 takes more than the budget.
+        SizeNotMetError: if embedding_dim 1 takes more.
     """
-    _check_size(task, 1, method)
-    return smallest_dim(task, task.embedding_bytes())
+    own, probed = task.tables(), task.tables(FUSED_MULTIPLE)
+    widest, budget = max(table.embedding_dim for table in own), (1 + STEP_SHARE) * task.embedding_bytes()
+
+    def fits(dim: int, tables: Sequence[EmbeddingBagConfig]) -> bool:
+        is_narrower = all(t.embedding_dim <= table.embedding_dim for t, table in zip(tables, own, strict=True))
+        return is_narrower and _bytes_at(dim, tables, task, is_cut=is_cut) <= budget
+
+    def expected(dim: int) -> list[EmbeddingBagConfig]:
+        """Tables that follow embedding_dim in proportion, or not at all: no model is built for them."""
+        return [
+            replace(table, embedding_dim=max(1, round(probe.embedding_dim * dim / FUSED_MULTIPLE)))
+            if probe.embedding_dim != table.embedding_dim
+            else table
+            for table, probe in zip(own, probed, strict=True)
+        ]
+
+    step = PRECISIONS[task.precision].dim_multiple  # what lies between takes as much as the next multiple
+    dims = range(step, widest + 1, step) or range(widest, widest + 1)
+    index = max((i for i, dim in enumerate(dims) if fits(dim, expected(dim))), default=-1)
+    while index >= 0 and not fits(dims[index], task.tables(dims[index])):
+        index -= 1
+    while index + 1 < len(dims) and fits(dims[index + 1], task.tables(dims[index + 1])):
+        index += 1
+    if index < 0:
+        _check_size(task, dims[0], method, is_cut=is_cut)
+    return dims[max(0, index)]
 
 
-def _check_size(task: MethodTask, narrowest: int, method: str, remedy: str = "") -> None:
+def uniform_bytes(tables: Sequence[EmbeddingBagConfig], form: str) -> int:
+    """Bytes of tables of which every row is stored, as wide as the kernels want it.
+
+    Args:
+        tables: N and D of each.
+        form: see `uniform_form`.
+
+    Example:
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=8, feature_names=["f"])
+        >>> [uniform_bytes([table], f"dense_{precision}") for precision in PRECISIONS]
+        [320, 160, 120, 80]
+    """
+    stored = form_named(form).precision
+    rows = sum(t.num_embeddings * stored.row_bytes(stored.stored_width(t.embedding_dim)) for t in tables)
+    return rows + sum(_INDEX_BYTES + 2 * t.embedding_dim for t in tables if not form.startswith("dense"))
+
+
+def uniform_form(tables: Sequence[EmbeddingBagConfig], precision: str, *, is_cut: bool) -> str:
+    """The form of tables of which every row is stored: FBGEMM's own rows where these fit, else one block of each table.
+
+    Args:
+        tables: N and D of each.
+        precision: what values are stored in.
+        is_cut: they are the first columns of wider tables.
+    """
+    multiple = PRECISIONS[precision].dim_multiple
+    fits = not is_cut and all(table.embedding_dim % multiple == 0 for table in tables)
+    return f"{'dense' if fits else 'mixed_dimension'}_{precision}"
+
+
+def _bytes_at(dim: int, tables: Sequence[EmbeddingBagConfig], task: MethodTask, *, is_cut: bool) -> int:
+    """Bytes of tables of some embedding_dim; those that no kernel trains are cut out of the next wider ones."""
+    is_cut = is_cut or trainable_dim(dim) != dim
+    return uniform_bytes(tables, uniform_form(tables, task.precision, is_cut=is_cut))
+
+
+def _check_size(task: MethodTask, narrowest: int, method: str, remedy: str = "", *, is_cut: bool = False) -> None:
     """Tables as narrow as a method has them have to be within the budget."""
-    smallest, budget = dense_table_bytes(task.build(narrowest).model), task.embedding_bytes()
+    smallest = _bytes_at(narrowest, task.tables(narrowest), task, is_cut=is_cut)
+    budget = task.embedding_bytes()
     if smallest > budget:
         requirement = f"at least {smallest}, the bytes of tables of embedding_dim {narrowest}"
         raise SizeNotMetError(describe(method, requirement, budget, remedy))
@@ -105,10 +182,12 @@ def smallest_dim(task: MethodTask, num_bytes: int) -> int:
         task: builds the recipe at several dims; tables may follow embedding_dim in any rising way.
         num_bytes: at most the bytes of the recipe's own tables.
     """
-    widest = max(table.embedding_dim for table in table_configs(task.build(None).model))
-    dims = range(1, widest + 1)
-    index = bisect.bisect_left(dims, num_bytes, key=lambda dim: dense_table_bytes(task.build(dim).model))
-    return dims[min(index, len(dims) - 1)]
+
+    def float_bytes(dim: int) -> int:
+        return sum(4 * table.num_embeddings * table.embedding_dim for table in task.tables(dim))
+
+    dims = range(1, max(table.embedding_dim for table in task.tables()) + 1)
+    return dims[min(bisect.bisect_left(dims, num_bytes, key=float_bytes), len(dims) - 1)]
 
 
 def dense_table_bytes(model: nn.Module) -> int:
@@ -159,19 +238,17 @@ def uniform_candidate(task: MethodTask, embedding_dim: int | None) -> Candidate:
     """Uniform tables of one embedding_dim, untrained.
 
     Args:
-        task: builds the recipe.
+        task: builds the recipe; the tables are served in its precision.
         embedding_dim: of the tables; None for the recipe's own.
     """
     trained_dim = None if embedding_dim is None else trainable_dim(embedding_dim)
-    recipe = task.build(trained_dim)
-    if embedding_dim == trained_dim:
-        form, widths = "dense_fp32", table_widths(recipe.model)
-    else:
-        form, widths = "mixed_dimension_fp32", table_widths(task.build(embedding_dim).model)
+    recipe, tables = task.build(trained_dim), task.tables(embedding_dim)
+    form = uniform_form(tables, task.precision, is_cut=embedding_dim != trained_dim)
     return Candidate(
         recipe=recipe,
-        scheme=uniform_scheme_(recipe.model, widths),
+        scheme=uniform_scheme_(recipe.model, {table.name: table.embedding_dim for table in tables}),
         form=form,
         embedding_dim=trained_dim,
         settings={} if embedding_dim is None else {"embedding_dim": embedding_dim},
+        is_shared=True,
     )

@@ -20,7 +20,6 @@ from torch import Tensor
 from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import check_alpha
 from dnis_torchrec.report.figures.style import BLACK, BLUE, FIGURE_WIDTH, GREEN, GREY, ORANGE, short, styled
-from dnis_torchrec.report.tables import format_count
 
 COUNTED_BLOCKS = 16
 """Up to so many, the dimensions that are left of a block are counted beside the heat map."""
@@ -155,8 +154,8 @@ def _panel_title(name: str, num_columns: int) -> str:
 
 
 @styled
-def search_history(history: Sequence[Mapping[str, float]]) -> Figure:
-    """The search over its epochs: losses above; below, alpha density and mean, with the pressure as areas.
+def search_history(history: Sequence[Mapping[str, Any]]) -> Figure:
+    """The search over its epochs, phase by phase: losses above; below, alpha density and mean.
 
     Args:
         history: one mapping per epoch, see `ReportContent.history`; what is missing is not drawn.
@@ -175,7 +174,6 @@ def search_history(history: Sequence[Mapping[str, float]]) -> Figure:
         ("selection_loss", BLUE, "selection split"),
     ):
         _history_line(losses, epochs, history, key, colour=colour, label=label, **style)
-    _pressure_areas(density, epochs, history)
     _history_line(density, epochs, history, "alpha_density", colour=ORANGE, label="share of alpha above 0", **style)
     _history_line(density, epochs, history, "alpha_mean", colour=GREEN, label="mean of alpha", **style)
     density.set_ylim(-0.03, 1.05)
@@ -183,6 +181,7 @@ def search_history(history: Sequence[Mapping[str, float]]) -> Figure:
     density.set_ylabel("alpha (share or mean)")
     losses.set_ylabel("loss")
     density.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True))
+    _mark_phases((losses, density), epochs, [entry.get("phase") for entry in history])
     for axis in (losses, density):
         axis.grid(axis="y")
         if axis.get_legend_handles_labels()[0]:
@@ -190,20 +189,19 @@ def search_history(history: Sequence[Mapping[str, float]]) -> Figure:
     return figure
 
 
-def _pressure_areas(axis: Axes, epochs: list[float], history: Sequence[Mapping[str, float]]) -> None:
-    """Draws the size of the pressure over its largest, as areas; another colour shows where it holds alpha up."""
-    pressure = np.nan_to_num(np.array([entry.get("pressure", math.nan) for entry in history], dtype=float))
-    peak = float(np.abs(pressure).max())
-    for sign, colour, name in ((1, "#E3E3E3", "pressure"), (-1, "#DCE9F5", "pressure that holds alpha up")):
-        area = (sign * pressure).clip(min=0)
-        if area.any():
-            is_highest = sign * pressure[np.abs(pressure).argmax()] > 0
-            label = f"{name} / its peak of {format_count(peak)}" if is_highest else name
-            axis.fill_between(epochs, area / peak, color=colour, linewidth=0, label=label)
+def _mark_phases(axes: Sequence[Axes], epochs: Sequence[float], phases: Sequence[str | None]) -> None:
+    """Draws a thin line before the first epoch of every phase, its name beside it in the last panel."""
+    for before, epoch, phase in zip([None, *phases], epochs, phases, strict=False):
+        if phase is None or phase == before:
+            continue
+        for axis in axes:
+            axis.axvline(epoch - 0.5, color="#BBBBBB", linewidth=0.8)
+        place = axes[-1].get_xaxis_transform()
+        axes[-1].text(epoch - 0.4, 0.03, phase, rotation=90, transform=place, va="bottom", fontsize=8, color="#777777")
 
 
 def _history_line(
-    axis: Axes, epochs: list[float], history: Sequence[Mapping[str, float]], key: str, *, colour: str, **style: Any
+    axis: Axes, epochs: list[float], history: Sequence[Mapping[str, Any]], key: str, *, colour: str, **style: Any
 ) -> None:
     values = [entry.get(key, math.nan) for entry in history]
     if any(math.isfinite(value) for value in values):

@@ -25,8 +25,6 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 METHOD_STYLES = {
     "dnis": (BLUE, "o"),
-    "dnis-tuned": (BLUE, "D"),
-    "dnis-retrained": (BLUE, "P"),
     "uniform": (ORANGE, "s"),
     "uniform-grid": (ORANGE, "D"),
     "low-rank": (BROWN, "X"),
@@ -36,6 +34,11 @@ METHOD_STYLES = {
     "no-embeddings": (GREY, "*"),
     "dnis-paper": (SKY, "o"),
     "dnis-unrolled": (SKY, "s"),
+    "compress": (BLUE, "D"),
+    "int4-qat": (ORANGE, "v"),
+    "qr": (BROWN, "D"),
+    "hash": (BROWN, "o"),
+    "pep": (GREEN, "P"),
     "mde": (PURPLE, "v"),
     "random": (YELLOW, "P"),
     "nis-se": (GREY, "s"),

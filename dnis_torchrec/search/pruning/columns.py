@@ -54,7 +54,7 @@ def kept_columns(
     else:
         totals = {name: float(cost.sum()) * blocks.embedding_dims[name] for name, cost in costs.items()}
         shares = {name: totals[name] / sum(totals.values()) for name in names}
-        share, kept = budget.share(blocks), {}
+        share, kept = min(1.0, budget.amount / sum(totals.values())), {}
         for name in names:
             kept |= _keep_columns_within([name], scores, costs, share * totals[name] * (1 + 1e-12))  # as in `Budget.of`
     if not any(bool(columns.any()) for columns in kept.values()):

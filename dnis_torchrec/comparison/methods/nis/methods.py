@@ -10,16 +10,24 @@ from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
+from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
 from dnis_torchrec.comparison.methods.nis.affordable import most_probable_within, trim
 from dnis_torchrec.comparison.methods.nis.controller import Controller
 from dnis_torchrec.comparison.methods.nis.grid import Grid, multi_size_grid, single_size_grid
 from dnis_torchrec.comparison.methods.nis.supernet import train_controller
-from dnis_torchrec.comparison.methods.trained_scheme import Candidate, byte_budget, prune_to_columns_, row_blocks
-from dnis_torchrec.search.budget import Budget, Size
-from dnis_torchrec.search.config import SearchConfig
+from dnis_torchrec.comparison.methods.trained_scheme import (
+    Candidate,
+    byte_budget,
+    dims_bytes,
+    prune_to_columns_,
+    row_blocks,
+)
+from dnis_torchrec.forms import PRECISIONS
+from dnis_torchrec.search.budget import Budget
 from dnis_torchrec.training.sharded import check_pooling
 
+WARM_UP_EPOCHS, EPOCHS = 2, 12
+"""Epochs of the supernet's weights alone, and of weights and controller."""
 NUM_DIMENSION_BLOCKS = 4
 """T, widths that a table's controllers choose from."""
 TRIMMED_SHARE = 0.01
@@ -27,6 +35,7 @@ TRIMMED_SHARE = 0.01
 costs half their bytes and some for the index: without it, that choice would be out of reach at compression 2."""
 
 
+@served_in(*PRECISIONS)
 def nis_se(task: MethodTask) -> MethodResult:
     """Neural Input Search with single-size embeddings: each table keeps its v most frequent blocks at one width.
 
@@ -44,6 +53,7 @@ def nis_se(task: MethodTask) -> MethodResult:
     return _run(task, lambda *stages: single_size_grid(*stages, num_dimension_blocks=NUM_DIMENSION_BLOCKS))
 
 
+@served_in(*PRECISIONS)
 def nis_me(task: MethodTask) -> MethodResult:
     """Neural Input Search with multi-size embeddings: each dimension block is kept for its own v most frequent blocks.
 
@@ -66,38 +76,66 @@ def nis_me(task: MethodTask) -> MethodResult:
 
 
 def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> MethodResult:
-    """The search lasts as long as the warm-up and the ramp of `dnis` would; it never trains weights on validation."""
+    """Never trains weights on validation."""
     recipe, embedding_bytes = task.for_search().build(None), task.embedding_bytes()
     check_pooling(recipe.model)  # the supernet divides sums itself, and what is trained afterwards does not
     counts, blocks = row_blocks(task, scope="table")
-    grid = make_grid(blocks, byte_budget(task, blocks))
-    _check_size(grid, embedding_bytes)
-    epochs = SearchConfig.of(recipe, Size(embedding_bytes=embedding_bytes)).within(task.max_epochs)
+    budget = byte_budget(task, blocks)
+    grid = make_grid(blocks, replace(budget, amount=budget.amount * _saving(task)))
+    _check_size(grid, grid.budget.amount + embedding_bytes - budget.amount)
     started = time.monotonic()
     controller = train_controller(
         recipe,
         grid,
-        embedding_bytes,
-        warm_up_epochs=epochs.warm_up_epochs,
-        ramp_epochs=epochs.ramp_epochs,
+        round(embedding_bytes * _saving(task)),
+        warm_up_epochs=WARM_UP_EPOCHS,
+        epochs=max(1, min(EPOCHS, task.max_epochs - WARM_UP_EPOCHS)),
         device=task.device,
         seed=task.seed,
     )
     retained, how = chosen(grid, controller)
+    retained = _within(task, grid, retained)
     seconds = time.monotonic() - started
     final = task.build(None)
     scheme = prune_to_columns_(final.model, blocks, counts, retained)
     dims = {f"dims of {table}": " ".join(map(str, mask.sum(1).tolist())) for table, mask in retained.items()}
-    result = Candidate(recipe=final, scheme=scheme, settings=dims | {"choice": how}).train(task)
+    form = f"mixed_dimension_{task.precision}"
+    result = Candidate(recipe=final, scheme=scheme, form=form, settings=dims | {"choice": how}).train(task)
     seconds += result.seconds
     return replace(result, seconds=seconds, seconds_of_trials=seconds)
 
 
-def _check_size(grid: Grid, embedding_bytes: int) -> None:
+def _saving(task: MethodTask) -> float:
+    """Float32 bytes that a byte of the task's precision pays for, in rows as wide as a dimension block.
+
+    A choice within the float32 budget then is within the bytes, scales of rows counted, as wider rows save more; but
+    for tables that are narrower than others.
+    """
+    stored = PRECISIONS[task.precision]
+    width = max(1, max(table.embedding_dim for table in task.tables()) // NUM_DIMENSION_BLOCKS)
+    return 4 * width / stored.row_bytes(stored.stored_width(width))
+
+
+def _within(task: MethodTask, grid: Grid, retained: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A choice with columns taken off, as `trim` does, where scales of narrow rows have led it over the bytes."""
+
+    def num_bytes() -> int:
+        return dims_bytes(grid.blocks, {table: mask.sum(1) for table, mask in retained.items()}, task.precision)
+
+    while num_bytes() > task.embedding_bytes():
+        retained = trim(retained, grid.budget.column_costs, 1.0)
+        if not any(bool(mask.any()) for mask in retained.values()):
+            requirement = "bytes for one column of a block of the choice"
+            raise SizeNotMetError(describe("embedding_bytes", requirement, task.embedding_bytes()))
+    return retained
+
+
+def _check_size(grid: Grid, embedding_bytes: float) -> None:
     smallest = embedding_bytes - grid.budget.amount + grid.smallest_cost
     if smallest > embedding_bytes:
         requirement = f"at least {smallest:.0f} bytes for NIS"
-        raise SizeNotMetError(describe("embedding_bytes", requirement, embedding_bytes, "ask for a lower compression"))
+        received = f"{embedding_bytes:.0f}"
+        raise SizeNotMetError(describe("embedding_bytes", requirement, received, "ask for a lower compression"))
 
 
 def chosen(grid: Grid, controller: Controller) -> tuple[dict[str, Tensor], str]:

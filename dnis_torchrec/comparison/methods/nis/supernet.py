@@ -156,7 +156,7 @@ def train_controller(
     embedding_bytes: int,
     *,
     warm_up_epochs: int,
-    ramp_epochs: int,
+    epochs: int,
     device: torch.device,
     seed: int,
 ) -> Controller:
@@ -167,7 +167,7 @@ def train_controller(
         grid: the choices.
         embedding_bytes: bytes that a combination may take, index bytes counted.
         warm_up_epochs: epochs of the weights alone.
-        ramp_epochs: epochs of both.
+        epochs: of both.
         device: where to train.
         seed: of the sampled combinations.
 
@@ -184,10 +184,10 @@ def train_controller(
     train, validation = LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation")
     stream = BilevelStream(train, validation, schedule)
     supernet = Supernet(recipe, grid, device)
-    lower_steps = (warm_up_epochs + ramp_epochs) * steps_per_epoch
+    steps = (warm_up_epochs + 2 * epochs) * steps_per_epoch
     num_options = [len(choice.options) for choice in grid.choices]
-    controller = Controller(num_options, num_steps=schedule.upper_steps_for(lower_steps), seed=seed)
-    for step in range(schedule.steps_for(lower_steps)):
+    controller = Controller(num_options, num_steps=epochs * steps_per_epoch, seed=seed)
+    for step in range(steps):
         batch = next(stream)
         if stream.last_level is Level.LOWER:
             supernet.train(batch, controller.sample(1)[0].tolist(), f"NIS step {step}")

@@ -1,0 +1,197 @@
+r"""Loss sample: some samples, on which a model in codes is predicted to lose before anything is packed.
+
+.. math:: \Delta L = \frac{1}{N} \sum_n L_n(\hat z_n) - L_n(z_n) - L_n'(z_n)^\top (\hat z_n - z_n)
+
+over N training samples, with z_n the predictions of the model as it is, and :math:`\hat z_n` those of the model whose
+rows are rounded to their codes. To second order it is the mean of L'' / 2 times the square of how far predictions move.
+The first-order term is left out, because a model fits the samples that it was trained on so closely that every move
+costs there, and on no others. On held-out samples that term is small and true, and stays: the figure is how much their
+loss increases.
+
+The sum that `allocate` spends by, H / 2 times the rounding energy of every column, takes errors to be independent.
+Those of the columns and features of a sample meet in its prediction, where they add up.
+
+Shapes: N samples, B batch, T outputs of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from dnis_torchrec.allocation.curvature import derivatives_at, device_of, evaluating, first_batches, on_all
+from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives
+from dnis_torchrec.blocks.column_codes import ColumnCodes, decode_rows, encode_rows
+from dnis_torchrec.blocks.frequency import bags_of
+from dnis_torchrec.checks import check
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
+from dnis_torchrec.soft_selection.features_by_name import read_by_name_
+from dnis_torchrec.soft_selection.table_shards import TableShard, collections, local_shards, ranks_of, table_configs_of
+
+JUDGED_SAMPLES = 1 << 16
+"""Samples that are enough; a pass takes a second or two."""
+SAMPLES_PER_PASS = 1 << 12
+"""Larger batches are cut: bounds the rows that are rounded at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Judged:
+    """A batch, and what is known of it before anything is rounded.
+
+    Attributes:
+        batch: of this rank.
+        predictions: ``(B, T)`` float64.
+        at: the loss around them.
+        rows: table -> those that the batches of all ranks read, ``(n,)`` int64, rising.
+    """
+
+    batch: Batch
+    predictions: Tensor
+    at: LossDerivatives
+    rows: Mapping[str, Tensor]
+
+
+class LossSample:
+    """The first samples of a split, ready to be predicted with tables in codes.
+
+    Distributed: one forward pass of each batch; per batch and table the ids that ranks read are gathered.
+
+    Args:
+        model: trained, its tables in their axes, sharded or not; called as `curvature` calls it.
+        batches: of this rank.
+        loss: see `curvature`.
+        is_held_out: whether the model was not trained on them.
+        num_samples: that are enough, of all ranks together; whole batches are taken.
+
+    Raises:
+        ValueError: as `curvature`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        *,
+        loss: Loss,
+        is_held_out: bool,
+        num_samples: int = JUDGED_SAMPLES,
+    ) -> None:
+        found = collections(model)
+        tables = [table for collection in found.values() for table in table_configs_of(collection)]
+        self._model, self._loss, self._is_held_out = model, loss, is_held_out
+        self._ranks, self._batches = ranks_of(*found.values()), list[_Judged]()
+        for place, batch in first_batches(batches, loss, self._ranks, num_samples, SAMPLES_PER_PASS):
+            predictions = predictions_of(model, batch, place)
+            with on_all(self._ranks):
+                at = self._derivatives(predictions, batch, place)
+                ids = _ids_by_table(batch, tables, place)
+            rows = {name: self._ranks.concatenate(of_table).unique() for name, of_table in ids.items()}
+            self._batches.append(_Judged(batch, predictions, at, rows))
+
+    def loss_increase(self, scheme: MixedDimensionScheme) -> float:
+        """Predicts what tables in the codes of a scheme lose. The model does not change.
+
+        The rows that a batch reads are rounded where they lie, and put back once it is predicted.
+
+        Distributed: one forward pass of each batch, and one all_reduce of two numbers; all ranks get the same.
+
+        Args:
+            scheme: of an `Allocation` for the model.
+
+        Returns:
+            In units of the loss. Below 0 where rounding is predicted to mend what the model has overfitted.
+        """
+        sums = torch.zeros(2, dtype=torch.float64)
+        for index, judged in enumerate(self._batches):
+            place = f"batch {index}, in codes"
+            with rounded_rows(self._model, scheme, judged.rows):
+                rounded = predictions_of(self._model, judged.batch, place)
+            with on_all(self._ranks):
+                sums += torch.tensor([self._increase(judged, rounded, place), len(rounded)])
+        increase, num_samples = self._ranks.sum_(sums).tolist()
+        return float(increase / num_samples)
+
+    def _increase(self, judged: _Judged, rounded: Tensor, place: str) -> float:
+        """Of a batch's samples together."""
+        increase = len(rounded) * (self._derivatives(rounded, judged.batch, place).loss - judged.at.loss)
+        expected = float((judged.at.first * (rounded - judged.predictions)).sum())
+        return increase if self._is_held_out else increase - expected
+
+    def _derivatives(self, predictions: Tensor, batch: Batch, place: str) -> LossDerivatives:
+        return derivatives_at(predictions, batch.labels.to(predictions.device), self._loss, place)
+
+
+@torch.no_grad()
+def predictions_of(model: nn.Module, batch: Batch, place: str) -> Tensor:
+    """The predictions of one batch in evaluation mode, ``(B, T)`` float64.
+
+    Args:
+        model: sharded or not, a `TrainTask` or what one calls.
+        batch: of this rank.
+        place: which one, for the error.
+
+    Raises:
+        ValueError: if the model returns something else.
+    """
+    read_by_name_(model, refuse_weights=None)
+    task = get_unwrapped_module(model)
+    called, batch = task.model if isinstance(task, TrainTask) else task, batch.to(device_of(model))
+    with evaluating(model):
+        predictions = called(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
+    remedy = "give a model that returns its predictions alone"
+    check(isinstance(predictions, Tensor), place, "predictions of the model", type(predictions).__name__, remedy)
+    return predictions.double().view(len(predictions), -1)
+
+
+@contextmanager
+def rounded_rows(model: nn.Module, scheme: MixedDimensionScheme, rows: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within the block some rows hold the values that they would be served with; afterwards their own, bit for bit.
+
+    Local, no collective.
+
+    Args:
+        model: sharded or not.
+        scheme: with codes of its tables.
+        rows: table -> which rows, ``(n,)`` int64, each once.
+    """
+    shards = [shard for collection in collections(model).values() for shard in local_shards(collection)]
+    own: list[tuple[Tensor, Tensor, Tensor]] = []
+    try:
+        with torch.no_grad(), writing_to_tables(model):
+            for shard in shards:
+                place, rounded = _rounded(shard, scheme, rows[shard.table])
+                own.append((shard.weight, place, shard.weight[place]))
+                shard.weight[place] = rounded
+        yield
+    finally:
+        with torch.no_grad(), writing_to_tables(model):
+            for weight, place, values in own:
+                weight[place] = values
+
+
+def _rounded(shard: TableShard, scheme: MixedDimensionScheme, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of some of a table's rows in a shard, and what they are in codes."""
+    table, columns = scheme.tables[shard.table], slice(shard.first_column, shard.first_column + shard.weight.shape[1])
+    here = rows[(rows >= shard.first_row) & (rows < shard.first_row + len(shard.weight))]
+    place, blocks = (here - shard.first_row).to(shard.weight.device), table.routing.block_of(here)
+    codes = ColumnCodes(*(part[:, columns] for part in (table.codes.bits, table.codes.scale, table.codes.shift)))
+    encoded = encode_rows(shard.weight[place].cpu().float(), blocks, codes, place=f"table {table.name!r}")
+    return place, decode_rows(encoded, blocks, codes).to(shard.weight)
+
+
+def _ids_by_table(batch: Batch, tables: Iterable[EmbeddingBagConfig], place: str) -> dict[str, Tensor]:
+    """Table -> the rows that a batch reads, each once."""
+    jagged = copy.copy(batch.sparse_features).to_dict()  # the batch itself is left as it was: see jagged_by_key
+    return {
+        table.name: torch.cat([ids for ids, _ in bags_of(table, jagged, place).values()]).unique() for table in tables
+    }

@@ -1,0 +1,42 @@
+"""Post-training compression of the plainly trained model: bits for every column of every block, no training step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from dnis_torchrec.allocation.compress import measure_
+from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
+from dnis_torchrec.comparison.methods.trained_scheme import row_blocks
+from dnis_torchrec.comparison.methods.uniform import uniform_candidate
+from dnis_torchrec.forms import CODES, PACKED
+
+
+@served_in(CODES.name)
+def compressed(task: MethodTask) -> MethodResult:
+    """The uncompressed model with its tables in codes, as `dnis_torchrec.compress` makes them.
+
+    Args:
+        task: recipe and size; bits are allocated whatever its precision.
+
+    Raises:
+        SizeNotMetError: if the bytes do not even pay for the index of the tables.
+    """
+    recipe, (counts, _) = task.build(None), row_blocks(task)
+    dense = uniform_candidate(replace(task, precision="fp32"), None).train(task)
+    started = time.monotonic()
+    measured = measure_(dense.model.eval(), recipe.data.train, loss=recipe.loss, counts=counts)
+    try:
+        found = measured.allocate(embedding_bytes=task.embedding_bytes())
+    except ValueError as error:
+        raise SizeNotMetError(str(error)) from error
+    seconds = dense.seconds + time.monotonic() - started
+    return MethodResult(
+        model=dense.model,
+        scheme=found.scheme,
+        form=PACKED.name,
+        selection_loss=dense.selection_loss,
+        seconds=seconds,
+        seconds_of_trials=seconds,
+        settings={"predicted_loss_increase": found.predicted_loss_increase},
+    )

@@ -1,0 +1,64 @@
+"""`int4-qat`: uniform tables that know while they train that they will be served in int4."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, served_in
+from dnis_torchrec.comparison.methods.reparametrised import RoundedRows, table_parameters
+from dnis_torchrec.comparison.methods.uniform import largest_dim, uniform_candidate
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.soft_selection.swap import unshard_
+from dnis_torchrec.training.plain import train_plainly
+from dnis_torchrec.training.sharded import shard
+
+PRECISION = "int4"
+
+
+@served_in(PRECISION)
+def int4_aware(task: MethodTask) -> MethodResult:
+    """Uniform tables of the requested size in int4, trained through the rounding (straight-through estimator).
+
+    The embedding_dim is that of `uniform` in int4. Every step looks rows up as FBGEMM will serve them, early stopping
+    included, and steps the values behind them.
+
+    NOTE[DIFF]: scale and bias follow from smallest and largest value of a row, as FBGEMM's do; others learn them.
+
+    Args:
+        task: recipe and size.
+
+    Raises:
+        SizeNotMetError: if even tables of four columns take more than the budget; before training.
+        NotApplicableError: for tables with a fused optimizer; before training.
+    """
+    task = replace(task, precision=PRECISION)
+    candidate = uniform_candidate(task, largest_dim(task, "int4-qat"))
+    recipe = candidate.recipe
+    started = time.monotonic()
+    torch.manual_seed(task.seed)
+    whole = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
+    model, optimizer = shard(whole, recipe, task.device, replicated=True)
+    trained = train_plainly(
+        model,
+        RoundedRows(optimizer, table_parameters(model, "int4-qat"), PRECISION),
+        recipe,
+        task.device,
+        max_epochs=task.max_epochs,
+        patience=task.patience,
+        folder=task.folder,
+    )
+    seconds = time.monotonic() - started
+    return MethodResult(
+        model=cast(TrainTask, unshard_(model)).model,
+        scheme=candidate.scheme,
+        form=candidate.form,
+        embedding_dim=candidate.embedding_dim,
+        selection_loss=trained.selection_loss,
+        seconds=seconds,
+        seconds_of_trials=seconds,
+        settings=candidate.settings,
+    )

@@ -1,0 +1,142 @@
+"""The search as in the paper: alpha learns on validation loss alone, then the smallest values are dropped.
+
+Source: Cheng, Shen, Huang, Differentiable Neural Input Search for Recommender Systems, 2020, algorithm 1.
+
+NOTE[DIFF]: the first epoch is one of lower steps alone; the paper alternates from the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.checks import check
+from dnis_torchrec.data.recipe import Recipe, TrainTask
+from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.search.budget import Size, check_compresses
+from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents
+from dnis_torchrec.search.pruning import num_elements, prune
+from dnis_torchrec.search.started import StartedSearch, highest_rate
+from dnis_torchrec.soft_selection.swap import merge_
+from dnis_torchrec.soft_selection.table_shards import dense_parameters
+from dnis_torchrec.storage.files import Address
+from dnis_torchrec.training.saving import Saving
+
+WARM_UP, BOTH_LEVELS = "warm-up", "both levels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperSettings:
+    """Settings of the paper's search.
+
+    Attributes:
+        size: of all tables together, pruned to in the end.
+        epochs: at most, the first one of lower steps alone included.
+        patience: epochs without a better selection loss before it stops.
+        num_blocks: S, shared by all tables of one embedding_dim.
+        is_unrolled: second order: alpha's gradient goes through one unrolled step of the weights (see `hypergradient`);
+            needs tables without a fused optimizer.
+    """
+
+    size: Size
+    epochs: int = 30
+    patience: int = 3
+    num_blocks: int = 10
+    is_unrolled: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.epochs >= 2, "epochs", "at least 2", self.epochs)
+        check(self.patience >= 1, "patience", "at least 1", self.patience)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperOutcome:
+    """Results of the paper's search.
+
+    Attributes:
+        model: merged and pruned. On several ranks its collections stay sharded.
+        scheme: the retained values.
+        history: one record per epoch.
+        best_epoch: the epoch that was kept.
+    """
+
+    model: torch.nn.Module
+    scheme: MixedDimensionScheme
+    history: tuple[EpochRecord, ...]
+    best_epoch: int
+
+
+def search_as_published(
+    recipe: Recipe,
+    settings: PaperSettings,
+    checkpoints: Address,
+    device: torch.device,
+    events: SearchEvents | None = None,
+    saving: Saving | None = None,
+) -> PaperOutcome:
+    """Finds which values to retain as the paper does.
+
+    Distributed: as `dnis_torchrec.search.search.search`.
+
+    Args:
+        recipe: model, data and loss. Its model is used up.
+        settings: how to search.
+        checkpoints: folder for checkpoints.
+        device: where to train.
+        events: who listens.
+        saving: when to save, and whether to resume.
+
+    Raises:
+        ValueError: as `search`; a size that cannot be met is refused before training.
+        UnrollingError: for an unrolled search of tables with a fused optimizer.
+    """
+    events = events or SearchEvents()
+    check_compresses(settings.size, dense_parameters(recipe.model))
+    started = StartedSearch.of(recipe, partial(_blocks, settings), device, events, is_unrolled=settings.is_unrolled)
+    plan = _PaperPlan(started, settings)
+    loop = started.loop(plan, checkpoints, events, saving or Saving(), asdict(settings))
+    loop.run()
+    plain = cast(TrainTask, get_unwrapped_module(merge_(started.model))).model
+    scheme = prune(plain, started.blocks, started.counts, size=settings.size, structure="element")
+    return PaperOutcome(
+        model=plain, scheme=scheme, history=tuple(loop.history), best_epoch=loop.finished[-1].best.epoch
+    )
+
+
+def _blocks(settings: PaperSettings, counts: FrequencyCounts, tables: Sequence[EmbeddingBagConfig]) -> RowBlocks:
+    blocks = blocks_from_counts(counts, tables, num_blocks=settings.num_blocks, scope="global")
+    num_elements(settings.size, blocks)
+    return blocks
+
+
+class _PaperPlan:
+    """A warm-up of one epoch, then both levels until the selection loss stops improving."""
+
+    def __init__(self, started: StartedSearch, settings: PaperSettings) -> None:
+        self._started, self._settings = started, settings
+
+    def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
+        settings, steps = self._settings, self._started.steps_per_epoch
+        both = Phase(name=BOTH_LEVELS, steps=(settings.epochs - 1) * steps, patience=settings.patience)
+        return (Phase(name=WARM_UP, steps=steps), both, None)[len(finished)]
+
+    def begin(self, phase: Phase, _: Sequence[FinishedPhase]) -> None:
+        started = self._started
+        if self._settings.is_unrolled:
+            started.pipeline.set_unrolled_step(highest_rate(started.optimizer))
+        if phase.name == BOTH_LEVELS:
+            started.stream.alternate(started.pipeline.lower_steps)
+
+    def after_step(self, phase: Phase, done: int) -> None:
+        pass
+
+    def end(self, phase: Phase) -> None:
+        pass

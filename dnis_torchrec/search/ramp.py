@@ -1,0 +1,112 @@
+"""Ramp: columns die while the weights train on, the least worthwhile for their bytes first.
+
+At share p of the ramp the tables, every value of `COUNTED_BITS` bits, may take what a compression of
+
+    c_p = c_0 (c / c_0)^p,   c_0 = 32 / COUNTED_BITS
+
+leaves: at p = 0 all columns fit, at p = 1 the size c that was asked for. What a column of a block is worth is its
+curvature H on validation data (`dnis_torchrec.allocation.curvature`), measured anew at every one of `STAGES` stages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dnis_torchrec.allocation.allocate import retained_columns
+from dnis_torchrec.allocation.curvature import curvature
+from dnis_torchrec.allocation.energies import BITS, BlockedTable, blocked_tables
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.search.budget import SizeOutOfReachError
+from dnis_torchrec.search.level_schedule import BilevelStream
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+
+COUNTED_BITS = 4
+"""Of a value, when the columns that stay are counted: about what these deserve in the end."""
+FEWEST_BITS = min(bits for bits in BITS if bits > 0)
+STAGES = 16
+"""Times that columns die. Weights adapt in between."""
+SAMPLES = 1 << 14
+"""Validation samples of all ranks that a stage measures on."""
+
+
+class Ramp:
+    """Which columns stay, stage by stage.
+
+    Distributed: every rank calls it alike; a stage has the collectives of `curvature`.
+
+    Args:
+        pipeline: of the search; its model is prepared.
+        stream: its batches.
+        blocks: of the tables.
+        loss: of the data.
+        compression: c, bytes of the float32 tables over bytes served.
+    """
+
+    def __init__(
+        self,
+        pipeline: BilevelTrainPipeline,
+        stream: BilevelStream,
+        blocks: RowBlocks,
+        loss: nn.Module,
+        compression: float,
+    ) -> None:
+        self._pipeline, self._stream, self._blocks, self._loss = pipeline, stream, blocks, loss
+        self._compression = compression
+        self._followed = 0
+
+    def follow(self, done: int, steps: int) -> None:
+        """Lets columns die where a lower step ends a stage. Before the ramp, after it and between its steps none do.
+
+        Args:
+            done: lower steps of the ramp so far, from 1.
+            steps: of the whole ramp.
+        """
+        stage, is_new = done * STAGES // steps, done != self._followed
+        self._followed = done
+        if is_new and 0 < done <= steps and stage > (done - 1) * STAGES // steps:
+            self._narrow(stage)
+
+    def _narrow(self, stage: int) -> None:
+        start = 32 / COUNTED_BITS
+        size = start * (self._compression / start) ** (stage / STAGES)
+        if size <= start:
+            return
+        with self._pipeline.detached() as model:
+            worth = curvature(
+                model, self._stream.sample(stage), self._blocks, loss=self._loss, num_samples=SAMPLES
+            ).curvature
+            tables = blocked_tables(model, self._blocks)
+        if not any(bool(own.any()) for own in worth.values()):
+            return  # columns have died that all others are multiplied by: nothing is left to choose by
+        retained = retained_columns(tables, self._blocks, worth, bits=COUNTED_BITS, compression=size)
+        self._pipeline.alpha_optimizer.retain_(self._per_alpha_row(retained))
+
+    def _per_alpha_row(self, retained: dict[str, Tensor]) -> dict[int, Tensor]:
+        alpha = self._pipeline.alpha
+        columns = {dim: torch.ones_like(alpha.of(dim), dtype=torch.bool, device="cpu") for dim in alpha.dims}
+        for table, of_table in retained.items():
+            first = self._blocks.first_alpha_row(table)
+            columns[of_table.shape[1]][first : first + len(of_table)] = of_table
+        return columns
+
+
+def check_reachable(tables: list[BlockedTable], blocks: RowBlocks, compression: float) -> None:
+    """Checks before any training that a size can be met. Local.
+
+    Args:
+        tables: of the model.
+        blocks: of its tables.
+        compression: bytes of the float32 tables over bytes served.
+
+    Raises:
+        SizeOutOfReachError: if it cannot be met; the message names the largest that can be.
+    """
+    anything = {
+        table.config.name: torch.ones(blocks.routings[table.config.name].num_blocks, table.config.embedding_dim)
+        for table in tables
+    }
+    try:
+        retained_columns(tables, blocks, anything, bits=FEWEST_BITS, compression=compression)
+    except ValueError as error:
+        raise SizeOutOfReachError(str(error)) from error

@@ -1,0 +1,191 @@
+"""StartedSearch: what every search makes before its first step: counts, blocks, a sharded model, both levels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.data.batches import BatchParts
+from dnis_torchrec.data.lookup_batches import LookupBatches
+from dnis_torchrec.data.over_ranks import split_over_ranks
+from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.search.level_schedule import BilevelStream
+from dnis_torchrec.search.loop import Plan, SearchEvents, SearchLoop
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.soft_selection.swap import prepare_
+from dnis_torchrec.soft_selection.table_shards import table_configs
+from dnis_torchrec.storage.files import Address
+from dnis_torchrec.streaming import CountLimits
+from dnis_torchrec.streaming.checked_counts import read_before_training
+from dnis_torchrec.training.saving import Saving
+from dnis_torchrec.training.sharded import check_pooling, shard
+
+MakeBlocks = Callable[[FrequencyCounts, Sequence[EmbeddingBagConfig]], RowBlocks]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StartedSearch:
+    """A search before its first step.
+
+    Attributes:
+        recipe: with its data split over ranks, validation batches in parts.
+        model: prepared and sharded.
+        optimizer: of all weights without a fused one.
+        counts: training frequencies.
+        blocks: the row blocks.
+        pipeline: both levels.
+        stream: what it reads.
+        steps_per_epoch: lower steps of a pass over the training data.
+        fingerprints: of every split.
+    """
+
+    recipe: Recipe
+    model: DistributedModelParallel
+    optimizer: KeyedOptimizerWrapper
+    counts: FrequencyCounts
+    blocks: RowBlocks
+    pipeline: BilevelTrainPipeline
+    stream: BilevelStream[Batch]
+    steps_per_epoch: int
+    fingerprints: Mapping[str, int]
+
+    @staticmethod
+    def of(
+        recipe: Recipe,
+        blocks_of: MakeBlocks,
+        device: torch.device,
+        events: SearchEvents,
+        *,
+        whole_rows: Sequence[str] = (),
+        parts: int = 1,
+        alpha_averaging: float = 0.0,
+        alpha_floor: float = 0.0,
+        exact_count_rows: int = CountLimits.exact_rows,
+        is_unrolled: bool = False,
+    ) -> StartedSearch:
+        """Counts, cuts blocks, prepares and shards.
+
+        Args:
+            recipe: its model is used up.
+            blocks_of: makes blocks of counts and tables, and refuses what cannot be searched in them.
+            device: where to train.
+            events: told of counts and blocks.
+            whole_rows: tables whose rows no plan may cut.
+            parts: that a validation batch is cut into: an upper step takes one.
+            alpha_averaging: see `AlphaOptimizer`.
+            alpha_floor: see `AlphaOptimizer`.
+            exact_count_rows: see `CountLimits`.
+            is_unrolled: alpha's gradient goes through one unrolled step of the weights.
+
+        Raises:
+            ValueError: on all ranks alike, for bad data or a model that could not be evaluated.
+        """
+        ranks = Ranks.everyone()
+        with together():
+            tables = table_configs(recipe.model)
+            check_pooling(recipe.model)
+        whole, counts, fingerprints = read_before_training(
+            recipe, tables, ranks, CountLimits(exact_rows=exact_count_rows)
+        )
+        recipe = replace(recipe, data=replace(whole, validation=_in_parts(recipe.data, parts, ranks)))
+        with together():
+            blocks = blocks_of(counts, tables)
+        steps_per_epoch = sum(1 for _ in recipe.data.train)
+        with together():
+            events.on_start(steps_per_epoch, counts, blocks)
+        task = TrainTask(prepare_(recipe.model, blocks), recipe.loss, embedding_l2=recipe.embedding_l2)
+        model, optimizer = shard(
+            task,
+            recipe,
+            device,
+            whole_rows=whole_rows,
+            replicated=is_unrolled,
+            prefetched=not is_unrolled,
+            batch_size=counts.num_samples // steps_per_epoch,
+        )
+        pipeline = BilevelTrainPipeline(
+            model,
+            optimizer,
+            device,
+            alpha_averaging=alpha_averaging,
+            alpha_floor=alpha_floor,
+            unrolled_step=highest_rate(optimizer) if is_unrolled else None,
+        )
+        data = recipe.data
+        stream = BilevelStream(LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation"))
+        model.train()
+        return StartedSearch(
+            recipe=recipe,
+            model=model,
+            optimizer=optimizer,
+            counts=counts,
+            blocks=blocks,
+            pipeline=pipeline,
+            stream=stream,
+            steps_per_epoch=steps_per_epoch,
+            fingerprints=fingerprints,
+        )
+
+    def loop(
+        self,
+        plan: Plan,
+        folder: Address,
+        events: SearchEvents,
+        saving: Saving,
+        configuration: Mapping[str, Any],
+    ) -> SearchLoop:
+        """Makes the loop that takes the steps.
+
+        Args:
+            plan: the phases.
+            folder: of checkpoints.
+            events: who listens.
+            saving: when to save.
+            configuration: how to search; a resumed search must have the same.
+        """
+        return SearchLoop(
+            self.pipeline,
+            self.stream,
+            self.recipe,
+            plan,
+            folder,
+            saving,
+            steps_per_epoch=self.steps_per_epoch,
+            events=events,
+            data=self.fingerprints,
+            configuration=configuration,
+        )
+
+    @property
+    def plain(self) -> nn.Module:
+        """The recipe's own model, prepared and sharded still."""
+        return cast(TrainTask, get_unwrapped_module(self.model)).model
+
+
+def highest_rate(optimizer: KeyedOptimizerWrapper) -> float:
+    """Returns the highest learning rate. As xi it moves every weight at its own rate, see `UnrolledHypergradient`.
+
+    Args:
+        optimizer: of the weights.
+    """
+    return max(group["lr"] for group in optimizer.param_groups)
+
+
+def _in_parts(data: DataSplits, parts: int, ranks: Ranks) -> Iterable[Batch]:
+    """This rank's share of every part of the validation batches.
+
+    Cut before ranks take their slices: several ranks then step on the samples that one process would step on.
+    """
+    validation = BatchParts(data.validation, parts, at_least=ranks.world_size)
+    return split_over_ranks(replace(data, validation=validation), ranks).validation

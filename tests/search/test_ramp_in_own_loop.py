@@ -1,0 +1,23 @@
+"""A ramp in a loop of one's own, which asks it after every step of either level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dnis_torchrec.search.ramp import STAGES, Ramp
+
+
+@pytest.mark.parametrize("steps", [STAGES, 40, 100])
+def test_every_stage_comes_once_and_none_before_the_ramp_or_after_it(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages: list[int] = []
+    monkeypatch.setattr(Ramp, "_narrow", lambda _, stage: stages.append(stage))
+    nothing: Any = None
+    ramp = Ramp(nothing, nothing, nothing, nothing, 20.0)
+    for done in range(-30, steps + 30):
+        ramp.follow(done, steps)  # behind a lower step
+        ramp.follow(done, steps)  # and behind the upper step after it
+    assert stages == list(range(1, STAGES + 1))
