@@ -134,6 +134,7 @@ def compress(
         NotImplementedError: for a sharded model, before it is changed.
 
     Example:
+        >>> import torch
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
         >>> class Sum(nn.Module):
