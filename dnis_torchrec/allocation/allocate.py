@@ -144,7 +144,7 @@ def allocate(
     if max_loss is not None:
         return allocation(problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase))
     dense = int(problem.dense_bytes.sum())
-    budget = math.floor(dense / compression) if compression is not None else int(embedding_bytes or 0)
+    budget = _bytes_at(compression, dense) if compression is not None else int(embedding_bytes or 0)
     spent = problem.within(budget, per_table=per_table)
     if not bool(spent.row_bytes.any()):
         _refuse_budget(compression, embedding_bytes, dense, spent.smallest)
@@ -179,7 +179,7 @@ def retained_columns(
         losses[name] = torch.stack([dropped, torch.zeros_like(dropped)], 2)
     problem = _Problem.of(list(tables), blocks, losses, torch.tensor([0, bits]))
     dense = int(problem.dense_bytes.sum())
-    spent = problem.within(math.floor(dense / compression), per_table=False)
+    spent = problem.within(_bytes_at(compression, dense), per_table=False)
     if not bool(spent.row_bytes.any()):
         _refuse_budget(compression, None, dense, spent.smallest)
     return {name: found > 0 for name, found in problem.bits_of(spent).items()}
@@ -328,6 +328,11 @@ def _check_sizes(sizes: Mapping[str, float | None]) -> None:
     check(len(given) == 1, "size", f"exactly one of {', '.join(sizes)}", ", ".join(given) or "none")
     for name, value in given.items():
         check(math.isfinite(value) and value > 0, name, "a finite number above 0", value)
+
+
+def _bytes_at(compression: float, dense: int) -> int:
+    """Bytes that a compression leaves of those of the float32 tables: 25 of 224 at 8.96, where a quotient is 24.99.."""
+    return math.floor(dense / compression * (1 + 1e-12))
 
 
 def _refuse_budget(compression: float | None, embedding_bytes: int | None, dense: int, smallest: int) -> None:
