@@ -83,6 +83,11 @@ class Curvature:
     num_samples: int
     relative_error: float
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether no column moves a prediction: nothing is left to choose by."""
+        return not any(bool(of_table.any()) for of_table in self.curvature.values())
+
     def __repr__(self) -> str:
         tables = f"{len(self.curvature)} table{'s' if len(self.curvature) != 1 else ''}"
         return f"Curvature({tables}, {self.num_samples} samples, relative error {self.relative_error:.2g})"

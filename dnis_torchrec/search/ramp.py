@@ -73,13 +73,12 @@ class Ramp:
         if size <= start:
             return
         with self._pipeline.detached() as model:
-            worth = curvature(
-                model, self._stream.sample(stage), self._blocks, loss=self._loss, num_samples=SAMPLES
-            ).curvature
+            sample = self._stream.sample(stage)
+            worth = curvature(model, sample, self._blocks, loss=self._loss, num_samples=SAMPLES)
             tables = blocked_tables(model, self._blocks)
-        if not any(bool(own.any()) for own in worth.values()):
-            return  # columns have died that all others are multiplied by: nothing is left to choose by
-        retained = retained_columns(tables, self._blocks, worth, bits=COUNTED_BITS, compression=size)
+        if worth.is_zero:
+            return  # columns have died that all others are multiplied by
+        retained = retained_columns(tables, self._blocks, worth.curvature, bits=COUNTED_BITS, compression=size)
         self._pipeline.alpha_optimizer.retain_(self._per_alpha_row(retained))
 
     def _per_alpha_row(self, retained: dict[str, Tensor]) -> dict[int, Tensor]:

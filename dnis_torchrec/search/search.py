@@ -296,7 +296,7 @@ class _Finishing:
         started.pipeline.go_back(self._checkpoints[SEARCHED])
         fold_(started.model)
         worth = self._worth()
-        if not any(bool(own.any()) for own in worth.curvature.values()):
+        if worth.is_zero:
             return None, self._selection_loss()
         found, rounded = self._rounded(worth)
         _set_rates_(started, FINISHING_SHARE)

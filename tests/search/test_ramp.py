@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import blocked_tables
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
@@ -62,10 +63,11 @@ class Ramped:
         yield self.model
         self._is_detached = False
 
-    def _curvature(self, *_: object, **__: object) -> SimpleNamespace:
+    def _curvature(self, *_: object, **__: object) -> Curvature:
         """Of a prepared model: a column that died is worth nothing, whatever it was worth before."""
         assert self._is_detached
-        return SimpleNamespace(curvature={name: own * self.living()[name] for name, own in self._worth.items()})
+        worth = {name: own * self.living()[name] for name, own in self._worth.items()}
+        return Curvature({}, worth, num_samples=1, relative_error=0.0)
 
     def living(self) -> dict[str, Tensor]:
         """table -> ``(S, D)`` bool."""
