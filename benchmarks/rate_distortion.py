@@ -1,7 +1,7 @@
 """Loss against bytes served: trained models compressed, beside what else makes the same bytes of them.
 
     python -m benchmarks.rate_distortion [--quick] [--recipes movielens:mf,anime:fm] [--seeds 0,1,2]
-        [--sizes 8,20,40,64] [--ablations] [--memory] [--cache DIR] --json FILE
+        [--sizes 8,20,40,64] [--without uniform] [--ablations] [--memory] [--cache DIR] --json FILE
 
 Every recipe is trained once per seed, plainly and to its own early stop. Its weights are kept in `--cache`, by recipe,
 seed, D and L2: empty the folder when a recipe changes. From this model come:
@@ -39,7 +39,7 @@ from torch import nn
 from benchmarks.files import output_file
 from benchmarks.rate_compress import UnmetError
 from benchmarks.rate_memory import measure_memory
-from benchmarks.rate_methods import METHODS, Served, Wanted, wanted_rows
+from benchmarks.rate_methods import METHODS, RIVALS, Served, Wanted, wanted_rows
 from benchmarks.rate_models import Case, Trained
 from benchmarks.rate_summary import MemoryRow, Row, print_summary
 from dnis_torchrec._dependencies import versions
@@ -102,11 +102,10 @@ class Results:
         write_json(self.path, {"rows": self.rows, "memory": self.memory, "versions": versions()})
 
 
-def measure(case: Case, sizes: Sequence[float], results: Results, *, ablations: bool) -> None:
+def measure(case: Case, wanted_of_all: Sequence[Wanted], results: Results) -> None:
     """Measures the rows of one trained model that a file lacks."""
     trained = Trained(case)
-    lacking = [wanted for wanted in wanted_rows(list(sizes), ablations=ablations) if results.lacks(trained, wanted)]
-    for wanted in lacking:
+    for wanted in [wanted for wanted in wanted_of_all if results.lacks(trained, wanted)]:
         name = f"{case.recipe} seed {case.seed}, {wanted.method} {wanted.precision} {wanted.size or ''}".strip()
         try:
             row = row_of(trained, wanted, METHODS[wanted.method](trained, wanted))
@@ -155,6 +154,13 @@ def seeds(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def methods(text: str) -> list[str]:
+    """Names of `RIVALS` with commas between them."""
+    if unknown := sorted(set(text.split(",")) - set(RIVALS)):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(RIVALS)}, got {unknown}")
+    return text.split(",")
+
+
 def sizes(text: str) -> list[float]:
     """Compressions above 1 with commas between them."""
     found = [float(part) for part in text.split(",")]
@@ -174,6 +180,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     data = Path(os.environ.get("DNIS_DATA", "../shared/data"))
     parser.add_argument("--data", type=Path, default=data, help="folder of the data sets' folders (default DNIS_DATA)")
     parser.add_argument("--cache", type=Path, help="folder to keep trained weights in; none are kept if not given")
+    parser.add_argument("--without", type=methods, default=[], help="rivals to leave out; uniform trains its own")
     parser.add_argument("--ablations", action="store_true", help="compress without turning the tables, too")
     parser.add_argument("--memory", action="store_true", help="measure memory on one large table, too")
     parser.add_argument("--rows", type=int, default=4_000_000, help="of that table, 64 wide")
@@ -191,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     torch.set_num_threads(1)
     results = Results(arguments.json_file)
+    rows = wanted_rows(arguments.sizes, ablations=arguments.ablations)
+    rows = [wanted for wanted in rows if wanted.method not in arguments.without]
     with ExitStack() as stack:
         cache = arguments.cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cache.mkdir(parents=True, exist_ok=True)
@@ -204,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     embedding_l2=arguments.l2,
                     cache=cache,
                 )
-                measure(case, arguments.sizes, results, ablations=arguments.ablations)
+                measure(case, rows, results)
     if arguments.memory:
         results.memory = measure_memory(arguments.rows)
         results.write()
