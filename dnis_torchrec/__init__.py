@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dnis_torchrec.blocks.blocking import blocks_from_counts
     from dnis_torchrec.blocks.frequency import count_frequencies
     from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
+    from dnis_torchrec.data.task import Predictions, Task
     from dnis_torchrec.search.budget import Size
     from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
@@ -49,9 +50,11 @@ __all__ = [
     "DataSplits",
     "LevelSchedule",
     "MixedDimensionEmbeddingBagCollection",
+    "Predictions",
     "Ramp",
     "Recipe",
     "Size",
+    "Task",
     "TrainTask",
     "allocate",
     "blocks_from_counts",
@@ -87,6 +90,8 @@ _HOME = {
     "DataSplits": "data.recipe",
     "Recipe": "data.recipe",
     "TrainTask": "data.recipe",
+    "Task": "data.task",
+    "Predictions": "data.task",
     "Size": "search.budget",
     "BilevelStream": "search.level_schedule",
     "LevelSchedule": "search.level_schedule",

@@ -211,7 +211,7 @@ class TestNeuMFTopK:
         optimizer, losses = torch.optim.Adam(recipe.model.parameters(), lr=0.02), []
         for _ in range(40):
             for batch in recipe.data.train:
-                loss, (detached, _, _) = task(batch)
+                loss, (detached, _) = task(batch)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -299,6 +299,6 @@ def test_the_published_files(real_data: Path) -> None:
     assert float(train.labels.mean()) == pytest.approx(1 / 5)
     assert isinstance(recipe.loss, nn.BCEWithLogitsLoss)
     for batch in (train, test):
-        loss, (_, predictions, _) = TrainTask(recipe.model, recipe.loss)(batch)
+        loss, (_, predictions) = TrainTask(recipe.model, recipe.loss)(batch)
         assert torch.isfinite(predictions).all()
         assert float(loss.detach()) == pytest.approx(0.69, abs=0.2)

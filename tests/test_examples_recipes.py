@@ -71,7 +71,9 @@ def test_builds_and_runs_at_any_embedding_dim(request, build, embedding_dim):
     dims = {config.embedding_dim for config in tables_of(recipe.model).embedding_bag_configs()}
     dim = embedding_dim or default
     assert dims == ({dim, 4 * dim} if isinstance(recipe.model, NeuMF) else {dim})
-    loss, (_, predictions, labels) = TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
+    batch = next(iter(recipe.data.train))
+    loss, (_, predictions) = TrainTask(recipe.model, recipe.loss)(batch)
+    labels = batch.labels
     assert predictions.shape == labels.shape
     assert torch.isfinite(loss)
     loss.backward()
@@ -164,7 +166,7 @@ def test_torchrecs_pipeline_runs_it(build, gloo):
     recipe = build(embedding_dim=4)
     model = DistributedModelParallel(TrainTask(recipe.model, recipe.loss), device=torch.device("cpu"))
     with torch.no_grad():
-        _, (_, want, _) = model(next(iter(recipe.data.test)))
+        _, (_, want) = model(next(iter(recipe.data.test)))
     pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.0), torch.device("cpu"))
     _, predictions, _ = pipeline.progress(iter(recipe.data.test))
     assert torch.equal(predictions, want)
@@ -203,7 +205,7 @@ def test_mf_learns(data):
     task, losses = TrainTask(recipe.model, recipe.loss), []
     for _ in range(60):
         for batch in recipe.data.train:
-            loss, (detached, _, _) = task(batch)
+            loss, (detached, _) = task(batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -297,7 +299,7 @@ FILES = {
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "synthetic:demo"])
 def test_the_publishers_files(real_data, name):
     recipe = RECIPES[name](real_data / FOLDERS[name.split(":")[0]])
-    loss, (_, predictions, _) = TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
+    loss, (_, predictions) = TrainTask(recipe.model, recipe.loss)(next(iter(recipe.data.train)))
     assert torch.isfinite(predictions).all()
     if name != "criteo:simple_deepfm":  # starts far off: its pairwise products of dense embeddings are added up
         assert float(loss.detach()) < (0.8 if isinstance(recipe.loss, nn.BCEWithLogitsLoss) else 3)

@@ -30,6 +30,8 @@ from dnis_torchrec.allocation.torchrec_models import with_axes_
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.lookup_batches import features_of
+from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
@@ -101,7 +103,7 @@ def compress(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    loss: Loss,
+    loss: Loss | Task,
     compression: float = 20.0,
     counts: FrequencyCounts | None = None,
     held_out: Iterable[Batch] | None = None,
@@ -164,7 +166,7 @@ def measure_(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    loss: Loss,
+    loss: Loss | Task,
     counts: FrequencyCounts | None = None,
     held_out: Iterable[Batch] | None = None,
     num_blocks: int = NUM_BLOCKS,
@@ -205,7 +207,7 @@ def measure_(
     with on_all(ranks):
         _check_finite(model)
     if counts is None:
-        counts = count_stream((batch.sparse_features for batch in batches), tables, process_group=ranks.group)
+        counts = count_stream((features_of(batch) for batch in batches), tables, process_group=ranks.group)
     blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table")
     _turn_(model, batches, loss, counts, ranks)
     worth = curvature(model, batches, blocks, loss=loss, num_samples=num_samples)
@@ -273,15 +275,17 @@ def _check_finite(model: nn.Module) -> None:
                 check(False, f"table {shard.table!r}", "finite values", received, remedy)
 
 
-def _turn_(model: nn.Module, batches: Iterable[Batch], loss: Loss, counts: FrequencyCounts, ranks: Ranks) -> None:
+def _turn_(
+    model: nn.Module, batches: Iterable[Batch], loss: Loss | Task, counts: FrequencyCounts, ranks: Ranks
+) -> None:
     with_axes_(model)
     with on_all(ranks):
         first = next(iter(batches), None)
         check(first is not None, "batches", "at least one batch", "none")
         batch = checked_batch(cast(Batch, first), loss, "batch 0")
-    before = predictions_of(model, batch, "batch 0")
+    before, _ = predictions_of(model, batch, loss, "batch 0", ranks)
     rotate_(model, counts)
-    after = predictions_of(model, batch, "batch 0")
+    after, _ = predictions_of(model, batch, loss, "batch 0", ranks)
     with on_all(ranks):
         moved, largest = float((after - before).abs().max()), float(before.abs().max())
         if moved > UNCHANGED * largest:

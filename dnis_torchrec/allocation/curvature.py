@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, pairwise
@@ -32,7 +32,13 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives, loss_derivatives, name_of
+from dnis_torchrec.allocation.loss_derivatives import (
+    Loss,
+    LossDerivatives,
+    loss_derivatives,
+    name_of,
+    task_derivatives,
+)
 from dnis_torchrec.allocation.pooled_blocks import (
     Apart,
     CollectionBlocks,
@@ -50,6 +56,7 @@ from dnis_torchrec.data.lookup_batches import for_lookup
 from dnis_torchrec.data.over_ranks import SAME_BATCHES
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.data.split_checks import check_batch
+from dnis_torchrec.data.task import LossTask, Outputs, Task
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.table_shards import collections, ranks_of, table_configs_of
@@ -98,7 +105,7 @@ def curvature(
     batches: Iterable[Batch],
     blocks: RowBlocks,
     *,
-    loss: Loss,
+    loss: Loss | Task,
     num_samples: int | None = ENOUGH_SAMPLES,
 ) -> Curvature:
     """Measures gradient and curvature of the loss in alpha, at alpha = 1, per table, block and column.
@@ -118,12 +125,12 @@ def curvature(
     Args:
         model: trained; called as ``model(dense_features=..., sparse_features=...)``, plain, prepared or sharded, or
             a `TrainTask` of such a model. Returns predictions ``(B,)``, ``(B, 1)`` or ``(B, T)``, each of its own
-            sample alone.
+            sample alone; or what a task takes.
         batches: from training or validation data; the first ones are taken, so they should be shuffled. Labels are
             ``(B,)``, or ``(B, ...)`` as the loss wants them; the loss gets them as float64.
         blocks: of at least the model's tables; of any scope, each table has its own S blocks.
         loss: called with (predictions, labels): ``nn.MSELoss()``, ``nn.BCEWithLogitsLoss()`` or any mean over samples
-            that is twice differentiable in the predictions.
+            that is twice differentiable in the predictions; or a recipe's task, whose loss is so in its outputs.
         num_samples: samples that are enough, of all ranks together: no further batch is taken once there are so many;
             None takes all.
 
@@ -167,13 +174,10 @@ def curvature(
     tables = [table for collection in found.values() for table in table_configs_of(collection)]
     of = [CollectionBlocks(collection, blocks, device) for collection in found.values()]
     sums = _Sums(tables, blocks, device)
-    task = get_unwrapped_module(model)
     with evaluating(model), watching(of) as lookups:
-        measure = _Measure(task.model if isinstance(task, TrainTask) else task, lookups)
+        measure = _Measure(model, loss, ranks, lookups)
         for place, batch in first_batches(batches, loss, ranks, enough, _samples_at_a_time(of)):
-            looked_up = measure.look_up(batch.to(device), place)
-            with on_all(ranks):
-                sums.add(looked_up, derivatives_at(looked_up.predictions, looked_up.labels, loss, place))
+            sums.add(measure.look_up(batch.to(device), place))
     return sums.over(ranks, loss)
 
 
@@ -218,7 +222,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def first_batches(
-    batches: Iterable[Batch], loss: Loss, ranks: Ranks, enough: float, at_a_time: int
+    batches: Iterable[Batch], loss: Loss | Task, ranks: Ranks, enough: float, at_a_time: int
 ) -> Iterator[tuple[str, Batch]]:
     """This rank's batches until all ranks together have enough samples, cut alike on all of them.
 
@@ -264,7 +268,7 @@ def first_batches(
             yield place, slice_of(batch, first, last)
 
 
-def checked_batch(batch: Batch, loss: Loss, place: str) -> Batch:
+def checked_batch(batch: Batch, loss: Loss | Task, place: str) -> Batch:
     """Checks a batch and its labels. Local, no collective.
 
     Args:
@@ -282,7 +286,9 @@ def checked_batch(batch: Batch, loss: Loss, place: str) -> Batch:
     is_labelled = isinstance(labels, Tensor) and labels.dim() > 0 and (len(labels) > 0 or not num_samples)
     remedy = "take batches of training or validation data"
     check(is_labelled, f"{place}, labels", f"those of {num_samples} samples, for the loss", "none", remedy)
-    check_labels(labels.flatten(), loss, place)
+    criterion = loss.criterion if isinstance(loss, LossTask) else loss
+    if not isinstance(criterion, Task):
+        check_labels(labels.flatten(), criterion, place)
     check_batch(batch, place)
     return for_lookup(batch)
 
@@ -292,14 +298,12 @@ class _LookedUp:
     """Results of a batch's forward and backward passes.
 
     Attributes:
-        predictions: ``(B, T)``.
-        labels: of the batch.
+        at: the loss around the predictions.
         calls: one entry per call of a collection. It holds the lookup, the same block by block where need be, and the
             gradient of the predictions in its output, ``(T, B, columns)``.
     """
 
-    predictions: Tensor
-    labels: Tensor
+    at: LossDerivatives
     calls: list[tuple[Lookup, Apart | None, Tensor]]
 
 
@@ -307,19 +311,25 @@ class _Measure:
     """A model called on batches, while its collections are watched.
 
     Args:
-        model: called as `Recipe.model` is.
+        model: see `curvature`.
+        loss: see `curvature`.
+        ranks: that hold the model.
         lookups: from `watching`.
     """
 
-    def __init__(self, model: Callable[..., Tensor], lookups: list[Lookup]) -> None:
-        self._model, self._lookups = model, lookups
+    def __init__(self, model: nn.Module, loss: Loss | Task, ranks: Ranks, lookups: list[Lookup]) -> None:
+        self._model, self._loss, self._ranks, self._lookups = model, loss, ranks, lookups
 
     def look_up(self, batch: Batch, place: str) -> _LookedUp:
         """All that needs the other ranks, too: the forward pass, and lookups block by block."""
         self._lookups.clear()
         with torch.enable_grad():
-            predictions = self._model(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
-            predictions = _of_samples(predictions, len(batch.labels), place)
+            outputs = outputs_of(self._model, batch, self._loss)
+            with on_all(self._ranks):
+                predictions, at = derivatives_at(outputs, batch, self._loss, place)
+                remedy = "do not detach the embeddings in the model"
+                requirement = "predictions that come from embeddings"
+                check(predictions.requires_grad, place, requirement, "constants", remedy)
             leaves = [lookup.pooled.values() for lookup in self._lookups]
             gradients = [
                 torch.autograd.grad(of_output.sum(), leaves, retain_graph=True, materialize_grads=True)
@@ -335,38 +345,56 @@ class _Measure:
             apart = [lookup.apart() for lookup in self._lookups]
         stacked = [torch.stack(of_leaf) for of_leaf in zip(*gradients, strict=True)]
         calls = list(zip(self._lookups, apart, stacked, strict=True))
-        return _LookedUp(predictions.detach(), batch.labels, calls)
+        return _LookedUp(at, calls)
 
 
-def derivatives_at(predictions: Tensor, labels: Tensor, loss: Loss, place: str) -> LossDerivatives:
-    """Derives the loss in the predictions of a batch. Local, no collective.
+def outputs_of(model: nn.Module, batch: Batch, loss: Loss | Task) -> Outputs:
+    """Calls a model on a batch, in the mode that it is in.
 
     Args:
-        predictions: ``(B, T)``.
-        labels: of the batch.
+        model: see `curvature`.
+        batch: on the model's device.
+        loss: a task of one's own may call the model in its own way.
+    """
+    task = get_unwrapped_module(model)
+    called = task.model if isinstance(task, TrainTask) else task
+    of_task = loss if isinstance(loss, Task) and not isinstance(loss, LossTask) else Task()
+    return of_task.outputs(called, batch)
+
+
+def derivatives_at(outputs: Outputs, batch: Batch, loss: Loss | Task, place: str) -> tuple[Tensor, LossDerivatives]:
+    """Derives the loss in what a model returns of a batch. Local, no collective.
+
+    Args:
+        outputs: of the model.
+        batch: on the model's device.
         loss: see `curvature`.
         place: which batch, for the error.
 
+    Returns:
+        ``(B, T)`` predictions, with their graph, and the loss around them.
+
     Raises:
-        ValueError: for a prediction that is not finite, and as `loss_derivatives`.
+        ValueError: for a prediction that is not finite, and as `loss_derivatives` and `task_derivatives`.
     """
+    criterion = loss.criterion if isinstance(loss, LossTask) else loss
+    if isinstance(criterion, Task):
+        return task_derivatives(criterion, batch, outputs, place)
+    labels, predictions = batch.labels, _of_samples(outputs, len(batch.labels), place)
     finite = predictions.isfinite()
     if not bool(finite.all()):
         remedy = "take weights of a model whose training did not diverge"
-        raise ValueError(describe(place, "finite predictions", float(predictions[~finite][0]), remedy))
+        raise ValueError(describe(place, "finite predictions", float(predictions[~finite][0].detach()), remedy))
     labels = labels.flatten() if labels.numel() == predictions.numel() == len(labels) else labels
-    return loss_derivatives(loss, predictions, labels)
+    return predictions, loss_derivatives(criterion, predictions, labels)
 
 
-def _of_samples(predictions: Tensor, num_samples: int, place: str) -> Tensor:
+def _of_samples(predictions: Outputs, num_samples: int, place: str) -> Tensor:
     """Predictions as ``(B, T)``."""
-    is_tensor = isinstance(predictions, Tensor)
-    shape = tuple(predictions.shape) if is_tensor else type(predictions).__name__
-    is_of_samples = is_tensor and predictions.dim() in (1, 2) and len(predictions) == num_samples
+    shape = tuple(predictions.shape) if isinstance(predictions, Tensor) else type(predictions).__name__
+    is_of_samples = isinstance(predictions, Tensor) and predictions.dim() in (1, 2) and len(predictions) == num_samples
     requirement = f"predictions ({num_samples},) or ({num_samples}, T) of the model"
     check(is_of_samples, place, requirement, shape, "give a model that returns its predictions alone")
-    remedy = "do not detach the embeddings in the model"
-    check(predictions.requires_grad, place, "predictions that come from embeddings", "constants", remedy)
     return predictions if predictions.dim() == 2 else predictions.unsqueeze(1)
 
 
@@ -386,9 +414,10 @@ class _Sums:
         self._batches = torch.zeros(9, dtype=torch.float64)
 
     @torch.no_grad()
-    def add(self, looked_up: _LookedUp, at: LossDerivatives) -> None:
+    def add(self, looked_up: _LookedUp) -> None:
         """Adds a batch."""
-        batch_size = len(looked_up.predictions)
+        at = looked_up.at
+        batch_size = len(at.first)
         entries: dict[str, list[Entries]] = {name: [] for name in self._of_tables}
         for lookup, apart, gradient in looked_up.calls:
             for table, own in lookup.of.entries(lookup.features, lookup.pooled, apart, gradient):
@@ -407,7 +436,7 @@ class _Sums:
         n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
         self._batches += torch.tensor([1, n, n * n, total, total * total, total * n, noise, loss, bent])
 
-    def over(self, ranks: Ranks, loss: Loss) -> Curvature:
+    def over(self, ranks: Ranks, loss: Loss | Task) -> Curvature:
         """Means over the samples of all ranks. One all_reduce."""
         flat = [self._batches, *(both.flatten().cpu() for both in self._of_tables.values())]
         summed = ranks.sum_(torch.cat(flat)).split([part.numel() for part in flat])

@@ -6,20 +6,24 @@ Shapes: B batch, T outputs of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.task import Outputs, Task, check_outputs
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Called with (predictions, labels), both float64: their mean loss, a scalar."""
 
 RELATIVE, ABSOLUTE = 1e-6, 1e-12
 """Tolerances within which one float64 number, computed in two ways, counts as equal."""
+SINGLE = 1e-3
+"""The same for the numbers of a task, which are its model's, in float32 mostly."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +63,79 @@ def loss_derivatives(loss: Loss, predictions: Tensor, labels: Tensor) -> LossDer
         (2.0, [4.0, 0.0], [2.0, 2.0])
     """
     z, y = predictions.detach().double().requires_grad_(), labels.double()
-    num_samples, num_outputs = z.shape
     value = _of(loss, z, y)
     mean, twice = (float(of.detach()) for of in (value, _of(loss, torch.cat([z, z]), torch.cat([y, y]))))
     is_mean = math.isclose(mean, twice, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
     remedy = "give it reduction='mean'"
     check(is_mean, _place(loss), "a mean over the samples", f"{mean:g}, and {twice:g} of every sample twice", remedy)
-    first = _derive(loss, value, z, create_graph=True) * num_samples
-    rows = [_derive(loss, first[:, output].sum(), z) for output in range(num_outputs)]
+    return _derivatives(value, z, _place(loss), RELATIVE)
+
+
+def _derivatives(value: Tensor, z: Tensor, place: str, tolerance: float) -> LossDerivatives:
+    """Derives a mean over samples, computed from ``(B, T)`` predictions."""
+    num_samples, num_outputs = z.shape
+    first = _derive(value, z, place, create_graph=True) * num_samples
+    rows = [_derive(first[:, output].sum(), z, place) for output in range(num_outputs)]
     second = torch.stack(rows, dim=1)
     probe = torch.arange(1, z.numel() + 1, dtype=z.dtype, device=z.device).cos().view_as(z)
-    mixed = _derive(loss, (first * probe).sum(), z)
-    apart = torch.allclose(mixed, torch.einsum("ntu,nt->nu", second, probe), RELATIVE, ABSOLUTE)
-    check(apart, _place(loss), "a mean of the losses of single samples", "one in which samples meet")
-    return LossDerivatives(loss=mean, first=first.detach(), second=second)
+    mixed = _derive((first * probe).sum(), z, place)
+    expected = torch.einsum("ntu,nt->nu", second, probe)
+    apart = torch.allclose(mixed, expected, tolerance, tolerance * float(expected.abs().max()) + ABSOLUTE)
+    check(apart, place, "a mean of the losses of single samples", "one in which samples meet")
+    return LossDerivatives(loss=float(value.detach()), first=first.detach().double(), second=second.double())
 
 
-def name_of(loss: Loss) -> str:
+@torch.enable_grad()
+def task_derivatives(task: Task, batch: Batch, outputs: Outputs, place: str) -> tuple[Tensor, LossDerivatives]:
+    """Derives a task's loss twice in the outputs of its model, of every sample. Local, no collective.
+
+    T counts the columns of those outputs that the loss depends on: a model may return others, too.
+
+    Args:
+        task: of the recipe.
+        batch: on the model's device.
+        outputs: of the model, a tensor or tensors by name.
+        place: which batch, for errors.
+
+    Returns:
+        ``(B, T)`` outputs, with their graph, and the loss around them.
+
+    Raises:
+        ValueError: for outputs that are not finite, a loss that none of them moves, or one in which samples meet.
+        TypeError: for outputs that are neither a tensor nor tensors by name.
+        NotImplementedError: for a loss that cannot be derived twice.
+    """
+    place = f"{place}, task {type(task).__name__}"
+    check_outputs(outputs, place)
+    by_name = {"": outputs} if isinstance(outputs, Tensor) else dict(outputs)
+
+    def loss_at(values: Mapping[str, Tensor]) -> Tensor:
+        given = {name: values.get(name, part) for name, part in by_name.items()}
+        value = task.loss(batch, given[""] if isinstance(outputs, Tensor) else given)
+        return value.sum()
+
+    leaves = {
+        name: part.detach().requires_grad_()
+        for name, part in by_name.items()
+        if isinstance(part, Tensor) and part.is_floating_point() and part.shape[:1] == batch.labels.shape[:1]
+    }
+    value, remedy = loss_at(leaves), "take what comes from the model from the outputs in its method 'loss'"
+    check(value.requires_grad, place, "a loss that depends on the outputs", f"constants {list(by_name)}", remedy)
+    gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    used = [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
+    columns = [by_name[name].reshape(len(batch.labels), -1) for name in used]
+    whole = torch.cat(columns, dim=1)
+    finite = whole.isfinite()
+    if not bool(finite.all()):
+        remedy = "take weights of a model whose training did not diverge"
+        raise ValueError(describe(place, "finite outputs", float(whole[~finite][0].detach()), remedy))
+    z = whole.detach().requires_grad_()
+    parts = z.split([column.shape[1] for column in columns], dim=1)
+    values = {name: part.view_as(by_name[name]).to(by_name[name]) for name, part in zip(used, parts, strict=True)}
+    return whole, _derivatives(loss_at(values), z, place, SINGLE)
+
+
+def name_of(loss: Loss | Task) -> str:
     """Returns the name of a loss for errors.
 
     Args:
@@ -100,9 +160,9 @@ def _of(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
     return value.sum()
 
 
-def _derive(loss: Loss, value: Tensor, z: Tensor, *, create_graph: bool = False) -> Tensor:
+def _derive(value: Tensor, z: Tensor, place: str, *, create_graph: bool = False) -> Tensor:
     try:
         return torch.autograd.grad(value, z, create_graph=create_graph, retain_graph=True, materialize_grads=True)[0]
     except RuntimeError as error:
         supported = "supported are losses that are twice differentiable in the predictions"
-        raise NotImplementedError(describe(_place(loss), supported, str(error).splitlines()[0])) from error
+        raise NotImplementedError(describe(place, supported, str(error).splitlines()[0])) from error

@@ -24,15 +24,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.curvature import derivatives_at, device_of, evaluating, first_batches, on_all
+from dnis_torchrec.allocation.curvature import (
+    derivatives_at,
+    device_of,
+    evaluating,
+    first_batches,
+    on_all,
+    outputs_of,
+)
 from dnis_torchrec.allocation.loss_derivatives import Loss, LossDerivatives
 from dnis_torchrec.blocks.column_codes import ColumnCodes, decode_rows, encode_rows
 from dnis_torchrec.blocks.frequency import bags_of
-from dnis_torchrec.checks import check
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.lookup_batches import features_of
+from dnis_torchrec.data.task import Task
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
@@ -82,7 +89,7 @@ class LossSample:
         model: nn.Module,
         batches: Iterable[Batch],
         *,
-        loss: Loss,
+        loss: Loss | Task,
         is_held_out: bool,
         num_samples: int = JUDGED_SAMPLES,
     ) -> None:
@@ -91,9 +98,8 @@ class LossSample:
         self._model, self._loss, self._is_held_out = model, loss, is_held_out
         self._ranks, self._batches = ranks_of(*found.values()), list[_Judged]()
         for place, batch in first_batches(batches, loss, self._ranks, num_samples, SAMPLES_PER_PASS):
-            predictions = predictions_of(model, batch, place)
+            predictions, at = predictions_of(model, batch, loss, place, self._ranks)
             with on_all(self._ranks):
-                at = self._derivatives(predictions, batch, place)
                 ids = _ids_by_table(batch, tables, place)
             rows = {name: self._ranks.concatenate(of_table).unique() for name, of_table in ids.items()}
             self._batches.append(_Judged(batch, predictions, at, rows))
@@ -115,42 +121,44 @@ class LossSample:
         for index, judged in enumerate(self._batches):
             place = f"batch {index}, in codes"
             with rounded_rows(self._model, scheme, judged.rows):
-                rounded = predictions_of(self._model, judged.batch, place)
-            with on_all(self._ranks):
-                sums += torch.tensor([self._increase(judged, rounded, place), len(rounded)])
+                rounded, at = predictions_of(self._model, judged.batch, self._loss, place, self._ranks)
+            sums += torch.tensor([self._increase(judged, rounded, at.loss), len(rounded)])
         increase, num_samples = self._ranks.sum_(sums).tolist()
         return float(increase / num_samples)
 
-    def _increase(self, judged: _Judged, rounded: Tensor, place: str) -> float:
+    def _increase(self, judged: _Judged, rounded: Tensor, loss: float) -> float:
         """Of a batch's samples together."""
-        increase = len(rounded) * (self._derivatives(rounded, judged.batch, place).loss - judged.at.loss)
+        increase = len(rounded) * (loss - judged.at.loss)
         expected = float((judged.at.first * (rounded - judged.predictions)).sum())
         return increase if self._is_held_out else increase - expected
 
-    def _derivatives(self, predictions: Tensor, batch: Batch, place: str) -> LossDerivatives:
-        return derivatives_at(predictions, batch.labels.to(predictions.device), self._loss, place)
-
 
 @torch.no_grad()
-def predictions_of(model: nn.Module, batch: Batch, place: str) -> Tensor:
-    """The predictions of one batch in evaluation mode, ``(B, T)`` float64.
+def predictions_of(
+    model: nn.Module, batch: Batch, loss: Loss | Task, place: str, ranks: Ranks
+) -> tuple[Tensor, LossDerivatives]:
+    """The predictions of one batch in evaluation mode, and the loss around them.
 
     Args:
         model: sharded or not, a `TrainTask` or what one calls.
         batch: of this rank.
-        place: which one, for the error.
+        loss: see `curvature`.
+        place: which batch, for the error.
+        ranks: that hold the model; what is wrong on one raises on all.
+
+    Returns:
+        ``(B, T)`` float64, those that the loss depends on, and the loss.
 
     Raises:
         ValueError: if the model returns something else.
     """
     read_by_name_(model, refuse_weights=None)
-    task = get_unwrapped_module(model)
-    called, batch = task.model if isinstance(task, TrainTask) else task, batch.to(device_of(model))
+    batch = batch.to(device_of(model))
     with evaluating(model):
-        predictions = called(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
-    remedy = "give a model that returns its predictions alone"
-    check(isinstance(predictions, Tensor), place, "predictions of the model", type(predictions).__name__, remedy)
-    return predictions.double().view(len(predictions), -1)
+        outputs = outputs_of(model, batch, loss)
+    with on_all(ranks):
+        predictions, at = derivatives_at(outputs, batch, loss, place)
+    return predictions.double(), at
 
 
 @contextmanager
@@ -191,7 +199,7 @@ def _rounded(shard: TableShard, scheme: MixedDimensionScheme, rows: Tensor) -> t
 
 def _ids_by_table(batch: Batch, tables: Iterable[EmbeddingBagConfig], place: str) -> dict[str, Tensor]:
     """Table -> the rows that a batch reads, each once."""
-    jagged = copy.copy(batch.sparse_features).to_dict()  # the batch itself is left as it was: see jagged_by_key
+    jagged = copy.copy(features_of(batch)).to_dict()  # the batch itself is left as it was: see jagged_by_key
     return {
         table.name: torch.cat([ids for ids, _ in bags_of(table, jagged, place).values()]).unique() for table in tables
     }

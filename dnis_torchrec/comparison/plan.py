@@ -17,10 +17,10 @@ from dnis_torchrec.comparison.methods.uniform import dense_table_bytes
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
 from dnis_torchrec.comparison.settings import CompareSettings, training_rules
-from dnis_torchrec.data.final_sigmoid import warn_of_sigmoid
 from dnis_torchrec.data.labels import RankingBatch, check_candidates
 from dnis_torchrec.data.over_ranks import SPLITS, fingerprints, warn_of_overlaps, with_notes
 from dnis_torchrec.data.recipe import Recipe, build_recipe, checked_batches
+from dnis_torchrec.data.trial import try_out
 from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS
@@ -245,9 +245,9 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
     noted = with_notes(recipe.data)
     for name in SPLITS:
         num_batches, queries = 0, []
-        for batch in checked_batches(getattr(noted, name), recipe.loss, name):
+        for batch in checked_batches(getattr(noted, name), recipe.task, name):
             num_batches += 1
-            batch_sizes.setdefault(name, batch.labels.numel())
+            batch_sizes.setdefault(name, len(batch.labels))
             if isinstance(batch, RankingBatch):
                 queries.append(batch.queries)
         remedy = f"give its DataSplits a {name} part of its own"
@@ -255,8 +255,8 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
         if queries:
             check_candidates(torch.cat(queries), place=f"{place}, {name} split")
     warn_of_overlaps(noted, Ranks())
-    warn_of_sigmoid(recipe.model, recipe.loss, next(iter(recipe.data.selection)))
-    metric, higher = primary_metric(recipe.loss, recipe.data.test)
+    try_out(recipe)
+    metric, higher = primary_metric(recipe.task, recipe.data.test)
     return RecipeFacts(
         embedding_dims={table.name: table.embedding_dim for table in table_configs(recipe.model)},
         dense_bytes=dense_table_bytes(recipe.model),
@@ -281,16 +281,17 @@ def _parts(name: str, there: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
 def _settings_of(recipe: Recipe) -> dict[str, Any]:
     """Collects the settings that decide how a recipe's model is trained and searched, as JSON gives them back.
 
-    They are all fields of the recipe but data, redraw and notes. The loss stands there as its type, the model as names
-    and shapes of the weights beside its tables. A shape goes without its first size, which may be a number of rows that
-    a seed's split has. A layer's first size is the next layer's second.
+    They are all fields of the recipe but data, redraw and notes. The loss, or the task, stands there as its type, the
+    model as names and shapes of the weights beside its tables. A shape goes without its first size, which may be a
+    number of rows that a seed's split has. A layer's first size is the next layer's second.
     """
-    names = [part.name for part in fields(recipe) if part.name not in ("model", "data", "loss", "redraw", "notes")]
+    others = ("model", "data", "loss", "task", "redraw", "notes")
+    names = [part.name for part in fields(recipe) if part.name not in others]
     own = {name: getattr(recipe, name) for name in names}
     of_tables = {id(weight) for module in collections(recipe.model).values() for weight in module.parameters()}
     network = {name: list(w.shape[1:]) for name, w in recipe.model.named_parameters() if id(w) not in of_tables}
-    more = {"loss": type(recipe.loss).__name__, "row_weights": list(recipe.row_weights), "network": network}
-    return own | more
+    loss = recipe.task if recipe.loss is None else recipe.loss
+    return own | {"loss": type(loss).__name__, "row_weights": list(recipe.row_weights), "network": network}
 
 
 def parse_names(text: str, place: str, requirement: str = "names with commas between them") -> tuple[str, ...]:

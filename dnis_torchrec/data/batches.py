@@ -1,4 +1,4 @@
-"""Samples of a batch, cut out of it: for an upper step that takes less than a whole one, and for ranks that share one.
+"""Batches that move as a whole, and samples cut out of one: for an upper step that takes less, for ranks that share it.
 
 Shapes: B batch, F features.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,42 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, describe
+
+
+@dataclasses.dataclass
+class WholeBatch(Batch):
+    """A batch that moves with all of its fields; TorchRec's own moves its three, each of which has to be there.
+
+    A field that is no tensor and no KeyedJaggedTensor stays as it is, as dense features that are None do. Batches with
+    weights of samples, or several KeyedJaggedTensors, derive from it and add their fields.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class WeightedBatch(WholeBatch):
+        ...     weights: Tensor
+        >>> batch = WeightedBatch(None, KeyedJaggedTensor.empty(), torch.ones(2), weights=torch.ones(2))
+        >>> moved = batch.to(torch.device("meta"))
+        >>> moved.weights.device.type, moved.dense_features
+        ('meta', None)
+    """
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """The batch on a device."""
+        return self._each(lambda part: part.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The batch in page-locked memory."""
+        return self._each(lambda part: part.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the batch's memory until the stream has passed."""
+        self._each(lambda part: part.record_stream(stream))
+
+    def _each(self, change: Callable[[Any], Any]) -> Self:
+        """The batch with its tensors and bags changed."""
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moving = {name: part for name, part in parts.items() if isinstance(part, Tensor | KeyedJaggedTensor)}
+        return dataclasses.replace(self, **{name: change(part) for name, part in moving.items()})
 
 
 class CutBatches:

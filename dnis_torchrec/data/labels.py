@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.batches import WholeBatch
 
 
 @dataclass
-class RankingBatch(Batch):
+class RankingBatch(WholeBatch):
     """A batch of candidates to be ranked within their queries: a split of such batches is judged by ranking metrics.
 
     Attributes:
@@ -25,22 +26,20 @@ class RankingBatch(Batch):
 
     queries: Tensor
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> RankingBatch:
-        """The batch on a device."""
-        return self._with(super().to(device, non_blocking), self.queries.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> RankingBatch:
-        """The batch in page-locked memory."""
-        return self._with(super().pin_memory(), self.queries.pin_memory())
+def check_labels_are_there(batch: Batch, place: str) -> None:
+    """Checks that a batch has labels, one row for each sample; how many samples there are is read from them.
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the batch's memory until the stream has passed."""
-        super().record_stream(stream)
-        self.queries.record_stream(stream)
+    Args:
+        batch: TorchRec's Batch, or another object with attributes.
+        place: which split and batch it is, for the error.
 
-    @staticmethod
-    def _with(batch: Batch, queries: Tensor) -> RankingBatch:
-        return RankingBatch(batch.dense_features, batch.sparse_features, batch.labels, queries)
+    Raises:
+        ValueError: naming the place.
+    """
+    labels: object = getattr(batch, "labels", None)
+    shape = tuple(labels.shape) if isinstance(labels, Tensor) else ()
+    check(bool(shape), f"{place}, labels", "a tensor with one row for each sample", shape or "none")
 
 
 def check_labels(labels: Tensor, loss: Callable[..., Tensor], place: str) -> None:

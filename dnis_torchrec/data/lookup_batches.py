@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.blocks.frequency import check_ids_are_integers
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.batches import CutBatches
+from dnis_torchrec.data.batches import CutBatches, WholeBatch
 from dnis_torchrec.data.split_checks import NO_EMPTY_BATCHES, SOME_SAMPLES, parts_of
 
 ID_TYPES = (torch.int64, torch.int32)
@@ -36,12 +36,14 @@ class LookupBatches(CutBatches):
             ValueError: for a batch without samples, whose mean loss there is none of, or ids that are no integers.
         """
         for index, batch in enumerate(self._batches):
-            check(batch.labels.numel() > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
+            check(len(batch.labels) > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
             yield for_lookup(batch)
 
 
 def for_lookup(batch: Batch) -> Batch:
     """A batch whose ids and weights are of types that kernels take; the batch itself where they are so already.
+
+    One of TorchRec's own class without dense features, which could not be moved, becomes a `WholeBatch`.
 
     Args:
         batch: TorchRec's Batch, or another object with attributes.
@@ -55,7 +57,9 @@ def for_lookup(batch: Batch) -> Batch:
         >>> for_lookup(Batch(torch.zeros(1, 2), kjt, torch.ones(1))).sparse_features.values().dtype
         torch.int64
     """
-    bags = {name: part for name, part in parts_of(batch).items() if isinstance(part, KeyedJaggedTensor)}
+    if type(batch) is Batch and batch.dense_features is None:
+        batch = WholeBatch(batch.dense_features, batch.sparse_features, batch.labels)
+    bags = _bags_of(batch)
     ready = {name: features_for_lookup(part) for name, part in bags.items()}
     if all(ready[name] is bags[name] for name in bags):
         return batch
@@ -63,6 +67,35 @@ def for_lookup(batch: Batch) -> Batch:
     for name, part in ready.items():
         setattr(converted, name, part)
     return converted
+
+
+def features_of(batch: Batch) -> KeyedJaggedTensor:
+    """All bags of a batch in one KeyedJaggedTensor; of several of them without the weights of their ids.
+
+    Args:
+        batch: TorchRec's Batch, or another object with attributes.
+
+    Raises:
+        ValueError: for a feature that two of them have.
+
+    Example:
+        >>> bags = [KeyedJaggedTensor([key], torch.tensor([3, 0]), lengths=torch.tensor([1, 1])) for key in "fg"]
+        >>> from types import SimpleNamespace
+        >>> features_of(SimpleNamespace(sparse_features=bags[0], candidates=bags[1])).keys()
+        ['f', 'g']
+    """
+    bags = list(_bags_of(batch).values())
+    if len(bags) == 1:
+        return bags[0]
+    keys = [key for part in bags for key in part.keys()]  # noqa: SIM118
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    check(not twice, "batch", "features in one KeyedJaggedTensor each", twice, "give them names of their own")
+    bare = (KeyedJaggedTensor(own.keys(), own.values(), lengths=own.lengths(), stride=own.stride()) for own in bags)
+    return KeyedJaggedTensor.concat(list(bare))
+
+
+def _bags_of(batch: Batch) -> dict[str, KeyedJaggedTensor]:
+    return {name: part for name, part in parts_of(batch).items() if isinstance(part, KeyedJaggedTensor)}
 
 
 def features_for_lookup(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

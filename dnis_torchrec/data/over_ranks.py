@@ -28,6 +28,7 @@ from torchrec.datasets.utils import Batch
 from dnis_torchrec.blocks.hashing import mix
 from dnis_torchrec.checks import check
 from dnis_torchrec.data.batches import CutBatches, slice_of
+from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.recipe import DataSplits
 from dnis_torchrec.data.sample_sketch import SampleSketch, share_found, share_repeated
 from dnis_torchrec.data.split_checks import NO_EMPTY_BATCHES, SOME_SAMPLES
@@ -82,7 +83,7 @@ class SlicedBatches(CutBatches):
         """
         rank, world_size = self._ranks.rank, self._ranks.world_size
         for index, batch in enumerate(self._whole()):
-            size = batch.labels.numel()
+            size = len(batch.labels)
             if self._equal and size >= world_size:
                 share = size // world_size
                 yield slice_of(batch, rank * share, (rank + 1) * share)
@@ -96,7 +97,7 @@ class SlicedBatches(CutBatches):
         """Slices that leave nothing out, however small a batch is; some ranks may get fewer of them."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
         for batch in self._whole():
-            size = batch.labels.numel()
+            size = len(batch.labels)
             first, last = size * rank // world_size, size * (rank + 1) // world_size
             if first < last:
                 yield slice_of(batch, first, last)
@@ -111,7 +112,7 @@ class SlicedBatches(CutBatches):
     def _whole(self) -> Iterator[Batch]:
         seen = 0
         for index, batch in enumerate(self._batches):
-            check(batch.labels.numel() > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
+            check(len(batch.labels) > 0, f"{self._name} batch {index}", SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
             if self.fingerprint is None:
                 seen += _fingerprint(batch, index)
             yield batch
@@ -120,7 +121,7 @@ class SlicedBatches(CutBatches):
 
 class _Measured(SlicedBatches):
     def _whole(self) -> Iterator[Batch]:
-        return (batch for batch in super()._whole() if batch.labels.numel() >= self._ranks.world_size)
+        return (batch for batch in super()._whole() if len(batch.labels) >= self._ranks.world_size)
 
 
 def split_over_ranks(data: DataSplits, ranks: Ranks) -> DataSplits:
@@ -190,7 +191,7 @@ def check_same(data: DataSplits, ranks: Ranks) -> None:
 def _fingerprint(batch: Batch, index: int) -> int:
     """An integer below 2^40 that other labels, ids or another order change."""
     total = torch.zeros((), dtype=torch.int64)
-    for values in (batch.labels.float().view(torch.int32), batch.sparse_features.values().int()):
+    for values in (batch.labels.float().view(torch.int32), features_of(batch).values().int()):
         flat = values.detach().cpu().flatten().long()
         total += (flat * (torch.arange(flat.numel()) % 8191 + index % 127 + 1)).sum()
     return int(total) % FINGERPRINTS
@@ -317,19 +318,24 @@ def _with_dense(samples: np.ndarray, batch: Batch) -> np.ndarray:
     """The numbers of samples, each mixed with its dense features."""
     if not isinstance(batch.dense_features, torch.Tensor) or not len(samples):
         return samples
-    dense = batch.dense_features.detach().cpu().float().reshape(len(samples), -1).contiguous()
-    bits = dense.view(torch.int32).numpy().astype(np.uint64)
-    columns = np.arange(1, bits.shape[1] + 1, dtype=np.uint64) << np.uint64(32)
-    return mix(samples + mix(bits + columns).sum(axis=1, dtype=np.uint64))
+    return mix(samples + _mixed_columns(batch.dense_features, len(samples), first_column=1))
+
+
+def _mixed_columns(values: torch.Tensor, num_samples: int, *, first_column: int = 0) -> np.ndarray:
+    """The numbers of each sample mixed into one, ``(B,)`` uint64."""
+    rows = values.detach().cpu().float().reshape(num_samples, -1).contiguous()
+    bits = rows.view(torch.int32).numpy().astype(np.uint64)
+    columns = np.arange(first_column, first_column + bits.shape[1], dtype=np.uint64) << np.uint64(32)
+    mixed: np.ndarray = mix(bits + columns).sum(axis=1, dtype=np.uint64)
+    return mixed
 
 
 def _samples(batch: Batch) -> np.ndarray:
-    """Label and bags of each sample mixed into one number, ``(B,)`` uint64."""
-    features, zero = batch.sparse_features, np.zeros(1, np.uint64)
+    """Labels and bags of each sample mixed into one number, ``(B,)`` uint64."""
+    features, zero = features_of(batch), np.zeros(1, np.uint64)
     factors = np.array([2 * zlib.crc32(key.encode()) + 1 for key in features.keys()], np.uint64)  # noqa: SIM118
     ids = features.values().detach().cpu().numpy().astype(np.uint64)
     offsets = features.offsets().cpu().numpy()
     sums = np.concatenate([zero, np.cumsum(mix(ids + np.uint64(1)))])  # a bag of row 0 is no empty one
     bags = np.diff(sums[offsets]).reshape(len(factors), features.stride())
-    labels = batch.labels.detach().cpu().float().flatten().view(torch.int32).numpy().astype(np.uint64)
-    return mix((bags * factors[:, None]).sum(axis=0) + mix(labels))
+    return mix((bags * factors[:, None]).sum(axis=0) + _mixed_columns(batch.labels, features.stride()))

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from dnis_torchrec.checks import check, describe, nearest
-from dnis_torchrec.data.labels import RankingBatch, check_classes, check_labels
+from dnis_torchrec.data.labels import RankingBatch, check_classes, check_labels, check_labels_are_there
 from dnis_torchrec.data.pooled_outputs import pooled_outputs, squared_norm
 from dnis_torchrec.data.split_checks import check_batch
+from dnis_torchrec.data.task import LOSS, LossTask, Outputs, Task, check_task_is_one, detached, direction_of, task_of
 from dnis_torchrec.data.users_code import RecipeError, errors_of_recipe
 
 _MISSING: Any = None
@@ -66,9 +67,14 @@ class Recipe:
 
     Attributes:
         model: a plain TorchRec model, called as ``model(dense_features=..., sparse_features=...)`` and returning one
-            prediction (a logit for a binary loss) per sample, as torchrec's DLRM does.
+            prediction (a logit for a binary loss) per sample, as torchrec's DLRM does; or as `task` calls it.
         data: the four splits.
-        loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels), both ``(B,)``.
+        loss: ``nn.MSELoss()`` or ``nn.BCEWithLogitsLoss()``, called with (predictions, labels), both ``(B,)``; the
+            short way to a task.
+        task: for several outputs, labels or losses, or weights of samples: how a batch becomes a loss, and what the
+            model is judged by. Instead of `loss`, from which it is made where that is given.
+        stop_on: metric of the selection split that early stopping and every other choice goes by, ``"loss"`` or one of
+            the task's, such as ``"auc"`` or ``"click_auc"``.
         table_optimizer: how tables learn: ``"adam"`` (dense compute kernel) or ``"rowwise_adagrad"`` (fused).
         table_learning_rate: learning rate of the tables.
         dense_learning_rate: learning rate (Adam) of everything else.
@@ -83,7 +89,9 @@ class Recipe:
 
     model: nn.Module
     data: DataSplits
-    loss: nn.Module
+    loss: nn.Module | None = None
+    task: Task = _MISSING
+    stop_on: str = LOSS
     table_optimizer: str = "adam"
     table_learning_rate: float = 1e-3
     dense_learning_rate: float = 1e-3
@@ -93,14 +101,15 @@ class Recipe:
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        check(
-            isinstance(self.loss, nn.MSELoss | nn.BCEWithLogitsLoss),
-            "Recipe.loss",
-            "nn.MSELoss or nn.BCEWithLogitsLoss",
-            type(self.loss).__name__,
-        )
-        reduction = self.loss.reduction
-        check(reduction == "mean", "Recipe.loss", "reduction 'mean', which ranks average", repr(reduction))
+        if self.loss is not None:
+            _check_loss(self.loss)
+            is_clear = self.task is None or isinstance(self.task, LossTask)
+            check(is_clear, "Recipe", "a loss or a task", "both", "leave the loss to the task")
+            object.__setattr__(self, "task", LossTask(self.loss))
+        check(self.task is not None, "Recipe", "a loss or a task", "neither")
+        check_task_is_one(self.task)
+        is_directed = direction_of(self.task, self.stop_on) is not None
+        check(is_directed, "Recipe.stop_on", "a metric that is better the higher or the lower", repr(self.stop_on))
         check(
             self.table_optimizer in ("adam", "rowwise_adagrad"),
             "Recipe.table_optimizer",
@@ -114,13 +123,22 @@ class Recipe:
         _check_l2("Recipe.embedding_l2", self.embedding_l2)
 
 
+def _check_loss(loss: nn.Module) -> None:
+    """Of other losses nobody knows the kind of their predictions."""
+    requirement, remedy = "nn.MSELoss or nn.BCEWithLogitsLoss", "put any other into a Recipe.task"
+    is_known = isinstance(loss, nn.MSELoss | nn.BCEWithLogitsLoss)
+    check(is_known, "Recipe.loss", requirement, type(loss).__name__, remedy)
+    reduction = loss.reduction
+    check(reduction == "mean", "Recipe.loss", "reduction 'mean', which ranks average", repr(reduction))
+
+
 def _check_l2(place: str, value: float) -> None:
     is_fit = math.isfinite(value) and value >= 0
     check(is_fit, place, "a finite number >= 0", value, "0 leaves embeddings alone")
 
 
 class TrainTask(nn.Module):
-    """A model with its loss, in the shape that TorchRec's train pipelines call, as torchrec.models.dlrm.DLRMTrain.
+    """A model with its task, in the shape that TorchRec's train pipelines call, as torchrec.models.dlrm.DLRMTrain.
 
     In training mode an L2 penalty on the looked-up embeddings is added to the loss of the data:
 
@@ -136,7 +154,7 @@ class TrainTask(nn.Module):
 
     Args:
         model: see `Recipe.model`.
-        loss: see `Recipe.loss`.
+        task: see `Recipe.task`; or a loss, see `Recipe.loss`.
         embedding_l2: lambda, >= 0; 0 for no penalty. See `Recipe.embedding_l2`.
 
     Attributes:
@@ -147,33 +165,30 @@ class TrainTask(nn.Module):
         ValueError: for an `embedding_l2` that is negative, infinite or NaN.
     """
 
-    def __init__(self, model: nn.Module, loss: nn.Module, *, embedding_l2: float = 0.0) -> None:
+    def __init__(self, model: nn.Module, task: nn.Module, *, embedding_l2: float = 0.0) -> None:
         super().__init__()
         _check_l2("embedding_l2", embedding_l2)
         self.model: nn.Module = model
-        self.loss = loss
+        self.task = task_of(task)
         self.embedding_l2 = embedding_l2
         self.data_terms_only = False
 
-    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Outputs]]:
         """Computes the loss of a batch.
 
         Args:
-            batch: on the model's device, with labels ``(B,)`` of any dtype.
+            batch: on the model's device, with labels of any dtype, one row per sample.
 
         Returns:
-            ``(loss, (detached loss of the data alone, detached predictions (B,), labels (B,)))``.
+            ``(loss, (detached loss of the data alone, detached outputs of the model))``.
         """
         is_penalised = self.training and self.embedding_l2 > 0 and not self.data_terms_only
         with ExitStack() as stack:
-            outputs = stack.enter_context(pooled_outputs(self.model)) if is_penalised else []
-            predictions = self.model(
-                dense_features=batch.dense_features, sparse_features=batch.sparse_features
-            ).flatten()  # not squeeze: a batch of one sample stays a batch
-        labels = batch.labels.float()
-        loss = self.loss(predictions, labels)
-        output = (loss.detach(), predictions.detach(), labels)
-        return (loss + self.embedding_l2 * squared_norm(outputs) if is_penalised else loss), output
+            pooled = stack.enter_context(pooled_outputs(self.model)) if is_penalised else []
+            outputs = self.task.outputs(self.model, batch)
+        loss = self.task.loss(batch, outputs)
+        returned = (loss.detach(), detached(outputs))
+        return (loss + self.embedding_l2 * squared_norm(pooled) if is_penalised else loss), returned
 
 
 @contextmanager
@@ -194,24 +209,28 @@ def data_terms_only(modules: Iterable[nn.Module]) -> Iterator[None]:
             task.data_terms_only = value
 
 
-def checked_batches(batches: Iterable[Batch], loss: nn.Module, name: str) -> Iterator[Batch]:
+def checked_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Iterator[Batch]:
     """The batches of a split, each after a check of its labels, dense features and weights.
 
     Args:
         batches: of the split.
-        loss: decides which labels are allowed; those of selection and test have to be classes for a binary one, and for
-            every loss where they are ranked (`RankingBatch`).
+        task: the recipe's, or its loss. A loss decides which labels are allowed: those of selection and test have to be
+            classes for a binary one, and for every loss where they are ranked (`RankingBatch`). Labels of a task of
+            one's own are checked where predictions are (`checked_predictions`): some may be missing.
         name: of the split.
 
     Raises:
         ValueError: naming split, batch and the offending value; also for a batch without samples.
     """
+    criterion = of_task.criterion if isinstance(of_task := task_of(task), LossTask) else None
     for index, batch in enumerate(batches):
         place = f"{name} batch {index}"
-        check_labels(batch.labels, loss, place)
+        check_labels_are_there(batch, place)
+        if criterion is not None:
+            check_labels(batch.labels, criterion, place)
         check_batch(batch, place)
-        if name in ("selection", "test"):
-            if isinstance(loss, nn.BCEWithLogitsLoss):
+        if criterion is not None and name in ("selection", "test"):
+            if isinstance(criterion, nn.BCEWithLogitsLoss):
                 check_classes(batch.labels, place)
             elif isinstance(batch, RankingBatch):
                 check_classes(batch.labels, place, "mark relevant candidates by 1, all others by 0")

@@ -36,7 +36,7 @@ def check_batch(batch: Batch, place: str) -> None:
         >>> kjt = KeyedJaggedTensor(keys=["f"], values=torch.tensor([3]), lengths=torch.tensor([1]))
         >>> check_batch(Batch(torch.zeros(1, 2), kjt, torch.ones(1)), "train batch 0")
     """
-    check(batch.labels.numel() > 0, place, SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
+    check(len(batch.labels) > 0, place, SOME_SAMPLES, "none", NO_EMPTY_BATCHES)
     _check_num_samples(batch, place)
     for name, value in parts_of(batch).items():
         if isinstance(value, KeyedJaggedTensor):
@@ -51,8 +51,6 @@ def check_batch(batch: Batch, place: str) -> None:
 def _check_num_samples(batch: Any, place: str) -> None:
     """Checks that there is one label for each sample, and that lengths are of a type that lookups take."""
     features, dense, num_labels = batch.sparse_features, batch.dense_features, len(batch.labels)
-    is_given = dense is not None or not isinstance(batch, Batch)
-    check(is_given, f"{place}, dense_features", "a tensor", "none", f"give torch.zeros({num_labels}, 1)")
     requirement, remedy = f"{num_labels} samples, one for each label", "leave incomplete samples out"
     if isinstance(features, KeyedJaggedTensor) and features.keys() and not features.variable_stride_per_key():
         check(features.stride() == num_labels, f"{place}, sparse_features", requirement, features.stride(), remedy)

@@ -104,7 +104,7 @@ def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) ->
             ranks = Ranks.everyone()
             model = built.model.to(device) if stored is None else spread_filled(built.model, stored, device)
             own = split_over_ranks(built.data, ranks)
-            metrics = evaluate(TrainTask(get_unwrapped_module(model), built.loss), own.test, built.loss, device)
+            metrics = evaluate(TrainTask(get_unwrapped_module(model), built.task), own.test, built.task, device)
             check_same(own, ranks)
     return {
         "path": str(path),

@@ -138,7 +138,7 @@ def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionC
     with together():
         recipe, stored, head = _trained(job, spec)
         dense_bytes = 4 * dense_parameters(recipe.model)
-    loss, ranks = recipe.loss, Ranks.everyone()
+    loss, ranks = recipe.task, Ranks.everyone()
     data, counts, _ = read_before_training(recipe, table_configs(recipe.model), ranks, CountLimits())
     model = spread_filled(recipe.model, stored, device)
     before = _evaluated(model, data, loss, device)

@@ -113,13 +113,13 @@ def run_prune(
     )
     with process_group() as device, errors_of_its_code(spec):
         torch.manual_seed(head["seed"])
-        task = TrainTask(built.model, built.loss, embedding_l2=built.embedding_l2)
+        task = TrainTask(built.model, built.task, embedding_l2=built.embedding_l2)
         if how.fine_tune_epochs:
             out.parent.mkdir(parents=True, exist_ok=True)
             with workplace(out) as place:
                 place.new.mkdir()
                 task = _fine_tune(task, built, device, how.fine_tune_epochs, place.new)
-        metrics = evaluate(task.to(device), built.data.test, built.loss, device)
+        metrics = evaluate(task.to(device), built.data.test, built.task, device)
     row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started, form)
     fields = {name: value for name, value in head.items() if name not in ("format", "format_version", "status")}
     try:

@@ -168,9 +168,9 @@ def _search(job: SearchJob, recipe: Recipe, head: dict[str, Any], run: RunFolder
             saving=job.saving,
         )
         seconds = outcome.seconds_before + time.monotonic() - started
-    task = TrainTask(outcome.model, recipe.loss)
+    task = TrainTask(outcome.model, recipe.task)
     test = split_over_ranks(recipe.data, Ranks.everyone()).test
-    metrics = evaluate(task, test, recipe.loss, device)
+    metrics = evaluate(task, test, recipe.task, device)
     rows = [scheme_row("dnis", outcome.scheme, metrics, job.seed, seconds, PACKED.name)]
     try:
         run.save_model(outcome.model, outcome.scheme, outcome.alpha)
@@ -235,7 +235,7 @@ def _baselines(
 
 
 def _head(job: SearchJob, recipe: Recipe) -> dict[str, Any]:
-    metric, higher = primary_metric(recipe.loss, recipe.data.test)
+    metric, higher = primary_metric(recipe.task, recipe.data.test)
     return {
         "recipe": job.recipe,
         "seed": job.seed,

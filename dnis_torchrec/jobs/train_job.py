@@ -94,7 +94,7 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
     notes = [*recipe.notes, *counts.notes()]
     torch.manual_seed(job.seed)
     started = time.monotonic()
-    task = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
+    task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
     job.out.parent.mkdir(parents=True, exist_ok=True)
     with plain_progress(notes) as events, workplace(job.out) as place:
@@ -109,7 +109,7 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
             folder=place.new,
             events=events,
         )
-    metrics = evaluate(model, recipe.data.test, recipe.loss, device)
+    metrics = evaluate(model, recipe.data.test, recipe.task, device)
     row = ReportRow(
         method=METHOD,
         compression=1.0,
@@ -155,7 +155,7 @@ def _plain(model: nn.Module) -> nn.Module:
 
 
 def _head(job: TrainJob, recipe: Recipe, trained: PlainTraining) -> dict[str, Any]:
-    metric, higher = primary_metric(recipe.loss, recipe.data.test)
+    metric, higher = primary_metric(recipe.task, recipe.data.test)
     return {
         "kind": TRAINED,
         "recipe": job.recipe,

@@ -37,7 +37,7 @@ from dnis_torchrec.training.checkpoint import (
     checkpoint_folder,
 )
 from dnis_torchrec.training.denormals import flushing_denormals
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluation import selection_loss
 from dnis_torchrec.training.saving import Saving
 
 STOP_INTERVAL = 8
@@ -53,7 +53,7 @@ class EpochRecord:
         phase: name of the phase that it belongs to.
         step: lower steps so far.
         train_loss: mean over the epoch and all ranks.
-        selection_loss: on the selection split.
+        selection_loss: on the selection split, see `dnis_torchrec.training.evaluation.selection_loss`.
         alpha_mean: mean of alpha over all values of rows that training saw.
         alpha_density: share of them whose alpha is not zero.
     """
@@ -341,24 +341,24 @@ class SearchLoop:
 
     def _end_epoch(self, phase: Phase, saver: CheckpointSaver) -> None:
         self._wait(saver)  # so that the best epoch before this one is one that was written
-        pipeline, recipe, epoch = self._pipeline, self._recipe, self._epoch
+        pipeline, epoch = self._pipeline, self._epoch
         with pipeline.detached() as model:
-            selection_loss = evaluate(model, recipe.data.selection, recipe.loss, pipeline.device)["loss"]
+            found = selection_loss(model, self._recipe, pipeline.device)
         record = EpochRecord(
             epoch=epoch,
             phase=phase.name,
             step=pipeline.lower_steps,
             train_loss=self._mean_loss(),
-            selection_loss=selection_loss,
+            selection_loss=found,
             alpha_mean=pipeline.alpha_optimizer.mean(),
             alpha_density=pipeline.alpha_optimizer.density(),
         )
         self.history.append(record)
         self._epoch += 1
         self._events.on_epoch(record)
-        if phase.patience is None or selection_loss < self._best.loss:
+        if phase.patience is None or found < self._best.loss:
             self._best_before = self._best
-            self._best = Best(epoch=epoch, step=self._steps, lower_step=record.step, loss=selection_loss)
+            self._best = Best(epoch=epoch, step=self._steps, lower_step=record.step, loss=found)
         is_last = record.step - self._first_step >= phase.steps
         self._is_over = is_last or (phase.patience is not None and epoch - self._best.epoch >= phase.patience)
         self._save(saver)

@@ -45,7 +45,7 @@ from dnis_torchrec.search.started import StartedSearch
 from dnis_torchrec.soft_selection.swap import fold_, merge_
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.checkpoint import CheckpointWriteError
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluation import selection_loss
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.rounding import RoundedTables
 from dnis_torchrec.training.saving import Saving
@@ -212,7 +212,7 @@ class _Plan:
         self, started: StartedSearch, compression: float, settings: SearchSettings, *, is_turned: bool
     ) -> None:
         self._started, self._settings, self._is_turned = started, settings, is_turned
-        self._ramp = Ramp(started.pipeline, started.stream, started.blocks, started.recipe.loss, compression)
+        self._ramp = Ramp(started.pipeline, started.stream, started.blocks, started.recipe.task, compression)
 
     def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
         settings, patience = self._settings, self._settings.patience
@@ -318,7 +318,7 @@ class _Finishing:
 
     def _worth(self) -> Curvature:
         started, recipe = self._started, self._started.recipe
-        return curvature(started.model, recipe.data.train, started.blocks, loss=recipe.loss)
+        return curvature(started.model, recipe.data.train, started.blocks, loss=recipe.task)
 
     def _rounded(self, worth: Curvature) -> tuple[Allocation, RoundedTables]:
         started, compression = self._started, self._compression
@@ -326,5 +326,5 @@ class _Finishing:
         return found, RoundedTables(started.model, found.scheme)
 
     def _selection_loss(self) -> float:
-        started, recipe = self._started, self._started.recipe
-        return evaluate(started.model, recipe.data.selection, recipe.loss, started.pipeline.device)["loss"]
+        started = self._started
+        return selection_loss(started.model, started.recipe, started.pipeline.device)

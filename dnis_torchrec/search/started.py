@@ -104,7 +104,7 @@ class StartedSearch:
         steps_per_epoch = sum(1 for _ in recipe.data.train)
         with together():
             events.on_start(steps_per_epoch, counts, blocks)
-        task = TrainTask(prepare_(recipe.model, blocks), recipe.loss, embedding_l2=recipe.embedding_l2)
+        task = TrainTask(prepare_(recipe.model, blocks), recipe.task, embedding_l2=recipe.embedding_l2)
         model, optimizer = shard(
             task,
             recipe,

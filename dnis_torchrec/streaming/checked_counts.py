@@ -13,8 +13,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.frequency import FrequencyCounts, longest_bags
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.final_sigmoid import warn_of_sigmoid
 from dnis_torchrec.data.labels import RankingBatch, check_candidates
+from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.over_ranks import (
     all_samples,
     check_same,
@@ -25,6 +25,7 @@ from dnis_torchrec.data.over_ranks import (
     with_notes,
 )
 from dnis_torchrec.data.recipe import DataSplits, Recipe, checked_batches
+from dnis_torchrec.data.trial import try_out
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.streaming import CountLimits, count_stream
 
@@ -44,22 +45,23 @@ def read_before_training(
         This rank's splits, the counts of all ranks, and the fingerprint of every split.
 
     Raises:
-        ValueError: on all ranks, as `count_training_data`, or if ranks have read other batches, or not as many.
+        ValueError: on all ranks, as `count_training_data` and `try_out`, or if ranks have read other batches, or not as
+            many.
     """
     whole = split_over_ranks(recipe.data, ranks)
     noted = with_notes(whole)
-    counts = count_training_data(noted, recipe.loss, tables, limits=limits, process_group=ranks.group)
+    counts = count_training_data(noted, recipe.task, tables, limits=limits, process_group=ranks.group)
     check_same(whole, ranks)
     check_steps(whole, noted, ranks)
     warn_of_overlaps(noted, ranks)
-    if ranks.is_first:
-        warn_of_sigmoid(recipe.model, recipe.loss, next(iter(recipe.data.selection)))
+    with together(ranks.group):
+        try_out(recipe, warns=ranks.is_first)
     return whole, counts, fingerprints(noted, ranks)
 
 
 def count_training_data(
     data: DataSplits,
-    loss: nn.Module,
+    task: nn.Module,
     tables: Sequence[EmbeddingBagConfig],
     *,
     limits: CountLimits | None = None,
@@ -74,7 +76,7 @@ def count_training_data(
 
     Args:
         data: of this rank.
-        loss: decides which labels are allowed.
+        task: the recipe's, or its loss; decides which labels are allowed.
         tables: the tables to count.
         limits: limits of counting.
         process_group: of the ranks that count together; None for this process alone.
@@ -89,15 +91,15 @@ def count_training_data(
     with together(process_group):
         for name in ("validation", *queries):
             num_batches, batches = 0, getattr(data, name)
-            for batch in checked_batches(all_samples(batches) if name == "validation" else batches, loss, name):
-                longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {num_batches}"))
+            for batch in checked_batches(all_samples(batches) if name == "validation" else batches, task, name):
+                longest |= Counter(longest_bags(features_of(batch), tables, f"{name} batch {num_batches}"))
                 num_batches += 1
                 if name in queries and isinstance(batch, RankingBatch):
                     queries[name].append(batch.queries.cpu().long())
             check(num_batches > 0, f"{name} stream", "at least one batch", 0, "check the data splits")
     _check_queries(queries, Ranks(process_group))
-    train = checked_batches(all_samples(data.train), loss, "train")
-    features = (batch.sparse_features for batch in train)
+    train = checked_batches(all_samples(data.train), task, "train")
+    features = (features_of(batch) for batch in train)
     counts = count_stream(features, tables, limits=limits, process_group=process_group)
     of_all = torch.tensor([max(length, longest[name]) for name, length in counts.max_bag_lengths.items()])
     lengths = Ranks(process_group).max_(of_all).tolist()

@@ -1,8 +1,8 @@
 """Metrics of an evaluation, from torchmetrics and torchrec.metrics; the same value on every rank.
 
-task           metrics
-ratings        mse
-clicks         auc (exact, no bins), ne, calibration; logloss is the loss itself
+kind           metrics
+regression     mse
+binary         auc (exact, no bins), ne, calibration, logloss
 ranking        recall@k, mrr@k, ndcg@k for k in `RANKING_KS`
 
 Shapes: B batch, Q queries, n samples of all ranks.
@@ -14,49 +14,81 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
-from torchmetrics import MeanSquaredError, Metric, MetricCollection
-from torchmetrics.classification import BinaryAUROC
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat
 from torchrec.metrics.calibration import compute_calibration, get_calibration_states
+from torchrec.metrics.mse import compute_mse, get_mse_states
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.labels import RANKING_KS, check_candidates
+from dnis_torchrec.data.task import BINARY, RANKING, REGRESSION, Predictions
 
 _SMALLEST_PROBABILITY = 1e-12
 
 
-def metrics_of(loss: nn.Module, *, is_ranking: bool = False) -> MetricCollection:
-    """The metrics that a task is judged by.
+class JudgedPredictions:
+    """The metrics of predictions of one name, while batches come in.
 
     Args:
-        loss: nn.BCEWithLogitsLoss for clicks, anything else for ratings.
-        is_ranking: whether the samples are candidates of queries, whatever the loss.
-
-    Returns:
-        Metrics to update with (predictions, labels), of clicks with (probabilities, labels as integers), of a ranking
-        with (predictions, labels as integers, queries); their ``compute()`` returns metric -> tensor.
+        kind: of the predictions, see `dnis_torchrec.data.task`.
+        device: where they are.
 
     Example:
-        >>> sorted(metrics_of(nn.BCEWithLogitsLoss()))
-        ['auc', 'calibration', 'ne']
+        >>> judged = JudgedPredictions("regression", torch.device("cpu"))
+        >>> judged.update(Predictions(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 2.0]), torch.tensor([3.0, 1.0])))
+        >>> judged.compute()
+        {'mse': 3.0}
     """
-    if is_ranking:
-        return MetricCollection({"ranking": RankingMetrics()})
-    if isinstance(loss, nn.BCEWithLogitsLoss):
-        return MetricCollection({"auc": AreaUnderCurve(), "ne": NormalizedEntropy(), "calibration": Calibration()})
-    return MetricCollection({"mse": MeanSquaredError()})
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        self._kind = kind
+        of_kind: dict[str, dict[str, Metric]] = {
+            BINARY: {"auc": AreaUnderCurve(), "ne": NormalizedEntropy(), "calibration": Calibration()},
+            REGRESSION: {"mse": WeightedSquaredError()},
+            RANKING: {"ranking": RankingMetrics()},
+        }
+        self._metrics = MetricCollection(of_kind[kind]).to(device)
+        self._logloss = LogLoss().to(device)
+
+    def update(self, predictions: Predictions) -> None:
+        """Adds a batch.
+
+        Args:
+            predictions: checked, see `checked_predictions`.
+        """
+        values, labels, weights = predictions.values, predictions.labels, predictions.weights
+        if self._kind == RANKING:
+            self._metrics.update(values, labels, predictions.queries)
+        elif self._kind == REGRESSION:
+            self._metrics.update(values, labels, weights)
+        elif len(values):
+            values, labels = values.double(), labels.double()
+            self._metrics.update(values.sigmoid(), labels, weights)
+            self._logloss.update(values, labels, weights)
+
+    def compute(self) -> dict[str, float]:
+        """Metric -> value over the samples of all ranks so far; none that is not defined for them."""
+        found = {name: float(value) for name, value in self._metrics.compute().items()}
+        if self._kind == BINARY:
+            found["logloss"] = float(self._logloss.compute())
+        return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
-class AreaUnderCurve(BinaryAUROC):
-    """Exact area under the ROC curve, no bins, computed by torchmetrics; higher is better.
+class AreaUnderCurve(Metric):
+    """Exact area under the ROC curve, no bins; higher is better.
+
+    It is the share of pairs of a positive and a negative, by the product of their weights, in which the positive is
+    predicted higher; ties count half. Of torchmetrics' and torchrec's own, one knows no weights, one no ties.
+
+    NaN where all samples are of one class.
 
     Shape:
-        - preds: ``(B,)`` probabilities.
+        - preds: ``(B,)``, higher for positives.
         - target: ``(B,)`` 0 or 1.
-
-    NaN where all samples are of one class; torchmetrics has 0 there.
+        - weights: ``(B,)``, >= 0; None for 1.
 
     Example:
         >>> metric = AreaUnderCurve()
@@ -65,10 +97,32 @@ class AreaUnderCurve(BinaryAUROC):
         1.0
     """
 
-    def compute(self) -> Tensor:  # type: ignore[override]  # torchmetrics' own has the base class's type
+    full_state_update = False
+    higher_is_better = True
+    preds: list[Tensor]
+    positives: list[Tensor]
+    negatives: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("preds", "positives", "negatives"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
+        """Adds a batch."""
+        counted = torch.ones_like(target, dtype=torch.float64) if weights is None else weights.double()
+        self.preds.append(preds.detach())
+        self.positives.append(counted * target)
+        self.negatives.append(counted * (1 - target))
+
+    def compute(self) -> Tensor:
         """Area of all samples so far."""
-        has_both = dim_zero_cat(self.target).unique().numel() == 2
-        return super().compute() if has_both else torch.tensor(torch.nan)
+        preds, order = dim_zero_cat(self.preds).sort(descending=True)
+        positives, negatives = (dim_zero_cat(part)[order].cumsum(0) for part in (self.positives, self.negatives))
+        last_of_ties = torch.cat([preds.diff() != 0, preds.new_ones(1, dtype=torch.bool)])
+        start = positives.new_zeros(1)
+        hits, misses = (torch.cat([start, part[last_of_ties]]) for part in (positives, negatives))
+        return torch.trapezoid(hits, misses) / (hits[-1] * misses[-1])  # 0 / 0 is NaN
 
 
 class _TorchRecMetric(Metric):
@@ -103,6 +157,7 @@ class NormalizedEntropy(_TorchRecMetric):
     Shape:
         - preds: ``(B,)`` probabilities.
         - target: ``(B,)`` 0 or 1.
+        - weights: ``(B,)``, >= 0; None for 1.
 
     Example:
         >>> metric = NormalizedEntropy()
@@ -116,16 +171,49 @@ class NormalizedEntropy(_TorchRecMetric):
     def __init__(self) -> None:
         super().__init__(("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels"))
 
-    def update(self, preds: Tensor, target: Tensor) -> None:
+    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
         """Adds a batch."""
-        labels = target.double()
-        self._add(get_ne_states(labels, preds.double(), torch.ones_like(labels), _SMALLEST_PROBABILITY))
+        self._add(get_ne_states(*_as_doubles(preds, target, weights), _SMALLEST_PROBABILITY))
 
     def compute(self) -> Tensor:
         """Normalised entropy of all samples so far."""
         sums = (self.cross_entropy_sum, self.weighted_num_samples, self.pos_labels, self.neg_labels)
         has_both = bool(self.pos_labels) and bool(self.neg_labels)
         return compute_ne(*sums, _SMALLEST_PROBABILITY) if has_both else torch.tensor(torch.nan)
+
+
+class LogLoss(_TorchRecMetric):
+    """Mean cross entropy of logits, exact however large they are; lower is better.
+
+    NaN where no sample counts.
+
+    Shape:
+        - preds: ``(B,)`` logits.
+        - target: ``(B,)`` 0 or 1.
+        - weights: ``(B,)``, >= 0; None for 1.
+
+    Example:
+        >>> metric = LogLoss()
+        >>> metric.update(torch.tensor([0.0, 40.0]), torch.tensor([1, 0]), torch.tensor([1.0, 0.0]))
+        >>> round(float(metric.compute()), 6)
+        0.693147
+    """
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        super().__init__(("cross_entropy_sum", "weighted_num_samples"))
+
+    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
+        """Adds a batch."""
+        labels, logits, counted = _as_doubles(preds, target, weights)
+        each = binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        self._add({"cross_entropy_sum": (counted * each).sum(), "weighted_num_samples": counted.sum()})
+
+    def compute(self) -> Tensor:
+        """Mean of all samples so far."""
+        mean: Tensor = self.cross_entropy_sum / self.weighted_num_samples
+        return mean
 
 
 class Calibration(_TorchRecMetric):
@@ -136,6 +224,7 @@ class Calibration(_TorchRecMetric):
     Shape:
         - preds: ``(B,)`` probabilities.
         - target: ``(B,)`` 0 or 1.
+        - weights: ``(B,)``, >= 0; None for 1.
 
     Example:
         >>> metric = Calibration()
@@ -147,16 +236,50 @@ class Calibration(_TorchRecMetric):
     def __init__(self) -> None:
         super().__init__(("calibration_num", "calibration_denom", "num_negatives"))
 
-    def update(self, preds: Tensor, target: Tensor) -> None:
+    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
         """Adds a batch."""
-        labels = target.double()
-        self._add(get_calibration_states(labels, preds.double(), torch.ones_like(labels)))
-        self._add({"num_negatives": (1 - labels).sum()})
+        labels, preds, counted = _as_doubles(preds, target, weights)
+        self._add(get_calibration_states(labels, preds, counted))
+        self._add({"num_negatives": (counted * (1 - labels)).sum()})
 
     def compute(self) -> Tensor:
         """Calibration of all samples so far."""
         sums, has_both = (self.calibration_num, self.calibration_denom), bool(self.num_negatives)
         return compute_calibration(*sums) if has_both and bool(sums[1]) else torch.tensor(torch.nan)
+
+
+class WeightedSquaredError(_TorchRecMetric):
+    """Mean squared error, weighted; lower is better. Computed by torchrec.metrics.
+
+    NaN where no sample counts.
+
+    Shape:
+        - preds: ``(B,)``.
+        - target: ``(B,)``.
+        - weights: ``(B,)``, >= 0; None for 1.
+
+    Example:
+        >>> metric = WeightedSquaredError()
+        >>> metric.update(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 2.0]), torch.tensor([3.0, 1.0]))
+        >>> float(metric.compute())
+        3.0
+    """
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        super().__init__(("error_sum", "weighted_num_samples"))
+
+    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
+        """Adds a batch."""
+        sums = get_mse_states(*_as_doubles(preds, target, weights))
+        self._add({name: sums[name] for name in ("error_sum", "weighted_num_samples")})
+
+    def compute(self) -> Tensor:
+        """Error of all samples so far."""
+        if not bool(self.weighted_num_samples):
+            return torch.tensor(torch.nan)
+        return compute_mse(self.error_sum, self.weighted_num_samples)
 
 
 class RankingMetrics(Metric):
@@ -238,6 +361,12 @@ class RankingMetrics(Metric):
             ndcg = empty.index_add(0, query, hit * discount) / ideal
             found |= {f"recall@{k}": recall.mean(), f"mrr@{k}": reciprocal_rank.mean(), f"ndcg@{k}": ndcg.mean()}
         return found
+
+
+def _as_doubles(preds: Tensor, target: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(labels, predictions, weights), as torchrec.metrics takes them."""
+    labels = target.double()
+    return labels, preds.double(), torch.ones_like(labels) if weights is None else weights.double()
 
 
 def ranking_mean(metrics: Mapping[str, float]) -> float | None:

@@ -25,7 +25,7 @@ from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
 from dnis_torchrec.training.denormals import flushing_denormals
 from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluation import selection_loss
 from dnis_torchrec.training.finite import FiniteGuard
 from dnis_torchrec.training.held_tables import HeldTables, HoldingOptimizer
 
@@ -82,7 +82,7 @@ class PlainEpoch:
         epoch: from 0.
         step: steps so far.
         train_loss: of the data alone, the mean over the epoch and all ranks.
-        selection_loss: on the selection split.
+        selection_loss: on the selection split, see `dnis_torchrec.training.evaluation.selection_loss`.
     """
 
     epoch: int
@@ -137,8 +137,8 @@ def train_plainly(
 ) -> PlainTraining:
     """Trains with TorchRec's own pipeline until the selection loss stops improving, and goes back to the best epoch.
 
-    Weights learn on the training split, as the model's `TrainTask` has it, L2 included; the loss that stops them is the
-    data's alone, of the selection split.
+    Weights learn on the training split, as the model's `TrainTask` has it, L2 included; what stops them is measured on
+    the selection split: the data's loss alone, or the metric of `Recipe.stop_on`.
 
     Distributed: every rank calls it with its share of the data (see `data.over_ranks`). Beside TorchRec's own
     collectives each step sums W numbers, and each epoch the sums of losses and metrics. All ranks stop after the same
@@ -173,7 +173,7 @@ def train_plainly(
         >>> from dnis_torchrec.training.sharded import shard
         >>> recipe = demo(None)
         >>> with process_group() as device, tempfile.TemporaryDirectory() as folder:
-        ...     task = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
+        ...     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
         ...     model, optimizer = shard(task, recipe, device)
         ...     trained = train_plainly(
         ...         model, optimizer, recipe, device, max_epochs=1, patience=1, folder=Path(folder)
@@ -189,7 +189,7 @@ def train_plainly(
     start, loss_before = folder / "start", math.inf
     history: list[PlainEpoch] = []
     if starts_trained:
-        loss_before = evaluate(model, recipe.data.selection, recipe.loss, device)["loss"]
+        loss_before = selection_loss(model, recipe, device)
         save_checkpoint(start, model, rule.tensors())
     model.train()
     for epoch in range(max_epochs):
@@ -205,15 +205,12 @@ def train_plainly(
             losses += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
             events.on_step(float(loss))
         check(step > 0, "training stream", "at least one batch", 0, "check the data splits")
-        evaluated = pipeline.detach()
-        selection_loss = evaluate(evaluated, recipe.data.selection, recipe.loss, device)["loss"]
+        found = selection_loss(pipeline.detach(), recipe, device)
         steps_before = history[-1].step if history else 0
         train_loss = _mean_over_ranks(losses, model)
-        history.append(
-            PlainEpoch(epoch=epoch, step=steps_before + step, train_loss=train_loss, selection_loss=selection_loss)
-        )
+        history.append(PlainEpoch(epoch=epoch, step=steps_before + step, train_loss=train_loss, selection_loss=found))
         events.on_epoch(history[-1])
-        if stopping.update(epoch, selection_loss, lambda path: save_checkpoint(path, model, rule.tensors())):
+        if stopping.update(epoch, found, lambda path: save_checkpoint(path, model, rule.tensors())):
             break
     stays = starts_trained and loss_before <= stopping.best
     load_checkpoint(start if stays else stopping.path, model, rule.tensors())

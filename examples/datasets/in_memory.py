@@ -86,7 +86,7 @@ class Samples:
     Attributes:
         dense: ``(n, num_dense)`` float32; num_dense may be 0.
         ids: ``(n, F1)`` integers, one column per single-id feature.
-        labels: ``(n,)`` float32.
+        labels: ``(n,)`` float32, or ``(n, T)`` for a recipe of T labels.
         feature_names: names of the columns of `ids`.
         multi_hot: feature -> its bags.
         num_embeddings: feature -> rows that its table needs; every id is below it.
@@ -131,7 +131,7 @@ class Samples:
         Returns:
             train and validation in a new order every epoch, selection and test in a fixed one.
         """
-        parts = split_rows(self.labels.numel(), seed=seed, group_size=self.group_size)
+        parts = split_rows(len(self.labels), seed=seed, group_size=self.group_size)
         shuffled = (True, True, False, False)
         train, validation, selection, test = (
             InMemoryBatches(
@@ -211,7 +211,7 @@ class InMemoryBatches:
     Args:
         dense: ``(n, num_dense)`` float32.
         ids: ``(n, F1)`` integers (int32 halves the memory), one column per single-id feature.
-        labels: ``(n,)`` float32.
+        labels: ``(n,)`` float32, or ``(n, T)`` for a recipe of T labels.
         feature_names: names of the columns of `ids`.
         batch_size: B.
         shuffle: a new order every epoch; otherwise always in the order of `rows`.
@@ -252,7 +252,7 @@ class InMemoryBatches:
         rows: Tensor | None = None,
         drop_last: bool = False,
     ) -> None:
-        num_samples = labels.numel()
+        num_samples = len(labels)
         multi_hot = dict(multi_hot or {})
         place = "InMemoryBatches"
         check(batch_size >= 1, f"{place}.batch_size", "an integer >= 1", batch_size)

@@ -5,6 +5,7 @@ Source: Harper and Konstan, The MovieLens Datasets: History and Context, 2015, d
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -82,11 +83,25 @@ def load_clicks(folder: Path, *, seed: int) -> Samples:
     Raises:
         ValueError: if a file is missing, more than 1 % of it is malformed, or a rating names an unknown user.
     """
+    samples = load_clicks_and_ratings(folder, seed=seed)
+    return replace(samples, labels=samples.labels[:, 0])
+
+
+def load_clicks_and_ratings(folder: Path, *, seed: int) -> Samples:
+    """Loads MovieLens with two labels for each sample: the click of `load_clicks`, and the rating itself.
+
+    Args:
+        folder: see `load_clicks`.
+        seed: see `load_clicks`.
+
+    Raises:
+        ValueError: see `load_clicks`.
+    """
     return _sorted(_parse_clicks(folder), seed)
 
 
 def _sorted(samples: Samples, seed: int) -> Samples:
-    return samples.sorted_by_frequency(split_rows(samples.labels.numel(), seed=seed)[0])
+    return samples.sorted_by_frequency(split_rows(len(samples.labels), seed=seed)[0])
 
 
 @lru_cache(maxsize=2)
@@ -110,8 +125,9 @@ def _parse_clicks(folder: Path) -> Samples:
             raise ValueError(describe(place, "a line in users.dat", "none", "download both files again"))
         codes |= {name: number_rows(attributes[name]) for name in ("gender", "age", "occupation", "zip")}
     bags, num_genres = _genre_bags(_read(folder, "movies.dat", "movies.csv"), ratings["movieId"].to_numpy())
-    labels = torch.from_numpy((ratings["rating"].to_numpy() >= 4).astype(np.float32))
-    return _assemble(torch.ones(labels.numel(), 1), codes, labels, genres=(bags, num_genres))
+    rating = torch.from_numpy(ratings["rating"].to_numpy(np.float32))
+    labels = torch.stack([(rating >= 4).float(), rating], dim=1)
+    return _assemble(torch.ones(len(labels), 1), codes, labels, genres=(bags, num_genres))
 
 
 def _read(folder: Path, *names: str) -> pd.DataFrame:

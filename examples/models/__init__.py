@@ -4,6 +4,7 @@ tables.py         embedding tables, draws of initial weights
 first_order.py    weights beside the tables, one per row
 collaborative.py  two sides, user and item: MatrixFactorization, MultiLayerPerceptron, NeuMF
 factorization.py  any number of fields: FactorizationMachine, WideDeep, DeepFM
+multi_task.py     several predictions: MultiGateMixtureOfExperts
 torchrec_dlrm.py  torchrec's own DLRM and DLRM_DCN, sized
 """
 
@@ -17,6 +18,7 @@ from examples.models.factorization import WideDeep as WideDeep
 from examples.models.first_order import FirstOrderWeights as FirstOrderWeights
 from examples.models.first_order import SingleIdBiases as SingleIdBiases
 from examples.models.first_order import log_odds as log_odds
+from examples.models.multi_task import MultiGateMixtureOfExperts as MultiGateMixtureOfExperts
 from examples.models.tables import SCALARS as SCALARS
 from examples.models.tables import build_neumf_tables as build_neumf_tables
 from examples.models.tables import build_tables as build_tables

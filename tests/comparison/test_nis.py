@@ -270,8 +270,8 @@ def test_the_supernet_computes_with_what_is_retained_and_trains_nothing_else(glo
     batch = make_batch(64, 100)
     tables = {part.table: part.weight for m in collections(supernet.model).values() for part in local_shards(m)}
     before = {table: weight.clone() for table, weight in tables.items()}
-    _, (_, predictions, labels) = TrainTask(plain.model, plain.loss)(batch)
-    expected = Quality(recipe).of(predictions, labels)
+    _, (_, predictions) = TrainTask(plain.model, plain.loss)(batch)
+    expected = Quality(recipe).of(predictions, batch.labels)
     other = [3] * len(picked)
     of_all, of_picked = supernet.qualities(batch, [other, picked])
     assert of_picked == pytest.approx(expected, abs=1e-6) != of_all

@@ -33,7 +33,7 @@ def test_a_recipe_has_no_settings_of_a_search_and_no_example_gives_any() -> None
     of_recipe = {part.name for part in dataclasses.fields(Recipe)}
     assert of_recipe == {
         *("model", "data", "loss", "table_optimizer", "table_learning_rate", "dense_learning_rate", "embedding_l2"),
-        *("row_weights", "redraw", "notes"),
+        *("task", "stop_on", "row_weights", "redraw", "notes"),
     }
     assert not of_recipe & {part.name for part in dataclasses.fields(SearchSettings)}
     num_recipes = 0
@@ -50,7 +50,11 @@ def test_a_recipe_has_no_settings_of_a_search_and_no_example_gives_any() -> None
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"loss": nn.L1Loss()}, r"Recipe\.loss: expected nn\.MSELoss or nn\.BCEWithLogitsLoss, got L1Loss"),
+        (
+            {"loss": nn.L1Loss()},
+            r"Recipe\.loss: expected nn\.MSELoss or nn\.BCEWithLogitsLoss, got L1Loss; "
+            "put any other into a Recipe.task",
+        ),
         ({"table_optimizer": "sgd"}, r"Recipe\.table_optimizer: expected 'adam' or 'rowwise_adagrad', got 'sgd'"),
     ],
 )
@@ -103,7 +107,7 @@ class Column(nn.Module):
 def test_train_task(keep_dim: bool, batch_size: int, loss: nn.Module) -> None:
     dense, labels = torch.randn(batch_size, 2), torch.randint(0, 2, (batch_size,))
     task = TrainTask(Column(keep_dim=keep_dim), loss)
-    value, (detached, predictions, given_labels) = task(Batch(dense, None, labels))
+    value, (detached, predictions) = task(Batch(dense, None, labels))
     expected = dense[:, 0] * 2
     torch.testing.assert_close(value, loss(expected, labels.float()))
     assert value.requires_grad
@@ -111,13 +115,12 @@ def test_train_task(keep_dim: bool, batch_size: int, loss: nn.Module) -> None:
     assert torch.equal(detached, value.detach())
     assert torch.equal(predictions, expected)
     assert not predictions.requires_grad
-    assert torch.equal(given_labels, labels.float())
 
 
 def test_train_task_of_a_torchrec_model() -> None:
     model = dlrm()
     batch = Batch(torch.randn(BATCH_SIZE, NUM_DENSE), features(), torch.ones(BATCH_SIZE))
-    value, (_, predictions, _) = TrainTask(model, nn.MSELoss())(batch)
+    value, (_, predictions) = TrainTask(model, nn.MSELoss())(batch)
     expected = model(batch.dense_features, batch.sparse_features)[:, 0]
     torch.testing.assert_close(predictions, expected)
     torch.testing.assert_close(value, (expected - 1).square().mean())

@@ -15,6 +15,7 @@ from torch import nn
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.task import LossTask
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.search.ramp import Ramp
@@ -227,7 +228,7 @@ def poison_(model: nn.Module, what: str) -> None:
         weight.register_hook(lambda gradient: gradient * float("nan"))
         return
     module = next(module for module in model.modules() if isinstance(module, TrainTask))
-    original = module.loss.forward
+    original = module.task.criterion.forward
 
     def forward(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = original(predictions, labels)
@@ -236,7 +237,7 @@ def poison_(model: nn.Module, what: str) -> None:
         loss.register_hook(lambda gradient: gradient * float("inf"))
         return loss
 
-    module.loss.forward = forward
+    module.task.criterion.forward = forward
 
 
 def stops(level: Level, what: str, at: Rank) -> Results:
@@ -285,7 +286,7 @@ def losses() -> dict[str, nn.Module]:
 def evaluate_halves(group: dist.ProcessGroup, halves: tuple[int, ...], loss: nn.Module) -> dict[str, float]:
     """Metrics of the fresh model on some halves of three batches, the first half larger than the second."""
     whole = task()
-    whole.loss = loss
+    whole.task = LossTask(loss)
     model, _ = shard_as(whole, "row_wise", group)
     return evaluate(model, Stream("evaluation", 3, halves, sizes=(13, 6)), loss, CPU)
 

@@ -170,7 +170,7 @@ def trace(at: Rank) -> Results:
         return original(self, *args)
 
     whole = task()
-    whole.loss.register_forward_hook(lambda *inputs: note_backward(inputs[-1]))
+    whole.task.criterion.register_forward_hook(lambda *inputs: note_backward(inputs[-1]))
     num_backwards = 0
 
     def note_backward(loss: torch.Tensor) -> None:

@@ -210,14 +210,14 @@ def _progress(pipeline: BilevelTrainPipeline, stream: BilevelStream[Batch], *, s
 def _poison(monkeypatch: pytest.MonkeyPatch, model: nn.Module, value: float) -> None:
     """Makes the loss finite but its gradient not."""
     task = next(module for module in model.modules() if isinstance(module, TrainTask))
-    original = task.loss.forward
+    original = task.task.criterion.forward
 
     def forward(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = original(predictions, labels)
         loss.register_hook(lambda gradient: gradient * value)
         return loss
 
-    monkeypatch.setattr(task.loss, "forward", forward)
+    monkeypatch.setattr(task.task.criterion, "forward", forward)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

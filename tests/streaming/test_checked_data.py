@@ -124,12 +124,7 @@ def short_lengths(batch: Batch) -> Batch:
     return changed(batch, lengths=batch.sparse_features.lengths().short())
 
 
-def no_dense(batch: Batch) -> Batch:
-    return dataclasses.replace(batch, dense_features=None)
-
-
 WRONG += [
-    (no_dense, r", dense_features: expected a tensor, got none; give torch.zeros\(64, 1\)$"),
     (
         fewer_labels,
         r", sparse_features: expected 63 samples, one for each label, got 64; leave incomplete samples out",

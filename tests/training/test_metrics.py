@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.data.labels import RANKING_KS, RankingBatch, check_candidates
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.training.evaluation import evaluate, primary_metric
-from dnis_torchrec.training.metrics import Calibration, NormalizedEntropy, RankingMetrics, metrics_of
+from dnis_torchrec.training.metrics import Calibration, NormalizedEntropy, RankingMetrics
 from tests.distributed.harness import Rank, Results, run_on_ranks
 
 CPU = torch.device("cpu")
@@ -143,13 +143,6 @@ class TestClicks:
         assert math.isnan(float(calibration.compute()))
         calibration.update(torch.tensor([0.5]), torch.tensor([1 - label]))
         assert float(calibration.compute()) == pytest.approx(1.25 / (1 + label))
-
-
-def test_the_task_decides_the_metrics():
-    assert set(metrics_of(nn.MSELoss())) == {"mse"}
-    assert set(metrics_of(nn.BCEWithLogitsLoss())) == {"auc", "ne", "calibration"}
-    for loss in (nn.MSELoss(), nn.BCEWithLogitsLoss()):
-        assert set(metrics_of(loss, is_ranking=True)) == {"ranking"}
 
 
 class FirstDense(nn.Module):

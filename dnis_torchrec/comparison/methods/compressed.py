@@ -25,7 +25,7 @@ def compressed(task: MethodTask) -> MethodResult:
     recipe, (counts, _) = task.build(None), row_blocks(task)
     dense = uniform_candidate(replace(task, precision="fp32"), None).train(task)
     started = time.monotonic()
-    measured = measure_(dense.model.eval(), recipe.data.train, loss=recipe.loss, counts=counts)
+    measured = measure_(dense.model.eval(), recipe.data.train, loss=recipe.task, counts=counts)
     try:
         found = measured.allocate(embedding_bytes=task.embedding_bytes())
     except ValueError as error:

@@ -22,7 +22,7 @@ from dnis_torchrec.search.hypergradient import UnrollingError
 from dnis_torchrec.search.paper import PaperSettings, search_as_published
 from dnis_torchrec.search.search import search
 from dnis_torchrec.search.settings import SearchSettings
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluation import selection_loss
 
 SINGLE_VALUES = "csr_fp32"
 
@@ -117,9 +117,7 @@ def _as_published(task: MethodTask, *, is_unrolled: bool) -> MethodResult:
         model=found.model,
         scheme=found.scheme,
         form=SINGLE_VALUES,
-        selection_loss=evaluate(TrainTask(found.model, recipe.loss), recipe.data.selection, recipe.loss, task.device)[
-            "loss"
-        ],
+        selection_loss=selection_loss(TrainTask(found.model, recipe.task), recipe, task.device),
         seconds=seconds,
         seconds_of_trials=seconds,
         settings={

@@ -40,7 +40,7 @@ def int4_aware(task: MethodTask) -> MethodResult:
     recipe = candidate.recipe
     started = time.monotonic()
     torch.manual_seed(task.seed)
-    whole = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
+    whole = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(whole, recipe, task.device, replicated=True)
     trained = train_plainly(
         model,

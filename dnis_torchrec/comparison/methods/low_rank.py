@@ -47,7 +47,7 @@ def low_rank(task: MethodTask) -> MethodResult:
     started = time.monotonic()
     rotate_(dense.model, counts)
     scheme = uniform_scheme_(dense.model, {table.name: table.embedding_dim for table in tables})
-    whole = TrainTask(dense.model, recipe.loss, embedding_l2=recipe.embedding_l2)
+    whole = TrainTask(dense.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(whole, recipe, task.device)
     trained = train_plainly(
         model,

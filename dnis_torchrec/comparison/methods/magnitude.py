@@ -51,7 +51,7 @@ class MagnitudePruning:
     ) -> None:
         self._recipe, self._device = recipe, device
         self._rules, self._folder = rules, folder
-        self._model, _ = shard(TrainTask(model, recipe.loss, embedding_l2=recipe.embedding_l2), recipe, device)
+        self._model, _ = shard(TrainTask(model, recipe.task, embedding_l2=recipe.embedding_l2), recipe, device)
         self._shards = [
             table_shard for module in collections(self._model).values() for table_shard in local_shards(module)
         ]

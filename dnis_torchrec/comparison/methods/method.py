@@ -195,7 +195,7 @@ def result_row(
     # Of the recipe's own tables: the scheme of a method with smaller tables knows those only.
     uncompressed = dense_parameters(recipe.model)
     with made.served(device) as model:
-        metrics = evaluate(TrainTask(model, recipe.loss), test, recipe.loss, device)
+        metrics = evaluate(TrainTask(model, recipe.task), test, recipe.task, device)
     return ReportRow(
         method=name,
         compression=4 * uncompressed / max(1, made.embedding_bytes()),

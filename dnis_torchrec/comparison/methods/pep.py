@@ -125,7 +125,7 @@ def _trained(task: MethodTask, recipe: Recipe) -> tuple[nn.Module, float]:
 
 def _sharded(task: MethodTask, recipe: Recipe) -> tuple[DistributedModelParallel, KeyedOptimizerWrapper]:
     torch.manual_seed(task.seed)
-    whole = TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2)
+    whole = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     return shard(whole, recipe, task.device, replicated=True)
 
 

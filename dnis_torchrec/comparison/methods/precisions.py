@@ -15,7 +15,7 @@ from dnis_torchrec.comparison.methods.method import (
     SizeNotMetError,
 )
 from dnis_torchrec.data.recipe import TrainTask
-from dnis_torchrec.training.evaluation import evaluate
+from dnis_torchrec.training.evaluation import selection_loss
 
 
 def best_precision(method: Method, task: MethodTask, precisions: Sequence[str]) -> MethodResult:
@@ -63,5 +63,5 @@ def _as_served(made: MethodResult, task: MethodTask) -> MethodResult:
     """The result with the selection loss of the model as it is served."""
     recipe = task.build(None)
     with made.served(task.device) as model:
-        loss = evaluate(TrainTask(model, recipe.loss), recipe.data.selection, recipe.loss, task.device)["loss"]
+        loss = selection_loss(TrainTask(model, recipe.task), recipe, task.device)
     return replace(made, selection_loss=loss)

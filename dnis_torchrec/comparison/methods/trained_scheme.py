@@ -32,6 +32,7 @@ from dnis_torchrec.checks import check_known, describe
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError
 from dnis_torchrec.comparison.methods.shared_trials import FinishedTrial
 from dnis_torchrec.comparison.methods.trained_once import Trained, trained_once
+from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.forms import form_named
@@ -62,11 +63,11 @@ def row_blocks(task: MethodTask, *, scope: str = "global") -> tuple[FrequencyCou
     """
     recipe = task.build(None)
     tables = table_configs(recipe.model)
-    counts = count_frequencies((batch.sparse_features for batch in all_samples(recipe.data.train)), tables)
+    counts = count_frequencies((features_of(batch) for batch in all_samples(recipe.data.train)), tables)
     longest = Counter(counts.max_bag_lengths)
     for name in ("validation", "selection", "test"):
         for number, batch in enumerate(all_samples(getattr(recipe.data, name))):
-            longest |= Counter(longest_bags(batch.sparse_features, tables, f"{name} batch {number}"))
+            longest |= Counter(longest_bags(features_of(batch), tables, f"{name} batch {number}"))
     counts = replace(counts, max_bag_lengths={feature: longest[feature] for feature in counts.max_bag_lengths})
     return counts, blocks_from_counts(counts, tables, num_blocks=NUM_BLOCKS, scope=scope)
 
@@ -350,7 +351,7 @@ def _sharded(
     """The model of a recipe, sharded, zero wherever a scheme drops, and its optimizer."""
     torch.manual_seed(task.seed)
     _zero_dropped_by_(recipe.model, scheme)
-    return shard(TrainTask(recipe.model, recipe.loss, embedding_l2=recipe.embedding_l2), recipe, task.device)
+    return shard(TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2), recipe, task.device)
 
 
 def _zero_dropped_by_(model: nn.Module, scheme: MixedDimensionScheme) -> None:

@@ -167,5 +167,5 @@ def _evaluate(artifact: Path, form: str, recipe: str | None, data: Path | None) 
     built = recipe_of_artifact(artifact, data, recipe=recipe)
     drop_in_(built.model, artifact, form=form)
     with torch.inference_mode(), errors_of_its_code(spec):
-        task = TrainTask(built.model, built.loss)
-        return evaluate(task, built.data.test, built.loss, torch.device("cpu"))
+        task = TrainTask(built.model, built.task)
+        return evaluate(task, built.data.test, built.task, torch.device("cpu"))

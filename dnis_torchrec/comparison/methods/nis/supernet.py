@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.checks import check
+from dnis_torchrec.checks import check, describe
+from dnis_torchrec.comparison.methods.method import NotApplicableError
 from dnis_torchrec.comparison.methods.nis.controller import Controller
 from dnis_torchrec.comparison.methods.nis.grid import Grid
 from dnis_torchrec.data.labels import check_classes
@@ -59,9 +60,13 @@ class Quality:
 
     Raises:
         ValueError: if there is no validation batch, or a label of a binary loss is neither 0 nor 1.
+        NotApplicableError: for a recipe with a task of its own.
     """
 
     def __init__(self, recipe: Recipe) -> None:
+        if recipe.loss is None:
+            supported, received = "supported are recipes with a loss of one prediction", type(recipe.task).__name__
+            raise NotApplicableError(describe("reward", supported, received))
         self._is_binary = isinstance(recipe.loss, nn.BCEWithLogitsLoss)
         labels = [batch.labels.float().cpu() for batch in recipe.data.validation]
         check(len(labels) > 0, "validation stream", "at least one batch", 0, "check the data splits")
@@ -103,7 +108,7 @@ class Supernet:
     """
 
     def __init__(self, recipe: Recipe, grid: Grid, device: torch.device) -> None:
-        task = TrainTask(prepare_(recipe.model, grid.blocks), recipe.loss, embedding_l2=recipe.embedding_l2)
+        task = TrainTask(prepare_(recipe.model, grid.blocks), recipe.task, embedding_l2=recipe.embedding_l2)
         self.model, self._optimizer = shard(task, recipe, device)
         self._alpha: Alpha = next(iter(soft_selection_modules(self.model).values())).alpha
         self._guard = FiniteGuard(self.model, self.model._env.process_group)
@@ -145,8 +150,8 @@ class Supernet:
         qualities = []
         for picked in combinations:
             self._grid.select_(self._alpha, picked)
-            _, (_, predictions, labels) = self.model(batch)
-            qualities.append(self._quality.of(predictions, labels))
+            _, (_, predictions) = self.model(batch)
+            qualities.append(self._quality.of(predictions, batch.labels.float()))
         return qualities
 
 

@@ -1,0 +1,92 @@
+"""A recipe of two tasks through every command: what is trained, compressed, searched, compared, evaluated, verified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dnis_torchrec.comparison.methods import METHODS
+from dnis_torchrec.comparison.methods.method import MethodTask, NotApplicableError, result_row
+from dnis_torchrec.comparison.methods.nis.supernet import Quality
+from dnis_torchrec.comparison.plan import Comparison, recipe_facts
+from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
+from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
+from dnis_torchrec.jobs.report_job import run_report
+from dnis_torchrec.jobs.run_folder import RunFolder
+from dnis_torchrec.jobs.search_job import run_search
+from dnis_torchrec.jobs.train_job import TrainJob, run_train
+from dnis_torchrec.jobs.verification.verify import verify
+from tests.searched_runs import quick_job, without_images
+from tests.tiny_tasks import METRICS, two_tasks
+
+CPU = torch.device("cpu")
+RECIPE = "tests.tiny_tasks:two_tasks"
+
+
+@pytest.fixture(scope="module")
+def trained(gloo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tasks") / "run"
+    run_train(TrainJob(recipe=RECIPE, data=None, out=out, epochs=3))
+    return out
+
+
+def test_a_trained_model_has_stopped_on_its_metric(trained: Path) -> None:
+    head = RunFolder.open(trained).read_head()
+    assert set(head["metrics"]) == METRICS
+    assert (head["primary_metric"], head["higher_is_better"]) == ("click_auc", True)
+    losses = [record["selection_loss"] for record in head["history"]]
+    assert head["best_epoch"] == losses.index(min(losses))
+    assert -1 <= min(losses) < -0.5
+    assert run_evaluate(trained, None)["metrics"] == pytest.approx(head["metrics"], abs=1e-6)
+
+
+def test_what_is_compressed_serves_both_predictions(trained: Path) -> None:
+    out = trained.parent / "compressed"
+    content = run_compress(CompressJob(run=trained, recipe=None, data=None, out=out, compressions=(3.0,), num_blocks=2))
+    before, after = content.rows
+    assert set(before.metrics) == set(after.metrics) == METRICS
+    assert after.compression >= 3
+    assert after.metrics["click_auc"] == pytest.approx(before.metrics["click_auc"], abs=0.05)
+    assert "click_auc" in (out / "report.html").read_text()
+    found = verify(out / "x3", recipe=RECIPE, measure=False)
+    assert not found.failures
+    assert {finding.subject for finding in found.findings if finding.check == "metric"} == {
+        f"packed, {name}" for name in METRICS
+    }
+
+
+def test_a_search_keeps_both_predictions(gloo, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with without_images():
+        (row,) = run_search(quick_job(out, recipe=RECIPE, compression=3.0))
+    assert set(row.metrics) == METRICS
+    assert row.compression >= 3
+    head = RunFolder.open(out).read_head()
+    assert all(-1 <= loss < 0 for loss in head["selection_losses"].values())
+    artifact = run_export(out, tmp_path / "artifact")
+    assert run_evaluate(artifact, None, recipe=RECIPE)["metrics"] == pytest.approx(row.metrics, abs=1e-5)
+    assert "rating_mse" in run_report(out).read_text()
+
+
+def test_a_method_gets_a_row_of_both_predictions(gloo, tmp_path: Path) -> None:
+    out = tmp_path / "compare"
+    facts = recipe_facts(Comparison(recipe=RECIPE, data=None, out=out, methods=("uniform",), sizes=(2.0,)))
+    assert (facts.primary_metric, facts.higher_is_better) == ("click_auc", True)
+    assert (facts.settings["loss"], facts.settings["stop_on"]) == ("ClickAndRating", "click_auc")
+    json.dumps(facts.rules())
+    recipe = two_tasks(None)
+    task = MethodTask(
+        build=lambda dim: two_tasks(None, embedding_dim=dim), compression=2.0, seed=0, device=CPU, folder=tmp_path
+    )
+    made = METHODS["uniform"](task)
+    row = result_row("uniform", made, recipe, recipe.data.test, seed=0, device=CPU)
+    assert set(row.metrics) == METRICS
+    assert -1 < made.selection_loss < -0.5
+
+
+def test_a_reward_of_one_prediction_knows_no_tasks() -> None:
+    with pytest.raises(NotApplicableError, match="reward: supported are recipes with a loss of one prediction, got Cl"):
+        Quality(two_tasks(None))
