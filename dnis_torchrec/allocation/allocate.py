@@ -33,6 +33,7 @@ from dnis_torchrec.allocation.energies import (
 )
 from dnis_torchrec.allocation.hulls import ColumnSteps, RowOptions, column_steps, row_options, widths_of
 from dnis_torchrec.allocation.spending import Path, Purse, Spent
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.frequency import FrequencyCounts
@@ -96,7 +97,8 @@ def allocate(
 
     Args:
         model: trained and merged, sharded or not.
-        blocks: of its tables; rows of no block are served as zeros.
+        blocks: of its tables; rows of no block are served as zeros. Tables that they leave alone are float32, and count
+            in the bytes.
         counts: of all rows in the training data.
         curvature: of the loss, for these blocks.
         compression: bytes of the float32 tables over bytes served, to be met from below. Give exactly one of
@@ -131,7 +133,8 @@ def allocate(
     _check_sizes({"compression": compression, "embedding_bytes": embedding_bytes, "max_loss": max_loss})
     check(max_loss is None or not per_table, "max_loss", "all tables to share the bytes", "per_table")
     check_all_merged(model)
-    tables = blocked_tables(model, blocks)
+    every = blocked_tables(model, blocks)
+    tables, left_alone = _split(every, blocks)
     measured = energies or rounding_energies(model, blocks, counts, bits=bits)
     widths = sorted({0, *bits})
     losses = _predicted_losses(tables, blocks, curvature, measured, widths)
@@ -139,15 +142,18 @@ def allocate(
 
     def allocation(spent: Spent) -> Allocation:
         found = problem.allocation(spent, measured)
+        if left_alone:
+            found = _in_order(found, left_alone, every)
         return found if predict is None else replace(found, predicted_loss_increase=predict(found.scheme))
 
     if max_loss is not None:
         return allocation(problem.within_loss(max_loss, lambda spent: allocation(spent).predicted_loss_increase))
-    dense = int(problem.dense_bytes.sum())
+    beside = sum(map(PACKED.served_bytes, left_alone.values()))
+    dense = sum(map(_dense_bytes, every))
     budget = _bytes_at(compression, dense) if compression is not None else int(embedding_bytes or 0)
-    spent = problem.within(budget, per_table=per_table)
+    spent = problem.within(budget - beside, per_table=per_table)
     if not bool(spent.row_bytes.any()):
-        _refuse_budget(compression, embedding_bytes, dense, spent.smallest)
+        _refuse_budget(compression, embedding_bytes, dense, spent.smallest + beside)
     return allocation(spent)
 
 
@@ -156,7 +162,8 @@ def retained_columns(
 ) -> dict[str, Tensor]:
     """Chooses which columns of every block are worth their bytes, if a value takes the same number of bits everywhere.
 
-    Those are dropped that lower the loss least for their bytes; what rounding costs does not count. Local.
+    Those are dropped that lower the loss least for their bytes; what rounding costs does not count. Tables that are
+    left alone keep all, in float32. Local.
 
     Args:
         tables: of a model, prepared or not.
@@ -172,17 +179,43 @@ def retained_columns(
         ValueError: for a compression that cannot be met; the message names the largest that can be.
     """
     losses = {}
-    for table in tables:
+    others, left_alone = _split(tables, blocks)
+    for table in others:
         name = table.config.name
         has_rows = (blocks.routings[name].row_counts() > 0)[:, None]
         dropped = worth[name].double().cpu().clamp(min=0) * has_rows
         losses[name] = torch.stack([dropped, torch.zeros_like(dropped)], 2)
-    problem = _Problem.of(list(tables), blocks, losses, torch.tensor([0, bits]))
-    dense = int(problem.dense_bytes.sum())
-    spent = problem.within(_bytes_at(compression, dense), per_table=False)
+    problem = _Problem.of(others, blocks, losses, torch.tensor([0, bits]))
+    beside, dense = sum(map(PACKED.served_bytes, left_alone.values())), sum(map(_dense_bytes, tables))
+    spent = problem.within(_bytes_at(compression, dense) - beside, per_table=False)
     if not bool(spent.row_bytes.any()):
-        _refuse_budget(compression, None, dense, spent.smallest)
-    return {name: found > 0 for name, found in problem.bits_of(spent).items()}
+        _refuse_budget(compression, None, dense, spent.smallest + beside)
+    chosen = {name: found > 0 for name, found in problem.bits_of(spent).items()}
+    return chosen | {name: table.retained for name, table in left_alone.items()}
+
+
+def _split(tables: Sequence[BlockedTable], blocks: RowBlocks) -> tuple[list[BlockedTable], dict[str, TableScheme]]:
+    """The tables that get bits, and the schemes of those that are left alone: float32 in every column."""
+    others = [table for table in tables if table.config.name not in blocks.left_alone]
+    check(bool(others), "blocks", "a table beside those that are left alone", "none")
+    alone = {}
+    for table in (table for table in tables if table.config.name in blocks.left_alone):
+        shape = (blocks.routings[table.config.name].num_blocks, table.config.embedding_dim)
+        bits, scale = torch.full(shape, FLOAT_BITS, dtype=torch.uint8), torch.ones(shape)
+        codes = ColumnCodes(bits, scale, torch.zeros(shape, dtype=torch.int16))
+        alone[table.config.name] = _scheme_of(table, blocks, codes)
+    return others, alone
+
+
+def _in_order(found: Allocation, left_alone: Mapping[str, TableScheme], every: Sequence[BlockedTable]) -> Allocation:
+    """An allocation with the tables that are left alone, in the model's order."""
+    schemes = {**found.scheme.tables, **left_alone}
+    scheme = MixedDimensionScheme({table.config.name: schemes[table.config.name] for table in every})
+    return replace(found, scheme=scheme, num_bytes=sum(map(PACKED.served_bytes, schemes.values())))
+
+
+def _dense_bytes(table: BlockedTable) -> int:
+    return 4 * table.config.num_embeddings * table.config.embedding_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +257,7 @@ class _Problem:
     @property
     def dense_bytes(self) -> Tensor:
         """``(T,)`` int64, bytes of each table in float32."""
-        return torch.tensor([4 * t.config.num_embeddings * t.config.embedding_dim for t in self.tables])
+        return torch.tensor([_dense_bytes(table) for table in self.tables])
 
     def within(self, budget: int, *, per_table: bool) -> Spent:
         """The most that some bytes buy, from one purse or from one for each table."""

@@ -11,7 +11,7 @@ Shapes: N rows of a table, D embedding_dim, S blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,6 +31,7 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.lookup_batches import features_of
+from dnis_torchrec.data.recipe import check_left_alone
 from dnis_torchrec.data.task import Task
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
@@ -107,6 +108,7 @@ def compress(
     compression: float = 20.0,
     counts: FrequencyCounts | None = None,
     held_out: Iterable[Batch] | None = None,
+    leave_alone: Collection[str] = (),
 ) -> Allocation:
     """Replaces the tables of a trained model by tables of bit fields, in place, without a training step.
 
@@ -125,6 +127,8 @@ def compress(
         counts: of all rows in the training data; None counts the batches.
         held_out: batches that the model was not trained on, to predict the loss on; None takes `batches`, on which up
             to three times the loss is predicted that others will have.
+        leave_alone: names of tables that must not be touched: they keep their axes and their float32 values, and count
+            in the size.
 
     Returns:
         The scheme, and what it is predicted to cost; no table.
@@ -155,7 +159,7 @@ def compress(
         (True, 'PackedEmbeddingBagCollection')
     """
     own = _plain_collections(model)
-    measured = measure_(model, batches, loss=loss, counts=counts, held_out=held_out)
+    measured = measure_(model, batches, loss=loss, counts=counts, held_out=held_out, leave_alone=leave_alone)
     found = measured.allocate(compression=compression)
     for fqn, packed in packed_collections(model, found.scheme).items():
         replace_(model, own[fqn], packed)
@@ -172,6 +176,7 @@ def measure_(
     num_blocks: int = NUM_BLOCKS,
     num_samples: int | None = ENOUGH_SAMPLES,
     bits: Sequence[int] = BITS,
+    leave_alone: Collection[str] = (),
 ) -> Measured:
     """Turns a model's tables into their axes and measures what every column of every block is worth.
 
@@ -191,6 +196,7 @@ def measure_(
         num_blocks: S of every table, or its rows where those are fewer.
         num_samples: that the curvature is measured on, of all ranks together; None takes all.
         bits: widths to measure, among `dnis_torchrec.blocks.bit_fields.WIDTHS`.
+        leave_alone: see `compress`.
 
     Raises:
         ValueError: for bad batches or blocks, or NaN or infinity in a table; on all ranks for what is wrong on one.
@@ -205,11 +211,12 @@ def measure_(
     ranks = ranks_of(*found.values())
     tables = [table for collection in found.values() for table in table_configs_of(collection)]
     with on_all(ranks):
+        check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
         _check_finite(model)
     if counts is None:
         counts = count_stream((features_of(batch) for batch in batches), tables, process_group=ranks.group)
-    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table")
-    _turn_(model, batches, loss, counts, ranks)
+    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table", leave_alone=leave_alone)
+    _turn_(model, batches, loss, counts, ranks, leave_alone)
     worth = curvature(model, batches, blocks, loss=loss, num_samples=num_samples)
     if num_samples is not None and _is_missed(worth, blocks):
         worth = curvature(model, batches, blocks, loss=loss, num_samples=None)
@@ -276,7 +283,12 @@ def _check_finite(model: nn.Module) -> None:
 
 
 def _turn_(
-    model: nn.Module, batches: Iterable[Batch], loss: Loss | Task, counts: FrequencyCounts, ranks: Ranks
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss | Task,
+    counts: FrequencyCounts,
+    ranks: Ranks,
+    leave_alone: Collection[str],
 ) -> None:
     with_axes_(model)
     with on_all(ranks):
@@ -284,7 +296,7 @@ def _turn_(
         check(first is not None, "batches", "at least one batch", "none")
         batch = checked_batch(cast(Batch, first), loss, "batch 0")
     before, _ = predictions_of(model, batch, loss, "batch 0", ranks)
-    rotate_(model, counts)
+    rotate_(model, counts, leave_alone=leave_alone)
     after, _ = predictions_of(model, batch, loss, "batch 0", ranks)
     with on_all(ranks):
         moved, largest = float((after - before).abs().max()), float(before.abs().max())

@@ -107,6 +107,7 @@ def curvature(
     *,
     loss: Loss | Task,
     num_samples: int | None = ENOUGH_SAMPLES,
+    warns: bool = True,
 ) -> Curvature:
     """Measures gradient and curvature of the loss in alpha, at alpha = 1, per table, block and column.
 
@@ -133,6 +134,7 @@ def curvature(
             that is twice differentiable in the predictions; or a recipe's task, whose loss is so in its outputs.
         num_samples: samples that are enough, of all ranks together: no further batch is taken once there are so many;
             None takes all.
+        warns: tell of a model that looks untrained; for one that is measured again and again once is enough.
 
     Returns:
         G and H of every table of the model's EmbeddingBagCollections.
@@ -178,7 +180,7 @@ def curvature(
         measure = _Measure(model, loss, ranks, lookups)
         for place, batch in first_batches(batches, loss, ranks, enough, _samples_at_a_time(of)):
             sums.add(measure.look_up(batch.to(device), place))
-    return sums.over(ranks, loss)
+    return sums.over(ranks, loss, warns=warns)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -436,7 +438,7 @@ class _Sums:
         n, loss, bent = batch_size, at.loss * batch_size, float(at.second.abs().sum())
         self._batches += torch.tensor([1, n, n * n, total, total * total, total * n, noise, loss, bent])
 
-    def over(self, ranks: Ranks, loss: Loss | Task) -> Curvature:
+    def over(self, ranks: Ranks, loss: Loss | Task, *, warns: bool) -> Curvature:
         """Means over the samples of all ranks. One all_reduce."""
         flat = [self._batches, *(both.flatten().cpu() for both in self._of_tables.values())]
         summed = ranks.sum_(torch.cat(flat)).split([part.numel() for part in flat])
@@ -458,7 +460,7 @@ class _Sums:
             num_samples=round(n),
             relative_error=error,
         )
-        if ranks.is_first:
+        if warns and ranks.is_first:
             _warn_of_untrained(found, mean_loss / n, noise / (n * n))
         return found
 

@@ -26,7 +26,7 @@ Shapes: N rows, D embedding_dim.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -59,15 +59,16 @@ SQUARED_STATES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 """Optimizer states that are sums of squared gradients."""
 
 
-def rotation_groups(model: nn.Module) -> list[RotationGroup]:
+def rotation_groups(model: nn.Module, leave_alone: Collection[str] = ()) -> list[RotationGroup]:
     """Finds the groups of tables that can be rotated in a model. Local, no collective.
 
     Args:
         model: sharded or not; any module inside it may be `Rotatable`, or one of TorchRec's models (`with_axes_`).
+        leave_alone: names of tables that must not be touched.
 
     Returns:
-        The groups. Groups with a frozen table or layer (requires_grad is False) are left out, because frozen weights
-        keep their values.
+        The groups. Groups with a table to leave alone, or a frozen table or layer (requires_grad is False), are left
+        out, because these keep their values.
 
     Raises:
         ValueError: if the groups do not fit the model, see `check_groups`.
@@ -76,7 +77,7 @@ def rotation_groups(model: nn.Module) -> list[RotationGroup]:
     groups = [group for module in modules if isinstance(module, Rotatable) for group in module.rotation_groups()]
     groups += known_groups(model)
     check_groups(groups, _embedding_dims(model))
-    frozen = {table for module in collections(model).values() for table in frozen_tables_of(module)}
+    frozen = {table for module in collections(model).values() for table in frozen_tables_of(module)} | {*leave_alone}
     return [group for group in groups if not _holds_frozen(group, frozen)]
 
 
@@ -92,7 +93,12 @@ def _embedding_dims(model: nn.Module) -> dict[str, int]:
 
 
 @torch.no_grad()
-def rotate_(model: nn.Module, counts: FrequencyCounts, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
+def rotate_(
+    model: nn.Module,
+    counts: FrequencyCounts,
+    optimizer: torch.optim.Optimizer | None = None,
+    leave_alone: Collection[str] = (),
+) -> list[Tensor]:
     """Turns the tables of every rotation group, and the layers that read them, into the tables' principal axes.
 
     Predictions stay as they were, up to rounding. Where training goes on, states of optimizers turn along: averages of
@@ -110,6 +116,7 @@ def rotate_(model: nn.Module, counts: FrequencyCounts, optimizer: torch.optim.Op
         counts: frequencies of all rows, the same on every rank.
         optimizer: of everything that is not fused into the tables' backward, `model` a DistributedModelParallel. None
             after training, as by default: no optimizer's state is turned then, a fused one's neither.
+        leave_alone: names of tables that must not be touched, see `rotation_groups`.
 
     Returns:
         Q per group, ``(D, D)`` float64, its columns in falling order of what they carry.
@@ -130,13 +137,13 @@ def rotate_(model: nn.Module, counts: FrequencyCounts, optimizer: torch.optim.Op
         >>> rotation.shape
         torch.Size([2, 2])
     """
-    groups = rotation_groups(model)
+    groups = rotation_groups(model, leave_alone)
     dims = _embedding_dims(model)
     modules = list(collections(model).values())
     shards = [shard for module in modules for shard in local_shards(module)]
     ranks = ranks_of(*modules)
     tables = [table for group in groups for table in group.tables]
-    _say_what_stays(dims, tables, ranks)
+    _say_what_stays(dims, [*tables, *leave_alone], ranks)
     states: dict[int, dict[str, Tensor]] = {}
     if optimizer is not None:
         states = _states_by_storage(model, optimizer)

@@ -10,11 +10,11 @@ Shapes: N rows of a table, D embedding_dim, S blocks, A rows of alpha for one D 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 class _Head(TypedDict):
     scope: str
     strategy: str
+    left_alone: NotRequired[list[str]]
     tables: dict[str, tuple[int, int, int]]
     max_bag_lengths: dict[str, int]
 
@@ -48,6 +49,7 @@ class RowBlocks:
         max_bag_lengths: feature -> longest bag in the training data.
         occurrences: table -> ``(S,)`` int64, how often training looked up rows of each block.
         seen_rows: table -> ``(S,)`` int64, rows of each block that training looked up at least once.
+        left_alone: tables that must not be touched: one block each, whose columns all stay, in float32.
     """
 
     scope: str
@@ -57,6 +59,7 @@ class RowBlocks:
     max_bag_lengths: Mapping[str, int]
     occurrences: Mapping[str, Tensor]
     seen_rows: Mapping[str, Tensor]
+    left_alone: frozenset[str] = frozenset()
 
     @property
     def alpha_shapes(self) -> dict[int, tuple[int, int]]:
@@ -117,7 +120,7 @@ class RowBlocks:
             tensors[f"{table}/seen_rows"] = self.seen_rows[table]
             tensors |= {f"{table}/{key}": value for key, value in routing.to_tensors().items()}
         head = {"scope": self.scope, "strategy": self.strategy, "tables": described}
-        head["max_bag_lengths"] = dict(self.max_bag_lengths)
+        head |= {"max_bag_lengths": dict(self.max_bag_lengths), "left_alone": sorted(self.left_alone)}
         write_tensors(path, tensors, "row_blocks", head)
 
     @staticmethod
@@ -145,6 +148,7 @@ class RowBlocks:
             described["max_bag_lengths"],
             {table: tensors[f"{table}/occurrences"] for table in routings},
             {table: tensors[f"{table}/seen_rows"] for table in routings},
+            frozenset(described.get("left_alone", ())),
         )
 
 
@@ -156,6 +160,7 @@ def blocks_from_counts(
     scope: str = "global",
     strategy: str = "equal_rows",
     boundaries: Sequence[int] | None = None,
+    leave_alone: Collection[str] = (),
 ) -> RowBlocks:
     """Cuts the rows, sorted by descending frequency, into blocks.
 
@@ -171,6 +176,7 @@ def blocks_from_counts(
         strategy: ``"equal_rows"`` (the paper's reading), ``"equal_mass"`` (equal occurrences), ``"decades"`` (one block
             per power of ten of the frequency; never-seen rows join the last) or ``"explicit"``.
         boundaries: for ``"explicit"``: rising positions in the sorted order at which a new block begins.
+        leave_alone: names of tables that must not be touched, see `RowBlocks.left_alone`; with scope ``"table"``.
 
     Returns:
         The blocks of every table. A table whose rows stand in frequency order is routed by boundaries, any other by a
@@ -201,6 +207,9 @@ def blocks_from_counts(
         counted = counts.counts[table.name].numel()
         fits = counted == table.num_embeddings
         check(fits, f"table {table.name!r}", f"counts of num_embeddings={table.num_embeddings} rows", counted)
+    for name in leave_alone:
+        check_known("table to leave alone", name, [table.name for table in tables])
+    check(not leave_alone or scope == "table", "leave_alone", "scope 'table'", repr(scope))
     sorted_together: dict[object, list[EmbeddingBagConfig]] = {}
     for table in tables:
         sorted_together.setdefault(table.embedding_dim if scope == "global" else table.name, []).append(table)
@@ -210,9 +219,13 @@ def blocks_from_counts(
     for members in sorted_together.values():
         order = _FrequencyOrder([counts.counts[table.name] for table in members])
         wanted = min(num_blocks, order.num_rows) if scope == "table" else num_blocks  # a small table is no news
+        wanted = 1 if members[0].name in leave_alone else wanted
         starts = _block_starts(order, strategy, wanted, boundaries or ())
         for name in (table.name for table in members):
             routings[name], occurrences[name], seen_rows[name] = _block_rows(counts.counts[name], order, starts)
+            if name in leave_alone:  # never-seen rows stay where they are, so no map is needed
+                num_rows = counts.counts[name].numel()
+                routings[name] = RowRouting(num_rows, 1, boundaries=torch.tensor([0, num_rows]))
     return RowBlocks(
         scope,
         strategy,
@@ -221,6 +234,7 @@ def blocks_from_counts(
         dict(counts.max_bag_lengths),
         {table.name: occurrences[table.name] for table in tables},
         {table.name: seen_rows[table.name] for table in tables},
+        frozenset(leave_alone),
     )
 
 

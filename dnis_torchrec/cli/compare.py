@@ -20,7 +20,7 @@ from dnis_torchrec.cli.app import (
 )
 from dnis_torchrec.cli.options import Fields, command
 from dnis_torchrec.cli.terminal import say
-from dnis_torchrec.comparison.settings import CompareSettings
+from dnis_torchrec.comparison.settings import COMPARED_PRECISIONS, CompareSettings
 from dnis_torchrec.training.signals import Stopped
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def compare(
             help="In which each method that can stores values, of fp32, fp16, int8 and int4; at every size the best one"
             " on the selection split is taken.",
         ),
-    ] = "fp32,int8,int4",
+    ] = ",".join(COMPARED_PRECISIONS),
     seeds: Annotated[
         str, typer.Option("--seeds", help="How many, from 0 on; or with commas: which (`7,` is one).")
     ] = "3",

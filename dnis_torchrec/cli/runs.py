@@ -29,7 +29,7 @@ from dnis_torchrec.cli.app import (
 )
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
-from dnis_torchrec.search.settings import PruneSettings, SearchSettings, check_compression
+from dnis_torchrec.search.settings import USUAL_EPOCHS, PruneSettings, SearchSettings, check_compression
 from dnis_torchrec.training.saving import Saving
 
 if TYPE_CHECKING:
@@ -54,7 +54,30 @@ FormOption = Annotated[
 ]
 BaselineOption = Annotated[
     list[str] | None,
-    typer.Option(help="Train beside, at the same size: `dense`, `uniform`, `magnitude`. May be repeated."),
+    typer.Option(
+        help="Train beside, at the same bytes: `dense`, `uniform`, `magnitude`, served in fp32, int8 or int4, "
+        "whichever is best on the selection split. May be repeated."
+    ),
+]
+FromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="RUN",
+        help="Begin with the trained model of this run of `dnis train`, or with that of `dnis search` as its plain "
+        "training left it; a folder or a URL.",
+        **fetched_settings,
+    ),
+]
+TrainedWeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="PATH",
+        help="Begin with these trained weights: a .safetensors file, a state_dict that torch.save wrote, or what "
+        "torch.distributed.checkpoint did, a folder. How long their training took is not known: ramp and release are "
+        f"as after one of {USUAL_EPOCHS} epochs, or of --epochs if that is fewer.",
+    ),
 ]
 
 
@@ -69,6 +92,8 @@ def search(
     seed: Annotated[int, typer.Option(help="Of weights, splits and batch order.")] = 0,
     baseline: BaselineOption = None,
     embedding_dim: Annotated[int | None, typer.Option(help="D to start from; the recipe's own if not given.")] = None,
+    from_run: FromOption = None,
+    weights: TrainedWeightsOption = None,
     *,
     settings: SearchSettings,
     saving: Saving,
@@ -76,12 +101,15 @@ def search(
 ) -> None:
     """Searches: trains, lets columns die by what they are worth, spends bits on the others; writes RUN.
 
+    With --from or --weights nothing is trained plainly: the search begins at the axes of a trained model's tables.
+
     Ctrl-C saves and stops; the same command with --resume goes on, also after a crash.
     """
     with arguments():
         check_compression(compression, "--compression")
 
     from dnis_torchrec.data.recipe import load_recipe
+    from dnis_torchrec.jobs.given_model import GivenModel
     from dnis_torchrec.jobs.run_folder import RunFolder
     from dnis_torchrec.jobs.search_job import SearchJob, run_search
 
@@ -96,6 +124,7 @@ def search(
             settings=settings,
             embedding_dim=embedding_dim,
             seed=seed,
+            given=GivenModel.of(from_run, weights),
             baselines=tuple(baseline or ()),
             overwrite=overwrite,
             saving=saving,

@@ -16,7 +16,7 @@ from dnis_torchrec.comparison.methods.method import needs_validation
 from dnis_torchrec.comparison.methods.uniform import dense_table_bytes
 from dnis_torchrec.comparison.processes import default_jobs
 from dnis_torchrec.comparison.registry import REGISTRY, load_registry
-from dnis_torchrec.comparison.settings import CompareSettings, training_rules
+from dnis_torchrec.comparison.settings import COMPARED_PRECISIONS, CompareSettings, training_rules
 from dnis_torchrec.data.labels import RankingBatch, check_candidates
 from dnis_torchrec.data.over_ranks import SPLITS, fingerprints, warn_of_overlaps, with_notes
 from dnis_torchrec.data.recipe import Recipe, build_recipe, checked_batches
@@ -63,7 +63,7 @@ class Comparison(CompareSettings):
     methods: tuple[str, ...]
     sizes: tuple[float, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
-    precisions: tuple[str, ...] = ("fp32", "int8", "int4")
+    precisions: tuple[str, ...] = COMPARED_PRECISIONS
     registry: str = REGISTRY
     data_address: str | None = None
 

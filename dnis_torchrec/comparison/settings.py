@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 from dnis_torchrec.checks import check
 
+COMPARED_PRECISIONS = ("fp32", "int8", "int4")
+"""Precisions in which rivals are served unless others are asked for: those that a user has for nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRules:

@@ -14,6 +14,16 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 
+def table_names(model: nn.Module) -> list[str]:
+    """Names of the tables of a model's EmbeddingBagCollections, which nobody has sharded yet.
+
+    Args:
+        model: plain.
+    """
+    found = [module for module in model.modules() if isinstance(module, EmbeddingBagCollectionInterface)]
+    return list(dict.fromkeys(table.name for module in found for table in module.embedding_bag_configs()))
+
+
 @contextmanager
 def pooled_outputs(model: nn.Module) -> Iterator[list[KeyedTensor]]:
     """Collects the outputs of a model's pooled collections in the block. Local, no collective.

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Any
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
-from dnis_torchrec.checks import check, describe, nearest
+from dnis_torchrec.checks import check, check_known, describe, nearest
 from dnis_torchrec.data.labels import RankingBatch, check_classes, check_labels, check_labels_are_there
-from dnis_torchrec.data.pooled_outputs import pooled_outputs, squared_norm
+from dnis_torchrec.data.pooled_outputs import pooled_outputs, squared_norm, table_names
 from dnis_torchrec.data.split_checks import check_batch
 from dnis_torchrec.data.task import LOSS, LossTask, Outputs, Task, check_task_is_one, detached, direction_of, task_of
 from dnis_torchrec.data.users_code import RecipeError, errors_of_recipe
@@ -82,6 +82,8 @@ class Recipe:
             trains weights on the training split, be it a plain training, a baseline, a search or a fine-tuning.
         row_weights: names of the model's parameters that hold numbers for rows beside the tables, such as first-order
             weights: they learn (by Adam) at `table_learning_rate`.
+        leave_alone: names of tables that must not be touched: no soft selection, no other axes, served in float32.
+            Their bytes count in every size. Methods and commands that cannot leave tables alone refuse the recipe.
         redraw: number 1, 2, .. -> the model again with other initial weights, the same ones for the same number, on
             every rank; None where they are given, as by a checkpoint. For methods that choose among several searches.
         notes: limits of the data, shown beside every figure that comes from it.
@@ -97,6 +99,7 @@ class Recipe:
     dense_learning_rate: float = 1e-3
     embedding_l2: float = 0.0
     row_weights: tuple[str, ...] = ()
+    leave_alone: tuple[str, ...] = ()
     redraw: Callable[[int], nn.Module] | None = None
     notes: tuple[str, ...] = field(default=())
 
@@ -121,6 +124,25 @@ class Recipe:
             is_fit = math.isfinite(rate) and rate > 0
             check(is_fit, f"Recipe.{name}", "a finite number above 0", rate)
         _check_l2("Recipe.embedding_l2", self.embedding_l2)
+        if self.leave_alone:
+            check_left_alone(self.leave_alone, table_names(self.model), "Recipe.leave_alone")
+
+
+def check_left_alone(names: Collection[str], tables: Collection[str], place: str) -> None:
+    """Checks the names of tables that must not be touched.
+
+    Args:
+        names: of these tables.
+        tables: names of all tables of the model.
+        place: who gives them.
+
+    Raises:
+        ValueError: for an unknown name, or if no table is left.
+    """
+    for name in names:
+        check_known(f"table of {place}", name, tables)
+    others = set(tables) - set(names)
+    check(not names or bool(others), place, "a table beside those that are left alone", f"all {len(set(tables))}")
 
 
 def _check_loss(loss: nn.Module) -> None:

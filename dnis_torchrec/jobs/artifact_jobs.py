@@ -17,6 +17,7 @@ from dnis_torchrec.comparison.methods.projected import project_as_exported_
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.forms import form_named
 from dnis_torchrec.jobs.model_shards import check_shapes, check_state, spread_filled
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder
@@ -50,9 +51,15 @@ def run_export(
         `out`.
 
     Raises:
-        ValueError: if the run is none or not finished, or `out` exists.
+        ValueError: if the run is none or not finished, a form would round a table that the recipe wants left alone, or
+            `out` exists.
     """
     run = RunFolder.open(run_path)
+    left_alone = run.left_alone()
+    for form in map(form_named, forms or ()):
+        is_kept = not left_alone or form.is_exact or form.needs_codes
+        requirement = f"a form that keeps float32, as the recipe wants it for {sorted(left_alone)}"
+        check(is_kept, f"form {form.name!r}", requirement, form.precision.name, "take 'packed'")
     head, tables, scheme = run.read_head(), run.tables(), run.scheme()
     if num_groups is not None:
         scheme = regroup(scheme, tables, num_groups=num_groups)

@@ -151,6 +151,7 @@ def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionC
         held_out=measured_samples(data.validation),
         num_blocks=job.num_blocks,
         num_samples=job.num_samples,
+        leave_alone=recipe.leave_alone,
     )
     allocations = {name: measured.allocate(**size) for name, size in job.sizes.items()}  # type: ignore[arg-type]
     seconds = time.monotonic() - started
@@ -159,7 +160,10 @@ def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionC
     with _written(job, ranks) as folder:
         for name, allocation in allocations.items():
             writing = time.monotonic()
-            described = {"turned": bool(rotation_groups(model)), "configuration": _configuration(job, name)}
+            described = {
+                "turned": bool(rotation_groups(model, recipe.leave_alone)),
+                "configuration": _configuration(job, name),
+            }
             export(model, allocation.scheme, folder / name, forms=(_FORM,), run=head | described)
             taken = seconds + time.monotonic() - writing
             metrics = _served(model, folder / name, data, loss, device)

@@ -139,7 +139,7 @@ def stored_shards(folder: Path) -> dict[str, StoredTensor]:
                 shape = tuple(tensors.get_slice(name).get_shape())
                 row, column, key = rest.split("/", 2) if kind == "table" else ("", "", rest)
                 first = (int(row), int(column)) if kind == "table" else (0,) * len(shape)
-                chunks.setdefault(key, []).append(StoredChunk(first, shape, partial(_open, file, name)))
+                chunks.setdefault(key, []).append(StoredChunk(first, shape, partial(open_tensor, file, name)))
     found = {}
     for key, of_tensor in chunks.items():
         shapes = [[at + size for at, size in zip(chunk.first, chunk.shape, strict=True)] for chunk in of_tensor]
@@ -151,7 +151,13 @@ def stored_shards(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _open(file: Path, name: str) -> Cut:
+def open_tensor(file: Path, name: str) -> Cut:
+    """Opens a tensor of a safetensors file, mapped into memory.
+
+    Args:
+        file: the file.
+        name: of the tensor in it.
+    """
     with safe_open(file, framework="pt") as tensors:
         mapped: Tensor = tensors.get_tensor(name)
     return mapped.__getitem__
@@ -201,8 +207,6 @@ def check_shapes(expected: Mapping[str, Tensor], state: Mapping[str, Tensor | St
 
 def check_state(model: nn.Module, state: Mapping[str, Tensor | StoredTensor], place: str) -> None:
     """Checks that weights fit a model, naming what does not.
-
-    A model of TorchRec's gets its axes, if the weights have them (`with_axes_`).
 
     A model of TorchRec's gets its axes, if the weights have them (`with_axes_`).
 

@@ -90,6 +90,7 @@ def run_prune(
     Raises:
         ValueError: for a bad size, or if the run cannot be written to `out` (see `check_prune_out`), and as
             `load_recorded`; before training.
+        NotImplementedError: for a recipe with tables to leave alone.
         RunWriteError: if the pruned run could not be written; what stood at `out` is as it was.
     """
     how = settings or PruneSettings()
@@ -98,6 +99,9 @@ def run_prune(
     head = source.read_head()
     spec = load_recorded(run_path, head, data, recipe)
     built = build_recorded(run_path, head, data, recipe)
+    if built.leave_alone:
+        supported, remedy = "supported are recipes without tables to leave alone", "search at the smaller size"
+        raise NotImplementedError(describe(f"recipe {spec!r}", supported, built.leave_alone, remedy))
     load_state_(built.model, source.state(), str(run_path))
     counts, blocks = source.counts(), source.blocks()
     form = DEFAULT_FORM if size is None else size.form

@@ -395,6 +395,10 @@ class RunFolder:
         """Row blocks."""
         return RowBlocks.load(self.path / "blocks.safetensors")
 
+    def left_alone(self) -> frozenset[str]:
+        """Tables that the recipe of a search wanted left alone; none of a training, whose tables all stay."""
+        return self.blocks().left_alone if (self.path / "blocks.safetensors").is_file() else frozenset()
+
     def alpha(self) -> dict[int, Tensor]:
         """alpha before merging, embedding_dim -> ``(A, D)``."""
         tensors, place = self._tensors("alpha"), str(self.path / "alpha.safetensors")

@@ -17,10 +17,14 @@ from safetensors import SafetensorError
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.methods import METHODS, MethodTask, SizeNotMetError, result_row
+from dnis_torchrec.comparison.methods.method import NotApplicableError, precisions_of
+from dnis_torchrec.comparison.methods.precisions import best_precision
+from dnis_torchrec.comparison.settings import COMPARED_PRECISIONS
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import PACKED
+from dnis_torchrec.jobs.given_model import TRAINED_EPOCHS, GivenModel
 from dnis_torchrec.jobs.progress import console_events
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
@@ -54,7 +58,9 @@ class SearchJob:
         settings: how to search.
         embedding_dim: D to start from, or None for the recipe's own.
         seed: of weights, splits and batch order.
-        baselines: methods to train beside, at the same size: of ``"dense"``, ``"uniform"``, ``"magnitude"``.
+        given: the trained model that the search begins with; None trains one plainly first.
+        baselines: methods to train beside, at the same size: of ``"dense"``, ``"uniform"``, ``"magnitude"``; each in
+            the precision, of those that `dnis compare` tries, that serves best on the selection split.
         overwrite: replace a run that stands at `out`. It is put back if this one fails before its first checkpoint.
         saving: when to save, and whether to go on with a run that stands at `out`.
     """
@@ -66,6 +72,7 @@ class SearchJob:
     settings: SearchSettings = field(default_factory=SearchSettings)
     embedding_dim: int | None = None
     seed: int = 0
+    given: GivenModel | None = None
     baselines: tuple[str, ...] = ()
     overwrite: bool = False
     saving: Saving = field(default_factory=Saving)
@@ -77,6 +84,8 @@ class SearchJob:
         check(dim is None or dim >= 1, "embedding_dim", "an integer >= 1", dim, "leave it out for the recipe's")
         contradiction = self.overwrite and self.saving.resume
         check(not contradiction, "--resume", "no --overwrite", "both", "give one of them")
+        if self.given is not None:
+            self.given.check_apart(self.out)
         check_compression(self.compression)
         for name in self.baselines:
             check_known("baseline", name, BASELINES)
@@ -111,10 +120,11 @@ def run_search(job: SearchJob) -> list[ReportRow]:
         with together():
             _check_baselines(job)
             recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)
-            head = _head(job, recipe)
+            trained = None if job.given is None else job.given.fill_(recipe.model, _identity(job), job.settings.epochs)
+            head = _head(job, recipe, trained)
         with _run_folder(job, head) as run:
             if on_rank_zero(run.status) != "finished":
-                _search(job, recipe, head, run, device)
+                _search(job, recipe, trained, head, run, device)
             rows = list(on_rank_zero(run.rows))
             missing = [name for name in BASELINES if name in job.baselines and name not in {r.method for r in rows}]
             if missing:  # on one process, as was checked
@@ -153,7 +163,14 @@ def _run_folder(job: SearchJob, head: Mapping[str, Any]) -> Iterator[RunFolder]:
             yield run
 
 
-def _search(job: SearchJob, recipe: Recipe, head: dict[str, Any], run: RunFolder, device: torch.device) -> None:
+def _search(
+    job: SearchJob,
+    recipe: Recipe,
+    trained_epochs: int | None,
+    head: dict[str, Any],
+    run: RunFolder,
+    device: torch.device,
+) -> None:
     """The search itself; leaves a finished run with its row."""
     with console_events(run) as events:
         torch.manual_seed(job.seed)
@@ -164,6 +181,7 @@ def _search(job: SearchJob, recipe: Recipe, head: dict[str, Any], run: RunFolder
             run.checkpoints,
             device,
             settings=job.settings,
+            trained_epochs=trained_epochs,
             events=events,
             saving=job.saving,
         )
@@ -209,7 +227,7 @@ def _keep_or_delete(run: RunFolder, head: Mapping[str, Any]) -> None:
 def _baselines(
     job: SearchJob, names: list[str], scheme: MixedDimensionScheme, device: torch.device
 ) -> Iterator[ReportRow]:
-    """Rows of the baselines at the size that the search came to, each as soon as it is trained."""
+    """Rows of the baselines at the bytes that the search came to, each as soon as it is trained in all precisions."""
 
     def build(embedding_dim: int | None) -> Recipe:
         return build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=embedding_dim or job.embedding_dim)
@@ -227,20 +245,24 @@ def _baselines(
                 patience=job.settings.patience,
             )
             try:
-                result = METHODS[name](task)
-            except SizeNotMetError as error:
+                result = best_precision(METHODS[name], task, precisions_of(METHODS[name], COMPARED_PRECISIONS))
+            except (NotApplicableError, SizeNotMetError) as error:
                 logger.warning("baseline %s has no row: %s", name, error)
                 continue
             yield result_row(name, result, recipe, recipe.data.test, seed=job.seed, device=device)
 
 
-def _head(job: SearchJob, recipe: Recipe) -> dict[str, Any]:
+def _identity(job: SearchJob) -> dict[str, Any]:
+    """Facts that decide which model it is, and on which samples it learns."""
+    return {"recipe": job.recipe, "seed": job.seed, "embedding_dim": job.embedding_dim}
+
+
+def _head(job: SearchJob, recipe: Recipe, trained_epochs: int | None) -> dict[str, Any]:
     metric, higher = primary_metric(recipe.task, recipe.data.test)
-    return {
-        "recipe": job.recipe,
-        "seed": job.seed,
-        "embedding_dim": job.embedding_dim,
-        "configuration": asdict(job.settings) | {"compression": job.compression, "embedding_l2": recipe.embedding_l2},
+    given = {} if job.given is None else {"given": str(job.given), TRAINED_EPOCHS: trained_epochs}
+    size = {"compression": job.compression, "embedding_l2": recipe.embedding_l2}
+    return _identity(job) | {
+        "configuration": asdict(job.settings) | size | given,
         "primary_metric": metric,
         "higher_is_better": higher,
         "notes": [*recipe.notes],

@@ -28,7 +28,7 @@ class AlphaOptimizer:
 
     Args:
         alpha: the alpha that is stepped.
-        blocks: blocks of the tables that alpha multiplies.
+        blocks: blocks of the tables that alpha multiplies; alpha of tables that they leave alone stays 1.
         averaging: share of the old average in the running mean of normalised gradients. Under noisy gradients every
             alpha would random-walk at full speed otherwise.
         floor: a living alpha goes no lower: which columns die is decided by `retain_` alone.
@@ -43,6 +43,7 @@ class AlphaOptimizer:
         check(0 <= floor < 1, "floor", "a number in [0, 1)", floor)
         self._alpha, self._averaging, self._floor = alpha, averaging, floor
         self._rows = {dim: blocks.per_alpha_row(dim, blocks.seen_rows) for dim in alpha.dims}
+        self._stands = {dim: _rows_left_alone(blocks, dim).to(alpha.of(dim).device) for dim in alpha.dims}
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
         self.learning_rate = LEARNING_RATE
@@ -77,8 +78,8 @@ class AlphaOptimizer:
             hits: embedding_dim -> ``(A,)`` bool; rows of alpha without a hit on any rank do not move.
         """
         for dim in self._alpha.dims:
-            hit, average = hits[dim].unsqueeze(1), self._averages[dim]
-            fresh = normalise_gradient(gradients[dim], hits[dim])
+            moves, average = hits[dim] & ~self._stands[dim], self._averages[dim]
+            hit, fresh = moves.unsqueeze(1), normalise_gradient(gradients[dim], moves)
             average.copy_(torch.where(hit, torch.lerp(fresh, average, self._averaging), average))
             alpha = self._alpha.of(dim)
             step_and_clip_(alpha, average * hit, self.learning_rate, floor=self._floor)
@@ -101,3 +102,12 @@ class AlphaOptimizer:
             self._averages[dim].copy_(state[f"average/{dim}"])
             self._dead[dim].copy_(state[f"dead/{dim}"])
         self.last_density = self.density()
+
+
+def _rows_left_alone(blocks: RowBlocks, dim: int) -> Tensor:
+    """``(A,)`` bool."""
+    of_table = {
+        table: torch.full((routing.num_blocks,), int(table in blocks.left_alone))
+        for table, routing in blocks.routings.items()
+    }
+    return blocks.per_alpha_row(dim, of_table) > 0

@@ -201,8 +201,8 @@ class _Search(TypedDict):
     history: list[EpochRecord]
 
 
-class _Values(TypedDict):
-    """State that a search resumes from, beside its tensors."""
+class SearchValues(TypedDict):
+    """State that a search resumes from, beside its tensors: the values of its checkpoints."""
 
     lower_steps: int
     upper_steps: int
@@ -259,6 +259,7 @@ class SearchLoop:
         self._best = self._best_before = Best()
         self._epoch, self._is_over = 0, False
         self._resumed_from: Address | None = None
+        self._steps_behind = 0
         self._started, self.seconds_before = time.monotonic(), 0.0
         # This rank's share of the sum and the number of the epoch's losses.
         self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
@@ -285,6 +286,17 @@ class SearchLoop:
                 self._end_phase(phase, saver)
         self._pipeline.detach()
         self._stream.leave()
+
+    def stop_if_requested(self) -> None:
+        """To be called after every step that is taken behind the last phase, of which nothing is saved, on all ranks.
+
+        Raises:
+            SearchInterrupted: if a rank was asked to stop.
+        """
+        self._steps_behind += 1
+        if self._is_stop_requested(self._steps_behind):
+            kept = f"its phases are saved in {self._folder.path}, --resume finishes it"
+            raise SearchInterrupted(f"finishing, step {self._steps_behind}: stopped on request; {kept}")
 
     def checkpoint_of(self, phase: FinishedPhase) -> Address:
         """Returns the checkpoint of a phase's best epoch.
@@ -321,7 +333,7 @@ class SearchLoop:
                 self._losses += share / world_size_of(pipeline.process_group)
                 self._plan.after_step(phase, pipeline.lower_steps - first)
                 self._events.on_step(float(loss), pipeline.alpha_optimizer.last_density)
-            if self._is_stop_requested():
+            if self._is_stop_requested(self._steps):
                 self._save(saver)
                 saver.wait()
                 raise SearchInterrupted(self._how_stopped(saver))
@@ -394,12 +406,12 @@ class SearchLoop:
         self._losses.zero_()
         return mean
 
-    def _is_stop_requested(self) -> bool:
+    def _is_stop_requested(self, step: int) -> bool:
         wanted = self._events.should_stop()
         group = self._pipeline.process_group
         if world_size_of(group) == 1:
             return wanted
-        if self._steps % STOP_INTERVAL:
+        if step % STOP_INTERVAL:
             return False
         any_wants = torch.tensor(float(wanted), device=self._pipeline.device)
         dist.all_reduce(any_wants, group=group)
@@ -446,7 +458,7 @@ class SearchLoop:
         another configuration, as far as it knows: an earlier version wrote none, or one without the fields of today.
         """
         manifest = Manifest.read(path)
-        conform(manifest.values, _Values, f"checkpoint {path}, values", remedy="resume from another checkpoint")
+        conform(manifest.values, SearchValues, f"checkpoint {path}, values", remedy="resume from another checkpoint")
         saved, world_size = manifest.values["search"], manifest.world_size
         steps = saved["steps_per_epoch"]
         requirement = f"one with {self._steps_per_epoch} lower steps per epoch, as many as now"

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
-from dnis_torchrec.checks import check
+from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size, check_compresses
@@ -96,9 +96,13 @@ def search_as_published(
 
     Raises:
         ValueError: as `search`; a size that cannot be met is refused before training.
+        NotImplementedError: for a recipe with tables to leave alone.
         UnrollingError: for an unrolled search of tables with a fused optimizer.
     """
     events = events or SearchEvents()
+    if recipe.leave_alone:
+        supported = "supported are recipes without tables to leave alone"
+        raise NotImplementedError(describe("Recipe.leave_alone", supported, recipe.leave_alone, "search by `search`"))
     check_compresses(settings.size, dense_parameters(recipe.model))
     started = StartedSearch.of(recipe, partial(_blocks, settings), device, events, is_unrolled=settings.is_unrolled)
     plan = _PaperPlan(started, settings)

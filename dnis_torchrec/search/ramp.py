@@ -2,7 +2,7 @@
 
 At share p of the ramp the tables, every value of `COUNTED_BITS` bits, may take what a compression of
 
-    c_p = c_0 (c / c_0)^p,   c_0 = 32 / COUNTED_BITS
+    c_p = c_0 (c / c_0)^p,   c_0 = 32 / COUNTED_BITS, less where tables are left alone, in float32
 
 leaves: at p = 0 all columns fit, at p = 1 the size c that was asked for. What a column of a block is worth is its
 curvature H on validation data (`dnis_torchrec.allocation.curvature`), measured anew at every one of `STAGES` stages.
@@ -52,7 +52,7 @@ class Ramp:
         compression: float,
     ) -> None:
         self._pipeline, self._stream, self._blocks, self._loss = pipeline, stream, blocks, loss
-        self._compression = compression
+        self._compression, self._start = compression, _compression_of_all(blocks)
         self._followed = 0
 
     def follow(self, done: int, steps: int) -> None:
@@ -68,13 +68,13 @@ class Ramp:
             self._narrow(stage)
 
     def _narrow(self, stage: int) -> None:
-        start = 32 / COUNTED_BITS
+        start = self._start
         size = start * (self._compression / start) ** (stage / STAGES)
         if size <= start:
             return
         with self._pipeline.detached() as model:
             sample = self._stream.sample(stage)
-            worth = curvature(model, sample, self._blocks, loss=self._loss, num_samples=SAMPLES)
+            worth = curvature(model, sample, self._blocks, loss=self._loss, num_samples=SAMPLES, warns=False)
             tables = blocked_tables(model, self._blocks)
         if worth.is_zero:
             return  # columns have died that all others are multiplied by
@@ -88,6 +88,13 @@ class Ramp:
             first = self._blocks.first_alpha_row(table)
             columns[of_table.shape[1]][first : first + len(of_table)] = of_table
         return columns
+
+
+def _compression_of_all(blocks: RowBlocks) -> float:
+    """c_0: at this compression all columns fit."""
+    values = {name: routing.num_embeddings * blocks.embedding_dims[name] for name, routing in blocks.routings.items()}
+    bits = {name: 32 if name in blocks.left_alone else COUNTED_BITS for name in values}
+    return 32 * sum(values.values()) / sum(values[name] * bits[name] for name in values)
 
 
 def check_reachable(tables: list[BlockedTable], blocks: RowBlocks, compression: float) -> None:

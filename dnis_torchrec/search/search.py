@@ -8,6 +8,9 @@ release   weights, to their early stop   alpha learns
           alpha is folded into the tables, which get bits as `dnis_torchrec.compress` spends them
 finish    weights, through the rounding  -
 
+A model that is trained already begins with "given" in place of plain training: its weights stand still while their
+optimizers see gradients, for what they average is not stored with weights.
+
 Dense weights have learned what they can by the end of plain training, and overfit first: they go on at `DENSE_SHARE` of
 their rate. What comes out is compared, on the selection split and at the same bytes, with plain training compressed
 without any of it: the better of the two is what a search returns.
@@ -46,16 +49,18 @@ from dnis_torchrec.soft_selection.swap import fold_, merge_
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.checkpoint import CheckpointWriteError
 from dnis_torchrec.training.evaluation import selection_loss
-from dnis_torchrec.training.plain import train_plainly
+from dnis_torchrec.training.plain import PlainEvents, train_plainly
 from dnis_torchrec.training.rounding import RoundedTables
 from dnis_torchrec.training.saving import Saving
 from dnis_torchrec.training.sharded import set_learning_rates_
 
 DEFAULTS = SearchSettings()
 
-PLAIN, RAMP, RELEASE = "plain", "ramp", "release"
+PLAIN, GIVEN, RAMP, RELEASE = "plain", "given", "ramp", "release"
 SEARCHED, COMPRESSED = "search", "compress"
 
+GIVEN_STEPS = 1000
+"""Steps at most in which the optimizers of a given model see gradients: as many as Adam's average of squares lasts."""
 DENSE_SHARE = 0.01
 """Rate of dense weights behind plain training, over the one of before."""
 ALPHA_AVERAGING = 0.98
@@ -114,6 +119,7 @@ def search(
     device: torch.device,
     *,
     settings: SearchSettings = DEFAULTS,
+    trained_epochs: int | None = None,
     events: SearchEvents | None = None,
     saving: Saving | None = None,
 ) -> SearchOutcome:
@@ -132,6 +138,9 @@ def search(
             `checkpoint_folder`).
         device: where to train.
         settings: how to search.
+        trained_epochs: epochs of plain training that the recipe's model has behind it already, up to its best one: the
+            search then begins at the axes, with the weights as they are. They say how long ramp and release may be;
+            `dnis_torchrec.search.settings.USUAL_EPOCHS` where nobody knows them. None trains the model first.
         events: who listens.
         saving: when to save, and whether to resume from a checkpoint in `checkpoints`.
 
@@ -149,11 +158,13 @@ def search(
     events = events or SearchEvents()
     with together():
         check(compression > 1, "compression", "a number above 1", compression)
+        is_fit = trained_epochs is None or trained_epochs >= 1
+        check(is_fit, "trained_epochs", "an integer >= 1", trained_epochs, "None trains the model first")
         with_axes_(recipe.model)
-        turned = [table for group in rotation_groups(recipe.model) for table in group.tables]
+        turned = [table for group in rotation_groups(recipe.model, recipe.leave_alone) for table in group.tables]
     started = StartedSearch.of(
         recipe,
-        partial(_blocks, recipe.model, compression, settings.num_blocks),
+        partial(_blocks, recipe, compression, settings.num_blocks),
         device,
         events,
         whole_rows=turned,
@@ -162,8 +173,8 @@ def search(
         alpha_floor=ALPHA_FLOOR,
         exact_count_rows=settings.exact_count_rows,
     )
-    plan = _Plan(started, compression, settings, is_turned=bool(turned))
-    configuration = asdict(settings) | {"compression": compression}
+    plan = _Plan(started, compression, settings, trained_epochs, is_turned=bool(turned))
+    configuration = asdict(settings) | {"compression": compression, "trained_epochs": trained_epochs}
     loop = started.loop(plan, checkpoints, events, saving or Saving(), configuration)
     loop.run()
     alpha = {dim: value.detach().cpu().clone() for dim, value in _alphas(started).items()}
@@ -185,15 +196,16 @@ def search(
 
 
 def _blocks(
-    model: nn.Module,
+    recipe: Recipe,
     compression: float,
     num_blocks: int,
     counts: FrequencyCounts,
     tables: Sequence[EmbeddingBagConfig],
 ) -> RowBlocks:
     """Blocks of every table by itself; rows that were never seen stay in the last one."""
-    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table")
-    check_reachable(blocked_tables(model, blocks), blocks, compression)
+    left_alone = recipe.leave_alone
+    blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table", leave_alone=left_alone)
+    check_reachable(blocked_tables(recipe.model, blocks), blocks, compression)
     return blocks
 
 
@@ -209,26 +221,38 @@ class _Plan:
     """
 
     def __init__(
-        self, started: StartedSearch, compression: float, settings: SearchSettings, *, is_turned: bool
+        self,
+        started: StartedSearch,
+        compression: float,
+        settings: SearchSettings,
+        trained_epochs: int | None,
+        *,
+        is_turned: bool,
     ) -> None:
         self._started, self._settings, self._is_turned = started, settings, is_turned
+        self._trained_steps = None if trained_epochs is None else trained_epochs * started.steps_per_epoch
         self._ramp = Ramp(started.pipeline, started.stream, started.blocks, started.recipe.task, compression)
 
     def phase_after(self, finished: Sequence[FinishedPhase]) -> Phase | None:
         settings, patience = self._settings, self._settings.patience
         if not finished:
-            return Phase(name=PLAIN, steps=settings.epochs * self._started.steps_per_epoch, patience=patience)
+            steps = self._started.steps_per_epoch
+            if self._trained_steps is not None:
+                return Phase(name=GIVEN, steps=min(GIVEN_STEPS, steps))
+            return Phase(name=PLAIN, steps=settings.epochs * steps, patience=patience)
         if min(phase.best.step for phase in finished) < 0:
             requirement, remedy = "the checkpoint of an epoch, to go back to", "make room for them, then --resume"
             raise CheckpointWriteError(describe(f"phase {finished[-1].name!r}", requirement, "none", remedy))
-        to_best = finished[0].best.lower_step
+        to_best = self._trained_steps or finished[0].best.lower_step
         ramp = Phase(name=RAMP, steps=max(STAGES, round(settings.ramp_share * to_best)))
         release = Phase(name=RELEASE, steps=to_best, patience=patience, starts_best=True)
         return (ramp, release, None)[len(finished) - 1]
 
     def begin(self, phase: Phase, finished: Sequence[FinishedPhase]) -> None:
         started = self._started
-        if phase.name != PLAIN:
+        if phase.name == GIVEN:
+            set_learning_rates_(started.model, started.optimizer, tables=0.0, dense=0.0, rows=0.0)
+        elif phase.name != PLAIN:
             _set_rates_(started)
             started.stream.alternate(started.pipeline.lower_steps + started.pipeline.upper_steps)
 
@@ -237,10 +261,14 @@ class _Plan:
             self._ramp.follow(done, phase.steps)
 
     def end(self, phase: Phase) -> None:
-        if phase.name == PLAIN and self._is_turned:
+        if phase.name in (PLAIN, GIVEN) and self._is_turned:
             started = self._started
             with started.pipeline.detached():
-                rotate_(started.model, started.counts, started.optimizer)
+                _turn_(started)
+
+
+def _turn_(started: StartedSearch) -> None:
+    rotate_(started.model, started.counts, started.optimizer, started.recipe.leave_alone)
 
 
 def _set_rates_(started: StartedSearch, table_share: float = 1.0) -> None:
@@ -251,10 +279,13 @@ def _set_rates_(started: StartedSearch, table_share: float = 1.0) -> None:
 
 
 class _Finishing:
-    """Bits for the tables that a search, or its plain training, ends with; weights adapt to the rounding."""
+    """Bits for the tables that a search, or its plain training, ends with; weights adapt to the rounding.
+
+    Nothing of it is saved: a search that is stopped meanwhile, or killed, does it again from its last checkpoint.
+    """
 
     def __init__(self, started: StartedSearch, loop: SearchLoop, compression: float, *, is_turned: bool) -> None:
-        self._started, self._compression, self._is_turned = started, compression, is_turned
+        self._started, self._loop, self._compression, self._is_turned = started, loop, compression, is_turned
         plain, release = loop.finished[0], loop.finished[-1]
         self._checkpoints = {COMPRESSED: loop.checkpoint_of(plain), SEARCHED: loop.checkpoint_of(release)}
 
@@ -277,12 +308,12 @@ class _Finishing:
         started = self._started
         started.pipeline.go_back(self._checkpoints[COMPRESSED])
         if self._is_turned:
-            rotate_(started.model, started.counts, started.optimizer)
+            _turn_(started)
 
     def _compress(self) -> tuple[Allocation, float]:
         """Goes back to plain training, and gives its tables bits without a further step."""
         self._go_back_to_plain_training()
-        found, rounded = self._rounded(self._worth())
+        found, rounded = self._rounded(self._worth(warns=True))
         rounded.stop_()
         return found, self._selection_loss()
 
@@ -295,7 +326,7 @@ class _Finishing:
         started = self._started
         started.pipeline.go_back(self._checkpoints[SEARCHED])
         fold_(started.model)
-        worth = self._worth()
+        worth = self._worth(warns=False)
         if worth.is_zero:
             return None, self._selection_loss()
         found, rounded = self._rounded(worth)
@@ -312,13 +343,14 @@ class _Finishing:
                 folder=Path(folder),
                 held=rounded,
                 starts_trained=True,
+                events=PlainEvents(on_step=lambda _: self._loop.stop_if_requested()),
             )
         rounded.stop_()
         return replace(found, scheme=rounded.scheme), finished.selection_loss
 
-    def _worth(self) -> Curvature:
+    def _worth(self, *, warns: bool) -> Curvature:
         started, recipe = self._started, self._started.recipe
-        return curvature(started.model, recipe.data.train, started.blocks, loss=recipe.task)
+        return curvature(started.model, recipe.data.train, started.blocks, loss=recipe.task, warns=warns)
 
     def _rounded(self, worth: Curvature) -> tuple[Allocation, RoundedTables]:
         started, compression = self._started, self._compression

@@ -13,6 +13,8 @@ from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.settings import CountLimits
 from dnis_torchrec.checks import check
 
+USUAL_EPOCHS = 10
+"""Epochs of plain training that weights are taken to have behind them where nobody knows."""
 STRUCTURES = ("element", "block")
 
 

@@ -21,7 +21,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from dnis_torchrec.checks import describe
 
 FROZEN_RATE = 0.0
-"""Learning rate of a fused kernel whose tables are frozen, and of no other."""
+"""Learning rate of a fused kernel whose tables are frozen, whatever rate it is given (`_keep_rate`)."""
 
 
 class FrozenSlice(TableBatchedEmbeddingSlice):

@@ -24,7 +24,6 @@ from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
-from dnis_torchrec.soft_selection.frozen_tables import FROZEN_RATE
 from dnis_torchrec.soft_selection.on_shards import select_on_shards_
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.soft_selection.table_shards import table_configs
@@ -246,7 +245,6 @@ def set_learning_rates_(
     for group in optimizer.param_groups:
         group["lr"] = rates[group[RATE_GROUP]]
     for group in model.fused_optimizer.param_groups:
-        if group["lr"] != FROZEN_RATE:
-            group["lr"] = tables
+        group["lr"] = tables  # kernels of frozen tables keep theirs
     # Where TorchRec's fused optimizers hand their rate on to the kernels; there are no gradients to clear.
     model.fused_optimizer.zero_grad()

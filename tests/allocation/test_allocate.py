@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import pairwise
 
@@ -340,3 +341,30 @@ def test_a_prepared_model_is_merged_first() -> None:
     small_models.randomise_alpha_(prepared)
     with pytest.raises(RuntimeError, match="call merge_ first"):
         rounding_energies(prepared, blocks, small_models.counts())
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 99), st.integers(2, 12), st.booleans())
+def test_others_get_what_a_table_left_alone_leaves(seed: int, ratio: int, per_table: bool) -> None:
+    """As if it were not there, of bytes that are fewer by its own."""
+    model = Model([30, 20, 40], [4, 2, 3], 2, seed, EVERY_WIDTH[:7])
+    alone = "t1"
+    blocks = dataclasses.replace(model.blocks, left_alone=frozenset({alone}))
+    others = [config for config in model.configs if config.name != alone]
+    given = {"energies": model.energies, "bits": model.energies.bits, "per_table": per_table}
+    budget = 4 * 20 * 2 + 200 + 4 * (30 * 4 + 40 * 3) // ratio
+    found = allocate(model.collection, blocks, model.counts, model.curvature, embedding_bytes=budget, **given)
+    own = PACKED.served_bytes(found.scheme.tables[alone])
+    expected = allocate(
+        EmbeddingBagCollection(tables=others),
+        blocks_from_counts(model.counts, others, num_blocks=2, scope="table"),
+        model.counts,
+        model.curvature,
+        embedding_bytes=budget - own,
+        **given,
+    )
+    assert list(found.scheme.tables) == ["t0", "t1", "t2"]
+    assert bool((found.scheme.tables[alone].bits == 32).all())
+    assert all(torch.equal(found.scheme.tables[name].bits, t.bits) for name, t in expected.scheme.tables.items())
+    assert found.num_bytes == expected.num_bytes + own <= budget
+    assert found.predicted_loss_increase == expected.predicted_loss_increase

@@ -61,11 +61,17 @@ def found_by(
     saving: Saving | None = None,
     *,
     compression: float = SIZE,
+    trained_epochs: int | None = None,
     **settings: Any,
 ) -> SearchOutcome:
     """A search of a second."""
-    own = replace(SHORT, **settings)
-    return search(recipe, compression, folder, CPU, settings=own, events=events, saving=saving)
+    return search(
+        *(recipe, compression, folder, CPU),
+        settings=replace(SHORT, **settings),
+        trained_epochs=trained_epochs,
+        events=events,
+        saving=saving,
+    )
 
 
 def whole_search(optimizer: str, rank: Rank) -> dict[str, Any]:
@@ -116,6 +122,19 @@ def rotated(rank: Rank) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     outcome = found_by(rotatable(), folder)
     return {"history": [asdict(record) for record in outcome.history], "held": held_by(outcome.model)}
+
+
+def given(rank: Rank) -> dict[str, Any]:
+    """A search of a model that is taken for a trained one, stopped while the search finishes, and what goes on."""
+    folder, phases, steps = rank.folder / "given", [], itertools.count(1)
+    folder.mkdir(exist_ok=True)
+    events = SearchEvents(
+        on_alpha=lambda record, alpha, is_last: phases.append((record.phase, is_last)),
+        should_stop=lambda: ("release", True) in phases and rank.rank == 1 and next(steps) > 2,
+    )
+    told = outcome_of(lambda: found_by(make_recipe(), folder, events, trained_epochs=2))
+    outcome = found_by(make_recipe(), folder, saving=Saving(resume=True), trained_epochs=2)
+    return {"told": told, "history": [asdict(record) for record in outcome.history]}
 
 
 def stopped(rank: Rank) -> dict[str, Any]:

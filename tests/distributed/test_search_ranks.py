@@ -27,6 +27,7 @@ from tests.distributed.search_scenarios import (
     diverges,
     estimated,
     found_by,
+    given,
     hosts,
     jobs,
     recipe,
@@ -41,6 +42,7 @@ from tests.distributed.search_scenarios import (
     unrolled,
     whole_search,
 )
+from tests.tiny import make_recipe
 
 OPTIMIZERS = ("adam", "rowwise_adagrad")
 SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZERS} | {
@@ -48,6 +50,7 @@ SCENARIOS = {f"search {name}": partial(whole_search, name) for name in OPTIMIZER
     "hosts": hosts,
     "trained": trained,
     "rotated": rotated,
+    "given": given,
     "stopped": stopped,
     "unrolled": unrolled,
     "uneven": uneven,
@@ -68,6 +71,7 @@ def both(gloo, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankResults, d
             own.data.train.batches.pop()  # several ranks do not train on it
             alone[name] = found_by(own, tmp_path_factory.mktemp(name))
         alone["rotated"] = found_by(rotatable(), tmp_path_factory.mktemp("rotated"))
+        alone["given"] = found_by(make_recipe(), tmp_path_factory.mktemp("given"), trained_epochs=2)
         ranks.wait()
         return ranks, alone
 
@@ -135,6 +139,16 @@ def test_no_rank_holds_what_another_holds(both, scenario: str) -> None:
 
 def test_tables_and_what_adam_knows_of_them_turn_as_in_one_process(both) -> None:
     assert_learnt_alike(both[0]["rotated"][0]["history"], both[1]["rotated"])
+
+
+def test_a_trained_model_is_searched_as_in_one_process_and_a_stop_heard_to_the_end(both) -> None:
+    """Which one rank alone was asked for."""
+    first, second = both[0]["given"]
+    assert first["history"] == second["history"]
+    assert [record["phase"] for record in first["history"]][:2] == ["given", "ramp"]
+    assert_learnt_alike(first["history"], both[1]["given"])
+    for own in (first, second):
+        assert "SearchInterrupted: finishing, step 8: stopped on request" in own["told"]
 
 
 def test_one_process_goes_on_with_a_search_of_two_ranks(both) -> None:

@@ -13,12 +13,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dnis_torchrec import Size
 from dnis_torchrec.blocks.frequency import count_frequencies
-from dnis_torchrec.comparison.methods import METHODS
-from dnis_torchrec.data.recipe import build_recipe
+from dnis_torchrec.comparison.methods import METHODS, MethodResult, MethodTask
+from dnis_torchrec.comparison.methods.method import served_in
+from dnis_torchrec.data.recipe import TrainTask, build_recipe
+from dnis_torchrec.forms import PRECISIONS
 from dnis_torchrec.jobs import run_folder
 from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.progress import _StopRequest
@@ -33,6 +36,7 @@ from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.streaming import CountLimits
 from dnis_torchrec.training.checkpoint import LocalCheckpointFolder
+from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.finite import NonFiniteError
 from dnis_torchrec.training.saving import Saving
 from tests.searched_runs import QUICK
@@ -40,6 +44,7 @@ from tests.searched_runs import quick_job as job
 
 pytestmark = pytest.mark.usefixtures("no_images")
 
+CPU = torch.device("cpu")
 CUT = PruneSettings(fine_tune_epochs=0)
 
 
@@ -141,6 +146,32 @@ def test_resume_begins_a_run_and_leaves_a_finished_one(whole: Path, tmp_path: Pa
     assert [row.method for row in rows] == ["dnis", "uniform"]
     assert rows[0] == first[0]
     assert run_search(with_uniform) == rows
+
+
+def test_a_baseline_has_the_precision_that_serves_best_on_selection(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that `dnis compare` tries, at the same bytes."""
+    shutil.copytree(whole, tmp_path / "run")
+    made: list[MethodResult] = []
+    own = METHODS["uniform"]
+
+    @served_in(*PRECISIONS)
+    def noted(task: MethodTask) -> MethodResult:
+        made.append(own(task))
+        return made[-1]
+
+    monkeypatch.setitem(METHODS, "uniform", noted)
+    _, row = run_search(job(tmp_path / "run", baselines=("uniform",), saving=Saving(resume=True)))
+    assert [result.precision for result in made] == ["fp32", "int8", "int4"]
+    recipe = build_recipe("tests.tiny:demo", None, seed=0)
+    losses = []
+    for result in made:
+        with result.served(CPU) as model:
+            losses.append(evaluate(TrainTask(model, recipe.loss), recipe.data.selection, recipe.loss, CPU)["loss"])
+    best = made[losses.index(min(losses))]
+    assert row.compression == 4 * 416 / best.embedding_bytes()
+    assert best.form in row.bytes
 
 
 def test_a_baseline_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

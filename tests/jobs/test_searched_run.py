@@ -68,7 +68,9 @@ def test_its_rows_count_the_bytes_that_are_served(run: Path) -> None:
     assert found["compression"] == dense / found["bytes"]["packed"]
     assert COMPRESSION <= found["compression"] < 1.2 * COMPRESSION
     assert uniform["method"] == "uniform"
-    assert uniform["bytes"]["dense_fp32"] >= found["bytes"]["packed"]
+    [served] = set(uniform["bytes"]) & {f"dense_{precision}" for precision in ("int8", "int4")} or {"dense_fp32"}
+    assert uniform["compression"] == dense / uniform["bytes"][served]
+    assert uniform["bytes"][served] <= 1.02 * found["bytes"]["packed"]
 
 
 def test_its_artifact_serves_just_what_was_found(run: Path, tmp_path: Path) -> None:
@@ -88,6 +90,7 @@ def test_its_report_has_the_phases_and_speaks_of_bytes(run: Path) -> None:
     assert [text.get_text() for text in density.texts] == ["plain", "ramp", "release"]
     assert "MB instead of 0.00333 MB" in page
     assert "bytes of the embedding tables" in page
+    assert "tests.tiny:demo: bits found by search" in page
 
 
 def test_its_curves_are_of_numbers_alone(run: Path) -> None:
@@ -111,7 +114,7 @@ def test_the_largest_compression_that_is_named_can_be_met_and_a_baseline_says_th
     named = float(re.search(r"at most ([\d.]+)", str(told.value)).group(1))
     (row,) = run_search(quick_job(tmp_path / "run", compression=named, baselines=("uniform",)))
     assert row.compression >= named
-    assert "baseline uniform has no row: uniform: expected at least" in caplog.text
+    assert "baseline uniform has no row: fp32: uniform: expected at least" in caplog.text
 
 
 def test_a_search_that_gained_nothing_says_so_and_holds_plain_training_compressed(

@@ -183,6 +183,29 @@ def test_a_request_to_stop_saves_the_state(gloo, tmp_path: Path) -> None:
     assert LocalCheckpointFolder(tmp_path).latest() == tmp_path / "step-00000013"
 
 
+def test_a_request_to_stop_is_heard_while_a_search_finishes(gloo, tmp_path: Path) -> None:
+    """It is asked after every step, of the last phase's end on too; what goes on comes to what one would have."""
+    whole, asked, last = found_by(make_recipe(), tmp_path / "whole"), [], []
+    events = SearchEvents(
+        on_alpha=lambda record, alpha, is_last: last.append(record.phase == "release" and is_last),
+        should_stop=lambda: bool(last) and last[-1] and (asked.append(1) or len(asked) == 4),
+    )
+    with pytest.raises(SearchInterrupted, match=r"^finishing, step 4: stopped on request; its phases are saved in .*,"):
+        found_by(make_recipe(), tmp_path / "broken", events)
+    again = found_by(make_recipe(), tmp_path / "broken", saving=Saving(resume=True))
+    assert again.selection_losses == whole.selection_losses
+    own = whole.model.state_dict()
+    assert all(torch.equal(own[name], value) for name, value in again.model.state_dict().items())
+
+
+def test_a_model_that_looks_untrained_is_told_once(
+    gloo, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dnis_torchrec.allocation.curvature.LEAST_CURVATURE", 1e9)
+    found_by(make_recipe(), tmp_path)
+    assert caplog.text.count("the model looks untrained") == 1
+
+
 def test_divergence_keeps_the_last_good_checkpoint(gloo, tmp_path: Path) -> None:
     recipe = make_recipe()
 

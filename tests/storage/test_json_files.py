@@ -31,7 +31,7 @@ from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.report import ReportRow, read_report_rows
 from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
-from dnis_torchrec.search.loop import SearchInterrupted, _Values
+from dnis_torchrec.search.loop import SearchInterrupted, SearchValues
 from dnis_torchrec.serving.narrow_tables import NarrowTables
 from dnis_torchrec.storage.claim import Claim
 from dnis_torchrec.storage.json_files import DEEPEST, conform, parse_json
@@ -284,7 +284,7 @@ def test_forged_values_of_a_checkpoint(interrupted: Path, tmp_path: Path) -> Non
     assert_refused_or_read(
         values,
         lambda content: file.write_text(json.dumps(document | {"values": content})),
-        lambda: conform(Manifest.read(file.parent).values, _Values, "checkpoint"),
+        lambda: conform(Manifest.read(file.parent).values, SearchValues, "checkpoint"),
     )
     held: list[Any] = []
     batches = [torch.zeros(1)] * 20

@@ -6,12 +6,13 @@ import time
 from dataclasses import replace
 
 from dnis_torchrec.allocation.compress import measure_
-from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, served_in
+from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, SizeNotMetError, leaves_alone, served_in
 from dnis_torchrec.comparison.methods.trained_scheme import row_blocks
 from dnis_torchrec.comparison.methods.uniform import uniform_candidate
 from dnis_torchrec.forms import CODES, PACKED
 
 
+@leaves_alone
 @served_in(CODES.name)
 def compressed(task: MethodTask) -> MethodResult:
     """The uncompressed model with its tables in codes, as `dnis_torchrec.compress` makes them.
@@ -25,7 +26,9 @@ def compressed(task: MethodTask) -> MethodResult:
     recipe, (counts, _) = task.build(None), row_blocks(task)
     dense = uniform_candidate(replace(task, precision="fp32"), None).train(task)
     started = time.monotonic()
-    measured = measure_(dense.model.eval(), recipe.data.train, loss=recipe.task, counts=counts)
+    measured = measure_(
+        dense.model.eval(), recipe.data.train, loss=recipe.task, counts=counts, leave_alone=recipe.leave_alone
+    )
     try:
         found = measured.allocate(embedding_bytes=task.embedding_bytes())
     except ValueError as error:

@@ -13,6 +13,7 @@ from dnis_torchrec.comparison.methods.method import (
     NotApplicableError,
     SizeNotMetError,
     learns_on_validation,
+    leaves_alone,
     served_in,
 )
 from dnis_torchrec.data.recipe import TrainTask
@@ -27,6 +28,7 @@ from dnis_torchrec.training.evaluation import selection_loss
 SINGLE_VALUES = "csr_fp32"
 
 
+@leaves_alone
 @learns_on_validation
 @served_in(CODES.name)
 def dnis(task: MethodTask) -> MethodResult:

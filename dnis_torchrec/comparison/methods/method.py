@@ -19,7 +19,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dnis_torchrec.artifact.predictions import serve
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.forms import CODES, PRECISIONS, form_named
@@ -222,7 +222,34 @@ class HelpIsOverError(RuntimeError):
 
 Method = Callable[[MethodTask], MethodResult]
 
+_LEAVES_ALONE = "leaves_alone"
 _LEARNS, _PRECISIONS = "learns_on_validation", "precisions"
+
+
+def leaves_alone(method: Method) -> Method:
+    """Marks a method that leaves the tables of `Recipe.leave_alone` alone; others do not apply to such a recipe.
+
+    Example:
+        >>> @leaves_alone
+        ... def mine(task: MethodTask) -> MethodResult: ...
+    """
+    setattr(method, _LEAVES_ALONE, True)
+    return method
+
+
+def check_leaves_alone(method: Method, recipe: Recipe) -> None:
+    """Checks that a method touches no table that a recipe wants left alone.
+
+    Args:
+        method: of a registry.
+        recipe: that it is to work on.
+
+    Raises:
+        NotApplicableError: naming the tables.
+    """
+    if recipe.leave_alone and not getattr(method, _LEAVES_ALONE, False):
+        supported = "supported are recipes without tables to leave alone"
+        raise NotApplicableError(describe("Recipe.leave_alone", supported, ", ".join(recipe.leave_alone)))
 
 
 def learns_on_validation(method: Method) -> Method:

@@ -13,6 +13,7 @@ from dnis_torchrec.comparison.methods.method import (
     MethodResult,
     MethodTask,
     SizeNotMetError,
+    check_leaves_alone,
 )
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.training.evaluation import selection_loss
@@ -37,6 +38,7 @@ def best_precision(method: Method, task: MethodTask, precisions: Sequence[str]) 
         NotApplicableError: if the method cannot work on the model.
         HelpIsOverError: in a process that helps, when there is nothing left to train.
     """
+    check_leaves_alone(method, task.build(None))
     if task.helps:
         for precision in precisions:
             with suppress(HelpIsOverError, SizeNotMetError):

@@ -17,6 +17,7 @@ from dnis_torchrec.comparison.methods.method import (
     MethodResult,
     MethodTask,
     SizeNotMetError,
+    leaves_alone,
     served_in,
 )
 from dnis_torchrec.comparison.methods.trained_scheme import Candidate, uniform_scheme_
@@ -33,6 +34,7 @@ _INDEX_BYTES = 16
 """Row routing of a table that is one block: where it begins and ends."""
 
 
+@leaves_alone
 def dense(task: MethodTask) -> MethodResult:
     """The uncompressed model in float32: the recipe as it is, at every requested size the same.
 

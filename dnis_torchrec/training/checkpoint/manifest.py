@@ -151,6 +151,20 @@ def _check_tensor(entry: _Tensor, files: Mapping[str, int], place: str) -> None:
         check(fits, place, f"chunks inside of {whole}", f"{size} at {offset}", _OTHER)
 
 
+def chunk_name(key: str, offset: Iterable[int]) -> str:
+    """The name of a chunk in its file.
+
+    Args:
+        key: of the tensor.
+        offset: place of the chunk in it.
+
+    Example:
+        >>> chunk_name("table/user", [20, 0])
+        'table/user@20,0'
+    """
+    return f"{key}@{','.join(map(str, offset))}"
+
+
 def tensor_entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
     """`Manifest.tensors` of a checkpoint whose storage_data names the file of every chunk.
 

@@ -39,7 +39,7 @@ from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of, together, union_over_ranks, world_size_of
 from dnis_torchrec.storage.files import Address, inside, local_file
 from dnis_torchrec.training.checkpoint.folder import CheckpointFolder
-from dnis_torchrec.training.checkpoint.manifest import Manifest, check_fits, tensor_entries
+from dnis_torchrec.training.checkpoint.manifest import Manifest, check_fits, chunk_name, tensor_entries
 from dnis_torchrec.training.checkpoint.placement import Chunk, PlacedTensor, TrainingState
 
 
@@ -296,4 +296,4 @@ def _chunk_at(placed: PlacedTensor, index: MetadataIndex) -> Tensor:
 
 
 def _key(index: MetadataIndex) -> str:
-    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+    return chunk_name(index.fqn, index.offset or ())
