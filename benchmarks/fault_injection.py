@@ -1,10 +1,10 @@
-"""Test that a search survives being killed: kills random ranks of a job under torchrun, and compares the results.
+"""Test that a search survives being killed: kills random ranks under the agent of torchrun, and compares the results.
 
     python -m benchmarks.fault_injection [--kills N] [--ranks W] --json FILE
 
 A small search on several ranks, with fused, sharded tables, runs once undisturbed. Then jobs of the same search are
 started, and in each of their attempts a random rank gets SIGKILL at a random moment: in a step, in a collective, while
-a checkpoint is being written. torchrun starts all ranks again and they resume, until the search has finished. Printed
+a checkpoint is being written. The agent starts all ranks again and they resume, until the search has finished. Printed
 and written: {"kills", "finished", "identical"}: how many kills there were, how many of them were in jobs that finished,
 and how many in jobs whose alpha and tables are those of the undisturbed search, bit for bit. Every attempt first reads
 all checkpoints that it finds; one that cannot be read fails the job.
@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from benchmarks.files import output_file
 from dnis_torchrec.data.recipe import Recipe
@@ -41,8 +43,7 @@ from dnis_torchrec.training.process_group import process_group
 from examples.datasets.synthetic import generate
 from examples.models import build_dlrm, build_tables, draws
 
-ROOT = Path(__file__).parents[1]
-KILLS_PER_JOB = 5
+KILLS_PER_JOB, EPOCHS = 5, 4
 STEPS_PER_ATTEMPT = 40
 """A kill comes after at most so many steps of an attempt: the whole search is 150 lower steps."""
 CHECKPOINT_EVERY = 7
@@ -79,9 +80,10 @@ def work(folder: Path) -> None:
     def on_step(loss: float, density: float) -> None:
         nonlocal steps
         steps += 1
-        if attempt < len(plan) and [dist.get_rank(), steps] == [plan[attempt]["rank"], plan[attempt]["step"]]:
+        kills = plan["kills"]
+        if attempt < len(kills) and [dist.get_rank(), steps] == [kills[attempt]["rank"], kills[attempt]["step"]]:
             (folder / f"killed{attempt}").touch()
-            threading.Timer(plan[attempt]["delay"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+            threading.Timer(kills[attempt]["delay"], os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     with process_group() as device:
         rank = dist.get_rank()
@@ -91,7 +93,7 @@ def work(folder: Path) -> None:
         torch.manual_seed(0)
         own = recipe()
         saving = Saving(checkpoint_every=CHECKPOINT_EVERY, resume=True)
-        settings, events = SearchSettings(epochs=4, num_blocks=4), SearchEvents(on_step=on_step)
+        settings, events = SearchSettings(epochs=plan["epochs"], num_blocks=4), SearchEvents(on_step=on_step)
         outcome = search(own, 4.0, checkpoints, device, settings=settings, events=events, saving=saving)
         if rank == 0:
             (folder / "history.json").write_text(json.dumps([vars(record) for record in outcome.history]))
@@ -116,38 +118,42 @@ def read_all(checkpoints: Path) -> None:
             load_file(path / name)
 
 
-def start(folder: Path, plan: list[dict[str, Any]], ranks: int) -> subprocess.Popen[str]:
+def start(folder: Path, kills: list[dict[str, Any]], ranks: int, epochs: int) -> BaseProcess:
     """Starts a job in a folder of its own."""
     folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    rendezvous = ["--nnodes", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    environment = os.environ | {
-        "PET_MAX_RESTARTS": str(len(plan)),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarted ranks find the addresses of the dead ones
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    with (folder / "log").open("w", encoding="utf-8") as log:
-        return subprocess.Popen(
-            [*launch, *rendezvous, "-m", "benchmarks.fault_injection", "--work", str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    (folder / "plan.json").write_text(json.dumps({"kills": kills, "epochs": epochs}), encoding="utf-8")
+    # a server that has imported everything forks the ranks of every attempt in no time
+    job = multiprocessing.get_context("forkserver").Process(target=launch, args=(folder, len(kills), ranks))
+    job.start()
+    return job
 
 
-def has_finished(job: subprocess.Popen[str]) -> bool:
+def launch(folder: Path, max_restarts: int, ranks: int) -> None:
+    """Does what torchrun does: starts all ranks, and all of them again as one has died."""
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else restarted ranks find the addresses of the dead ones
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        start_method="forkserver",
+    )
+    elastic_launch(config, work)(folder)
+
+
+def has_finished(job: BaseProcess) -> bool:
     """Waits for a job; one that takes too long is ended with all its ranks."""
-    try:
-        return job.wait(timeout=JOB_SECONDS) == 0
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
-        return False
+    job.join(JOB_SECONDS)
+    if job.exitcode is None:
+        job.terminate()  # and it ends its ranks
+        job.join(JOB_SECONDS)
+    return job.exitcode == 0
 
 
 def is_identical(folder: Path, undisturbed: Path) -> bool:
@@ -156,7 +162,7 @@ def is_identical(folder: Path, undisturbed: Path) -> bool:
     return all((folder / name).read_bytes() == (undisturbed / name).read_bytes() for name in ["history.json", *names])
 
 
-def inject(kills: int, folder: Path, seed: int, ranks: int) -> dict[str, int]:
+def inject(kills: int, folder: Path, seed: int, ranks: int, epochs: int = EPOCHS) -> dict[str, int]:
     """Runs all jobs, the undisturbed one beside the first.
 
     Args:
@@ -164,6 +170,7 @@ def inject(kills: int, folder: Path, seed: int, ranks: int) -> dict[str, int]:
         folder: existing and empty.
         seed: of ranks, steps and moments.
         ranks: of every job.
+        epochs: of the search, at most.
 
     Returns:
         ``{"kills", "finished", "identical"}``.
@@ -178,12 +185,12 @@ def inject(kills: int, folder: Path, seed: int, ranks: int) -> dict[str, int]:
         for _ in range(kills)
     ]
     found = {"kills": 0, "finished": 0, "identical": 0}
-    reference = start(folder / "undisturbed", [], ranks)
+    reference = start(folder / "undisturbed", [], ranks, epochs)
     reference_finished: bool | None = None
     for number, first in enumerate(range(0, kills, KILLS_PER_JOB)):
         own = folder / f"job{number}"
         started = time.monotonic()
-        finished = has_finished(start(own, plan[first : first + KILLS_PER_JOB], ranks))
+        finished = has_finished(start(own, plan[first : first + KILLS_PER_JOB], ranks, epochs))
         if reference_finished is None:
             reference_finished = has_finished(reference)
         done = len(list(own.glob("killed*")))
@@ -204,11 +211,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="of every job")
     parser.add_argument("--seed", type=int, default=0, help="of ranks, steps and moments")
     parser.add_argument("--json", type=output_file, help="also write the result here")
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.work is not None:
-        work(given.work)
-        return
+    multiprocessing.set_forkserver_preload(["benchmarks.fault_injection"])
     with tempfile.TemporaryDirectory() as folder:
         result = inject(given.kills, Path(folder), given.seed, given.ranks)
     print(json.dumps(result))

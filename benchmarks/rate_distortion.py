@@ -119,6 +119,7 @@ def measure(case: Case, wanted_of_all: Sequence[Wanted], results: Results) -> No
 def row_of(trained: Trained, wanted: Wanted, served: Served) -> Row:
     """Evaluates what is served."""
     made, started = served.made, time.monotonic()
+    num_bytes = made.embedding_bytes() if served.num_bytes is None else served.num_bytes
     with made.served(torch.device("cpu")) as model:
         seconds = made.seconds + time.monotonic() - started
         metrics, selection = (_metrics(model, trained.recipe, split) for split in ("test", "selection"))
@@ -129,8 +130,8 @@ def row_of(trained: Trained, wanted: Wanted, served: Served) -> Row:
         method=wanted.method,
         precision=wanted.precision,
         size=wanted.size,
-        compression=trained.dense_bytes / made.embedding_bytes(),
-        bytes=made.embedding_bytes(),
+        compression=trained.dense_bytes / num_bytes,
+        bytes=num_bytes,
         metrics=metrics,
         selection=selection,
         predicted_loss_increase=served.predicted,

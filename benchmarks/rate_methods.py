@@ -8,6 +8,7 @@ Shapes: N rows of a table, D embedding_dim, S blocks, K columns that are kept.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,12 @@ from benchmarks.rate_compress import Prepared, UnmetError, compress
 from benchmarks.rate_models import Trained, row_bytes
 from dnis_torchrec.allocation.rotation import rotation_groups
 from dnis_torchrec.comparison.methods.method import MethodResult
+from dnis_torchrec.comparison.methods.reparametrised import rounded
 from dnis_torchrec.comparison.methods.trained_scheme import first_columns
-from dnis_torchrec.forms import PACKED, PRECISIONS, Precision
+from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS, Precision
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 
 WHOLE_ROWS = ("int8", "int4")
 """Precisions of all D columns; their bytes are sizes for other methods, too."""
@@ -56,11 +59,13 @@ class Served:
     Attributes:
         made: what it is, as a method of a comparison tells it; its seconds are those from the trained model to this
             one, of one that is trained with its training.
+        num_bytes: of the tables, where no form of ours stores them so.
         predicted: increase of the loss, where the method predicts one.
         extra: what else a row tells.
     """
 
     made: MethodResult
+    num_bytes: int | None = None
     predicted: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -137,8 +142,13 @@ def _cut_axes(trained: Trained, wanted: Wanted) -> Served:
     if not turned.issuperset(config.name for config in trained.configs):
         raise UnmetError("some tables may not be turned, and their first columns say no more than their last")
     widths = {config.name: min(columns, config.embedding_dim) for config in trained.configs}
-    scheme = first_columns(uncompressed_scheme(model), widths)
-    return _served(model, scheme, f"mixed_dimension_{wanted.precision}", 0.0, columns=columns)
+    scheme, stored = first_columns(uncompressed_scheme(model), widths), copy.deepcopy(model)
+    for module in collections(stored).values():
+        for shard in local_shards(module):
+            kept = shard.weight.detach()[:, : widths[shard.table]]
+            kept.copy_(rounded(kept, wanted.precision))
+    num_bytes = row_bytes(trained.configs, PRECISIONS[wanted.precision], columns)
+    return replace(_served(stored, scheme, DEFAULT_FORM, 0.0, columns=columns), num_bytes=num_bytes)
 
 
 def _uniform(trained: Trained, wanted: Wanted) -> Served:

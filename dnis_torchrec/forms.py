@@ -174,6 +174,9 @@ class Form(ABC):
 
     Attributes:
         precision: what a value is stored in.
+        needs_codes: whether it stores the codes of the scheme, so that schemes without codes cannot take it.
+        has_column_bytes: whether a column costs the same whatever else is retained, so that a size can be spent column
+            by column.
 
     Example:
         >>> Csr(PRECISIONS["int8"]).name
@@ -182,6 +185,8 @@ class Form(ABC):
 
     precision: Precision
     layout: ClassVar[str]
+    needs_codes: ClassVar[bool] = False
+    has_column_bytes: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -194,19 +199,9 @@ class Form(ABC):
         return self.precision.bits == 32
 
     @property
-    def needs_codes(self) -> bool:
-        """Whether it stores the codes of the scheme, so that schemes without codes cannot take it."""
-        return False
-
-    @property
     def dim_multiple(self) -> int:
         """Number of which D has to be a multiple."""
         return 1
-
-    @property
-    def has_column_bytes(self) -> bool:
-        """Whether a column costs the same whatever else is retained, so that a size can be spent column by column."""
-        return False
 
     @abstractmethod
     def served_bytes(self, table: RetainedTable) -> int:
@@ -308,6 +303,7 @@ class MixedDimension(Form):
     """A table per block, as wide as its retained dims; the row routing finds the rows."""
 
     layout = "mixed_dimension"
+    has_column_bytes = True
 
     def served_bytes(self, table: RetainedTable) -> int:
         """The blocks' tables and their index."""
@@ -315,17 +311,11 @@ class MixedDimension(Form):
 
     def file_bytes(self, table: RetainedTable) -> int:
         """The blocks' tables: columns and routing are in the scheme."""
-        shapes = stored_blocks(table).values()
-        return sum(rows * self.precision.row_bytes(self.precision.stored_width(dim)) for rows, dim in shapes)
+        return self.stored_values(table) * self.precision.bits // 8
 
     def stored_values(self, table: RetainedTable) -> int:
-        """The sum over blocks of rows times R, rounded up to what the kernels want."""
-        return sum(rows * self.precision.stored_width(dim) for rows, dim in stored_blocks(table).values())
-
-    @property
-    def has_column_bytes(self) -> bool:
-        """Not with a scale per row, which costs bytes once, or with widths that are rounded up."""
-        return self.precision.bits >= 16
+        """The sum over blocks of rows times R."""
+        return sum(rows * dim for rows, dim in stored_blocks(table).values())
 
     def fixed_bytes(self, routing: RowRouting, embedding_dim: int) -> int:
         """The row routing."""
@@ -340,6 +330,7 @@ class Csr(Form):
     """Compressed sparse rows: the V retained values, the column of each, and where every row begins."""
 
     layout = "csr"
+    has_column_bytes = True
 
     def served_bytes(self, table: RetainedTable) -> int:
         """Rows, as lookups read them, and row pointers."""
@@ -355,11 +346,6 @@ class Csr(Form):
     def stored_values(self, table: RetainedTable) -> int:
         """V."""
         return table.num_retained
-
-    @property
-    def has_column_bytes(self) -> bool:
-        """Every value costs the same."""
-        return True
 
     def fixed_bytes(self, routing: RowRouting, embedding_dim: int) -> int:
         """Row pointers, and the scales of int8."""
@@ -397,6 +383,7 @@ class Packed(Form):
     """
 
     layout = "packed"
+    needs_codes = True
 
     @property
     def name(self) -> str:
@@ -405,36 +392,41 @@ class Packed(Form):
 
     def served_bytes(self, table: RetainedTable) -> int:
         """Rows, scales and shifts of columns in codes, and the index; nothing where nothing is retained."""
-        bits = self._bits(table)
+        return self.bytes_of(self._bits(table), table.routing.row_counts(), table.routing)
+
+    def bytes_of(self, bits: Tensor, rows: Tensor, routing: RowRouting) -> int:
+        """Served bytes of a table of which some bits are known, and no scheme yet.
+
+        Args:
+            bits: ``(S, D)`` integers among `dnis_torchrec.blocks.bit_fields.WIDTHS`, of a value of each column.
+            rows: ``(S,)`` integers, stored rows of each block.
+            routing: of the table.
+        """
         if not bool(bits.any()):
             return 0
         scales = COLUMN_SCALE_BYTES * int(is_coded(bits).sum())
-        return self.file_bytes(table) + scales + self.index_bytes(table.routing, table.embedding_dim)
+        return int(rows @ row_strides(bits)) + scales + self.index_bytes(routing, bits.shape[1], rows)
 
     def file_bytes(self, table: RetainedTable) -> int:
         """Rows: all else is in the scheme, or follows from it."""
         return int(table.routing.row_counts() @ row_strides(self._bits(table)))
 
-    @property
-    def needs_codes(self) -> bool:
-        """It does."""
-        return True
-
     def stored_values(self, table: RetainedTable) -> int:
         """V."""
         return table.num_retained
 
-    def index_bytes(self, routing: RowRouting, embedding_dim: int) -> int:
+    def index_bytes(self, routing: RowRouting, embedding_dim: int, rows: Tensor | None = None) -> int:
         """One byte of bits for every column of a block, and the row directory.
 
         Args:
             routing: of a table that retains something.
             embedding_dim: D.
+            rows: see `bytes_of`; None: all rows of every block.
         """
         # serving of all other forms does without it
         from dnis_torchrec.blocks.row_directory import directory_bytes
 
-        return routing.num_blocks * embedding_dim + directory_bytes(routing)
+        return routing.num_blocks * embedding_dim + directory_bytes(routing, rows)
 
     @staticmethod
     def _bits(table: RetainedTable) -> Tensor:
@@ -447,7 +439,7 @@ FORMS: dict[str, Form] = {
     form.name: form
     for layout, precisions in (
         (Csr, ("fp32", "fp16", "int8")),
-        (MixedDimension, ("fp32", "fp16", "int8", "int4")),
+        (MixedDimension, ("fp32",)),
         (RowPruned, ("int8", "int4")),
         (Dense, ("fp32", "fp16", "int8", "int4")),
     )
@@ -461,6 +453,8 @@ CANONICAL_FORM = "csr_fp32"
 """The exact rows of any scheme, single values too: every other form can be made from it."""
 WRITTEN_BY_DEFAULT = (DEFAULT_FORM, CANONICAL_FORM)
 """Forms of an artifact unless others are asked for."""
+RETIRED_FORMS = {f"{MixedDimension.layout}_{name}": PRECISIONS[name].bits for name in ("fp16", "int8", "int4")}
+"""Form that earlier versions wrote -> bits of every retained column of `PACKED`, which is smaller and faster."""
 
 
 def register(form: Form) -> Form:
@@ -489,5 +483,7 @@ def form_named(name: str) -> Form:
     Raises:
         ValueError: if there is none; shows the nearest.
     """
+    remedy = "give every column its bits (dnis compress), or take another form"
+    check(name not in RETIRED_FORMS, f"form {name!r}", f"{PACKED.name!r}, which took its place", "the former", remedy)
     check_known("form", name, FORMS)
     return FORMS[name]

@@ -106,22 +106,7 @@ def csr_embedding_bag(random: Random) -> Case:
     return Case(arguments, lambda out: same(out, torch_csr_embedding_bag(*arguments)))
 
 
-def stored_block(random: Random, rows: int, dim: int, bits: int) -> tuple[Tensor, Tensor]:
-    """The table of a block as the operator reads it, and its values."""
-    if bits == 32:
-        values = torch.randn(rows, dim + random.randint(0, 2))
-        return values, values[:, :dim]
-    if bits == 16:
-        halves = torch.randn(rows, dim + random.randint(0, 2)).half()
-        return halves.view(torch.uint8), halves[:, :dim].float()
-    scales = torch.rand(rows, 2).half()  # and biases
-    stored = torch.randint(0, 256, (rows, (dim * bits + 7) // 8 + random.randint(0, 2)), dtype=torch.uint8)
-    steps = stored if bits == 8 else torch.stack([stored & 15, stored >> 4], dim=2).flatten(1)
-    values = steps[:, :dim].float() * scales[:, :1].float() + scales[:, 1:].float()
-    return torch.cat([scales.view(torch.uint8), stored], dim=1), values
-
-
-def draw_block_table(random: Random, name: str, bits: int) -> tuple[TableScheme, dict[int, Tensor], Tensor]:
+def draw_block_table(random: Random, name: str) -> tuple[TableScheme, dict[int, Tensor], Tensor]:
     """A table of blocks, whose rows stand by block or do not: its scheme, the blocks' tables, and all of it dense."""
     num_rows, num_blocks, dim = random.randint(1, 12), random.choice([1, 3, 40]), random.choice([1, 5, 16, 33])
     blocks = [random.randint(0, num_blocks) for _ in range(num_rows)]
@@ -134,17 +119,17 @@ def draw_block_table(random: Random, name: str, bits: int) -> tuple[TableScheme,
         rows = (routing.all_blocks() == block).nonzero().flatten()
         columns = retained[block].nonzero().flatten()
         if len(rows) and len(columns):
-            stored[block], values = stored_block(random, len(rows), len(columns), bits)
-            dense[rows.unsqueeze(1), columns] = values
+            stored[block] = torch.randn(len(rows), len(columns) + random.randint(0, 2))
+            dense[rows.unsqueeze(1), columns] = stored[block][:, : len(columns)]
     return scheme, stored, dense
 
 
 def mixed_dimension_bag(random: Random) -> Case:
     """One or two tables of blocks, and a key that nobody reads."""
-    bits, batch_size = random.choice([32, 16, 8, 4]), random.randint(1, 4)
+    batch_size = random.randint(1, 4)
     schemes, dense, stored = {}, {}, {}
     for name in "tu"[: random.randint(1, 2)]:
-        schemes[name], blocks, dense[name] = draw_block_table(random, name, bits)
+        schemes[name], blocks, dense[name] = draw_block_table(random, name)
         stored |= {(name, block): table for block, table in blocks.items()}
     logical = LogicalTables.of(MixedDimensionScheme(schemes))
     layout = BlockLayout.of(logical, list(stored), [table.routing.positions() for table in logical.tables])
@@ -168,7 +153,6 @@ def mixed_dimension_bag(random: Random) -> Case:
         keys,
         batch_size,
         layout.width,
-        bits,
         random.random() < 0.3,
     ]
 

@@ -19,11 +19,11 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.allocation.codes import fit_codes
 from dnis_torchrec.allocation.row_sample import RowSample, sample_rows, sampled_values
 from dnis_torchrec.blocks.bit_fields import WIDTHS, is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite
+from dnis_torchrec.blocks.fitted_codes import fit_codes
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.soft_selection.table_shards import (

@@ -180,3 +180,19 @@ def encode_shard(form: Form, table: TableScheme, rows: Rows, first: int, last: i
     check_codes(form, table)
     values = rows if form.needs_codes else values_of_codes(table, rows)
     return codec_of(form).encode(form, table, values, first, last)
+
+
+def whole_shard(form: Form, table: TableScheme, rows: Rows) -> Shard:
+    """A table in a form, in memory, as one shard.
+
+    Args:
+        form: how.
+        table: scheme of the table.
+        rows: see `encode_shard`.
+
+    Raises:
+        ValueError: see `encode_shard`.
+    """
+    tensors = encode_shard(form, table, rows, 0, table.num_embeddings)
+    place = f"table {table.name!r}, form {form.name!r}"
+    return Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=tensors)

@@ -16,11 +16,13 @@ from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.artifact.csr_forms import VALUE_DTYPES, csr_of_shard
-from dnis_torchrec.artifact.forms import Rows, Shard, codec_of, encode_shard
+from dnis_torchrec.artifact.forms import Rows, Shard, codec_of, whole_shard
 from dnis_torchrec.artifact.manifest import FORMS_OF_1_0, MANIFEST, read_artifact_file, read_manifest
+from dnis_torchrec.artifact.mixed_dimension_form import retired_rows
 from dnis_torchrec.artifact.packed_form import decoded_rows, packed_table
+from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.forms import CANONICAL_FORM, DEFAULT_FORM, FORMS, PACKED, Form, form_named
+from dnis_torchrec.forms import CANONICAL_FORM, DEFAULT_FORM, FORMS, PACKED, RETIRED_FORMS, Form, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable
@@ -109,7 +111,8 @@ def load(
     Args:
         path: the artifact's folder.
         form: one of `dnis_torchrec.forms.FORMS`; None takes ``"packed"`` if the artifact holds it, else
-            `dnis_torchrec.forms.DEFAULT_FORM`. The names of format 1.0 will do.
+            `dnis_torchrec.forms.DEFAULT_FORM`. The names of format 1.0 will do; of its forms in float16, int8 and int4
+            a table per block is now ``"packed"`` with as many bits for every column.
         collection: FQN of the collection in the model; needed only if the artifact holds several.
         device: where the tables go.
         unknown_ids: ids that are no rows raise (``"error"``) or contribute zero (``"zero"``; they count in the length).
@@ -123,11 +126,15 @@ def load(
         ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor one that it can be made
             from, or `collection` is needed or unknown.
     """
-    known = None if form is None else form_named(FORMS_OF_1_0.get(form, form))
+    wanted = None if form is None else FORMS_OF_1_0.get(form, form)
+    known = None if wanted is None else PACKED if wanted in RETIRED_FORMS else form_named(wanted)
     manifest = read_manifest(path)
     known = known or form_named(default_form(manifest))
     scheme = _of_collection(path, _scheme_of(path, manifest), collection)
-    shards = {name: _shards_in_form(path, manifest, table, known, verify) for name, table in scheme.tables.items()}
+    if wanted in RETIRED_FORMS and not scheme.has_codes:
+        scheme, shards = _in_uniform_bits(path, manifest, scheme, wanted, verify)
+    else:
+        shards = {n: _shards_in_form(path, manifest, table, known, verify) for n, table in scheme.tables.items()}
     return codec_of(known).build(known, scheme, shards, device=device, unknown_ids=unknown_ids)
 
 
@@ -241,9 +248,20 @@ def _shards_in_form(
     rows = None if form.name in held else _exact_rows(path, manifest, table, verify)
     if rows is None:
         return _read_shards(path, manifest, table, form.name, verify)
-    tensors = encode_shard(form, table, rows, 0, table.num_embeddings)
-    place = f"artifact {str(path)!r}, table {table.name!r}, form {form.name!r}"
-    return [Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=tensors)]
+    return [whole_shard(form, table, rows)]
+
+
+def _in_uniform_bits(
+    path: Path | str, manifest: Mapping[str, Any], scheme: MixedDimensionScheme, form: str, verify: bool
+) -> tuple[MixedDimensionScheme, dict[str, list[Shard]]]:
+    """Tables that are wanted in a form of earlier versions, as `PACKED`; what was rounded once gets 16 bits."""
+    bits, rows = RETIRED_FORMS[form], dict[str, Rows]()
+    for name, table in scheme.tables.items():
+        exact = _exact_rows(path, manifest, table, verify)
+        bits = bits if exact else 16
+        rows[name] = exact or retired_rows(form, table, _read_shards(path, manifest, table, form, verify))
+    coded = with_uniform_bits(scheme, rows, bits)
+    return coded, {name: [whole_shard(PACKED, table, rows[name])] for name, table in coded.tables.items()}
 
 
 def _exact_rows(path: Path | str, manifest: Mapping[str, Any], table: TableScheme, verify: bool) -> Rows | None:
@@ -260,7 +278,7 @@ def _read_shards(
     path: Path | str, manifest: Mapping[str, Any], table: TableScheme, form: str, verify: bool
 ) -> list[Shard]:
     held = manifest["tables"][table.name]["shards"]
-    is_newer = not set(held) & set(FORMS)  # none of its forms is known here
+    is_newer = not set(held) & {*FORMS, *RETIRED_FORMS}  # none of its forms is known here
     remedy = "update dnis_torchrec, which knows none of its forms" if is_newer else f"export with forms=[{form!r}]"
     check(form in held, f"artifact {str(path)!r}, table {table.name!r}", f"form {form!r}", sorted(held), remedy)
     return [

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dnis_torchrec.checks import check, check_known, describe
+from dnis_torchrec.forms import RETIRED_FORMS
 from dnis_torchrec.scheme import DescribedTable
 from dnis_torchrec.storage.json_files import NotNegative, Positive, conform, parse_json
 from dnis_torchrec.storage.whole_folders import FolderKind
@@ -210,8 +211,11 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
 
 
 def _spell_forms_(manifest: dict[str, Any]) -> None:
-    """Gives the forms of a manifest of format 1.0 the names that they have since; later ones have them already."""
-    manifest["forms"] = [FORMS_OF_1_0.get(form, form) for form in manifest["forms"]]
+    """Gives the forms of a manifest of format 1.0 the names that they have since; later ones have them already.
+
+    Forms that are read only to make others of them are no forms of the artifact any more.
+    """
+    manifest["forms"] = [FORMS_OF_1_0.get(form, form) for form in manifest["forms"] if form not in RETIRED_FORMS]
     for table in manifest["tables"].values():
         table["shards"] = {FORMS_OF_1_0.get(form, form): shards for form, shards in table["shards"].items()}
 

@@ -1,6 +1,6 @@
-"""The forms ``"mixed_dimension_fp32"``, ``_fp16``, ``_int8`` and ``_int4``: a table per block of rows.
+"""The form ``"mixed_dimension_fp32"``: a table per block of rows, as wide as the block's retained dims. It trains.
 
-Each is as wide as the block's retained dims. The first is float32 and trains; the others are to serve.
+Rows of the forms that held the same in float16, int8 and int4 are still read: `retired_rows`.
 
 Shapes: N rows of a table, S blocks, R retained dims of a block.
 """
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.artifact.forms import Codec, Rows, Shard, register_codec
+from dnis_torchrec.artifact.forms import Codec, Rows, Shard, register_codec, rows_of
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check
-from dnis_torchrec.forms import Form, MixedDimension, stored_blocks
+from dnis_torchrec.forms import PRECISIONS, Form, MixedDimension, stored_blocks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
-from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection, quantized_block_rows
+from dnis_torchrec.serving.quantized_rows import values_of_rows
 
 
 def chunks_of(table: TableScheme, rows: Rows, first: int, last: int) -> Iterator[Tensor]:
@@ -65,8 +65,6 @@ def _blocks_of_shards(
 
 def _encode(form: Form, table: TableScheme, rows: Rows, first: int, last: int) -> dict[str, Tensor]:
     blocks = block_tables(_of_rows(table, first, last), chunks_of(table, rows, first, last))
-    if not form.is_exact:
-        blocks = quantized_block_rows(table, blocks, form.precision.name)
     return {f"b{s}": stored for s, stored in blocks.items()}
 
 
@@ -78,8 +76,6 @@ def _build(
     device: torch.device | str,
     unknown_ids: str,
 ) -> EmbeddingBagCollectionInterface:
-    if not form.is_exact:
-        return _build_quantized(form, scheme, shards, device=device, unknown_ids=unknown_ids)
     module = MixedDimensionEmbeddingBagCollection(scheme, device="meta", unknown_ids=unknown_ids)
     for name, table in scheme.tables.items():
         widths = {s: dim for s, (_, dim) in stored_blocks(table).items()}
@@ -88,23 +84,24 @@ def _build(
     return module.to(device)
 
 
-def _build_quantized(
-    form: Form,
-    scheme: MixedDimensionScheme,
-    shards: Mapping[str, Sequence[Shard]],
-    *,
-    device: torch.device | str,
-    unknown_ids: str,
-) -> EmbeddingBagCollectionInterface:
-    stored = form.precision
-    rows: dict[str, Tensor] = {}
-    for name, table in scheme.tables.items():
-        widths = {s: stored.row_bytes(stored.stored_width(dim)) for s, (_, dim) in stored_blocks(table).items()}
-        blocks = _blocks_of_shards(table, shards[name], widths, torch.uint8)
-        rows |= {f"{name}/b{s}": of_block for s, of_block in blocks.items()}
-    return QuantizedMixedDimensionEmbeddingBagCollection(
-        scheme, rows, precision=stored.name, device=device, unknown_ids=unknown_ids
-    )
+def retired_rows(form: str, table: TableScheme, shards: Sequence[Shard]) -> Rows:
+    """The values of a table that an earlier version stored in FBGEMM's rows, block by block. Takes 4 N D bytes.
+
+    Args:
+        form: of `dnis_torchrec.forms.RETIRED_FORMS`.
+        table: scheme of the table.
+        shards: of all its rows, in order.
+
+    Raises:
+        ValueError: if a shard holds something else than the scheme says.
+    """
+    stored = PRECISIONS[form.removeprefix(f"{MixedDimension.layout}_")]
+    widths = {s: stored.row_bytes(stored.stored_width(dim)) for s, (_, dim) in stored_blocks(table).items()}
+    weight, block_of_row = torch.zeros(table.num_embeddings, table.embedding_dim), table.routing.all_blocks()
+    for s, rows in _blocks_of_shards(table, shards, widths, torch.uint8).items():
+        columns = table.columns(s)
+        weight[(block_of_row == s).nonzero(), columns] = values_of_rows(rows, stored)[:, : len(columns)]
+    return rows_of(weight)
 
 
 register_codec(MixedDimension.layout, Codec(encode=_encode, build=_build))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from dnis_torchrec.artifact.forms import Shard, codec_of, encode_shard, rows_of
+from dnis_torchrec.artifact.forms import codec_of, rows_of, whole_shard
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.forms import FORMS, PRECISIONS, Csr, Form, MixedDimension, Packed, form_named, stored_blocks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -24,7 +24,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 DENSE_INT4 = "dense_int4"
 LATENCY_CLASSES = {"faster": 0.9, "similar": 1.5}
 """Class -> the largest latency it stands for, as a multiple of torchrec's fp32 collection; beyond: ``"slower"``."""
-NANOSECONDS_PER_ID, NANOSECONDS_PER_VALUE = 15.0, {"csr": 0.7, "mixed": 0.5, "int4": 0.6, "packed": 0.2}
+NANOSECONDS_PER_ID, NANOSECONDS_PER_VALUE = 15.0, {Csr.layout: 0.7, MixedDimension.layout: 0.5, Packed.layout: 0.2}
 DENSE_PER_ID, DENSE_PER_VALUE = 20.0, 0.6
 BATCHED_PER_ID, BATCHED_PER_VALUE = 10.0, 0.4
 """Costs on one core with the compiled operators: 26 tables of 40,000 x 64, batch 1024, one id per bag, Zipf ids."""
@@ -173,9 +173,7 @@ def serve(
         check_known("table", name, tables)
         shape, weight = (table.num_embeddings, table.embedding_dim), tables[name].detach()
         check(tuple(weight.shape) == shape, f"table {name!r}", f"shape {shape}", tuple(weight.shape))
-        encoded = encode_shard(known, table, rows_of(weight), 0, table.num_embeddings)
-        place = f"table {name!r}, form {form!r}"
-        shards[name] = [Shard(place=place, first_row=0, num_rows=table.num_embeddings, tensors=encoded)]
+        shards[name] = [whole_shard(known, table, rows_of(weight))]
     return codec_of(known).build(known, scheme, shards, device=device, unknown_ids=unknown_ids)
 
 
@@ -216,11 +214,8 @@ def _cost(form: Form, table: TableScheme) -> float:
     if not isinstance(form, Csr | MixedDimension | Packed):
         return BATCHED_PER_ID + BATCHED_PER_VALUE * table.embedding_dim
     widest = max((dim for _, dim in stored_blocks(table).values()), default=0)
-    if isinstance(form, Csr):
-        share = table.num_retained / table.block_area if table.block_area else 0.0
-        return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE["csr"] * widest * share
-    kernel = "packed" if isinstance(form, Packed) else "int4" if form.precision.bits == 4 else "mixed"
-    return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE[kernel] * widest
+    share = table.num_retained / table.block_area if isinstance(form, Csr) and table.block_area else 1.0
+    return NANOSECONDS_PER_ID + NANOSECONDS_PER_VALUE[form.layout] * widest * share
 
 
 def _dense_cost(table: TableScheme) -> float:

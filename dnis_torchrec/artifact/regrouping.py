@@ -40,7 +40,7 @@ def regroup(
         scheme: the retained dims of all tables.
         tables: table name -> ``(N, D)``, merged and pruned; views are enough.
         num_groups: G at most; a table may need fewer.
-        dim_multiple: what the kernel rounds widths up to: 1 (fp32, fp16), 2 (int8), 4 (int4, fused training).
+        dim_multiple: what the kernel rounds widths up to: 1, or 4 where fused kernels train the tables on.
         seed: of the rows that are sampled.
 
     Returns:

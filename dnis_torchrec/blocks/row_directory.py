@@ -81,11 +81,12 @@ class RecordLayout:
         return self.start_bytes(num_rows) + self.record_bytes * -(-num_rows // self.rows_per_record)
 
 
-def directory_bytes(routing: RowRouting) -> int:
+def directory_bytes(routing: RowRouting, stored: Tensor | None = None) -> int:
     """Returns the bytes of a directory, which says where every row stands.
 
     Args:
         routing: the blocks of the rows.
+        stored: ``(S,)`` integers, rows of each block if some are to leave theirs for none; a sorted table's last ones.
 
     Returns:
         0 where one block (or none) holds all rows, 8 (S + 1) where rows are sorted by block, else those of a rank
@@ -98,12 +99,14 @@ def directory_bytes(routing: RowRouting) -> int:
         >>> directory_bytes(RowRouting.from_map(torch.arange(1024) % 8, num_blocks=8))
         576
     """
-    blocks = _occurring(routing)
-    if len(blocks) == 1:
+    blocks = len(_occurring(routing))
+    if stored is not None:
+        blocks = int((stored > 0).sum()) + int(int(stored.sum()) < routing.num_embeddings)
+    if blocks == 1:
         return 0
     if routing.boundaries is not None:
         return routing.boundaries.nbytes
-    return RecordLayout(len(blocks)).num_bytes(routing.num_embeddings)
+    return RecordLayout(blocks).num_bytes(routing.num_embeddings)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -39,7 +39,6 @@ def _fake(
     keys: Sequence[int] | None,
     batch_size: int,
     width: int,
-    bits: int,
     zero_unknown: bool,
 ) -> Tensor:
     return ids.new_empty((batch_size, width), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""BlockCollection: what the mixed-dimension modules have in common, whatever precision their tables have.
+"""BlockCollection: bags of logical tables, looked up in a table per block of rows, whatever module holds these.
 
 Shapes: B batch, D embedding_dim, S blocks, R retained dims of a block.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -25,7 +25,7 @@ from dnis_torchrec.serving.logical_tables import LogicalTables, OperatorCollecti
 
 
 class BlockCollection(OperatorCollection):
-    """Bags of logical tables, looked up in a stock table per block; see the two modules that derive from it.
+    """Bags of logical tables, looked up in a stock table per block; see the module that derives from it.
 
     With the compiled operator, on a CPU, and where no gradient is wanted, one pass reads the stock tables. Otherwise
     one bucketise call cuts the bags by block, the stock collection pools them, and the columns are added to their
@@ -34,19 +34,15 @@ class BlockCollection(OperatorCollection):
     Args:
         scheme: the tables of ONE collection of a model.
         dim_multiple: widths of the blocks' tables are rounded up to it; the further columns are never read.
-        data_type: of the blocks' tables.
-        bits: of one of their values.
         unknown_ids: ids below 0 or from N on raise (``"error"``) or contribute zero (``"zero"``; they count in L).
 
     Raises:
         ValueError: if the scheme holds no table, or tables of several collections; for other `unknown_ids`.
     """
 
-    def __init__(
-        self, scheme: MixedDimensionScheme, *, dim_multiple: int, data_type: DataType, bits: int, unknown_ids: str
-    ) -> None:
+    def __init__(self, scheme: MixedDimensionScheme, *, dim_multiple: int, unknown_ids: str) -> None:
         super().__init__(scheme, unknown_ids=unknown_ids)
-        self._scheme, self._bits = scheme, bits
+        self._scheme = scheme
         shapes = {name: stored_blocks(table) for name, table in scheme.tables.items()}
         most = max(table.routing.num_blocks for table in scheme.tables.values())
         self._stored = [(name, s) for s in range(most) for name in scheme.tables if s in shapes[name]]
@@ -66,7 +62,6 @@ class BlockCollection(OperatorCollection):
                     for index, table in enumerate(self._logical.tables)
                     if table.name == name
                 ],
-                data_type=data_type,
             )
             for name, s in self._stored
         ]
@@ -148,7 +143,6 @@ class BlockCollection(OperatorCollection):
             self._stock_tables() or [],
             keys,
             batch_size=batch_size,
-            bits=self._bits,
             zero_unknown=self._zero_unknown,
         )
 
@@ -172,13 +166,9 @@ class BlockCollection(OperatorCollection):
         """Bytes of all tables on whatever device, of a rank's own shards, and of what tells where values are."""
         tables = self._stock_tables()
         if tables is None:
-            tables = self._tables_elsewhere()
+            tables = [] if self.blocks is None else list(self.blocks.parameters())
         index = sum(block_index_bytes(table) for table in self._scheme.tables.values())
         return sum(table.nbytes for table in tables) + index
-
-    def _tables_elsewhere(self) -> list[Tensor]:
-        """The stored tables where `_stock_tables` gives none."""
-        return [] if self.blocks is None else list(self.blocks.parameters())
 
 
 class BlockMerge(nn.Module):
@@ -309,7 +299,6 @@ class BlockLayout:
         keys: list[int] | None,
         *,
         batch_size: int,
-        bits: int,
         zero_unknown: bool,
     ) -> Tensor:
         """Pools the bags of all features with the compiled operator.
@@ -323,11 +312,9 @@ class BlockLayout:
             ids: ``(I,)`` int32 or int64, the bags of one key after those of another.
             offsets: ``(keys * B + 1,)`` int32 or int64: bag b of key k holds ids ``offsets[k * B + b]`` up to the next.
             weights: ``(I,)`` float32, or None.
-            tables: the stored tables: ``(rows, R or more)`` float32, or ``(rows, bytes)`` uint8 as FBGEMM's inference
-                kernels keep them.
+            tables: the stored tables: ``(rows, R or more)`` float32.
             keys: per feature the position of its key among those of `offsets`; None: the features in order.
             batch_size: B.
-            bits: of a stored value: 32, 16, 8 or 4.
             zero_unknown: ids outside a table contribute zero (and count in L); otherwise they raise.
 
         Returns:
@@ -349,7 +336,6 @@ class BlockLayout:
             keys,
             batch_size,
             self.width,
-            bits,
             zero_unknown,
         )
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.checks import check, check_known
@@ -138,7 +137,7 @@ class MixedDimensionEmbeddingBagCollection(BlockCollection):
         unknown_ids: str = "error",
     ) -> None:
         check(dim_multiple >= 1, "dim_multiple", "an integer >= 1", dim_multiple)
-        super().__init__(scheme, dim_multiple=dim_multiple, data_type=DataType.FP32, bits=32, unknown_ids=unknown_ids)
+        super().__init__(scheme, dim_multiple=dim_multiple, unknown_ids=unknown_ids)
         place = torch.device("cpu" if device is None else device)
         if self._physical:
             is_weighted = self._logical.is_weighted

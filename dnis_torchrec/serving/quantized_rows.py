@@ -65,6 +65,26 @@ def quantized_rows(weight: Tensor, precision: Precision, *, place: str) -> Tenso
     return rows
 
 
+def values_of_rows(rows: Tensor, precision: Precision) -> Tensor:
+    """The values that stored rows stand for.
+
+    Args:
+        rows: see `quantized_rows`.
+        precision: how they are stored.
+
+    Returns:
+        ``(n, R)`` float32, R rounded up to what the kernel wants.
+
+    Example:
+        >>> stored = quantized_rows(torch.tensor([[0.0, 1.0, 2.2, 15.0]]), PRECISIONS["int4"], place="table 't'")
+        >>> values_of_rows(stored, PRECISIONS["int4"]).tolist()
+        [[0.0, 1.0, 2.0, 15.0]]
+    """
+    if precision.bits >= 16:
+        return rows.view(torch.float32 if precision.bits == 32 else torch.float16).float()
+    return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(rows.contiguous(), precision.bits)
+
+
 def _mend_cut_rows_(rows: Tensor, weight: Tensor, precision: Precision) -> None:
     """Quantises again, in place, the rows that FBGEMM's rounding of scale and bias cuts off further than need be."""
     levels = 2**precision.bits - 1

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dnis_torchrec.allocation.codes import LEAST_SCALE
 from dnis_torchrec.allocation.curvature import on_all
 from dnis_torchrec.allocation.energies import RoundingEnergies, table_energies
 from dnis_torchrec.allocation.row_sample import sample_rows, sampled_values
 from dnis_torchrec.blocks.bit_fields import is_coded
 from dnis_torchrec.blocks.column_codes import ColumnCodes, check_finite
+from dnis_torchrec.blocks.fitted_codes import LEAST_SCALE
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.blocks.row_routing import RowRouter, RowRouting
 from dnis_torchrec.checks import check, check_known, describe

@@ -67,10 +67,8 @@ def left_in(folder: Path) -> list[str]:
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases())
 def test_both_forms_give_the_pruned_tables(tmp_path: Path, case: Case) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_folders, "_flush", lambda folder: None)  # the disk's time, fifty times over
-        path = write_artifact(case.tables, case.scheme, tmp_path / "artifact", overwrite=True)
-        only_csr = write_artifact(case.tables, case.scheme, tmp_path / "csr_fp32", forms=["csr_fp32"], overwrite=True)
+    path = write_artifact(case.tables, case.scheme, tmp_path / "artifact", overwrite=True)
+    only_csr = write_artifact(case.tables, case.scheme, tmp_path / "csr_fp32", forms=["csr_fp32"], overwrite=True)
     expected = case.expected()
     for folder in (path, only_csr):
         out = load(folder)(case.kjt())
@@ -193,18 +191,16 @@ def test_names_that_look_alike_as_files(tmp_path: Path) -> None:
 @given(cases(), st.sampled_from([420, 700, 1200]))
 def test_shards_of_rows_serve_the_same(tmp_path: Path, case: Case, max_file_bytes: int) -> None:
     """Files as small as a row allows, in every form; also forms that are made of shards of another."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_folders, "_flush", lambda folder: None)
-        largest = max(artifact.file_bytes(case.scheme.to_tensors()), max_file_bytes)
-        written = {"forms": list(FORMS_HERE), "overwrite": True}
-        whole = write_artifact(case.tables, case.scheme, tmp_path / "whole", **written)
-        path = tmp_path / "cut"
-        try:
-            write_artifact(case.tables, case.scheme, path, max_file_bytes=max_file_bytes, **written)
-        except ValueError as error:
-            assert re.search("tensor .*: expected at most|expected a row within", str(error))  # noqa: PT017
-            assert largest > 420
-            return
+    largest = max(artifact.file_bytes(case.scheme.to_tensors()), max_file_bytes)
+    written = {"forms": list(FORMS_HERE), "overwrite": True}
+    whole = write_artifact(case.tables, case.scheme, tmp_path / "whole", **written)
+    path = tmp_path / "cut"
+    try:
+        write_artifact(case.tables, case.scheme, path, max_file_bytes=max_file_bytes, **written)
+    except ValueError as error:
+        assert re.search("tensor .*: expected at most|expected a row within", str(error))  # noqa: PT017
+        assert largest > 420
+        return
     for file in path.rglob("*.safetensors"):
         assert file.stat().st_size <= max_file_bytes
     for name, table in case.tables.items():

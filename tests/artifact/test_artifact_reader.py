@@ -41,9 +41,6 @@ NUMPY_DTYPES = {
     "float64": "<f8",
 }
 PACKED = {
-    "mixed_dimension_fp16": 2000,
-    "mixed_dimension_int8": 500,
-    "mixed_dimension_int4": 28,
     "dense_fp16": 2000,
     "dense_int8": 500,
     "dense_int4": 28,

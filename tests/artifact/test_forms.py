@@ -58,14 +58,12 @@ def test_every_form_is_told_of() -> None:
     assert list(found) == PLAIN_FORMS
     assert [form for form, p in found.items() if p.is_exact] == ["csr_fp32", "mixed_dimension_fp32", "dense_fp32"]
     assert found["mixed_dimension_fp32"].padding == 1.0
-    assert found["mixed_dimension_int4"].padding == round((64 + 16 + 4 + 4) / 86, 4)
     assert found["dense_int8"].padding == round(4 * 64 / 86, 4)
 
 
 def test_what_is_larger_than_dense_int4_is_warned_of() -> None:
     wide, narrow = predictions(blocks_of([64, 60, 50, 40])), predictions(blocks_of([16, 4, 2, 1]))
     assert {form for form, p in wide.items() if not p.warning} == {
-        "mixed_dimension_int4",
         "row_pruned_int4",
         "dense_int4",
     }
@@ -76,7 +74,7 @@ def test_what_is_larger_than_dense_int4_is_warned_of() -> None:
 
 def test_recommends_the_smallest_that_is_fast() -> None:
     found = predict_forms(blocks_of([16, 4, 2, 1]))
-    assert recommended_form(found) == "mixed_dimension_int8"
+    assert recommended_form(found) == "csr_int8"
     assert recommended_form(found, exact=True) == "mixed_dimension_fp32"
     assert recommended_form([p for p in found if p.form.startswith("dense")]) == "dense_int8"
     assert recommended_form([p for p in found if p.form.endswith("int4")]) is None
@@ -85,7 +83,7 @@ def test_recommends_the_smallest_that_is_fast() -> None:
 def test_latency_classes_follow_the_width() -> None:
     narrow, wide = predictions(blocks_of([8, 4])), predictions(blocks_of([64, 64]))
     assert narrow["csr_fp32"].latency_class == narrow["mixed_dimension_fp32"].latency_class == "faster"
-    assert wide["csr_fp32"].latency_class == wide["mixed_dimension_int4"].latency_class == "similar"
+    assert wide["csr_fp32"].latency_class == "similar"
     assert narrow["csr_fp32"].latency_ratio < wide["csr_fp32"].latency_ratio
 
 
@@ -94,7 +92,6 @@ def test_forms_that_cannot_hold_the_tables() -> None:
     assert found["dense_int4"].resident_bytes is None
     assert found["dense_int4"].warning == "needs an embedding_dim that is a multiple of 4: not so in table 't'"
     assert found["dense_int8"].resident_bytes == 1000 * 10
-    assert found["mixed_dimension_int4"].resident_bytes is not None
 
 
 def test_single_values_pruned() -> None:
@@ -118,9 +115,9 @@ def test_is_shown_and_kept() -> None:
     scheme = blocks_of([16, 4, 2, 1])
     rows = forms_table(scheme)
     assert [row[0] for row in rows[1:]] == PLAIN_FORMS
-    assert [row[0] for row in rows if row[-1] == "recommended"] == ["mixed_dimension_int8"]
+    assert [row[0] for row in rows if row[-1] == "recommended"] == ["csr_int8"]
     described = json.loads(json.dumps(describe_forms(scheme), allow_nan=False))
-    assert described["recommended"] == "mixed_dimension_int8"
+    assert described["recommended"] == "csr_int8"
     assert [form["form"] for form in described["forms"]] == PLAIN_FORMS
 
 

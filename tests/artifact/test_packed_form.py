@@ -36,7 +36,6 @@ from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.forms import FORMS, PACKED
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
-from dnis_torchrec.storage import whole_folders
 from tests.artifact.test_artifact_damage import restate
 from tests.coded_tables import PACKED_FILE, coded_case, coded_tables, rounded, write_coded_tables
 from tests.serving_reference import PLAIN_FORMS, Case, all_rows, cases, two_tables, write_two_tables
@@ -61,7 +60,6 @@ def test_serves_the_nearest_levels_in_any_number_of_shards(
 ) -> None:
     coded, weights = coded_case(case, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_folders, "_flush", lambda folder: None)
         # schemes do not fit into the smallest files: it is the tables' shards that are tried
         patch.setattr(writing, "write_packed", lambda folder, stem, tensors, *_: write_packed(folder, stem, tensors))
         path = write_artifact(weights, coded.scheme, tmp_path / "a", overwrite=True, max_file_bytes=max_file_bytes)

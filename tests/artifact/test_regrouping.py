@@ -12,7 +12,6 @@ from dnis_torchrec.artifact.regrouping import column_sets, regroup, regroup_tabl
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
-from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
 from tests.serving_reference import keyed_jagged_tensor, table_scheme
 
 
@@ -82,8 +81,6 @@ def test_serves_exactly(rows: int, dim: int, groups: int, multiple: int, density
     bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(rows)]})
     with torch.no_grad():
         assert module(bags).values().equal(weight)
-    stored = QuantizedMixedDimensionEmbeddingBagCollection.from_tables(after, {"t": weight}, precision="fp32")
-    assert stored(bags).values().equal(weight)
 
 
 def test_finds_groups_that_are_there() -> None:

@@ -151,7 +151,7 @@ def test_export_and_evaluate_agree_to_the_digit(run: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == f"artifact: {artifact}"
     assert "recommended" in done.stdout
-    assert "mixed_dimension_int8" in done.stdout
+    assert "csr_int8" in done.stdout
     results = {}
     for name, path in (("run", run), ("artifact", artifact)):
         done = dnis("evaluate", path, "--json", tmp_path / f"{name}.json")

@@ -91,7 +91,7 @@ def result_rows(results: dict[tuple[str, float | None], dict[int, float]], forms
 
 def test_the_page_leads_with_the_chart_and_marks_precisions() -> None:
     losses = {("dense", None): 0.70, ("uniform", 4): 0.72, ("compress", 4): 0.71}
-    forms = {"uniform": "mixed_dimension_int4", "compress": "packed"}
+    forms = {"uniform": "dense_int4", "compress": "packed"}
     rows = result_rows({key: {0: loss} for key, loss in losses.items()}, forms)
     assert [row.to_json()["precision"] for row in rows] == ["fp32", "int4", "codes"]
     page = render_comparison(make_content(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -157,11 +158,11 @@ def test_rows_are_as_many_as_the_bytes_pay_for(
     is_dense = all(dim % stored[2] == 0 for _, dim in shapes)
 
     def num_bytes(rows: list[tuple[int, int]]) -> int:
-        """Of short tables: rows of values and a scale, and an index where they are no FBGEMM tables."""
+        """Of short tables: rows of values and a scale; else whole bytes, and a scale and bits of every column."""
         total = 0
         for (_, dim), own in zip(shapes, rows, strict=True):
-            width = -(-dim // stored[2]) * stored[2]
-            total += sum(int(n * (width * stored[0] + stored[1])) + (0 if is_dense else 16 + 2 * dim) for n in own if n)
+            row = math.ceil(dim * stored[0]) + (stored[1] if is_dense else 0)
+            total += sum(n * row + (0 if is_dense else 5 * dim) for n in own if n)
         return total
 
     assert num_bytes([(p.remainders, p.quotients) for p in found.values()]) <= task.embedding_bytes()

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.jobs import compress_job, model_shards
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
+from dnis_torchrec.report import figures
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from tests.distributed.harness import Rank, Results
@@ -93,9 +94,14 @@ def spread_as(kind: str, model: nn.Module, device: torch.device) -> nn.Module:
     return shard_model(model, device, plan, sharders)
 
 
-def in_kind(kind: str) -> AbstractContextManager[Any]:
-    """Every table in one sharding type meanwhile."""
-    return patch.object(model_shards, "spread_tables", lambda model, device: spread_as(kind, model, device))
+@contextmanager
+def in_kind(kind: str) -> Iterator[None]:
+    """Every table in one sharding type meanwhile, and reports without figures, which take longer than the job."""
+    with (
+        patch.object(model_shards, "spread_tables", lambda model, device: spread_as(kind, model, device)),
+        patch.object(figures, "inline_svg", lambda *_, **__: ""),
+    ):
+        yield
 
 
 def compressed(at: Rank, kind: str, file: Path) -> Results:

@@ -39,6 +39,7 @@ from dnis_torchrec.training.saving import Saving
 from examples.models import FactorizationMachine
 from tests.distributed.harness import Rank
 from tests.distributed.pruning_scenarios import described, outcome_of
+from tests.searched_runs import without_images
 from tests.shared_storage import register
 from tests.tiny import Repeatable, make_batch, make_collection, make_recipe, ranked
 
@@ -204,7 +205,7 @@ def uneven(rank: Rank) -> dict[str, Any]:
             whole = [make_batch(max(size, 1), 10 * rank.rank + at) for at, size in enumerate(sizes[rank.rank])]
             parts[name] = OwnBatches([slice_of(b, 0, n) for b, n in zip(whole, sizes[rank.rank], strict=True)])
         recipe = replace(recipe, data=replace(recipe.data, **parts))
-        outcomes[what] = outcome_of(lambda r=recipe, f=folder: found_by(r, f))
+        outcomes[what] = outcome_of(lambda r=recipe, f=folder: found_by(r, f, epochs=1, patience=1))
     return outcomes
 
 
@@ -215,7 +216,8 @@ def jobs(rank: Rank) -> dict[str, Any]:
         given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
         return run_search(SearchJob(**given, out=rank.folder / name, **options))
 
-    [row] = job("run")
+    with without_images():
+        [row] = job("run")
     return {
         "metrics": dict(row.metrics),
         "again": outcome_of(lambda: job("run")),
@@ -250,7 +252,7 @@ def hosts(rank: Rank) -> dict[str, Any]:
         given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
         return run_search(SearchJob(**given, out=own / "run", url=url, **options))
 
-    with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}):
+    with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}), without_images():
         with patch("dnis_torchrec.jobs.progress._StopRequest.is_requested", lambda _: next(steps) > 34):
             stopped = outcome_of(job)
         checkpoints = len(list((rank.folder / "stored" / "checkpoints").glob("step-*")))
@@ -272,7 +274,7 @@ def estimated(rank: Rank) -> dict[str, Any]:
     events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append((counts, blocks)))
     rough = partial(CountLimits, exact_ids=8, epsilon=0.05, delta=0.1)
     with patch("dnis_torchrec.search.started.CountLimits", rough):
-        outcome = found_by(recipe("adam"), folder, events, exact_count_rows=20)
+        outcome = found_by(recipe("adam"), folder, events, exact_count_rows=20, epochs=1, patience=1)
     ((counts, blocks),) = seen
     return {
         "counts": {name: rows[:] for name, rows in counts.counts.items()},

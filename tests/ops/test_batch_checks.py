@@ -27,7 +27,6 @@ from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.dense import DenseEmbeddingBagCollection
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.serving.narrow_tables import NarrowEmbeddingBagCollection, embedding_configs
-from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
 from tests.serving_reference import lookups, table_scheme
 
 ROWS = 30
@@ -63,7 +62,6 @@ FORMS: dict[str, Callable[[MixedDimensionScheme], nn.Module]] = {
     "csr_int8": lambda s: CsrEmbeddingBagCollection.from_tables(s, tables(), value_dtype=torch.int8),
     "mixed": lambda s: MixedDimensionEmbeddingBagCollection.from_tables(s, tables()),
     "mixed_uncompiled": lambda s: uncompiled(lambda: MixedDimensionEmbeddingBagCollection.from_tables(s, tables())),
-    "mixed_int8": lambda s: QuantizedMixedDimensionEmbeddingBagCollection.from_tables(s, tables(), precision="int8"),
     "dense_fp16": lambda s: DenseEmbeddingBagCollection.from_tables(s, tables(), precision="fp16", drops_rows=False),
     "row_pruned": lambda s: DenseEmbeddingBagCollection.from_tables(s, tables(), precision="int4", drops_rows=True),
     "narrow": lambda s: NarrowEmbeddingBagCollection.from_tables(embedding_configs(s), tables()),

@@ -96,7 +96,8 @@ def random_table(generator: torch.Generator, num_rows: int, dim: int, dtype: tor
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> Call:
+def calls(draw: st.DrawFn, *, most_cuts: int = 3, longest: int = 89) -> Call:
+    """Calls of tables in up to so many further shards, with bags of up to so many ids."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     value_dtypes = st.sampled_from([torch.float32, torch.float16, torch.int8])
     tables = [
@@ -109,12 +110,16 @@ def calls(draw: st.DrawFn) -> Call:
         for _ in range(draw(st.integers(1, 3)))
     ]
     pointers = [draw(st.sampled_from(POINTERS)) for _ in tables]
-    shards = [in_shards(table, draw(st.lists(st.integers(0, table.num_embeddings), max_size=3))) for table in tables]
+    shards = [
+        in_shards(table, draw(st.lists(st.integers(0, table.num_embeddings), max_size=most_cuts))) for table in tables
+    ]
     of_features = draw(st.lists(st.integers(0, len(tables) - 1), min_size=1, max_size=4))
     batch_size, zero_unknown = draw(st.integers(0, 5)), draw(st.booleans())
     num_keys = len(of_features) + draw(st.integers(0, 2))
     keys = draw(st.permutations(range(num_keys)))[: len(of_features)] if num_keys > len(of_features) else None
-    lengths = torch.randint(0, draw(st.sampled_from([2, 4, 90])), (num_keys * batch_size,), generator=generator)
+    lengths = torch.randint(
+        0, draw(st.sampled_from([2, 4, longest + 1])), (num_keys * batch_size,), generator=generator
+    )
     rows = torch.full((num_keys,), 5)
     for feature, table in enumerate(of_features):
         rows[feature if keys is None else keys[feature]] = tables[table].num_embeddings

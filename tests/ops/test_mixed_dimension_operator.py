@@ -32,7 +32,7 @@ def parts() -> tuple[BlockLayout, list[Tensor], Tensor]:
 
 
 def look_up(layout: BlockLayout, tables: list[Tensor], ids: Tensor = IDS, offsets: Tensor = OFFSETS, **more) -> Tensor:
-    options = {"batch_size": 2, "bits": 32, "zero_unknown": False} | more
+    options = {"batch_size": 2, "zero_unknown": False} | more
     return layout.lookup(ids, offsets, None, tables, None, **options)
 
 
@@ -98,9 +98,6 @@ def test_tensors_that_do_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=r"mixed_dimension_bag: .*expected"):
             look_up(bad_layout, bad_tables)
-    for bits in (2, 64):
-        with pytest.raises(ValueError, match="bits: expected 32, 16, 8 or 4"):
-            look_up(layout, tables, bits=bits)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +152,8 @@ def test_export_with_any_batch_size() -> None:
 
     class Served(nn.Module):
         def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-            return layout.lookup(
-                ids, offsets, None, tables, None, batch_size=(offsets.numel() - 1) // 2, bits=32, zero_unknown=False
-            )
+            batch_size = (offsets.numel() - 1) // 2
+            return layout.lookup(ids, offsets, None, tables, None, batch_size=batch_size, zero_unknown=False)
 
     batch = torch.export.Dim("batch", min=2, max=64)
     shapes = ({0: torch.export.Dim.AUTO}, {0: 2 * batch + 1})

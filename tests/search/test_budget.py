@@ -155,7 +155,7 @@ def test_keep_within(items: list[tuple[float, int]], amount: float) -> None:
         ({"embedding_bytes": -1}, "embedding_bytes: expected a finite number above 0, got -1"),
         (
             {"embedding_bytes": 9, "form": "dense_fp32"},
-            r"form: expected one of .*'csr_fp32', .*'mixed_dimension_fp16'\], got",
+            r"form: expected one of .*'csr_fp32', .*'mixed_dimension_fp32'\], got",
         ),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.models.deepfm import SimpleDeepFMNN
@@ -26,6 +27,7 @@ from dnis_torchrec.artifact.predictions import serve
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection, block_tables
+from tests.quantized_reference import expected_with_unknown, with_unknown_ids
 from tests.serving_reference import Case, cases, keyed_jagged_tensor, lookups, pruned, table_scheme
 
 MAPPED = RowRouting.from_map(torch.tensor([2, 0, 1, 0, 2, 1, 1, 3, 0, 2]), 3)
@@ -80,7 +82,7 @@ def test_lookup_from_plain_tensors(compiled: bool) -> None:
         module.lookup(ids, torch.tensor([0, 2, 3, 3, 4, 6]))
 
 
-@pytest.mark.parametrize("form", ["mixed_dimension_fp32", "mixed_dimension_fp16", "mixed_dimension_int8"])
+@pytest.mark.parametrize("form", ["mixed_dimension_fp32", "csr_int8"])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_no_samples_give_an_output_of_none(form: str, compiled: bool) -> None:
     scheme, tables = one_table(MAPPED, feature_names=("f", "g"), pooling="mean")
@@ -415,3 +417,28 @@ def test_drops_into_torchrec_models(build: object, batch_size: int) -> None:
     rebuilt = build(served.sparse_arch.embedding_bag_collection).eval()
     rebuilt.load_state_dict(served.state_dict())
     torch.testing.assert_close(rebuilt(dense, kjt), model(dense, kjt), rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases(), st.booleans(), st.lists(st.sampled_from([-1, -(2**40), 12, 2**31, 2**40]), max_size=2))
+def test_unknown_ids_give_zero_and_count(case: Case, compiled: bool, unknown: list[int]) -> None:
+    options = {"unknown_ids": "zero", "new_rows": False}
+    with lookups(compiled):
+        module = MixedDimensionEmbeddingBagCollection.from_tables(case.scheme, case.tables, **options)
+    with torch.no_grad():
+        pooled = module(with_unknown_ids(case, unknown)).to_dict()
+    for name, expected in expected_with_unknown(case, len(unknown)).items():
+        torch.testing.assert_close(pooled[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_masks_of_wide_rows() -> None:
+    """D beyond 64, and not a multiple of the operator's 16 columns."""
+    torch.manual_seed(0)
+    routing = RowRouting(20, 3, boundaries=torch.tensor([0, 4, 10, 20]))
+    retained = torch.rand(3, 137) < torch.tensor([0.9, 0.3, 0.02]).unsqueeze(1)
+    weight = pruned(torch.randn(20, 137), routing, retained)
+    scheme = MixedDimensionScheme({"t": table_scheme("t", routing, retained)})
+    module = MixedDimensionEmbeddingBagCollection.from_tables(scheme, {"t": weight}, new_rows=False)
+    bags = keyed_jagged_tensor({"f": [[(row, 1.0)] for row in range(20)]})
+    with torch.no_grad():
+        assert module(bags).values().equal(weight)

@@ -16,11 +16,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.allocation.codes import fit_codes
 from dnis_torchrec.allocation.compress import measure_, packed_collections
 from dnis_torchrec.blocks.bit_fields import WIDTHS, unpacked_fields
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.column_codes import decode_rows
+from dnis_torchrec.blocks.fitted_codes import fit_codes
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.data.recipe import TrainTask

@@ -10,6 +10,7 @@ import torch
 
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, served_in
 from dnis_torchrec.comparison.methods.reparametrised import RoundedRows, table_parameters
+from dnis_torchrec.comparison.methods.trained_scheme import in_precision
 from dnis_torchrec.comparison.methods.uniform import largest_dim, uniform_candidate
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.soft_selection.swap import unshard_
@@ -52,9 +53,10 @@ def int4_aware(task: MethodTask) -> MethodResult:
         folder=task.folder,
     )
     seconds = time.monotonic() - started
+    plain = cast(TrainTask, unshard_(model)).model
     return MethodResult(
-        model=cast(TrainTask, unshard_(model)).model,
-        scheme=candidate.scheme,
+        model=plain,
+        scheme=in_precision(plain, candidate.scheme, candidate.form, PRECISION),
         form=candidate.form,
         embedding_dim=candidate.embedding_dim,
         selection_loss=trained.selection_loss,

@@ -14,7 +14,7 @@ from torch import nn
 from dnis_torchrec.allocation.rotation import rotate_, rotation_groups
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.method import MethodResult, MethodTask, NotApplicableError, served_in
-from dnis_torchrec.comparison.methods.trained_scheme import row_blocks, uniform_scheme_
+from dnis_torchrec.comparison.methods.trained_scheme import in_precision, pruned_form, row_blocks, uniform_scheme_
 from dnis_torchrec.comparison.methods.uniform import largest_dim, table_widths, uniform_candidate
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.forms import PRECISIONS
@@ -61,11 +61,11 @@ def low_rank(task: MethodTask) -> MethodResult:
         starts_trained=True,
     )
     tuned = cast(TrainTask, unshard_(model))
-    seconds = dense.seconds + time.monotonic() - started
+    seconds, form = dense.seconds + time.monotonic() - started, pruned_form(task.precision)
     return MethodResult(
         model=tuned.model,
-        scheme=scheme,
-        form=f"mixed_dimension_{task.precision}",
+        scheme=in_precision(tuned.model, scheme, form, task.precision),
+        form=form,
         selection_loss=trained.selection_loss,
         seconds=seconds,
         seconds_of_trials=seconds,

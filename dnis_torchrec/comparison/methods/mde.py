@@ -30,6 +30,7 @@ from dnis_torchrec.comparison.methods.trained_scheme import (
     dims_bytes,
     largest_within,
     prune_to_columns_,
+    pruned_form,
     row_blocks,
 )
 from dnis_torchrec.comparison.methods.uniform import smallest_dim, trainable_dim
@@ -230,7 +231,8 @@ def _candidate(task: MethodTask, plan: MdeDims, counts: FrequencyCounts) -> Cand
         # Projections are part of the embeddings: a network that overfits, and learns slowly for that, is not for them.
         recipe=replace(recipe, row_weights=(*recipe.row_weights, *projections)),
         scheme=prune_to_columns_(recipe.model, plan.blocks, counts, columns_of_dims(plan.blocks, plan.dims)),
-        form=f"mixed_dimension_{task.precision}",
+        form=pruned_form(task.precision),
+        precision=task.precision,
         embedding_dim=plan.base_dim,
         extra_bytes=plan.projection_bytes(),
         settings={

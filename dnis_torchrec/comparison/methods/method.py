@@ -139,8 +139,11 @@ class MethodResult:
 
     @property
     def precision(self) -> str:
-        """What values are stored in."""
-        return form_named(self.form).precision.name
+        """What values are stored in; ``"codes"`` where columns differ in bits."""
+        stored = form_named(self.form).precision
+        bits = {k for t in self.scheme.tables.values() if t.bits is not None for k in t.bits.unique().tolist() if k}
+        uniform = [precision.name for precision in PRECISIONS.values() if bits == {precision.bits}]
+        return uniform[0] if stored == CODES and uniform else stored.name
 
     @contextmanager
     def served(self, device: torch.device) -> Iterator[nn.Module]:

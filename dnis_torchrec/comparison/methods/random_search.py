@@ -22,6 +22,7 @@ from dnis_torchrec.comparison.methods.trained_scheme import (
     dims_bytes,
     largest_within,
     prune_to_columns_,
+    pruned_form,
     row_blocks,
 )
 from dnis_torchrec.forms import PRECISIONS
@@ -52,7 +53,8 @@ def random_search(task: MethodTask) -> MethodResult:
         recipe = task.build(None)
         scheme = prune_to_columns_(recipe.model, blocks, counts, columns_of_dims(blocks, sequence))
         settings = {f"dims of {table}": " ".join(map(str, dims.tolist())) for table, dims in sequence.items()}
-        return Candidate(recipe=recipe, scheme=scheme, form=f"mixed_dimension_{task.precision}", settings=settings)
+        form = pruned_form(task.precision)
+        return Candidate(recipe=recipe, scheme=scheme, form=form, precision=task.precision, settings=settings)
 
     return best_of(task, {name: partial(candidate, sequence) for name, sequence in distinct.items()})
 

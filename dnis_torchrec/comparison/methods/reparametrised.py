@@ -18,7 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.method import NotApplicableError
 from dnis_torchrec.forms import PRECISIONS
-from dnis_torchrec.serving.quantized_rows import quantized_rows
+from dnis_torchrec.serving.quantized_rows import quantized_rows, values_of_rows
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 
 
@@ -81,11 +81,11 @@ class RoundedRows:
 
 
 def rounded(weight: Tensor, precision: str) -> Tensor:
-    """Rows as FBGEMM's kernels read them: rounded to codes of some bits and back.
+    """Rows as FBGEMM's kernels read them: rounded to codes of some bits, or to float16, and back.
 
     Args:
         weight: ``(N, D)`` float32.
-        precision: ``"int8"`` or ``"int4"``.
+        precision: ``"fp16"``, ``"int8"`` or ``"int4"``.
 
     Returns:
         ``(N, D)`` float32.
@@ -96,8 +96,7 @@ def rounded(weight: Tensor, precision: str) -> Tensor:
     """
     stored = PRECISIONS[precision]
     rows = quantized_rows(weight.cpu(), stored, place="table in training")
-    values = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(rows, stored.bits)
-    return values[:, : weight.shape[1]].to(weight.device)
+    return values_of_rows(rows, stored)[:, : weight.shape[1]].to(weight.device)
 
 
 class ThresholdedTables:

@@ -71,6 +71,7 @@ def _trained(task: MethodTask, *, has_quotients: bool) -> MethodResult:
         recipe=recipe,
         scheme=uncompressed_scheme(recipe.model),
         form=uniform_form(tables, task.precision, is_cut=False),
+        precision=task.precision,
         settings={f"rows of {name}": partition.rows for name, partition in found.items()},
     ).train(task)
 
@@ -127,4 +128,4 @@ def _bytes_of(tables: Sequence[EmbeddingBagConfig], found: dict[str, Partition],
         for rows in (found[table.name].remainders, found[table.name].quotients)
         if rows
     ]
-    return uniform_bytes(short, uniform_form(short, precision, is_cut=False))
+    return uniform_bytes(short, precision, is_cut=False)

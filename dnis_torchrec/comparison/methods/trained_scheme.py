@@ -25,6 +25,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
+from dnis_torchrec.artifact.forms import rows_of
+from dnis_torchrec.artifact.uniform_bits import with_uniform_bits
 from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts, count_frequencies, longest_bags
 from dnis_torchrec.blocks.row_routing import RowRouting
@@ -35,7 +37,7 @@ from dnis_torchrec.comparison.methods.trained_once import Trained, trained_once
 from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.over_ranks import all_samples
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.forms import form_named
+from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS, form_named
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Budget, Size, SizeOutOfReachError
 from dnis_torchrec.search.pruning import drop_zeros_
@@ -89,7 +91,7 @@ def byte_budget(task: MethodTask, blocks: RowBlocks) -> Budget:
 
 
 def dims_bytes(blocks: RowBlocks, dims: Mapping[str, Tensor], precision: str) -> int:
-    """Bytes of the mixed-dimension form of tables whose seen rows keep so many dims, row routing counted.
+    """Bytes of tables whose seen rows keep so many dims, in the form of a precision (`pruned_form`).
 
     Args:
         blocks: tables, their D and their seen rows.
@@ -101,16 +103,47 @@ def dims_bytes(blocks: RowBlocks, dims: Mapping[str, Tensor], precision: str) ->
         >>> routing = RowRouting(3, 2, boundaries=torch.tensor([0, 1, 3]))
         >>> blocks = RowBlocks("global", "explicit", {"t": routing}, {"t": 4}, {}, table, {"t": torch.tensor([1, 2])})
         >>> [dims_bytes(blocks, {"t": torch.tensor([4, 2])}, precision) for precision in ("fp32", "int8")]
-        [68, 56]
+        [68, 64]
     """
-    form = form_named(f"mixed_dimension_{precision}")
-    stored, num_bytes = form.precision, 0
+    form, bits, num_bytes = form_named(DEFAULT_FORM), PRECISIONS[precision].bits, 0.0
     for table, routing in blocks.routings.items():
-        num_bytes += form.fixed_bytes(routing, blocks.embedding_dims[table])
-        for rows, dim in zip(blocks.seen_rows[table].tolist(), dims[table].tolist(), strict=True):
-            if rows and dim:
-                num_bytes += rows * stored.row_bytes(stored.stored_width(dim)) + 2 * dim
-    return num_bytes
+        rows, dim = blocks.seen_rows[table], blocks.embedding_dims[table]
+        kept = dims[table] * (rows > 0)
+        if pruned_form(precision) == PACKED.name:
+            widths = (torch.arange(dim) < kept.unsqueeze(1)).long() * bits
+            num_bytes += PACKED.bytes_of(widths, rows.long(), routing)
+        else:
+            costs = form.bytes_per_column(rows, dim)
+            num_bytes += form.fixed_bytes(routing, dim) + float((costs * kept).sum())
+    return int(num_bytes)
+
+
+def pruned_form(precision: str) -> str:
+    """The form of tables whose blocks keep columns of their own.
+
+    Args:
+        precision: what values are stored in.
+
+    Example:
+        >>> pruned_form("fp32"), pruned_form("int4")
+        ('mixed_dimension_fp32', 'packed')
+    """
+    return DEFAULT_FORM if precision == "fp32" else PACKED.name
+
+
+def in_precision(model: nn.Module, scheme: MixedDimensionScheme, form: str, precision: str) -> MixedDimensionScheme:
+    """The scheme of a trained model as it is served: in the form ``"packed"`` every kept column gets its bits.
+
+    Args:
+        model: plain, not sharded.
+        scheme: of its tables.
+        form: in which they are served.
+        precision: what values are stored in.
+    """
+    if form != PACKED.name:
+        return scheme
+    shards = [shard for module in collections(model).values() for shard in local_shards(module)]
+    return with_uniform_bits(scheme, {s.table: rows_of(s.weight) for s in shards}, PRECISIONS[precision].bits)
 
 
 _Choice = TypeVar("_Choice")
@@ -124,9 +157,9 @@ def largest_within(
 ) -> _Choice:
     """The choice of a method that spends bytes column by column, at a task's bytes in its precision.
 
-    Columns of float32 have a price each. Rows of int8 and int4 have not: scale and bias of a row are paid once, and
-    columns come in twos and fours. So the method spends float32 bytes, and gets the most of them whose choice comes to
-    the bytes of the task when it is served, found by bisection.
+    Columns of float32 have a price each. Those of fewer bits have not: a row takes whole bytes. So the method spends
+    float32 bytes, and gets the most of them whose choice comes to the bytes of the task when it is served, found by
+    bisection.
 
     Args:
         task: how large, and in which precision.
@@ -251,6 +284,7 @@ class Candidate:
         recipe: fresh, with the tables of the scheme; its model is used up by training.
         scheme: which columns of which blocks to train; of a scheme of single elements, every column that holds one.
         form: see `MethodResult`.
+        precision: what values are stored in.
         embedding_dim: see `MethodResult`.
         extra_bytes: see `MethodResult`.
         settings: see `MethodResult`.
@@ -259,7 +293,8 @@ class Candidate:
 
     recipe: Recipe
     scheme: MixedDimensionScheme
-    form: str = "mixed_dimension_fp32"
+    form: str = DEFAULT_FORM
+    precision: str = "fp32"
     embedding_dim: int | None = None
     extra_bytes: int = 0
     settings: Mapping[str, float | str] = field(default_factory=dict)
@@ -306,9 +341,10 @@ class Candidate:
 
     def _result(self, model: nn.Module, *, selection_loss: float, seconds: float) -> MethodResult:
         tables = self.scheme.tables.items()
+        whole = MixedDimensionScheme({name: replace(t, num_retained=t.block_area) for name, t in tables})
         return MethodResult(
             model=model,
-            scheme=MixedDimensionScheme({name: replace(t, num_retained=t.block_area) for name, t in tables}),
+            scheme=in_precision(model, whole, self.form, self.precision),
             form=self.form,
             embedding_dim=self.embedding_dim,
             extra_bytes=self.extra_bytes,

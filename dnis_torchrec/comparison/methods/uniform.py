@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import describe
 from dnis_torchrec.comparison.methods.best_trial import best_of
 from dnis_torchrec.comparison.methods.method import (
@@ -20,8 +22,8 @@ from dnis_torchrec.comparison.methods.method import (
     leaves_alone,
     served_in,
 )
-from dnis_torchrec.comparison.methods.trained_scheme import Candidate, uniform_scheme_
-from dnis_torchrec.forms import PRECISIONS, form_named
+from dnis_torchrec.comparison.methods.trained_scheme import Candidate, pruned_form, uniform_scheme_
+from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS
 from dnis_torchrec.soft_selection.table_shards import dense_parameters, table_configs
 
 GRID_STEP = 4
@@ -132,21 +134,31 @@ def largest_dim(task: MethodTask, method: str, *, is_cut: bool = False) -> int:
     return dims[max(0, index)]
 
 
-def uniform_bytes(tables: Sequence[EmbeddingBagConfig], form: str) -> int:
-    """Bytes of tables of which every row is stored, as wide as the kernels want it.
+def uniform_bytes(tables: Sequence[EmbeddingBagConfig], precision: str, *, is_cut: bool) -> int:
+    """Bytes of tables of which every row is stored, in the form that `uniform_form` says.
 
     Args:
         tables: N and D of each.
-        form: see `uniform_form`.
+        precision: what values are stored in.
+        is_cut: they are the first columns of wider tables.
 
     Example:
         >>> table = EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=8, feature_names=["f"])
-        >>> [uniform_bytes([table], f"dense_{precision}") for precision in PRECISIONS]
+        >>> [uniform_bytes([table], precision, is_cut=False) for precision in PRECISIONS]
         [320, 160, 120, 80]
     """
-    stored = form_named(form).precision
-    rows = sum(t.num_embeddings * stored.row_bytes(stored.stored_width(t.embedding_dim)) for t in tables)
-    return rows + sum(_INDEX_BYTES + 2 * t.embedding_dim for t in tables if not form.startswith("dense"))
+    form, stored = uniform_form(tables, precision, is_cut=is_cut), PRECISIONS[precision]
+    if form == PACKED.name:
+        return sum(_packed_bytes(table, stored.bits) for table in tables)
+    rows = sum(t.num_embeddings * stored.row_bytes(t.embedding_dim) for t in tables)
+    return rows + sum(_INDEX_BYTES + 2 * t.embedding_dim for t in tables if form == DEFAULT_FORM)
+
+
+def _packed_bytes(table: EmbeddingBagConfig, bits: int) -> int:
+    """All of a table in one block."""
+    rows, dim = table.num_embeddings, table.embedding_dim
+    routing = RowRouting(rows, 1, boundaries=torch.tensor([0, rows]))
+    return PACKED.bytes_of(torch.full((1, dim), bits), torch.tensor([rows]), routing)
 
 
 def uniform_form(tables: Sequence[EmbeddingBagConfig], precision: str, *, is_cut: bool) -> str:
@@ -159,13 +171,13 @@ def uniform_form(tables: Sequence[EmbeddingBagConfig], precision: str, *, is_cut
     """
     multiple = PRECISIONS[precision].dim_multiple
     fits = not is_cut and all(table.embedding_dim % multiple == 0 for table in tables)
-    return f"{'dense' if fits else 'mixed_dimension'}_{precision}"
+    return f"dense_{precision}" if fits else pruned_form(precision)
 
 
 def _bytes_at(dim: int, tables: Sequence[EmbeddingBagConfig], task: MethodTask, *, is_cut: bool) -> int:
     """Bytes of tables of some embedding_dim; those that no kernel trains are cut out of the next wider ones."""
     is_cut = is_cut or trainable_dim(dim) != dim
-    return uniform_bytes(tables, uniform_form(tables, task.precision, is_cut=is_cut))
+    return uniform_bytes(tables, task.precision, is_cut=is_cut)
 
 
 def _check_size(task: MethodTask, narrowest: int, method: str, remedy: str = "", *, is_cut: bool = False) -> None:
@@ -250,6 +262,7 @@ def uniform_candidate(task: MethodTask, embedding_dim: int | None) -> Candidate:
         recipe=recipe,
         scheme=uniform_scheme_(recipe.model, {table.name: table.embedding_dim for table in tables}),
         form=form,
+        precision=task.precision,
         embedding_dim=trained_dim,
         settings={} if embedding_dim is None else {"embedding_dim": embedding_dim},
         is_shared=True,

@@ -25,7 +25,6 @@ from dnis_torchrec.checks import check, describe
 from dnis_torchrec.jobs.packaging.transposed_linear import TransposedLinear
 from dnis_torchrec.ops.bag_offsets import bag_offsets, names_tensor
 from dnis_torchrec.ops.csr_operator import load_operator
-from dnis_torchrec.serving.quantized import QuantizedMixedDimensionEmbeddingBagCollection
 
 INPUTS = ("dense", "values", "lengths", "weights")
 """Inputs of a packaged model, in order; weights only where bags are weighted."""
@@ -217,11 +216,8 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
     ids_and_batch = [{0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}, {0: Dim.DYNAMIC}]
     inputs = signature.example(_EXAMPLE_BATCH)
     # torch.export swaps the parameters of what it traces, which modules that remember theirs do not survive: it gets a
-    # copy, of everything but the tensors, with what it can trace in the place of FBGEMM's kernels, and linear layers as
-    # small batches want them
+    # copy, of everything but the tensors, with linear layers as small batches want them
     memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    quantised = QuantizedMixedDimensionEmbeddingBagCollection
-    memo |= {id(module): module.exportable() for module in model.modules() if isinstance(module, quantised)}
     memo |= {id(module): TransposedLinear(module) for module in model.modules() if type(module) is nn.Linear}
     traced = FlatModel(copy.deepcopy(model, memo), signature)
     try:

@@ -20,6 +20,7 @@ from dnis_torchrec.comparison.methods.trained_scheme import (
     byte_budget,
     dims_bytes,
     prune_to_columns_,
+    pruned_form,
     row_blocks,
 )
 from dnis_torchrec.forms import PRECISIONS
@@ -99,8 +100,9 @@ def _run(task: MethodTask, make_grid: Callable[[RowBlocks, Budget], Grid]) -> Me
     final = task.build(None)
     scheme = prune_to_columns_(final.model, blocks, counts, retained)
     dims = {f"dims of {table}": " ".join(map(str, mask.sum(1).tolist())) for table, mask in retained.items()}
-    form = f"mixed_dimension_{task.precision}"
-    result = Candidate(recipe=final, scheme=scheme, form=form, settings=dims | {"choice": how}).train(task)
+    form, settings = pruned_form(task.precision), dims | {"choice": how}
+    candidate = Candidate(recipe=final, scheme=scheme, form=form, precision=task.precision, settings=settings)
+    result = candidate.train(task)
     seconds += result.seconds
     return replace(result, seconds=seconds, seconds_of_trials=seconds)
 

@@ -1,8 +1,8 @@
 // dnis_torchrec::mixed_dimension_bag: bags of all features of a collection, pooled from a table per block of rows.
 //
-// The tables are TorchRec's and FBGEMM's own, read where they lie: float32 (rows, R), or bytes (rows, bytes of a row) as
-// FBGEMM's inference kernels keep them, [scale, bias as float16 | values]. One pass finds the block of every id and its
-// row, and adds the row to the columns that its block retains; no bag is split, and nothing is pooled that is empty.
+// The tables are TorchRec's own, read where they lie: float32 (rows, R or more). One pass finds the block of every id
+// and its row, and adds the row to the columns that its block retains; no bag is split, and nothing is pooled that is
+// empty.
 //
 // Shapes: B batch, F features, N rows of a table, S blocks, R retained dims of a block, D embedding_dim, I ids of a batch.
 
@@ -41,13 +41,9 @@ const int64_t* int64_rows(const Tensor& tensor, const char* argument, int64_t co
   return static_cast<const int64_t*>(tensor.const_data_ptr());
 }
 
-int64_t bytes_of_row(int64_t dim, int64_t bits) {
-  return bits >= 16 ? dim * (bits / 8) : 4 + (dim * bits + 7) / 8;
-}
-
 // Fields of a block: end, table (-1: none), R, its first mask, masks (ceil(D / 16)).
 std::vector<Block> make_blocks(
-    const Tensor& layout, const std::vector<Tensor>& tables, const Tensor& masks, int64_t bits, int64_t& max_dim) {
+    const Tensor& layout, const std::vector<Tensor>& tables, const Tensor& masks, int64_t& max_dim) {
   const int64_t* fields = int64_rows(layout, "blocks", 5);
   check(masks.scalar_type() == ScalarType::Short && masks.is_contiguous() && masks.is_cpu(), "masks", "int16");
   const uint16_t* all_masks = static_cast<const uint16_t*>(masks.const_data_ptr());
@@ -62,15 +58,11 @@ std::vector<Block> make_blocks(
     check(inside, "blocks", "masks that exist");
     const Tensor& rows = tables[table];
     check(rows.dim() == 2 && rows.is_contiguous() && rows.is_cpu(), "tables", "contiguous rows on the CPU");
-    const bool is_float = rows.scalar_type() == ScalarType::Float && bits == 32;
-    check(is_float || rows.scalar_type() == ScalarType::Byte, "tables", "float32 with 32 bits, or bytes");
-    block.rows = static_cast<const uint8_t*>(rows.const_data_ptr());
-    block.row_bytes = rows.size(1) * (is_float ? 4 : 1);
-    const bool aligned = reinterpret_cast<uintptr_t>(block.rows) % alignof(float) == 0 && block.row_bytes % alignof(float) == 0;
-    check(bits != 32 || aligned, "tables", "rows aligned as float32 is");
-    const bool has_room = block.dim >= 0 && block.dim <= 2 * block.row_bytes &&  // so that nothing overflows
-                          bytes_of_row(block.dim, bits) <= block.row_bytes;
-    check(has_room, "tables", "R values in every row");
+    check(rows.scalar_type() == ScalarType::Float, "tables", "float32");
+    block.rows = static_cast<const float*>(rows.const_data_ptr());
+    block.width = rows.size(1);
+    check(reinterpret_cast<uintptr_t>(block.rows) % alignof(float) == 0, "tables", "rows aligned as float32 is");
+    check(block.dim >= 0 && block.dim <= block.width, "tables", "R values in every row");
     block.masks = all_masks + first_mask;
     int64_t num_columns = 0;
     for (int64_t j = 0; j < num_masks; ++j) num_columns += __builtin_popcount(block.masks[j]);
@@ -166,19 +158,17 @@ Tensor mixed_dimension_bag(
     const Tensor& ids, const Tensor& offsets, const std::optional<Tensor>& per_sample_weights,
     const std::vector<Tensor>& tables, const std::vector<Tensor>& positions, const Tensor& feature_layout,
     const Tensor& table_layout, const Tensor& block_layout, const Tensor& masks,
-    const std::optional<std::vector<int64_t>>& keys, int64_t batch_size, int64_t width, int64_t bits,
-    bool zero_unknown) {
+    const std::optional<std::vector<int64_t>>& keys, int64_t batch_size, int64_t width, bool zero_unknown) {
   Bags bags = read_bags(ids, offsets, per_sample_weights, batch_size, width, zero_unknown);
   if (batch_size == 0 || width == 0) return empty_output(batch_size, width);
-  const Pool pool = pool_of(bits);
-  std::vector<Block> blocks = make_blocks(block_layout, tables, masks, bits, bags.max_dim);
+  std::vector<Block> blocks = make_blocks(block_layout, tables, masks, bags.max_dim);
   std::vector<int64_t> ends(blocks.size());
   const std::vector<Table> made = make_tables(table_layout, block_layout, blocks, ends, tables, positions);
   const std::vector<Feature> features =
       make_features(feature_layout, block_layout, table_layout, made, keys, bags.num_keys, width);
   Tensor out = empty_output(batch_size, width);
   bags.out = static_cast<float*>(out.mutable_data_ptr());
-  pool_all(features, bags, pool, [](int64_t) {}, describe);
+  pool_all(features, bags, pool_of_machine(), [](int64_t) {}, describe);
   return out;
 }
 
@@ -188,7 +178,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dnis_torchrec, library) {
   library.def(
       "mixed_dimension_bag(Tensor ids, Tensor offsets, Tensor? per_sample_weights, Tensor[] tables, "
       "Tensor[] positions, Tensor feature_layout, Tensor table_layout, Tensor block_layout, Tensor masks, "
-      "int[]? keys, SymInt batch_size, int width, int bits, bool zero_unknown) -> Tensor");
+      "int[]? keys, SymInt batch_size, int width, bool zero_unknown) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dnis_torchrec, CPU, library) {

@@ -5,14 +5,14 @@
 // never fused. Whatever ids and offsets hold, nothing outside the buffers is read or written.
 
 constexpr int64_t LANES = 16;               // columns of one mask
-constexpr int64_t LINE = 64;                // bytes of a cache line
+constexpr int64_t LINE = 16;                // floats of a cache line
 constexpr int64_t COUNTED_BLOCKS = 32;      // up to so many blocks are counted, not searched
 
 struct Block {
-  const uint8_t* rows;    // of its table, or null where nothing is stored
+  const float* rows;      // of its table, or null where nothing is stored
   const uint16_t* masks;  // (ceil(D / 16),): bit k of mask j stands for column 16 j + k
   int64_t begin;          // position of its first row
-  int64_t row_bytes;
+  int64_t width;          // of a row of its table, R or more
   int64_t dim;            // R
 };
 
@@ -41,7 +41,7 @@ struct Feature {
 };
 
 struct Row {
-  const uint8_t* bytes;  // null where nothing is stored
+  const float* values;  // null where nothing is stored
   const Block* block;
 };
 
@@ -56,54 +56,10 @@ struct Fault {
   }
 };
 
-inline float as_float(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  uint32_t bits = static_cast<uint32_t>(half & 0x7fffu) << 13;
-  float value;
-  if (bits >= 0x0f800000u) {  // infinity, NaN
-    bits |= 0x70000000u;
-    __builtin_memcpy(&value, &bits, sizeof(value));
-  } else {
-    __builtin_memcpy(&value, &bits, sizeof(value));
-    value *= 0x1p112f;  // exponent bias 15 -> 127; exact, subnormals too
-  }
-  return sign != 0 ? -value : value;
-}
-
-// The values of a row times `factor`, read from FBGEMM's layout: the row itself, or `buffer`.
-template <int bits>
-inline const float* values_of(const uint8_t* bytes, int64_t dim, float factor, float* buffer) {
-  if constexpr (bits == 32) {
-    if (factor == 1.0f) return reinterpret_cast<const float*>(bytes);
-    for (int64_t k = 0; k < dim; ++k) {
-      float value;
-      __builtin_memcpy(&value, bytes + 4 * k, sizeof(value));
-      buffer[k] = value * factor;
-    }
-  } else if constexpr (bits == 16) {
-    for (int64_t k = 0; k < dim; ++k) {
-      uint16_t half;
-      __builtin_memcpy(&half, bytes + 2 * k, sizeof(half));
-      buffer[k] = as_float(half) * factor;
-    }
-  } else {
-    uint16_t halves[2];
-    __builtin_memcpy(halves, bytes, sizeof(halves));
-    const float scale = as_float(halves[0]), bias = as_float(halves[1]);
-    const uint8_t* stored = bytes + sizeof(halves);
-    const auto add = [&](int64_t k, int value) {
-      buffer[k] = (static_cast<float>(value) * scale + bias) * factor;
-    };
-    if constexpr (bits == 8) {
-      for (int64_t k = 0; k < dim; ++k) add(k, stored[k]);
-    } else {
-      for (int64_t k = 0; k < dim / 2; ++k) {
-        add(2 * k, stored[k] & 0xf);
-        add(2 * k + 1, stored[k] >> 4);
-      }
-      if (dim % 2 != 0) add(dim - 1, stored[dim / 2] & 0xf);
-    }
-  }
+// The values of a row times `factor`: the row itself, or `buffer`.
+inline const float* values_of(const float* row, int64_t dim, float factor, float* buffer) {
+  if (factor == 1.0f) return row;
+  for (int64_t k = 0; k < dim; ++k) buffer[k] = row[k] * factor;
   return buffer;
 }
 
@@ -142,7 +98,6 @@ struct Avx512 {
 #endif
 
 // Finds the rows of `count` ids from `first` on and asks memory for them.
-template <int bits>
 inline void find_rows(Row* rows, const Table& table, const Bags& bags, int64_t first, int64_t count, Fault& fault) {
   for (int64_t k = 0; k < count; ++k) {
     rows[k] = {nullptr, nullptr};
@@ -159,9 +114,8 @@ inline void find_rows(Row* rows, const Table& table, const Bags& bags, int64_t f
     const int64_t s = table.block_of(position);
     const Block* block = table.blocks + s;
     if (s == table.num_blocks || block->rows == nullptr) continue;  // a row that retains nothing
-    rows[k] = {block->rows + (position - block->begin) * block->row_bytes, block};
-    const int64_t used = bits == 4 ? 4 + (block->dim + 1) / 2 : bits == 8 ? 4 + block->dim : block->dim * (bits / 8);
-    for (int64_t byte = 0; byte < used; byte += LINE) __builtin_prefetch(rows[k].bytes + byte);
+    rows[k] = {block->rows + (position - block->begin) * block->width, block};
+    for (int64_t d = 0; d < block->dim; d += LINE) __builtin_prefetch(rows[k].values + d);
   }
   if (table.positions == nullptr) return;
   for (int64_t k = first + count; k < first + count + WINDOW && k < bags.num_ids; ++k) {
@@ -170,7 +124,7 @@ inline void find_rows(Row* rows, const Table& table, const Bags& bags, int64_t f
   }
 }
 
-template <int bits, typename Level>
+template <typename Level>
 __attribute__((always_inline)) inline Fault pool(
     const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
   const int64_t first_offset = feature.key * bags.batch_size;
@@ -189,12 +143,12 @@ __attribute__((always_inline)) inline Fault pool(
       if (i >= window_end || i < window_begin) {
         window_begin = i;
         window_end = std::min(i + WINDOW, last_id);
-        find_rows<bits>(rows, *feature.table, bags, window_begin, window_end - window_begin, fault);
+        find_rows(rows, *feature.table, bags, window_begin, window_end - window_begin, fault);
       }
       const Row& row = rows[i - window_begin];
-      if (row.bytes == nullptr) continue;
+      if (row.values == nullptr) continue;
       const float factor = bags.weights != nullptr ? bags.weights[i] : 1.0f;
-      const float* values = values_of<bits>(row.bytes, row.block->dim, factor, buffer.data());
+      const float* values = values_of(row.values, row.block->dim, factor, buffer.data());
       if (is_first) {
         Level::template add<true>(out, values, row.block->masks, dim);
       } else {
@@ -213,35 +167,22 @@ __attribute__((always_inline)) inline Fault pool(
 
 using Pool = Fault (*)(const Feature&, const Bags&, int64_t, int64_t);
 
-template <int bits>
 Fault pool_portable(const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
-  return pool<bits, Portable>(feature, bags, first_bag, last_bag);
+  return pool<Portable>(feature, bags, first_bag, last_bag);
 }
 
 #ifdef DNIS_X86
-template <int bits>
 __attribute__((target("avx512f,avx512bw,avx512vl"))) Fault pool_avx512(
     const Feature& feature, const Bags& bags, int64_t first_bag, int64_t last_bag) {
-  return pool<bits, Avx512>(feature, bags, first_bag, last_bag);
+  return pool<Avx512>(feature, bags, first_bag, last_bag);
 }
 #endif
 
-template <int bits>
 Pool pool_of_machine() {
 #ifdef DNIS_X86
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
-    return pool_avx512<bits>;
+    return pool_avx512;
   }
 #endif
-  return pool_portable<bits>;
-}
-
-Pool pool_of(int64_t bits) {
-  switch (bits) {
-    case 32: return pool_of_machine<32>();
-    case 16: return pool_of_machine<16>();
-    case 8: return pool_of_machine<8>();
-    case 4: return pool_of_machine<4>();
-    default: throw std::invalid_argument("mixed_dimension_bag: bits: expected 32, 16, 8 or 4");
-  }
+  return pool_portable;
 }
