@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dnis_torchrec.search.ramp import Ramp
     from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
     from dnis_torchrec.serving.narrow_tables import embedding_configs
+    from dnis_torchrec.soft_selection.plain_names import plain_state_dict
     from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
     from dnis_torchrec.soft_selection.swap import merge_, prepare_
 
@@ -68,6 +69,7 @@ __all__ = [
     "measure_",
     "merge_",
     "packed_collections",
+    "plain_state_dict",
     "prepare_",
     "prune",
     "shard_model",
@@ -100,6 +102,7 @@ _HOME = {
     "Ramp": "search.ramp",
     "MixedDimensionEmbeddingBagCollection": "serving",
     "embedding_configs": "serving.narrow_tables",
+    "plain_state_dict": "soft_selection.plain_names",
     "CpuEmbeddingBagCollectionSharder": "soft_selection.sharding",
     "make_sharding_plan": "soft_selection.sharding",
     "shard_model": "soft_selection.sharding",

@@ -26,6 +26,7 @@ from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import check
 from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit, check_one_batch_size
 from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.soft_selection.feature_processed import SoftSelectionFeatureProcessedEmbeddingBagCollection
 from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
 from dnis_torchrec.soft_selection.table_shards import table_configs_of
 from dnis_torchrec.soft_selection.wrapper import (
@@ -213,7 +214,10 @@ class Lookup:
         if not self.of.num_slots:
             return None
         bags = self.of.block_by_block(self.features)
-        pooled = _wait(self.of.collection(bags)).to_dict()
+        look_up: Callable[[KeyedJaggedTensor], KeyedTensor] = self.of.collection
+        if isinstance(self.of.collection, SoftSelectionFeatureProcessedEmbeddingBagCollection):
+            look_up = self.of.collection.look_up_processed
+        pooled = _wait(look_up(bags)).to_dict()
         return Apart(pooled, {feature: jagged.lengths() for feature, jagged in jagged_by_key(bags).items()})
 
 
@@ -252,6 +256,8 @@ def _noting(
         with torch.no_grad():
             pooled = _wait(forward(features))
         leaf = pooled.values().detach().requires_grad_()
+        if isinstance(blocks.collection, SoftSelectionFeatureProcessedEmbeddingBagCollection):
+            features = blocks.collection.processed(features)  # a bag taken apart has other places
         lookups.append(Lookup(blocks, features, KeyedTensor(pooled.keys(), pooled.length_per_key(), leaf)))
         return lookups[-1].pooled
 

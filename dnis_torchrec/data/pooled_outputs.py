@@ -10,8 +10,15 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedTensor
+
+_POOLED = (
+    EmbeddingBagCollectionInterface,
+    ShardedEmbeddingBagCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,  # which does not call the collection that it holds
+)
 
 
 def table_names(model: nn.Module) -> list[str]:
@@ -80,7 +87,7 @@ def _outermost_collections(model: nn.Module) -> list[nn.Module]:
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        if isinstance(module, EmbeddingBagCollectionInterface | ShardedEmbeddingBagCollection):
+        if isinstance(module, _POOLED):
             found[id(module)] = module
         else:
             waiting += module.children()

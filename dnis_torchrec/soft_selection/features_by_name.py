@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -26,6 +27,8 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from dnis_torchrec.checks import check, check_known, describe
 
 Sharded: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+_MAKES_WEIGHTS = "makes_weights"
+"""Attribute of a weighted collection whose bags get their weights from feature processors, where the shards are."""
 
 
 def read_by_name_(model: nn.Module, *, refuse_weights: bool | None = False) -> None:
@@ -43,6 +46,8 @@ def read_by_name_(model: nn.Module, *, refuse_weights: bool | None = False) -> N
         >>> read_by_name_(nn.Linear(2, 1))  # nothing is sharded, nothing happens
     """
     for module in model.modules():
+        if isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection):
+            vars(module._embedding_bag_collection)[_MAKES_WEIGHTS] = True
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             read_collection_by_name_(module, refuse_weights=refuse_weights)
 
@@ -144,6 +149,8 @@ class FeaturesByName:
         if self._weighting is None or (weights is None and not self._weighting):
             return features
         place = f"collection of tables {self._collection._table_names}"
+        if weights is None and getattr(self._collection, _MAKES_WEIGHTS, False):
+            return features
         if weights is None:
             remedy = "give the KeyedJaggedTensor weights, or build the collection with is_weighted=False"
             raise ValueError(describe(place, "per-sample weights", "none", remedy))

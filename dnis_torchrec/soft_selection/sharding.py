@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
@@ -38,9 +39,11 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
 from dnis_torchrec.ranks import on_rank_zero, together
+from dnis_torchrec.soft_selection.feature_processed import SoftSelectionFeatureProcessedEmbeddingBagCollection
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.frozen_tables import freeze_before_sharding_, frozen_tables, hold_frozen_
 from dnis_torchrec.soft_selection.table_shards import (
@@ -49,6 +52,7 @@ from dnis_torchrec.soft_selection.table_shards import (
     holders_of_tables,
     local_shards,
     sequence_collections,
+    whole_module_of,
 )
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 
@@ -112,7 +116,7 @@ def make_sharding_plan(
             no sharder offers, or constraints that do not fit the machines.
         RuntimeError: without a process group.
     """
-    world_size = _world_size(process_group)
+    world_size, sharders = _world_size(process_group), _with_processors(sharders)
     topology = topology if topology is not None else _topology(device, world_size)
 
     def plan() -> ShardingPlan:
@@ -149,12 +153,12 @@ def check_sharding_plan(
             wrongly; or naming the FQN, if the model has no such module.
     """
     tables, lookups = _tables_by_fqn(model), _plain_collections(model)
-    fqns = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     for fqn in plan.plan:
-        check(fqn in fqns, f"sharding plan, FQN {fqn!r}", "a module of the model", "none", nearest(fqn, tables))
+        check(_has(model, fqn), f"sharding plan, FQN {fqn!r}", "a module of the model", "none", nearest(fqn, tables))
     for fqn in plan.plan:
         module = model.get_submodule(fqn)
-        if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+        kinds = (EmbeddingBagCollection, EmbeddingCollection, FeatureProcessedEmbeddingBagCollection)
+        if not isinstance(module, kinds):
             supported = "supported are EmbeddingBagCollections and EmbeddingCollections"
             remedy = "take its sharder away; its weights would be drawn anew"
             raise NotImplementedError(describe(f"sharding plan, FQN {fqn!r}", supported, type(module).__name__, remedy))
@@ -209,12 +213,13 @@ def shard_model(
     world_size = _world_size(process_group)
     if sharders is None:
         sharders = [cast(ModuleSharder[nn.Module], CpuEmbeddingBagCollectionSharder())]
+    sharders = _with_processors(sharders)
     if plan is None:
         plan = make_sharding_plan(model, device, sharders, process_group=process_group)
     with together(process_group):
         check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
     _check_same(plan, process_group)
-    unsharded = _every_lookup(model)
+    unsharded, planned = _every_lookup(model), _planned_fqns(model)
     frozen = {fqn: _freeze_before_sharding_(lookup) for fqn, lookup in unsharded.items()}
     weights = _take_weights(model)
     group = process_group if process_group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
@@ -227,7 +232,7 @@ def shard_model(
     )
     _share_again_(sharded, unsharded)
     for fqn, module in collections(sharded).items():
-        replicated = _replicated_tables(plan, fqn)
+        replicated = _replicated_tables(plan, planned[fqn])
         by_table = itertools.groupby(sorted(local_shards(module), key=lambda part: part.table), lambda part: part.table)
         for table, parts in by_table:
             weight = weights.pop((fqn, table))  # so that tables are held twice one after the other, not all at once
@@ -310,9 +315,8 @@ def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def _replicated_tables(plan: ShardingPlan, fqn: str) -> set[str]:
-    """Tables of a collection, or of the child of a wrapper, that every rank holds whole."""
-    of_child = plan.plan.get(f"{fqn}.embedding_bag_collection".removeprefix("."), {})
-    planned = cast(Mapping[str, ParameterSharding], plan.plan.get(fqn, of_child))
+    """Tables that every rank holds whole, of what a plan says under an FQN."""
+    planned = cast(Mapping[str, ParameterSharding], plan.plan.get(fqn, {}))
     return {table for table, own in planned.items() if own.sharding_type == ShardingType.DATA_PARALLEL.value}
 
 
@@ -350,12 +354,42 @@ def _tables_by_fqn(model: nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
 
 def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
     """Returns an unsharded model's collections, also inside wrappers, by the FQN under which TorchRec shards them."""
-    child = "embedding_bag_collection"
-    found: dict[str, EmbeddingBagCollection] = {}
+    planned = _planned_fqns(model)
+    return {
+        planned[fqn]: cast(EmbeddingBagCollection, _lookup_of(module)) for fqn, module in collections(model).items()
+    }
+
+
+def _planned_fqns(model: nn.Module) -> dict[str, str]:
+    """FQN of every collection of an unsharded model -> that of the module which TorchRec shards."""
+    planned = {}
     for fqn, module in collections(model).items():
-        own = fqn if isinstance(module, EmbeddingBagCollection) else f"{fqn}.{child}".removeprefix(".")
-        found[own] = cast(EmbeddingBagCollection, _lookup_of(module))
-    return found
+        is_processed = isinstance(whole_module_of(model, fqn), FeatureProcessedEmbeddingBagCollection)
+        if is_processed or isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
+            own = fqn.rpartition(".")[0]
+        else:
+            own = fqn
+        is_wrapped = isinstance(module, SoftSelectionEmbeddingBagCollection)
+        planned[fqn] = f"{own}.{module.child_name}".removeprefix(".") if is_wrapped else own
+    return planned
+
+
+def _with_processors(sharders: Sharders) -> Sharders:
+    """The sharders, and one for what processes features in front of a collection, made of the collection's sharder."""
+    kinds = {sharder.module_type: sharder for sharder in sharders}
+    inner = kinds.get(EmbeddingBagCollection)
+    if inner is None or FeatureProcessedEmbeddingBagCollection in kinds:
+        return sharders
+    processed = FeatureProcessedEmbeddingBagCollectionSharder(inner, qcomm_codecs_registry=inner.qcomm_codecs_registry)
+    return [*sharders, cast(ModuleSharder[nn.Module], processed)]
+
+
+def _has(model: nn.Module, fqn: str) -> bool:
+    try:
+        model.get_submodule(fqn)
+    except AttributeError:
+        return False
+    return True
 
 
 def _possible_constraints(
@@ -414,8 +448,8 @@ def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
     grid_shard. A prepared model sums everywhere and divides on its own, so any plan does for it.
     """
     divided = ROW_WISE_FAMILY - {ShardingType.GRID_SHARD.value}
-    for fqn, module in model.named_modules():
-        if not isinstance(module, EmbeddingBagCollection) or fqn not in plan.plan:
+    for fqn, module in _plain_collections(model).items():
+        if fqn not in plan.plan:
             continue
         planned = cast(Mapping[str, ParameterSharding], plan.plan[fqn])
         kinds = {name: sharding.sharding_type for name, sharding in planned.items()}

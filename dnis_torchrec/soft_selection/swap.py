@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,11 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.soft_selection.alpha import Alpha
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
+from dnis_torchrec.soft_selection.feature_processed import (
+    FEATURE_PROCESSED,
+    SoftSelectionFeatureProcessedEmbeddingBagCollection,
+    with_processors_of,
+)
 from dnis_torchrec.soft_selection.table_shards import (
     collections,
     frozen_tables_of,
@@ -26,6 +31,7 @@ from dnis_torchrec.soft_selection.table_shards import (
     local_shards,
     multiply_by_alpha_,
     sequence_collections,
+    whole_module_of,
 )
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
 
@@ -86,15 +92,22 @@ def prepare_(
     _check_features(chosen, multi_hot_features)
     _check_weights(get_unwrapped_module(model), found, chosen)
     alpha = Alpha(blocks.alpha_shapes)
-    wrappers = {}  # all of them before the first is put in: a model that does not fit stays whole
+    wrappers = []  # all of them before the first is put in: a model that does not fit stays whole
     for fqn, collection in chosen.items():
         own = {f for table in collection.embedding_bag_configs() for f in table.feature_names}
         multi_hot = None if multi_hot_features is None else own & set(multi_hot_features)
-        wrapper = SoftSelectionEmbeddingBagCollection(collection, blocks, alpha=alpha, multi_hot_features=multi_hot)
-        wrappers[fqn] = wrapper.train(collection.training)
-    for fqn, wrapper in wrappers.items():
-        model = replace_(model, found[fqn], wrapper)
+        whole = whole_module_of(model, fqn)
+        wrapped = _wrapper_for(whole)(whole, blocks, alpha=alpha, multi_hot_features=multi_hot)
+        wrappers.append((whole, wrapped.train(collection.training)))
+    for whole, wrapper in wrappers:
+        model = replace_(model, whole, wrapper)
     return model
+
+
+def _wrapper_for(whole: nn.Module) -> Any:
+    if isinstance(whole, FEATURE_PROCESSED):
+        return SoftSelectionFeatureProcessedEmbeddingBagCollection
+    return SoftSelectionEmbeddingBagCollection
 
 
 def merge_(model: nn.Module) -> nn.Module:
@@ -126,7 +139,10 @@ def merge_(model: nn.Module) -> nn.Module:
         model = replace_(model, pipelined, pipelined.postproc_module)  # it would give the bags of an older batch
     for wrapper in wrappers.values():
         plain = _collection_around(wrapper, wrapper.embedding_bag_configs(), wrapper.is_weighted())
-        model = replace_(model, wrapper, plain)
+        if isinstance(wrapper, SoftSelectionFeatureProcessedEmbeddingBagCollection):
+            model = replace_(model, wrapper, with_processors_of(wrapper.feature_processed, plain))
+        else:
+            model = replace_(model, wrapper, plain)
     return unshard_(model)  # collections that were not wrapped are sharded still
 
 
@@ -149,7 +165,8 @@ def unshard_(model: nn.Module) -> nn.Module:
             raise NotImplementedError(describe(f"FQN {fqn!r}", "supported is world size 1", module._env.world_size))
         if isinstance(module, ShardedEmbeddingBagCollection):
             tables = list(module._embedding_bag_configs)
-            plain = replace_(plain, module, _collection_around(module, tables, module._is_weighted))
+            around, whole = _collection_around(module, tables, module._is_weighted), whole_module_of(plain, fqn)
+            plain = replace_(plain, whole, around if whole is module else with_processors_of(whole, around))
         else:
             plain = replace_(plain, module, _sequence_collection_around(module))
     left = {fqn: type(module).__name__ for fqn, module in plain.named_modules() if isinstance(module, ShardedModule)}

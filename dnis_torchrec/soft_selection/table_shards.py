@@ -27,7 +27,13 @@ from torchrec.modules.embedding_modules import (
 from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.ranks import Ranks
+from dnis_torchrec.soft_selection.feature_processed import (
+    FEATURE_PROCESSED,
+    INNER,
+    SoftSelectionFeatureProcessedEmbeddingBagCollection,
+)
 from dnis_torchrec.soft_selection.frozen_tables import frozen_tables
+from dnis_torchrec.soft_selection.plain_names import plain_state_dict
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
 
 ROWS_PER_CHUNK = 1 << 16
@@ -97,7 +103,9 @@ def collections(model: nn.Module) -> dict[str, nn.Module]:
     plain_model = get_unwrapped_module(model)
     kinds = (SoftSelectionEmbeddingBagCollection, ShardedEmbeddingBagCollection, EmbeddingBagCollection)
     for fqn, module in plain_model.named_modules():
-        if isinstance(module, kinds) and not any(_is_inside(fqn, outer) for outer in found):
+        if isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
+            fqn = f"{fqn}.{INNER}".removeprefix(".")
+        if isinstance(module, kinds) and not any(fqn == outer or _is_inside(fqn, outer) for outer in found):
             _check_plain_lookup(plain_model, fqn, module)
             found[fqn] = module
     return found
@@ -118,6 +126,8 @@ def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> No
     parts = fqn.split(".") if fqn else []
     for holder in (".".join(parts[:depth]) for depth in range(len(parts))):
         kind = type(model.get_submodule(holder))
+        if kind in FEATURE_PROCESSED and parts[len(holder.split(".")) if holder else 0 :] == [INNER]:
+            continue
         if any(_changes_lookups(base) for base in kind.__mro__):
             raise NotImplementedError(describe(place, supported, f"one inside the {kind.__name__} {holder!r}"))
     if not isinstance(collection, EmbeddingBagCollection):
@@ -229,6 +239,19 @@ def ranks_of(*modules: nn.Module) -> Ranks:
     return Ranks()
 
 
+def whole_module_of(model: nn.Module, fqn: str) -> nn.Module:
+    """The module that takes the place of a collection in its model: itself, or what processes features in front of it.
+
+    Args:
+        model: unwrapped.
+        fqn: of a plain or sharded collection in it.
+    """
+    holder, _, name = fqn.rpartition(".")
+    if name == INNER and isinstance(model.get_submodule(holder), FEATURE_PROCESSED):
+        return model.get_submodule(holder)
+    return model.get_submodule(fqn)
+
+
 def table_configs_of(collection: nn.Module) -> list[EmbeddingBagConfig]:
     """Tables of a collection as its user wrote them: whole, with the features that the model names. Local.
 
@@ -269,7 +292,7 @@ def dense_state(model: nn.Module) -> dict[str, Tensor]:
         model: sharded or not.
     """
     holders = list(collections(model))
-    state = get_unwrapped_module(model).state_dict()
+    state = plain_state_dict(get_unwrapped_module(model))
     return {name: value for name, value in state.items() if not any(_is_inside(name, fqn) for fqn in holders)}
 
 

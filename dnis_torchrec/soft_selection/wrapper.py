@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,11 +35,12 @@ from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit
 from dnis_torchrec.soft_selection.alpha import Alpha
 from dnis_torchrec.soft_selection.bag_check import BagCheck
 from dnis_torchrec.soft_selection.features_by_name import read_collection_by_name_
+from dnis_torchrec.soft_selection.plain_names import PlainNames
 from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
 from dnis_torchrec.soft_selection.select_pooled import SelectPooled, WatchedOutputs
 
 
-class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+class SoftSelectionEmbeddingBagCollection(PlainNames, EmbeddingBagCollectionInterface):
     """Wraps an EmbeddingBagCollection and applies soft selection (paper, eq. 3) to its output.
 
     For a bag that mixes blocks, ``pooled = sum over s of alpha_s * (sum of the bag's rows in block s)``; MEAN divides
@@ -56,7 +57,6 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     Attributes:
         embedding_bag_collection: the child; DistributedModelParallel shards it.
         blocks: the blocks it was built with.
-        alpha: see `Alpha`.
         multiplies_tables: see `read_whole_features_`.
 
     Shape:
@@ -78,6 +78,8 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         True
     """
 
+    child_name = "embedding_bag_collection"
+
     def __init__(
         self,
         embedding_bag_collection: EmbeddingBagCollection,
@@ -87,20 +89,24 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         multi_hot_features: Collection[str] | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(embedding_bag_collection, EmbeddingBagCollection):
-            received = type(embedding_bag_collection).__name__
-            raise TypeError(describe("SoftSelection", "an EmbeddingBagCollection", received))
+        plain = self._take(embedding_bag_collection)
         self.blocks = blocks
-        self._tables = list(embedding_bag_collection.embedding_bag_configs())
-        self._is_weighted = embedding_bag_collection.is_weighted()
+        self._tables = list(plain.embedding_bag_configs())
+        self._is_weighted = plain.is_weighted()
         check_blocks(self._tables, blocks)
         self._outputs = pooled_features(self._tables, blocks, multi_hot_features)
         self.bag_check = BagCheck(self._outputs)
         self.bag_splitter = _bag_splitter(self._outputs, blocks)
-        self.embedding_bag_collection = _child(embedding_bag_collection, self._tables, self._outputs, self.bag_splitter)
-        self.alpha = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
+        self.embedding_bag_collection = _child(plain, self._tables, self._outputs, self.bag_splitter)
+        self.soft_selection = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
         self.selection: WatchedOutputs = SelectPooled(self._outputs, blocks, self.alpha)
         self.multiplies_tables = False
+
+    def _take(self, wrapped: nn.Module) -> EmbeddingBagCollection:
+        """Returns the collection of what is to be wrapped."""
+        if not isinstance(wrapped, EmbeddingBagCollection):
+            raise TypeError(describe("SoftSelection", "an EmbeddingBagCollection", type(wrapped).__name__))
+        return wrapped
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks bags up and multiplies them by alpha.
@@ -140,6 +146,16 @@ class SoftSelectionEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         if self.bag_splitter is not None:
             keys = {output.name: (output.whole_key,) for output in self._outputs}
             self.embedding_bag_collection = _reading(self.embedding_bag_collection, self._tables, self._outputs, keys)
+
+    @property
+    def alpha(self) -> Alpha:
+        """See `Alpha`; wrappers of one model share it."""
+        return self.soft_selection
+
+    @property
+    def embedding_bags(self) -> nn.ModuleDict:
+        """Table -> the module whose `weight` it is, as the plain collection has them."""
+        return cast(nn.ModuleDict, self.embedding_bag_collection.embedding_bags)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Configs of the wrapped collection, as the user wrote them."""

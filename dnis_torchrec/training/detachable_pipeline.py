@@ -22,6 +22,8 @@ class DetachableTrainPipeline(TrainPipelineSparseDist):
             The model.
         """
         model = super().detach()
+        for module in self._pipelined_modules:
+            module.is_pipelined = False  # feature processors in front of row shards leave their input to the pipeline
         plain = get_unwrapped_module(model)
         for pipelined in self._pipelined_postprocs:
             parent, _, name = pipelined.fqn.rpartition(".")

@@ -20,6 +20,7 @@ from dnis_torchrec.search.alpha_optimizer import AlphaOptimizer
 from dnis_torchrec.search.hypergradient import fused_kernels
 from dnis_torchrec.search.level_schedule import BilevelStream, Level, LevelSchedule
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.soft_selection.plain_names import plain_state_dict
 from dnis_torchrec.soft_selection.swap import prepare_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
@@ -47,7 +48,7 @@ def make_pipeline(optimizer: str = "adam", **settings):
 
 def everything(model: nn.Module, optimizer) -> dict[str, torch.Tensor]:
     """Tables, dense weights and every optimizer state, dense and fused; alpha left out."""
-    found = {f"model/{name}": value.clone() for name, value in _tensors(model.state_dict()) if ".alpha." not in name}
+    found = {f"model/{name}": value.clone() for name, value in _tensors(plain_state_dict(model))}
     for shard_ in (part for module in collections(model).values() for part in local_shards(module)):
         found[f"table/{shard_.table}"] = shard_.weight.clone()
     for kind, states in (("dense", optimizer), ("fused", model.fused_optimizer)):

@@ -65,8 +65,12 @@ class Named(EmbeddingBagCollection):
     """A subclass that only has another name."""
 
 
+class Processed(FeatureProcessedEmbeddingBagCollection):
+    """A subclass of TorchRec's feature processors, which its sharder does not know."""
+
+
 def position_weighted() -> nn.Module:
-    return FeatureProcessedEmbeddingBagCollection(collection(weighted=True), {"f": PositionWeightedModule(5)})
+    return Processed(collection(weighted=True), {"f": PositionWeightedModule(5)})
 
 
 def managed_collisions() -> nn.Module:
@@ -92,7 +96,7 @@ def patched() -> nn.Module:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "feature processor": (position_weighted, "FeatureProcessedEmbeddingBagCollection 'e'"),
+    "feature processor": (position_weighted, "Processed 'e'"),
     "managed collisions": (managed_collisions, "ManagedCollisionEmbeddingBagCollection 'e'"),
     "pruning in training": (pruned_in_training, "ITEPEmbeddingBagCollection 'e'"),
     "subclass": (lambda: Scaled(tables=[TABLE]), "Scaled with a forward of its own"),

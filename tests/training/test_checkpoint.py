@@ -64,7 +64,7 @@ def test_everything_is_saved_once() -> None:
     model.register_buffer("steps", torch.tensor([3.0]))
     prepare_(model, blocks_for(model))
     names = ["table/user/0/0", "table/genre/0/0", "table/movie/0/0"]
-    names += ["dense/steps", "dense/first.alpha.dim8", "dense/over.weight", "dense/over.bias"]
+    names += ["dense/steps", "dense/first.soft_selection.dim8", "dense/over.weight", "dense/over.bias"]
     assert sorted(state_tensors(model)) == sorted(names)
     assert list(state_tensors(MODELS["bare"]())) == ["table/user/0/0", "table/movie/0/0", "table/genre/0/0"]
 
@@ -136,7 +136,7 @@ def test_checkpoint_of_other_tables(tmp_path: Path) -> None:
 def test_checkpoint_of_a_prepared_model_is_not_for_a_plain_one(tmp_path: Path) -> None:
     model = build("dlrm", prepared=True)
     save_checkpoint(tmp_path / "last", model)
-    message = r"expected nothing that the model lacks, got \['dense/.*alpha\.dim8'\]"
+    message = r"expected nothing that the model lacks, got \['dense/.*soft_selection\.dim8'\]"
     refused(tmp_path / "last", MODELS["dlrm"](), message)
     assert alpha_of(model).dims == (8,)
 

@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of, together, union_over_ranks, world_size_of
+from dnis_torchrec.soft_selection.plain_names import SOFT_SELECTION
 from dnis_torchrec.storage.files import Address, inside, local_file
 from dnis_torchrec.training.checkpoint.folder import CheckpointFolder
 from dnis_torchrec.training.checkpoint.manifest import Manifest, check_fits, chunk_name, tensor_entries
@@ -126,9 +127,10 @@ def read_checkpoint(
         if kinds is not None:
             chosen = {key: entry for key, entry in manifest.tensors.items() if key.split("/")[0] in kinds}
             manifest = replace(manifest, tensors=chosen)
-    sizes = union_over_ranks({key: placed.size for key, placed in state.tensors.items()}, process_group)
+    tensors = {_stored_key(key, manifest): placed for key, placed in state.tensors.items()}
+    sizes = union_over_ranks({key: placed.size for key, placed in tensors.items()}, process_group)
     check_fits(manifest, state.tables, sizes, f"checkpoint {path}")  # from the same facts on all ranks
-    wanted = {key: placed for key, placed in state.tensors.items() if key in manifest.tensors}
+    wanted = {key: placed for key, placed in tensors.items() if key in manifest.tensors}
     metadata = manifest.to_metadata()
     try:
         dcp.load(wanted, storage_reader=_Reader(path, metadata), planner=_Loads(metadata), process_group=process_group)
@@ -137,6 +139,13 @@ def read_checkpoint(
         remedy = "resume from another checkpoint"
         raise ValueError(describe(f"checkpoint {path}", "whole files", str(failure), remedy)) from failure
     return manifest.values
+
+
+def _stored_key(key: str, manifest: Manifest) -> str:
+    """The key in the checkpoint: those written before wrappers had the names of the plain model say it longer."""
+    longer = key.replace(f".{SOFT_SELECTION}.", ".alpha.")
+    longer = longer.replace(".embedding_bags.", ".embedding_bag_collection.embedding_bags.")
+    return longer if key not in manifest.tensors and longer in manifest.tensors else key
 
 
 class _Saves(DefaultSavePlanner):

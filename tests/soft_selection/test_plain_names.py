@@ -1,0 +1,117 @@
+"""A prepared model has the plain model's names; a plain checkpoint fits it strictly, and the other way round."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from dnis_torchrec.soft_selection.plain_names import plain_state_dict
+from dnis_torchrec.soft_selection.swap import merge_, prepare_
+from dnis_torchrec.training.checkpoint import (
+    LocalCheckpointFolder,
+    TrainingState,
+    describe_tables,
+    model_tensors,
+    optimizer_tensors,
+    read_checkpoint,
+    write_checkpoint,
+)
+from tests.small_models import MODELS, alpha_of, blocks_for, predict, randomise_alpha_, shard_as
+
+SHARDED_AS = (None, "table_wise", "column_wise", "data_parallel")
+
+
+def prepared_and_plain(name: str, sharding_type: str | None) -> tuple[nn.Module, nn.Module]:
+    """Two models of other weights, one with alpha below 1."""
+    plain, prepared = MODELS[name](), MODELS[name]()
+    prepared = prepare_(prepared, blocks_for(prepared))
+    randomise_alpha_(prepared)
+    if sharding_type is None:
+        return prepared, plain
+    return shard_as(prepared, sharding_type), shard_as(plain, sharding_type)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "two_dims", "bare"])
+@pytest.mark.parametrize("sharding_type", SHARDED_AS)
+@pytest.mark.usefixtures("gloo")
+def test_names_are_the_plain_models(name: str, sharding_type: str | None) -> None:
+    prepared, plain = prepared_and_plain(name, sharding_type)
+    assert list(plain_state_dict(prepared)) == list(plain.state_dict())
+    added = set(prepared.state_dict()) - set(plain.state_dict())
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in added} == {"soft_selection"}
+    assert [own for own, _ in prepared.named_parameters()] == [own for own, _ in plain.named_parameters()]
+    assert {own for own, _ in plain.named_modules()} <= {own for own, _ in prepared.named_modules()}
+    inner = prepared.module if isinstance(prepared, DistributedModelParallel) else prepared
+    for own, weight in prepared.named_parameters():
+        assert inner.get_parameter(own) is weight
+
+
+@pytest.mark.parametrize("name", ["dlrm", "two_dims", "bare"])
+@pytest.mark.parametrize("sharding_type", SHARDED_AS)
+@pytest.mark.usefixtures("gloo")
+def test_a_plain_state_fits_strictly(name: str, sharding_type: str | None) -> None:
+    prepared, plain = prepared_and_plain(name, sharding_type)
+    assert not torch.allclose(predict(prepared), predict(plain))
+    loaded = prepared.load_state_dict(plain.state_dict(), strict=True)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
+    torch.testing.assert_close(predict(prepared), predict(plain), atol=1e-6, rtol=0)
+    alpha = alpha_of(prepared)
+    assert all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims)
+
+
+@pytest.mark.parametrize("sharding_type", SHARDED_AS)
+@pytest.mark.usefixtures("gloo")
+def test_a_prepared_state_comes_back_with_alpha(sharding_type: str | None) -> None:
+    prepared, plain = prepared_and_plain("two_dims", sharding_type)
+    kept = copy.deepcopy(prepared.state_dict()) if sharding_type is None else prepared.state_dict()
+    other, _ = prepared_and_plain("two_dims", sharding_type)
+    other.load_state_dict(kept)
+    assert torch.equal(predict(other), predict(prepared))
+    merged = merge_(prepared)
+    plain.load_state_dict(plain_state_dict(merged))
+    torch.testing.assert_close(predict(plain), predict(merged), atol=1e-6, rtol=0)
+
+
+def test_alpha_stays_where_a_state_has_no_tables() -> None:
+    prepared, _ = prepared_and_plain("two_dims", None)
+    before = predict(prepared)
+    dense = {name: value for name, value in prepared.state_dict().items() if name.startswith("over.")}
+    prepared.load_state_dict(dense, strict=False)
+    assert torch.equal(predict(prepared), before)
+
+
+def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
+    prepared, plain = prepared_and_plain("dlrm", None)
+    name = "sparse_arch.embedding_bag_collection.embedding_bags.{}.weight"
+    state = plain.state_dict()
+    state[name.format("other")] = state.pop(name.format("user"))
+    differences = prepared.load_state_dict(state, strict=False)
+    assert differences.missing_keys == [name.format("user")]
+    assert differences.unexpected_keys == [name.format("other")]
+
+
+def test_a_checkpoint_with_the_names_of_wrappers_is_read(tmp_path: Path) -> None:
+    model, _ = prepared_and_plain("dlrm", None)
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(weight.sum() for weight in model.parameters()).backward()
+    optimizer.step()
+    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
+    longer = {
+        key.replace(".soft_selection.", ".alpha.").replace(
+            ".embedding_bags.", ".embedding_bag_collection.embedding_bags."
+        ): placed.copied()
+        for key, placed in tensors.items()
+    }
+    assert len(set(longer) - set(tensors)) > 3
+    folder = LocalCheckpointFolder(tmp_path)
+    write_checkpoint(folder, 1, TrainingState(tensors=longer, tables=describe_tables(model)), None)
+    before = {key: placed.copied() for key, placed in tensors.items()}
+    for placed in tensors.values():
+        placed.chunks[0].tensor.zero_()
+    read_checkpoint(folder.path_of(1), TrainingState(tensors=tensors, tables=describe_tables(model)), None)
+    assert all(torch.equal(placed.chunks[0].tensor, before[key].chunks[0].tensor) for key, placed in tensors.items())
