@@ -22,7 +22,7 @@ OTHER_FBGEMM := $(if $(filter cpu,$(FLAVOUR)),fbgemm-gpu,fbgemm-gpu-cpu)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fuzz bench clean
+.PHONY: help setup demo test check fuzz bench dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo 'make check   lint, format, types, doc examples'
 	@echo 'make fuzz    hostile arguments for all compiled operators, under the sanitizers; skipped where the compiler has none'
 	@echo 'make bench   quick benchmarks: which ratios moved from the committed ones, benchmarks/ratios.json (minutes)'
+	@echo 'make dist    wheel and sdist in dist/, tried in a clean environment; downloads nothing'
 	@echo 'make clean   remove caches and $(DEMO_OUT)/ ($(VENV) stays)'
 	@echo 'Variables:   FLAVOUR=cpu|cuda|auto  TORCH_INDEX=<address of PyTorch wheels>  PYTHON=python3.12  DEMO_OUT=dir'
 
@@ -80,6 +81,12 @@ fuzz: $(STAMP)
 bench: $(STAMP)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive $(BIN)/python -W ignore -m benchmarks.compare_ratios
 
+dist: $(STAMP)
+	@rm -rf dist
+	@$(BIN)/python -m hatchling -q build --directory dist
+	@DNIS_DIST=dist OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet tests/test_distribution.py
+	@ls dist
+
 clean:
-	rm -rf $(DEMO_OUT) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(DEMO_OUT) own_artifact build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -1,5 +1,10 @@
 """dnis_torchrec: what every column of every block of an embedding table is worth, and tables of just that size.
 
+From a data frame to small tables:
+
+    recipe = dnis.recipe_from_frame(frame, model="dlrm", label="clicked", ids=["user", "item"])
+    found = dnis.search(recipe, compression=20)                # trains it, and prints what each table is served in
+
 A trained model, compressed in place:
 
     dnis.compress(model, batches, loss=loss, compression=20)   # bits where they save most loss
@@ -31,10 +36,12 @@ if TYPE_CHECKING:
     from dnis_torchrec.artifact.export import export
     from dnis_torchrec.blocks.blocking import blocks_from_counts
     from dnis_torchrec.blocks.frequency import count_frequencies
+    from dnis_torchrec.data.frame_recipe import recipe_from_frame
     from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
     from dnis_torchrec.data.task import Predictions, Task
     from dnis_torchrec.search.budget import Size
     from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
+    from dnis_torchrec.search.one_call import search_once as search
     from dnis_torchrec.search.pipeline import BilevelTrainPipeline
     from dnis_torchrec.search.pruning import prune
     from dnis_torchrec.search.ramp import Ramp
@@ -72,6 +79,8 @@ __all__ = [
     "plain_state_dict",
     "prepare_",
     "prune",
+    "recipe_from_frame",
+    "search",
     "shard_model",
     "with_axes_",
 ]
@@ -89,11 +98,13 @@ _HOME = {
     "export": "artifact.export",
     "blocks_from_counts": "blocks.blocking",
     "count_frequencies": "blocks.frequency",
+    "recipe_from_frame": "data.frame_recipe",
     "DataSplits": "data.recipe",
     "Recipe": "data.recipe",
     "TrainTask": "data.recipe",
     "Task": "data.task",
     "Predictions": "data.task",
+    "search": "search",
     "Size": "search.budget",
     "BilevelStream": "search.level_schedule",
     "LevelSchedule": "search.level_schedule",
@@ -118,7 +129,8 @@ silence_noise()
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    home = import_module(f"{__name__}.{_HOME[name]}")
+    value = home if name == _HOME[name] else getattr(home, name)  # a room that can be called is there under its name
     globals()[name] = value
     return value
 

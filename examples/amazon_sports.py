@@ -13,9 +13,9 @@ from pathlib import Path
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from dnis_torchrec.data.in_memory import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.amazon_sports import PUBLISHER, load_amazon_sports
-from examples.datasets.in_memory import split_rows
 from examples.datasets.text_files import require_folder
 from examples.models import DeepFM, FactorizationMachine, build_tables, draws, log_odds
 

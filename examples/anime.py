@@ -11,8 +11,9 @@ from pathlib import Path
 
 from torch import nn
 
+from dnis_torchrec.data.in_memory import split_rows
 from dnis_torchrec.data.recipe import Recipe
-from examples.datasets.in_memory import Samples, split_rows
+from examples.datasets.in_memory import Samples
 from examples.datasets.tab_separated import load_tab_separated
 from examples.datasets.text_files import require_folder
 from examples.models import FactorizationMachine, MatrixFactorization, build_tables, draws

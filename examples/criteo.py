@@ -23,9 +23,10 @@ from torchrec.datasets.criteo import DEFAULT_INT_NAMES
 from torchrec.models.deepfm import SimpleDeepFMNN
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.data.in_memory import split_rows
 from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.criteo import PUBLISHER, load_criteo
-from examples.datasets.in_memory import Samples, split_rows
+from examples.datasets.in_memory import Samples
 from examples.datasets.scalars import bucketised, weighted
 from examples.datasets.text_files import require_folder
 from examples.models import DeepFM, FactorizationMachine, WideDeep, build_dlrm, build_tables, draws, log_odds

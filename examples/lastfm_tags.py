@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from dnis_torchrec.data.in_memory import split_rows
 from dnis_torchrec.data.recipe import Recipe
-from examples.datasets.in_memory import split_rows
 from examples.datasets.tab_separated import load_tab_separated
 from examples.datasets.text_files import require_folder
 from examples.models import DeepFM, FactorizationMachine, build_dlrm, build_tables, draws, log_odds

@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from dnis_torchrec.data.in_memory import split_rows
 from dnis_torchrec.data.recipe import Recipe
-from examples.datasets.in_memory import Samples, split_rows
+from examples.datasets.in_memory import Samples
 from examples.datasets.movielens import PUBLISHER, load_clicks, load_ratings
 from examples.datasets.text_files import require_folder
 from examples.models import (

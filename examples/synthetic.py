@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import nn
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.data.in_memory import split_rows
 from dnis_torchrec.data.recipe import Recipe
-from examples.datasets.in_memory import split_rows
 from examples.datasets.synthetic import generate
 from examples.models import build_dlrm, build_tables, draws
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dnis_torchrec.data.in_memory import split_rows
 from examples import amazon_sports
 from examples.datasets.amazon_sports import ATTRIBUTES, OF_ITEM, load_amazon_sports, read_reviews
-from examples.datasets.in_memory import Samples, split_rows
+from examples.datasets.in_memory import Samples
 from tests.tab_separated_files import REVIEWED, REVIEWS_HEADER, review_line, write_tab_separated
 from tests.test_examples_datasets import write
 

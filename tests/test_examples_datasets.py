@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES
 
+from dnis_torchrec.data.in_memory import Bags, InMemoryBatches, split_rows
 from examples.datasets import synthetic
 from examples.datasets.criteo import load_criteo, read_lines
-from examples.datasets.in_memory import Bags, InMemoryBatches, Samples, split_rows
+from examples.datasets.in_memory import Samples
 from examples.datasets.movielens import FORMATS, load_clicks, load_ratings
 from examples.datasets.ncf import load_leave_one_out
 from examples.datasets.text_files import Column, TextTable

@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec import TrainTask, export, load
 from dnis_torchrec.comparison.methods.trained_scheme import uniform_scheme_
+from dnis_torchrec.data.in_memory import Bags, InMemoryBatches
 from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.packaging.flat_model import Signature, export_graph
@@ -27,7 +28,6 @@ from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.serving import load_operator
 from dnis_torchrec.soft_selection.table_shards import collections, table_configs
 from dnis_torchrec.training.evaluation import evaluate
-from examples.datasets.in_memory import Bags, InMemoryBatches
 from examples.models import (
     SCALARS,
     DeepFM,

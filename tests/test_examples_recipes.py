@@ -19,9 +19,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from dnis_torchrec.data.in_memory import InMemoryBatches
 from dnis_torchrec.data.recipe import Recipe, TrainTask, load_recipe
 from examples import amazon_sports, anime, criteo, lastfm_tags, movielens, synthetic
-from examples.datasets.in_memory import InMemoryBatches
 from examples.models import NeuMF
 from tests.tab_separated_files import write_tab_separated
 from tests.test_examples_datasets import criteo_line, ml_1m, write

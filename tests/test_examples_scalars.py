@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.datasets.in_memory import Bags, InMemoryBatches, Samples
+from dnis_torchrec.data.in_memory import Bags, InMemoryBatches
+from examples.datasets.in_memory import Samples
 from examples.datasets.scalars import bucketised, weighted
 
 

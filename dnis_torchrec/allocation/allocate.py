@@ -33,6 +33,7 @@ from dnis_torchrec.allocation.energies import (
 )
 from dnis_torchrec.allocation.hulls import ColumnSteps, RowOptions, column_steps, row_options, widths_of
 from dnis_torchrec.allocation.spending import Path, Purse, Spent
+from dnis_torchrec.allocation.table_sizes import sizes_as_html, sizes_as_text
 from dnis_torchrec.blocks.bit_fields import FLOAT_BITS
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import ColumnCodes
@@ -69,11 +70,11 @@ class Allocation:
 
     def __str__(self) -> str:
         """The whole, and a line for each table."""
-        lines = [repr(self)]
-        for name, table in self.scheme.tables.items():
-            values, size = table.num_embeddings * table.embedding_dim, PACKED.served_bytes(table)
-            lines.append(f"  {name}: {values:,} values, {size:,} bytes, {8 * size / values:.2f} bits a value")
-        return "\n".join(lines)
+        return "\n".join([repr(self), *sizes_as_text(self.scheme)])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return sizes_as_html(self.scheme, [repr(self)])
 
 
 def allocate(

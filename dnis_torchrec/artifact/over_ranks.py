@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dnis_torchrec.artifact.card import write_card
 from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.artifact.manifest import ARTIFACT, MAX_FILE_BYTES, describe_tensors, write_manifest
 from dnis_torchrec.artifact.packed_files import SharedPackedFile, packed_files
@@ -244,7 +245,7 @@ def _write_rest(
     run: Any,
     max_file_bytes: int,
 ) -> None:
-    """Scheme, dense state and manifest, by rank 0."""
+    """Scheme, dense state, model card and manifest, by rank 0."""
     written = [json.loads(text) for text in texts]
     found: Files = {name: file for of_rank in written for name, file in of_rank["files"].items()}
     scheme_files = write_packed(folder, "scheme", scheme.to_tensors(), max_file_bytes)
@@ -260,7 +261,6 @@ def _write_rest(
                 raise ValueError(describe(f"table {name!r}, form {form!r}", f"{table.num_embeddings} rows", covered))
             shards[name][form] = in_order
             files |= {shard["file"]: found[shard["file"]] for shard in in_order}
-    write_manifest(
-        folder,
-        manifest_of(scheme, forms, shards, files, scheme_files=scheme_files, dense_files=dense_files, run=run),
-    )
+    manifest = manifest_of(scheme, forms, shards, files, scheme_files=scheme_files, dense_files=dense_files, run=run)
+    write_card(folder, scheme, manifest)
+    write_manifest(folder, manifest)

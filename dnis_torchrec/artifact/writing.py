@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec._dependencies import versions
+from dnis_torchrec.artifact.card import write_card
 from dnis_torchrec.artifact.forms import Rows, check_codes, encode_shard, rows_of, values_of_codes
 from dnis_torchrec.artifact.manifest import (
     ARTIFACT,
@@ -53,7 +54,7 @@ def write_artifact(
     overwrite: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Writes merged and pruned tables as an artifact: manifest.json, safetensors files, and nothing to unpickle.
+    """Writes merged and pruned tables as an artifact: manifest, model card, safetensors files, nothing to unpickle.
 
     Tables are read one at a time, so beyond the tables themselves only the retained part of one is held.
 
@@ -118,6 +119,7 @@ def write_artifact(
         manifest = manifest_of(
             scheme, forms, shards, files, scheme_files=scheme_files, dense_files=dense_files, run=run
         )
+        write_card(folder, scheme, manifest)
         write_manifest(folder, manifest)
     return path
 

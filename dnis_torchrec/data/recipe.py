@@ -10,13 +10,15 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
@@ -26,6 +28,10 @@ from dnis_torchrec.data.pooled_outputs import pooled_outputs, squared_norm, tabl
 from dnis_torchrec.data.split_checks import check_batch
 from dnis_torchrec.data.task import LOSS, LossTask, Outputs, Task, check_task_is_one, detached, direction_of, task_of
 from dnis_torchrec.data.users_code import RecipeError, errors_of_recipe
+
+if TYPE_CHECKING:
+    from dnis_torchrec.data.frame_columns import Frame
+    from dnis_torchrec.data.frames import FrameSplits
 
 _MISSING: Any = None
 """Default of every split: a split that was not given then gets an error that names a remedy."""
@@ -52,13 +58,64 @@ class DataSplits:
     test: Iterable[Batch] = _MISSING
 
     def __post_init__(self) -> None:
-        for part in fields(self):
+        for part in fields(DataSplits):
             batches, remedy = getattr(self, part.name), f"give the recipe a {part.name} part of its own"
             place = f"DataSplits.{part.name}"
             check(batches is not None, place, "batches", "none", remedy)
             remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
             again = "batches that can be iterated again and again"
             check(not isinstance(batches, Iterator), place, again, type(batches).__name__, remedy)
+
+    @staticmethod
+    def from_frame(
+        frame: Frame,
+        *,
+        label: Hashable,
+        dense: Sequence[Hashable] = (),
+        ids: Sequence[str] = (),
+        bags: Sequence[str] = (),
+        time: Hashable | None = None,
+        batch_size: int = 1024,
+        seed: int = 0,
+    ) -> FrameSplits:
+        """Splits a data frame, and makes batches of its columns, in memory.
+
+        Ids may be of any type: numbers, texts, categories, dates or all of them; 7, 7.0 and ``"7"`` are the same id.
+        An id's row in its table is its place by frequency among the training samples, from row 1 on. A missing id is
+        one like any other; in a bag it is left out. All ids that no training sample has share row 0, which nothing
+        trains. Dense features get mean 0 and variance 1 over the training samples; a missing one is 0 then.
+
+        Args:
+            frame: a pandas DataFrame; or the path of a Parquet file, a folder of them, or a CSV file.
+            label: column of the labels, numbers, none missing: 0 and 1 for clicks, any for ratings.
+            dense: columns of the dense features, numbers.
+            ids: columns with one id a row. Each is a feature, with a table of its own.
+            bags: columns with any number of ids a row, as lists, or as text with ``|`` between the ids.
+            time: column to split by, numbers or dates: the latest samples are those of test. None splits at random.
+            batch_size: B of every split.
+            seed: of the split, and of the order of every epoch.
+
+        Returns:
+            80 % of the rows for train, 5 % each for validation and selection, 10 % for test; ``encoder`` has the sizes
+            of the tables, and turns further frames into what a model reads.
+
+        Raises:
+            ValueError: naming the column, and what is wrong with it.
+            TypeError: if it is no frame, or columns are no list.
+            FileNotFoundError: if there is no such file.
+
+        Example:
+            >>> import pandas as pd
+            >>> frame = pd.DataFrame({"user": list("abcd") * 10, "tags": [["x"], []] * 20, "liked": [0, 1] * 20})
+            >>> splits = DataSplits.from_frame(frame, label="liked", ids=["user"], bags=["tags"], batch_size=8)
+            >>> splits.encoder.num_embeddings, next(iter(splits.test)).sparse_features.keys()
+            ({'user': 5, 'tags': 2}, ['user', 'tags'])
+        """
+        from dnis_torchrec.data.frames import splits_of_frame  # which needs this module
+
+        return splits_of_frame(
+            frame, label=label, dense=dense, ids=ids, bags=bags, time=time, batch_size=batch_size, seed=seed
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +314,37 @@ def checked_batches(batches: Iterable[Batch], task: nn.Module, name: str) -> Ite
             elif isinstance(batch, RankingBatch):
                 check_classes(batch.labels, place, "mark relevant candidates by 1, all others by 0")
         yield batch
+
+
+def draws(build: Callable[[], nn.Module], seed: int) -> Callable[[int], nn.Module]:
+    """Initial weights of a model, as many times as one likes: a recipe has number 0, its `redraw` makes the others.
+
+    Args:
+        build: draws them from torch's random numbers of the CPU.
+        seed: of the recipe.
+
+    Returns:
+        number -> the model, the same one whenever it is asked for.
+
+    Example:
+        >>> draw = draws(lambda: nn.Linear(2, 1), seed=3)
+        >>> draw(1).weight.equal(draw(1).weight), draw(1).weight.equal(draw(0).weight)
+        (True, False)
+    """
+
+    def draw(number: int) -> nn.Module:
+        with _seeded(seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0])):
+            return build()
+
+    return draw
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draws random numbers from `seed` inside the block and leaves the global generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 EXAMPLE = "name one such as 'examples.synthetic:demo'"

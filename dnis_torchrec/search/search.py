@@ -74,7 +74,7 @@ FINISHING_EPOCHS, FINISHING_SHARE = 3, 0.3
 up in what rounding leaves out, large ones only overfit."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class SearchOutcome:
     """Results of a search.
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import describe
+from dnis_torchrec.data.in_memory import Bags, split_rows
 from examples.datasets.implicit import KnownPositives
-from examples.datasets.in_memory import Bags, Samples, split_rows
+from examples.datasets.in_memory import Samples
 from examples.datasets.tab_separated import read_columns
 from examples.datasets.text_files import find_file, number_rows
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES, DEFAULT_LABEL_NAME
 
 from dnis_torchrec.checks import check
-from examples.datasets.in_memory import Samples, split_rows
+from dnis_torchrec.data.in_memory import split_rows
+from examples.datasets.in_memory import Samples
 from examples.datasets.text_files import Column, MalformedLines, TextTable, find_file
 
 PUBLISHER = "Criteo Labs' Display Advertising Challenge page (Kaggle), unpacked"

@@ -14,8 +14,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.data.in_memory import InMemoryBatches
 from dnis_torchrec.data.recipe import DataSplits
-from examples.datasets.in_memory import InMemoryBatches
 from examples.datasets.ncf import LeaveOneOut
 
 FEATURES = ("user", "item")

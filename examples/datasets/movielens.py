@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import describe
-from examples.datasets.in_memory import Bags, Samples, split_rows
+from dnis_torchrec.data.in_memory import Bags, split_rows
+from examples.datasets.in_memory import Samples
 from examples.datasets.text_files import Column, TextTable, find_file, number_rows
 
 PUBLISHER = "GroupLens' MovieLens page (ml-1m.zip or ml-20m.zip), unpacked"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
-from examples.datasets.in_memory import Bags
+from dnis_torchrec.data.in_memory import Bags
 from examples.datasets.text_files import Column, TextTable, find_file, line_chunks
 
 PUBLISHER = "the authors' repository hexiangnan/neural_collaborative_filtering, folder Data"

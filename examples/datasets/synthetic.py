@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dnis_torchrec.checks import check
-from examples.datasets.in_memory import Bags, Samples
+from dnis_torchrec.data.in_memory import Bags
+from examples.datasets.in_memory import Samples
 
 NUM_DENSE = 13
 LATENT_DIM = 16

@@ -1,6 +1,6 @@
 """Latent factor models on a TorchRec EmbeddingBagCollection, all called as torchrec's DLRM is.
 
-tables.py         embedding tables, draws of initial weights
+tables.py         embedding tables
 first_order.py    weights beside the tables, one per row
 collaborative.py  two sides, user and item: MatrixFactorization, MultiLayerPerceptron, NeuMF
 factorization.py  any number of fields: FactorizationMachine, WideDeep, DeepFM
@@ -8,6 +8,7 @@ multi_task.py     several predictions: MultiGateMixtureOfExperts
 torchrec_dlrm.py  torchrec's own DLRM and DLRM_DCN, sized
 """
 
+from dnis_torchrec.data.recipe import draws as draws
 from examples.models.collaborative import MatrixFactorization as MatrixFactorization
 from examples.models.collaborative import MultiLayerPerceptron as MultiLayerPerceptron
 from examples.models.collaborative import NeuMF as NeuMF
@@ -22,6 +23,5 @@ from examples.models.multi_task import MultiGateMixtureOfExperts as MultiGateMix
 from examples.models.tables import SCALARS as SCALARS
 from examples.models.tables import build_neumf_tables as build_neumf_tables
 from examples.models.tables import build_tables as build_tables
-from examples.models.tables import draws as draws
 from examples.models.torchrec_dlrm import build_dlrm as build_dlrm
 from examples.models.torchrec_dlrm import build_dlrm_dcn as build_dlrm_dcn

@@ -5,11 +5,9 @@ Shapes: D embedding_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -93,34 +91,3 @@ def _table(name: str, features: list[str], rows: int, embedding_dim: int, init_s
         feature_names=features,
         init_fn=partial(nn.init.normal_, std=init_std),
     )
-
-
-def draws(build: Callable[[], nn.Module], seed: int) -> Callable[[int], nn.Module]:
-    """Initial weights of a model, as many times as one likes: a recipe has number 0, its `redraw` makes the others.
-
-    Args:
-        build: draws them from torch's random numbers of the CPU.
-        seed: of the recipe.
-
-    Returns:
-        number -> the model, the same one whenever it is asked for.
-
-    Example:
-        >>> draw = draws(lambda: nn.Linear(2, 1), seed=3)
-        >>> draw(1).weight.equal(draw(1).weight), draw(1).weight.equal(draw(0).weight)
-        (True, False)
-    """
-
-    def draw(number: int) -> nn.Module:
-        with _seeded(seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0])):
-            return build()
-
-    return draw
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draws random numbers from `seed` inside the block and leaves the global generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield

@@ -122,7 +122,7 @@ def test_manifest_tells_everything(written: Path) -> None:
     }
     assert (manifest["scheme"], manifest["dense_state"]) == (["scheme.safetensors"], ["dense_state.safetensors"])
     on_disk = {p.relative_to(written).as_posix() for p in written.rglob("*") if p.is_file()}
-    assert set(manifest["files"]) == on_disk - {"manifest.json"}
+    assert set(manifest["files"]) == on_disk - {"manifest.json", "MODEL_CARD.md"}
     for name, entry in manifest["files"].items():
         content = (written / name).read_bytes()
         assert (entry["bytes"], entry["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())

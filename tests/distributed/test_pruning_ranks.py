@@ -195,7 +195,7 @@ def test_nothing_is_left_of_an_export_but_the_artifact(ranks: RankResults, kind:
         assert own["again"].startswith(f"ValueError: {named}artifact ")
         assert own["scipy"].startswith("NotImplementedError: scipy_formats: supported on one rank, got ")
     folder = ranks.folder / f"{kind}_block"
-    listed = {"manifest.json", *read_manifest(folder)["files"]}
+    listed = {"manifest.json", "MODEL_CARD.md", *read_manifest(folder)["files"]}
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == listed
 
 

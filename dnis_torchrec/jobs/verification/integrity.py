@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.artifact import exact_rows, load_dense_state, read_scheme
+from dnis_torchrec.artifact.card import CARD
 from dnis_torchrec.artifact.forms import Rows
 from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manifest
 from dnis_torchrec.artifact.writing import SCIPY_FORMATS, scipy_file
@@ -49,10 +50,10 @@ def check_files(artifact: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
     for name in manifest["files"]:
         if name not in referred:
             findings.append(Finding("checksums", name, FAILED, f"{unwanted}lists it, and nothing refers to it"))
-    known = {MANIFEST, FETCHED, *manifest["files"]}  # FETCHED lies in copies of what is on storage
+    known = {MANIFEST, CARD, FETCHED, *manifest["files"]}  # FETCHED lies in copies of what is on storage
     for file in sorted(artifact.rglob("*")):
         name = file.relative_to(artifact).as_posix()
-        if (file.is_symlink() or not file.is_dir()) and name not in known:
+        if file.is_symlink() or not (file.is_dir() or name in known):
             findings.append(Finding("checksums", name, FAILED, f"{unwanted}does not list it"))
     return manifest, findings
 

@@ -30,7 +30,7 @@ SMALLEST_ERROR = 1e-7
 LONGEST_BAG = 1_000
 
 Bag = list[tuple[int, float]]
-Bags = dict[str, list[Bag]]
+FeatureBags = dict[str, list[Bag]]
 Row = Callable[[str, int], Tensor]
 """``row(table, id)``: the exact row, ``(D,)`` float32."""
 
@@ -47,7 +47,7 @@ class Oracle:
     scheme: MixedDimensionScheme
     row: Row
 
-    def expected(self, bags: Bags, row_error: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def expected(self, bags: FeatureBags, row_error: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Output key -> pooled ``(B, D)`` in float64, and how far a form may be off, ``(B, 1)``.
 
         Args:
@@ -106,7 +106,7 @@ def check_form(artifact: Path, form: str, collection: str, oracle: Oracle, *, is
     return [*findings, _compare(f"{place}: as zero", module, oracle, unknown, row_error, check="unknown ids")]
 
 
-def bag_cases(scheme: MixedDimensionScheme) -> dict[str, Bags]:
+def bag_cases(scheme: MixedDimensionScheme) -> dict[str, FeatureBags]:
     """Bags that have broken lookups: name -> feature -> bags. The same at every call.
 
     Args:
@@ -120,7 +120,7 @@ def bag_cases(scheme: MixedDimensionScheme) -> dict[str, Bags]:
     def weight() -> float:
         return round(4 * float(torch.rand(1, generator=generator)) - 2, 3)
 
-    def bags(make: Callable[[int], list[list[int]]]) -> Bags:
+    def bags(make: Callable[[int], list[list[int]]]) -> FeatureBags:
         rows = rows_of_features(scheme)
         return {feature: [[(i, weight()) for i in bag] for bag in make(n)] for feature, n in rows.items()}
 
@@ -134,7 +134,7 @@ def bag_cases(scheme: MixedDimensionScheme) -> dict[str, Bags]:
     }
 
 
-def unknown_bags(scheme: MixedDimensionScheme) -> Bags:
+def unknown_bags(scheme: MixedDimensionScheme) -> FeatureBags:
     """Bags with ids that are no rows, beside ones that are.
 
     Args:
@@ -163,7 +163,7 @@ def rows_of_features(scheme: MixedDimensionScheme) -> dict[str, int]:
     return rows
 
 
-def keyed_jagged_tensor(bags: Bags, *, is_weighted: bool) -> KeyedJaggedTensor:
+def keyed_jagged_tensor(bags: FeatureBags, *, is_weighted: bool) -> KeyedJaggedTensor:
     """Bags as TorchRec takes them.
 
     Args:
@@ -181,7 +181,7 @@ def keyed_jagged_tensor(bags: Bags, *, is_weighted: bool) -> KeyedJaggedTensor:
 
 
 def _compare(
-    subject: str, module: nn.Module, oracle: Oracle, bags: Bags, row_error: float, *, check: str = "parity"
+    subject: str, module: nn.Module, oracle: Oracle, bags: FeatureBags, row_error: float, *, check: str = "parity"
 ) -> Finding:
     expected, allowed = oracle.expected(bags, row_error)
     kjt = keyed_jagged_tensor(bags, is_weighted=_is_weighted(oracle.scheme))
@@ -202,7 +202,7 @@ def _compare(
     return judged(check, subject, not wrong, detail)
 
 
-def _check_refusal(subject: str, module: nn.Module, scheme: MixedDimensionScheme, bags: Bags) -> Finding:
+def _check_refusal(subject: str, module: nn.Module, scheme: MixedDimensionScheme, bags: FeatureBags) -> Finding:
     for index in range(3):
         one = {feature: of_feature[index : index + 1] for feature, of_feature in bags.items()}
         try:
