@@ -7,6 +7,7 @@ FLAVOUR ?= auto
 # Address of PyTorch's own wheels, where pip's configuration does not lead to the build of torch that FLAVOUR asks for.
 TORCH_INDEX ?=
 DEMO_OUT ?= demo_run
+SITE ?= site
 
 ifeq ($(FLAVOUR),auto)
 override FLAVOUR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -20,25 +21,28 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-$(FLAVOUR)
 OTHER_FBGEMM := $(if $(filter cpu,$(FLAVOUR)),fbgemm-gpu,fbgemm-gpu-cpu)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+# MkDocs lives in an environment of its own: it needs no torch, and torch's environment none of its packages.
+DOCS := $(VENV)/docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fuzz bench dist clean
+.PHONY: help setup demo test check docs fuzz bench dist clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make setup   environment in $(VENV): torch, fbgemm and torchrec that go together (here: $(FLAVOUR))'
 	@echo 'make demo    search, export, reload, evaluate and report on generated data; writes $(DEMO_OUT)/'
 	@echo 'make test    all tests; those on real data read DNIS_DATA (default ../shared/data) or are skipped'
-	@echo 'make check   lint, format, types, doc examples'
+	@echo 'make check   lint, format, types, doc examples, documentation site'
+	@echo 'make docs    the documentation site in $(SITE)/, strictly: no page without a place, no link without a target'
 	@echo 'make fuzz    hostile arguments for all compiled operators, under the sanitizers; skipped where the compiler has none'
 	@echo 'make bench   quick benchmarks: which ratios moved from the committed ones, benchmarks/ratios.json (minutes)'
 	@echo 'make dist    wheel and sdist in dist/, tried in a clean environment; downloads nothing'
-	@echo 'make clean   remove caches and $(DEMO_OUT)/ ($(VENV) stays)'
-	@echo 'Variables:   FLAVOUR=cpu|cuda|auto  TORCH_INDEX=<address of PyTorch wheels>  PYTHON=python3.12  DEMO_OUT=dir'
+	@echo 'make clean   remove caches, $(SITE)/ and $(DEMO_OUT)/ ($(VENV) stays)'
+	@echo 'Variables:   FLAVOUR=cpu|cuda|auto  TORCH_INDEX=<address of PyTorch wheels>  PYTHON=python3.12  DEMO_OUT=dir  SITE=dir'
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml $(wildcard requirements/*.txt)
+$(STAMP): pyproject.toml $(filter-out requirements/docs.txt,$(wildcard requirements/*.txt))
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 12) or \
 	    sys.exit("error: PYTHON: expected Python 3.11 or 3.12, got %d.%d; run `make setup PYTHON=python3.11`" % v)'
 	@echo 'setup: installing the $(FLAVOUR) flavour into $(VENV)' >&2
@@ -69,11 +73,20 @@ demo: $(STAMP)
 test: $(STAMP)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --durations=10 --numprocesses 2 --dist loadfile
 
-check: $(STAMP)
+check: $(STAMP) docs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --doctest-modules dnis_torchrec
+
+$(DOCS)/.stamp: requirements/docs.txt
+	@echo 'docs: installing MkDocs into $(DOCS)' >&2
+	@test -x $(DOCS)/bin/pip || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip -qq --disable-pip-version-check install -r requirements/docs.txt
+	@touch $@
+
+docs: $(DOCS)/.stamp
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --site-dir $(SITE)
 
 fuzz: $(STAMP)
 	@OMP_WAIT_POLICY=passive $(BIN)/python -W ignore -m tests.fuzz_operators
@@ -88,5 +101,5 @@ dist: $(STAMP)
 	@ls dist
 
 clean:
-	rm -rf $(DEMO_OUT) own_artifact build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(DEMO_OUT) $(SITE) own_artifact build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

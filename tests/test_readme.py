@@ -1,4 +1,4 @@
-"""README's code runs, and its commands exist."""
+"""README is short and plain, what it names exists; its commands run, and its code with that of the how-to pages."""
 
 from __future__ import annotations
 
@@ -6,105 +6,118 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 import torch
-from torchrec.datasets.utils import Batch
-from torchrec.models.dlrm import DLRM
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.serving import PackedEmbeddingBagCollection
-from tests.cli.test_cli import SHORT, dnis
+from tests.cli.test_cli import dnis
+from tests.documents import ROOT, blocks, run_blocks, shell_commands
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
+FOLDERS = {"ml-1m", "trained", "small", "run", "artifact"}
+"""Of README's commands."""
 
-def make_batches(count: int) -> list[Batch]:
-    batches = []
-    for seed in range(count):
-        generator = torch.Generator().manual_seed(seed)
-        ids = (1000 ** torch.rand(64, generator=generator)).long() - 1
-        features = KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.ones(64, dtype=torch.int64))
-        labels = (ids % 2).float()
-        batches.append(Batch(torch.rand(64, 4, generator=generator), features, labels))
-    return batches
+HOW_TO = ("own-loop.md", "serve.md", "sharded.md", "warm-start.md")
+"""Pages whose Python goes on from README's; that of own-data.md is a file of its own."""
 
 
-@pytest.fixture
-def quickstart(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the first two blocks leave behind: the model that somebody has, and the ten lines."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)  # `gloo` is one
-    names: dict[str, Any] = {"make_batches": make_batches}
-    for block in BLOCKS[:2]:
-        exec(block, names)
-    return names
+def sentences(markdown: str) -> list[str]:
+    """Sentences of a page's prose: no code, tables, headings or pictures, the text of links alone."""
+    prose = re.sub(r"^```.*?^```|^\|.*?$|^#.*?$|^!\[.*?\)$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", prose)
+    parts = re.split(r"[.!?][*)]*\s+|\n\n", prose)
+    return [part for part in parts if re.search(r"\w", part)]
 
 
-def test_the_quickstart_runs_as_written(quickstart: dict[str, Any]) -> None:
-    scheme, plain = quickstart["found"].scheme, quickstart["plain"]
-    assert scheme.compression("packed") >= 20  # rows that were never seen are worth nothing
-    assert 0 < scheme.parameters < scheme.dense_parameters
-    served = plain.model.sparse_arch.embedding_bag_collection
-    assert isinstance(served, PackedEmbeddingBagCollection)
-    loss, _ = plain(make_batches(1)[0])
-    assert torch.isfinite(loss)
+def test_it_is_short_and_its_sentences_are() -> None:
+    assert len(README.splitlines()) <= 150
+    found = sentences(README)
+    assert len(found) > 40
+    assert mean(len(sentence.split()) for sentence in found) <= 18
 
 
-def test_the_other_way_to_shard_keeps_the_weights(quickstart: dict[str, Any]) -> None:
-    other_way = BLOCKS[2]
-    torch.manual_seed(0)
-    exec(other_way, quickstart)
-    torch.manual_seed(0)
-    fresh = DLRM(EmbeddingBagCollection(tables=quickstart["tables"]), 4, [32, 16], [32, 1])
-    sharded = quickstart["sharded"].state_dict()
-    (kept,) = (value for name, value in sharded.items() if name.endswith("embedding_bags.t.weight"))
-    table = fresh.sparse_arch.embedding_bag_collection.embedding_bags["t"]
-    assert torch.equal(kept.local_shards()[0].tensor, table.weight)
+@pytest.fixture(scope="module")
+def run(gloo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What README's Python leaves behind, run as one file, in the folder where it leaves an artifact."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("readme"))
+        patch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)  # `gloo` is one
+        yield run_blocks("README.md", {"__name__": "readme"})
 
 
-def test_a_trained_model_is_compressed_as_written(
-    quickstart: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained = quickstart["trained"] = DLRM(EmbeddingBagCollection(tables=quickstart["tables"]), 4, [32, 16], [32, 1])
-    exec(BLOCKS[3], quickstart)
-    assert isinstance(trained.sparse_arch.embedding_bag_collection, PackedEmbeddingBagCollection)
-    assert 10 <= quickstart["compressed"].compression < 11
-    assert bool(quickstart["served"].isfinite().all())
-    assert "  t: 16,000 values, " in capsys.readouterr().out
+def test_its_own_data_are_compressed_and_its_loop_searches(run: dict[str, Any]) -> None:
+    assert 20 <= run["compressed"].compression < 21
+    assert run["found"].scheme.compression("packed") >= 20
+    plain, batch = run["plain"], run["train"][0]
+    assert isinstance(plain.sparse_arch.embedding_bag_collection, PackedEmbeddingBagCollection)
+    assert bool(plain(batch.dense_features, batch.sparse_features).isfinite().all())
+
+
+@pytest.mark.parametrize("page", HOW_TO)
+def test_code_of_how_to_pages_runs_behind_its_own(run: dict[str, Any], page: str) -> None:
+    names = run_blocks(f"docs/how-to/{page}", dict(run))
+    assert any(names[name] is not run.get(name) for name in names)
+
+
+def test_no_other_page_has_code_but_the_recipe() -> None:
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if blocks(str(path.relative_to(ROOT)), "python")]
+    assert sorted(path.name for path in pages) == sorted((*HOW_TO, "own-data.md"))
 
 
 def test_its_process_group_needs_no_launcher() -> None:
-    (line,) = re.findall(r"^torch\.distributed\.init_process_group.*$", BLOCKS[0], re.MULTILINE)
+    (line,) = re.findall(r"^torch\.distributed\.init_process_group.*$", README, re.MULTILINE)
     code = f"import torch\n{line}\nprint(torch.distributed.get_world_size())"
     bare = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "1", done.stderr
 
 
-def test_its_recipe_is_searched(gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = re.findall(r"^(?:import|from) .*$", BLOCKS[0], re.MULTILINE)
-    lines = [*imports, "from tests.test_readme import make_batches", BLOCKS[4]]
-    (tmp_path / "my_ranker.py").write_text("\n".join(lines), encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    done = dnis("search", "my_ranker:recipe", "--compression", 4, "--out", tmp_path / "run", *SHORT)
-    assert done.returncode == 0, done.stderr
-    assert "dnis" in done.stdout
+def write_ratings(folder: Path) -> None:
+    """A ratings.dat in GroupLens' format: 40 users, 150 movies, a fifth of all pairs."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    lines = [
+        f"{user}::{movie}::{1 + (user * movie) % 5}::{978300000 + user}"
+        for user in range(1, 41)
+        for movie in range(1, 151)
+        if float(torch.rand(1, generator=generator)) < 0.2
+    ]
+    (folder / "ratings.dat").write_text("\n".join(lines) + "\n", encoding="latin-1")
+
+
+def test_its_commands_run_in_their_order(gloo, no_images, tmp_path: Path) -> None:
+    """As they stand, in the project's folder; but for two epochs, and with folders of data and results elsewhere."""
+    write_ratings(tmp_path / "ml-1m")
+    commands = [words[1:] for words in shell_commands("README.md") if words[0] == "dnis"]
+    assert [words[0] for words in commands] == ["train", "compress", "evaluate", "search", "export", "report"]
+    for words in commands:
+        moved = [tmp_path / word if word.split("/")[0] in FOLDERS else word for word in words]
+        done = dnis(*moved, *(("--epochs", "2") if words[0] in ("train", "search") else ()))
+        assert done.returncode == 0, (words, done.stderr)
+    assert (tmp_path / "small" / "report.html").is_file()
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 def test_every_file_it_names_exists() -> None:
-    root = Path(__file__).parents[1]
-    for name in re.findall(r"`((?:dnis_torchrec|examples|benchmarks|torchx_components|docs)/[\w./]*)`", README):
-        assert (root / name).exists(), name
-    for name in re.findall(r"\]\((docs/[\w./]+|benchmarks/[\w./]+)\)", README):
-        assert (root / name).exists(), name
+    named = re.findall(r"\]\(((?:docs|benchmarks)/[\w./-]+)[#)]", README)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_target_it_names_exists() -> None:
-    makefile = (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`?make (\w+)", README):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"\bmake (\w+)", README))
+    assert {"setup", "demo", "test", "docs", "check"} <= targets
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def test_code_blocks_are_of_languages_that_are_run() -> None:
+    fences = re.findall(r"^```(\w*)$", README, re.MULTILINE)
+    assert set(fences) == {"python", "sh", ""}
+    assert len(blocks("README.md", "python")) + len(blocks("README.md", "sh")) == len(fences) / 2

@@ -1,0 +1,135 @@
+"""What MkDocs does not know by itself: README, measured pages, notebooks, and the names of the package's face.
+
+MkDocs calls the functions that begin with ``on_``. Nothing of the package is imported, so that a build needs no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+START = "index.md"
+"""README's place in the site."""
+
+MEASURED = "benchmarks"
+"""Folder beside docs/ whose pages and pictures the site shows under the same name."""
+
+MARKER = "<!-- every public name -->"
+ROOM_TITLES = {
+    "allocation": "Compress a trained model",
+    "artifact": "Export and load",
+    "blocks": "Counts and blocks",
+    "data": "Recipes and data",
+    "search": "Search",
+    "serving": "Serve",
+    "soft_selection": "Soft selection and sharding",
+}
+"""Room of the package -> heading above its public names."""
+
+
+def public_names() -> dict[str, list[str]]:
+    """Room -> its names in the package's face, both in alphabetical order."""
+    tree = ast.parse((ROOT / "dnis_torchrec" / "__init__.py").read_text(encoding="utf-8"))
+    values = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    homes = ast.literal_eval(values["_HOME"])
+    rooms: dict[str, list[str]] = {}
+    for name in sorted(ast.literal_eval(values["__all__"])):
+        rooms.setdefault(homes[name].split(".")[0], []).append(name)
+    return dict(sorted(rooms.items()))
+
+
+def reference() -> str:
+    """Markdown of the API page, as mkdocstrings reads it: a heading for each room, a line for each name."""
+    lines = []
+    for room, names in public_names().items():
+        lines += [f"## {ROOM_TITLES.get(room, room)}", "", *(f"::: dnis_torchrec.{name}\n" for name in names)]
+    return "\n".join(lines)
+
+
+def cells(script: str) -> Iterator[tuple[str, str]]:
+    """Kind and text of every cell of a script in percent format: ``"code"``, or ``"markdown"`` without comment signs.
+
+    Args:
+        script: Python source, cells of which begin with a line ``# %%`` or ``# %% [markdown]``.
+
+    Example:
+        >>> list(cells("# %% [markdown]\\n# # Title\\n# %%\\nx = 1\\n"))
+        [('markdown', '# Title'), ('code', 'x = 1')]
+    """
+    for cell in f"\n{script}".split("\n# %%")[1:]:
+        head, _, text = cell.partition("\n")
+        if "[markdown]" in head:
+            yield "markdown", "\n".join(line.removeprefix("#").removeprefix(" ") for line in text.strip().splitlines())
+        else:
+            yield "code", text.strip()
+
+
+def notebook_page(script: str) -> str:
+    """Markdown of a notebook.
+
+    Args:
+        script: see `cells`.
+    """
+    return "\n\n".join(
+        text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells(script) if text
+    )
+
+
+def inside_the_site(page: str, markdown: str) -> str:
+    """Links of a page with those out of docs/ replaced by where the site has their target.
+
+    Args:
+        page: path of the page in the site.
+        markdown: its text.
+
+    Example:
+        >>> inside_the_site("how-to/x.md", "[y](../../benchmarks/y.md), [z](../../README.md#z)")
+        '[y](../benchmarks/y.md), [z](../index.md#z)'
+        >>> inside_the_site("benchmarks/y.md", "[x](../docs/x.md)")
+        '[x](../x.md)'
+        >>> inside_the_site("index.md", "[x](docs/x.md)")
+        '[x](x.md)'
+    """
+    if page == START:
+        return markdown.replace("](docs/", "](")
+    if page.startswith(f"{MEASURED}/"):
+        return markdown.replace("](../docs/", "](../")
+    up = "../" * page.count("/")
+    markdown = markdown.replace(f"](../{up}{MEASURED}/", f"]({up}{MEASURED}/")
+    return markdown.replace(f"](../{up}README.md", f"]({up}{START}")
+
+
+def on_config(config: Any) -> Any:
+    """Gives headings the anchors that GitHub gives them, so that links hold in both."""
+    from pymdownx.slugs import slugify
+
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    return config
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Adds README, the measured pages and the notebooks."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, START, abs_src_path=str(ROOT / "README.md")))
+    for file in sorted((ROOT / MEASURED).iterdir()):
+        if file.suffix in (".md", ".png"):
+            files.append(File.generated(config, f"{MEASURED}/{file.name}", abs_src_path=str(file)))
+    for script in sorted((ROOT / "docs" / "notebooks").glob("*.py")):
+        page = notebook_page(script.read_text(encoding="utf-8"))
+        files.append(File.generated(config, f"notebooks/{script.stem}.md", content=page))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Puts the names of the face into the API page, and links where the site has their targets."""
+    return inside_the_site(page.file.src_uri, markdown.replace(MARKER, reference()))

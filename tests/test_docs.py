@@ -1,0 +1,176 @@
+"""The documentation: every page has a place, every link a target; notebooks run, and commands have their options."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from PIL import Image
+
+from dnis_torchrec.cli.app import app
+from docs import pictures, quality, site
+from tests.cli.test_cli import SHORT, dnis
+from tests.documents import ROOT, blocks, shell_commands
+
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(markdown: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    prose = re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title.lower())) for title in titles)
+    return {title.strip().replace(" ", "-") for title in plain}
+
+
+def broken_links(page: Path, markdown: str) -> list[str]:
+    """Relative links of a page that lead to no file, or to no heading of it."""
+    broken = []
+    for target in re.findall(
+        r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```|`[^`\n]*`", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    ):
+        if re.match(r"https?://|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        is_there = file.is_file() and (not anchor or anchor in anchors(file.read_text(encoding="utf-8")))
+        broken += [] if is_there else [target]
+    return broken
+
+
+def nav_entries(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in nav_entries(entry)]
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# The `form`s, and **more**\n")
+    assert broken_links(page, "[a](page.md#the-forms-and-more) [b](#nothing) [c](none.md) [d](https://x.y)") == [
+        "#nothing",
+        "none.md",
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_has_a_target(page: Path) -> None:
+    assert broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    entries = nav_entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    notebooks = {f"notebooks/{path.stem}.md" for path in NOTEBOOKS}
+    assert sorted(entries) == sorted(pages | notebooks | {site.START})
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    import dnis_torchrec
+
+    reference = site.reference()
+    assert sorted(re.findall(r"^::: dnis_torchrec\.(\w+)$", reference, re.MULTILINE)) == sorted(dnis_torchrec.__all__)
+    assert site.MARKER in (DOCS / "api.md").read_text(encoding="utf-8")
+
+
+def test_links_lead_to_the_same_pages_inside_the_site() -> None:
+    for page in PAGES:
+        inside = (
+            page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT).as_posix().replace("README.md", site.START)
+        )
+        markdown = site.inside_the_site(inside, page.read_text(encoding="utf-8"))
+        assert not re.search(r"\]\((docs/|(\.\./)*(docs/|README\.md))", markdown), page
+        up = "../" * inside.count("/")
+        assert f"](../{up}" not in markdown, page
+
+
+def test_the_recipe_is_searched(gloo, no_images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks("docs/how-to/own-data.md", "python")
+    (tmp_path / "my_ranker.py").write_text(block, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    (words,) = shell_commands("docs/how-to/own-data.md")
+    (tmp_path / "DIR").mkdir()
+    given = [tmp_path / word if word in ("DIR", "run") else word for word in words[1:]]
+    done = dnis(*given, *SHORT, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def unknown_words(words: list[str]) -> list[str]:
+    """The command and the options of a line that `dnis` does not have."""
+    commands = typer.main.get_command(app).commands
+    if words[0] not in commands:
+        return [words[0]]
+    options = {"--help", *(name for part in commands[words[0]].params for name in (*part.opts, *part.secondary_opts))}
+    return [word for word in words[1:] if word.startswith("--") and word.split("=")[0] not in options]
+
+
+def test_commands_of_the_pages_are_those_that_there_are() -> None:
+    assert unknown_words(["searhc"]) == ["searhc"]
+    assert unknown_words(["search", "x", "--comprehension", "4"]) == ["--comprehension"]
+    found = {}
+    for page in (path for path in PAGES if "benchmarks" not in path.parts and "lab-notes" not in path.parts):
+        for words in shell_commands(name_of(page)):
+            if "dnis" in words[:1] or "dnis_torchrec" in words:
+                start = 1 + (0 if words[0] == "dnis" else words.index("dnis_torchrec"))
+                found[" ".join(words)] = unknown_words(words[start:])
+    assert len(found) > 20
+    assert {line: unknown for line, unknown in found.items() if unknown} == {}
+
+
+@pytest.mark.parametrize("notebook", [path for path in NOTEBOOKS if path.stem != "search"], ids=name_of)
+def test_notebooks_run(notebook: Path) -> None:
+    names = runpy.run_path(str(notebook))
+    if notebook.stem == "compress":
+        assert names["found"].compression >= 20
+        assert names["after"] < names["before"] + 0.01
+    else:
+        assert not names["left_out"].unexpected_keys
+        assert float((names["answer"] - names["exact"]).abs().max()) < 0.5
+
+
+def test_the_searching_notebook_runs(gloo, no_images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the tiny recipe, and with its commands in this process."""
+
+    def run(arguments: list[str], *, check: bool) -> None:
+        assert check
+        assert arguments[:3] == [sys.executable, "-m", "dnis_torchrec"]
+        shorter = ("--epochs", "2") if arguments[3] in ("train", "search") else ()
+        done = dnis(*arguments[3:], *shorter)
+        assert done.returncode == 0, done.stderr
+
+    for name, value in {"RECIPE": "tests.tiny:demo", "COMPRESSION": "4", "OUT": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("ML_1M", raising=False)
+    monkeypatch.setattr(subprocess, "run", run)
+    names = runpy.run_path(str(DOCS / "notebooks" / "search.py"))
+    assert set(names["results"]) == {"compressed", "searched"}
+
+
+def test_the_pictures_are_drawn_from_what_was_measured(tmp_path: Path) -> None:
+    rivals, suited = (page.read_text(encoding="utf-8") for page in (quality.RIVALS, quality.SUITED))
+    assert quality.measured(rivals, "## MF, MSE", "compress", "mse")[-1] == (64.24, 0.7270)
+    assert quality.measured(rivals, "## MF, MSE", "uniform", "mse")[0] == (8.0, 0.7183)  # int4, which selection prefers
+    assert quality.suited_fm(suited)[0] == (1.0, 0.8199)
+    quality.draw(tmp_path / "quality.png")
+    with Image.open(tmp_path / "quality.png") as new, Image.open(DOCS / "quality.png") as kept:
+        assert new.size == kept.size
+
+
+def test_the_concept_pages_show_their_pictures(tmp_path: Path) -> None:
+    pictures.draw(tmp_path)
+    for name in pictures.PICTURES:
+        assert f"]({name}.svg)" in (DOCS / "concepts" / f"{name}.md").read_text(encoding="utf-8")
+        assert (tmp_path / f"{name}.svg").read_bytes() == (DOCS / "concepts" / f"{name}.svg").read_bytes(), name
