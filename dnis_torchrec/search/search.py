@@ -13,7 +13,7 @@ optimizers see gradients, for what they average is not stored with weights.
 
 Dense weights have learned what they can by the end of plain training, and overfit first: they go on at `DENSE_SHARE` of
 their rate. What comes out is compared, on the selection split and at the same bytes, with plain training compressed
-without any of it: the better of the two is what a search returns.
+without any of it. A search returns it only if it is ahead by more than a standard error, see `is_ahead`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from dnis_torchrec.blocks.blocking import RowBlocks, blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
-from dnis_torchrec.ranks import together
+from dnis_torchrec.data.task import LOSS
+from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.loop import EpochRecord, FinishedPhase, Phase, SearchEvents, SearchLoop
 from dnis_torchrec.search.ramp import STAGES, Ramp, check_reachable
@@ -49,6 +50,7 @@ from dnis_torchrec.soft_selection.swap import fold_, merge_
 from dnis_torchrec.storage.files import Address
 from dnis_torchrec.training.checkpoint import CheckpointWriteError
 from dnis_torchrec.training.evaluation import selection_loss
+from dnis_torchrec.training.paired_losses import batch_losses, is_ahead
 from dnis_torchrec.training.plain import PlainEvents, train_plainly
 from dnis_torchrec.training.rounding import RoundedTables
 from dnis_torchrec.training.saving import Saving
@@ -83,7 +85,7 @@ class SearchOutcome:
             stay sharded.
         scheme: with bits, scales and shifts of every table.
         predicted_loss_increase: of rounding, see `Allocation`.
-        origin: `SEARCHED`, or `COMPRESSED` where plain training, compressed, is better on the selection split.
+        origin: `SEARCHED` if it is ahead on the selection split by more than chance; else `COMPRESSED`.
         selection_loss: of what is returned.
         selection_losses: of both, by origin.
         counts: training frequencies.
@@ -296,9 +298,10 @@ class _Finishing:
             What was allocated, where from, and the selection losses of both.
         """
         compressed, compressed_loss = self._compress()
+        rival = self._batch_losses()
         searched, searched_loss = self._search()
         losses = {SEARCHED: searched_loss, COMPRESSED: compressed_loss}
-        if searched is not None and searched_loss <= compressed_loss:
+        if searched is not None and searched_loss < compressed_loss and self._is_ahead(rival):
             return searched, SEARCHED, losses
         self._go_back_to_plain_training()
         RoundedTables(self._started.model, compressed.scheme).stop_()
@@ -356,6 +359,16 @@ class _Finishing:
         started, compression = self._started, self._compression
         found = allocate(started.plain, started.blocks, started.counts, worth, compression=compression)
         return found, RoundedTables(started.model, found.scheme)
+
+    def _is_ahead(self, rival: torch.Tensor) -> bool:
+        """Whether the lead over compressed plain training is more than chance; of other metrics any lead counts."""
+        if self._started.recipe.stop_on != LOSS:
+            return True
+        return is_ahead(self._batch_losses(), rival, Ranks.everyone())
+
+    def _batch_losses(self) -> torch.Tensor:
+        started = self._started
+        return batch_losses(started.model, started.recipe.data.selection, started.pipeline.device)
 
     def _selection_loss(self) -> float:
         started = self._started
