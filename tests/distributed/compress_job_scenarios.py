@@ -29,11 +29,11 @@ from dnis_torchrec.data.recipe import DataSplits, Recipe
 from dnis_torchrec.jobs import compress_job, model_shards
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
-from dnis_torchrec.report import figures
 from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from tests.distributed.harness import Rank, Results
 from tests.distributed.pruning_scenarios import outcome_of
+from tests.searched_runs import without_images
 from tests.tiny import EMBEDDING_DIM, Repeatable, make_batch
 
 ROWS = {"user": 41, "genre": 13}
@@ -96,11 +96,12 @@ def spread_as(kind: str, model: nn.Module, device: torch.device) -> nn.Module:
 
 @contextmanager
 def in_kind(kind: str) -> Iterator[None]:
-    """Every table in one sharding type meanwhile, and reports without figures, which take longer than the job."""
-    with (
-        patch.object(model_shards, "spread_tables", lambda model, device: spread_as(kind, model, device)),
-        patch.object(figures, "inline_svg", lambda *_, **__: ""),
-    ):
+    """Every table in one sharding type meanwhile, and reports without figures."""
+
+    def spread(model: nn.Module, device: torch.device) -> nn.Module:
+        return spread_as(kind, model, device)
+
+    with patch.object(model_shards, "spread_tables", spread), without_images():
         yield
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
+import os
 import re
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.search.settings import PruneSettings
+from dnis_torchrec.storage import whole_folders
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.sharded import set_learning_rates_
 from tests.cli.test_cli import dnis
@@ -173,64 +175,46 @@ def test_what_stands_there_is_replaced_only_if_that_was_asked_for_and_it_is_a_ru
         run_prune(run, None, tmp_path / "mine", size=SMALLER, settings=CUT, overwrite=True)
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from dnis_torchrec import Size
-from dnis_torchrec.artifact import manifest as artifact
-from dnis_torchrec.search.settings import PruneSettings
-from dnis_torchrec.storage import whole_folders
-from dnis_torchrec.jobs import prune_job
-from dnis_torchrec.jobs.artifact_jobs import run_export
-from dnis_torchrec.jobs.prune_job import run_prune
-from dnis_torchrec.jobs.report_job import run_report
-from dnis_torchrec.jobs.run_folder import RunFolder
-
-run, out = Path(sys.argv[1]), Path(sys.argv[2])
-
-
-def kill(*_, **__):
+def kill(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def export():
+def killed_in_export(run: Path, out: Path) -> None:
     whole_folders._flush = kill
     run_export(run, out / "artifact", forms=("csr_fp32",))
 
 
-def replace():
+def killed_in_replace(run: Path, out: Path) -> None:
     whole_folders._move_into_place, move = (lambda *given: (move(*given), kill())), whole_folders._move_into_place
     run_export(run, out / "older", forms=("csr_fp32",), overwrite=True)
 
 
-def fine_tune():
+def killed_in_fine_tuning(run: Path, out: Path) -> None:
     prune_job.train_plainly = kill
-    run_prune(run, None, out / "pruned", size=Size(compression=5.5), settings=PruneSettings(fine_tune_epochs=1))
+    run_prune(run, None, out / "pruned", size=SMALLER, settings=TUNED)
 
 
-def write():
+def killed_in_write(run: Path, out: Path) -> None:
     RunFolder.write_rows = kill
-    run_prune(run, None, out / "pruned", size=Size(compression=5.5), settings=PruneSettings(fine_tune_epochs=0))
+    run_prune(run, None, out / "pruned", size=SMALLER, settings=CUT)
 
 
-def report():
+def killed_in_report(run: Path, out: Path) -> None:
     os.replace = kill
     run_report(out / "run")
 
 
-for act in (export, replace, fine_tune, write, report):
-    child = os.fork()
-    if child == 0:
-        act()
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, act
-"""
+KILLED = (killed_in_export, killed_in_replace, killed_in_fine_tuning, killed_in_write, killed_in_report)
 
 
 def test_what_was_killed_leaves_nothing_once_the_same_is_done_again(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     run_export(run, tmp_path / "older", forms=("mixed_dimension_fp32",))
-    subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(run), str(tmp_path)], check=True)
+    for act in KILLED:
+        child = multiprocessing.get_context("forkserver").Process(target=act, args=(run, tmp_path))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL, act
     assert len(list(tmp_path.rglob("*.partial"))) == 2  # each has removed what the one before it left
     before = files_of(tmp_path / "older")
     run_export(run, tmp_path / "artifact", forms=("csr_fp32",))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from functools import partial
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -235,29 +236,29 @@ def test_a_result_that_is_cut_short_leaves_what_was_there(whole: Path, tmp_path:
     assert {path.name: path.read_bytes() for path in out.glob("*.safetensors")} == before
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from dnis_torchrec.jobs.run_folder import RunFolder
-with RunFolder(Path(sys.argv[1])).lock():
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+def hold(run: Path, held: Event) -> None:
+    """Another job at work in a run folder, until it is killed."""
+    with RunFolder(run).lock():
+        held.set()
+        signal.pause()
 
 
 def test_a_second_job_is_refused_until_the_first_is_gone(gloo, tmp_path: Path) -> None:
     out = tmp_path / "run"
     interrupted(out)
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "lock"}
-    command = [sys.executable, "-W", "ignore", "-c", HOLD, str(out)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout.readline() == "held\n"
-        message = rf"expected no other job at work in it, got process {first.pid} on .*; wait for it, or choose another"
-        for changes in ({"saving": Saving(resume=True)}, {"overwrite": True}):
-            with pytest.raises(ValueError, match=message):
-                run_search(job(out, **changes))
-        assert {path: path.read_bytes() for path in files} == files
-        first.kill()
+    context = multiprocessing.get_context("forkserver")
+    held = context.Event()
+    first = context.Process(target=hold, args=(out, held))
+    first.start()
+    assert held.wait(60)
+    message = rf"expected no other job at work in it, got process {first.pid} on .*; wait for it, or choose another"
+    for changes in ({"saving": Saving(resume=True)}, {"overwrite": True}):
+        with pytest.raises(ValueError, match=message):
+            run_search(job(out, **changes))
+    assert {path: path.read_bytes() for path in files} == files
+    first.kill()
+    first.join()
     assert len(run_search(job(out, saving=Saving(resume=True)))) == 1
 
 
