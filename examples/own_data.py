@@ -40,7 +40,7 @@ def recipe(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
     """Makes a recipe of the frame: which column is what, and a model.
 
     Args:
-        data: a Parquet or CSV file with the same columns, or None to draw a frame.
+        data: a folder of Parquet files with the same columns, or None to draw a frame.
         seed: of the split, the order of the batches and the initial weights.
         embedding_dim: D, 64 by default.
     """

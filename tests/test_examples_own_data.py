@@ -14,7 +14,7 @@ from examples.own_data import draw_frame, recipe
 def test_it_is_searched_from_its_frame_and_from_its_file(gloo, tmp_path: Path) -> None:
     drawn = draw_frame(400)
     drawn.to_parquet(tmp_path / "clicks.parquet")
-    ours = recipe(tmp_path / "clicks.parquet", embedding_dim=8)
+    ours = recipe(tmp_path, embedding_dim=8)
     assert ours.data.encoder.num_embeddings.keys() == {"user", "item", "colours"}
     assert ours.data.test.rows.tolist() == list(range(360, 400))  # the latest
     settings = SearchSettings(epochs=1, patience=1, num_blocks=2)

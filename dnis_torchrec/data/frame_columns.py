@@ -5,10 +5,12 @@ Shapes: n rows of the frame.
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import re
 import string
+import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -30,6 +32,16 @@ SEPARATOR = "|"
 LARGEST_NUMBER = 1e30
 """Numbers below it fit into float32."""
 
+_DAMAGED = (
+    pa.ArrowInvalid,
+    pd.errors.ParserError,
+    pd.errors.EmptyDataError,
+    UnicodeDecodeError,
+    gzip.BadGzipFile,
+    zlib.error,
+    EOFError,
+)
+"""What readers raise of files that are damaged or of another kind."""
 _WHOLE_FLOAT = re.compile(r"(-?(?:0|[1-9][0-9]*))\.0")
 
 
@@ -124,14 +136,25 @@ def frame_of(source: Frame, columns: Sequence[Hashable], texts: Iterable[str]) -
 
 
 def _file(place: str, columns: Sequence[Hashable], texts: set[str]) -> pd.DataFrame:
-    kinds = PurePath(place).suffixes[-2:]
+    kinds, is_folder = PurePath(place).suffixes[-2:], os.path.isdir(place)
     if not os.path.exists(place):
         raise FileNotFoundError(describe(place, "a file", "none", "check the path"))
-    if ".csv" in kinds:
-        _check_columns(place, pd.read_csv(place, nrows=0).columns, columns)
-        return pd.read_csv(place, usecols=list(columns), dtype=dict.fromkeys(texts, "string"), low_memory=False)
-    is_parquet = kinds[-1:] in ([".parquet"], [".pq"]) or os.path.isdir(place)
-    check(is_parquet, place, "a file that ends in .parquet or .csv", "".join(kinds) or "no ending", "read it yourself")
+    is_known = is_folder or ".csv" in kinds or kinds[-1:] in ([".parquet"], [".pq"])
+    received = "".join(kinds) or "no ending"
+    check(is_known, place, "a file that ends in .parquet or .csv", received, "read it, and give its frame")
+    try:
+        return _csv(place, columns, texts) if ".csv" in kinds and not is_folder else _parquet(place, columns)
+    except _DAMAGED as error:
+        requirement, told = "whole files of Parquet, or one of CSV in UTF-8", str(error).split("\n")[0]
+        raise ValueError(describe(place, requirement, told, "read it, and give its frame")) from error
+
+
+def _csv(place: str, columns: Sequence[Hashable], texts: set[str]) -> pd.DataFrame:
+    _check_columns(place, pd.read_csv(place, nrows=0).columns, columns)
+    return pd.read_csv(place, usecols=list(columns), dtype=dict.fromkeys(texts, "string"), low_memory=False)
+
+
+def _parquet(place: str, columns: Sequence[Hashable]) -> pd.DataFrame:
     files = ds.dataset(place, format="parquet")
     _check_columns(place, files.schema.names, columns)
     return files.to_table(columns=list(columns)).to_pandas(types_mapper=pd.ArrowDtype)

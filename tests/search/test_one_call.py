@@ -14,7 +14,7 @@ from torch import nn
 
 import dnis_torchrec as dnis
 from dnis_torchrec.allocation import table_sizes
-from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search import one_call
 from dnis_torchrec.search.one_call import SearchResult
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED
@@ -27,7 +27,11 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 
 WITHOUT_A_GROUP = """
-import torch, dnis_torchrec as dnis
+import sys
+import dnis_torchrec as dnis
+assert dnis.search is sys.modules["dnis_torchrec.search"]
+assert "torch" not in sys.modules
+import torch
 from tests.search.test_one_call import SHORT
 from tests.tiny import make_recipe
 
@@ -40,8 +44,13 @@ for _ in range(2):
 
 
 @pytest.fixture(scope="module")
-def found(gloo) -> SearchResult:
-    return dnis.search(make_recipe(), compression=10, settings=SHORT)
+def recipe() -> Recipe:
+    return make_recipe()
+
+
+@pytest.fixture(scope="module")
+def found(gloo, recipe: Recipe) -> SearchResult:
+    return dnis.search(recipe, compression=10, settings=SHORT)
 
 
 def test_the_same_call_gives_the_same_twice_and_leaves_no_process_group() -> None:
@@ -54,10 +63,9 @@ def test_the_same_call_gives_the_same_twice_and_leaves_no_process_group() -> Non
     assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
 
 
-def test_the_recipe_stays_as_it_was(gloo) -> None:
-    recipe, untouched = make_recipe(), make_recipe()
-    dnis.search(recipe, compression=10, settings=SHORT)
-    for name, weight in untouched.model.state_dict().items():
+def test_the_recipe_stays_as_it_was(recipe: Recipe, found: SearchResult) -> None:
+    assert found.model is not recipe.model
+    for name, weight in make_recipe().model.state_dict().items():
         assert weight.equal(recipe.model.state_dict()[name]), name
 
 
@@ -76,8 +84,7 @@ def test_streams_count_their_epochs_anew() -> None:
     assert (counting.epoch, own.train.epoch) == (0, 1)
 
 
-def test_it_meets_the_size_and_its_metrics_are_those_of_the_served_values(gloo, found: SearchResult) -> None:
-    recipe = make_recipe()
+def test_it_meets_the_size_and_its_metrics_are_those_of_the_served_values(recipe: Recipe, found: SearchResult) -> None:
     assert 10 <= found.compression < 14
     assert found.metric == "auc"
     assert evaluate(TrainTask(found.model, recipe.loss), recipe.data.test, recipe.loss, CPU) == found.metrics
