@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import yaml
 from PIL import Image
 
 from dnis_torchrec.cli.app import app
-from docs import pictures, quality, site
+from docs import pictures, quality, rooms, site
 from tests.cli.test_cli import SHORT, dnis
 from tests.documents import ROOT, blocks, shell_commands
 
@@ -84,6 +86,13 @@ def test_the_api_page_has_every_public_name() -> None:
     reference = site.reference()
     assert sorted(re.findall(r"^::: dnis_torchrec\.(\w+)$", reference, re.MULTILINE)) == sorted(dnis_torchrec.__all__)
     assert site.MARKER in (DOCS / "api.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("module", [quality, rooms, site], ids=lambda module: module.__name__)
+def test_examples_in_docstrings_hold(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 def test_links_lead_to_the_same_pages_inside_the_site() -> None:
