@@ -294,7 +294,7 @@ class SearchLoop:
             SearchInterrupted: if a rank was asked to stop.
         """
         self._steps_behind += 1
-        if self._is_stop_requested(self._steps_behind):
+        if self._is_stop_requested():
             kept = f"its phases are saved in {self._folder.path}, --resume finishes it"
             raise SearchInterrupted(f"finishing, step {self._steps_behind}: stopped on request; {kept}")
 
@@ -333,7 +333,7 @@ class SearchLoop:
                 self._losses += share / world_size_of(pipeline.process_group)
                 self._plan.after_step(phase, pipeline.lower_steps - first)
                 self._events.on_step(float(loss), pipeline.alpha_optimizer.last_density)
-            if self._is_stop_requested(self._steps):
+            if self._is_stop_requested():
                 self._save(saver)
                 saver.wait()
                 raise SearchInterrupted(self._how_stopped(saver))
@@ -406,12 +406,12 @@ class SearchLoop:
         self._losses.zero_()
         return mean
 
-    def _is_stop_requested(self, step: int) -> bool:
+    def _is_stop_requested(self) -> bool:
         wanted = self._events.should_stop()
         group = self._pipeline.process_group
         if world_size_of(group) == 1:
             return wanted
-        if step % STOP_INTERVAL:
+        if (self._steps + self._steps_behind) % STOP_INTERVAL:
             return False
         any_wants = torch.tensor(float(wanted), device=self._pipeline.device)
         dist.all_reduce(any_wants, group=group)

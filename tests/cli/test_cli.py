@@ -141,8 +141,8 @@ def test_search_writes_what_others_rely_on(run: Path) -> None:
     assert first["seconds"] > 0
     assert list((run / "tensorboard").glob("events*"))
     assert rows[1]["parameters"] == 416
-    assert 4 * rows[2]["parameters"] <= 1.02 * served
-    assert rows[3]["bytes"]["csr_fp32"] <= served
+    for rival in rows[2:]:  # in whichever precision
+        assert 1664 / rival["compression"] <= 1.02 * served
 
 
 def test_export_and_evaluate_agree_to_the_digit(run: Path, tmp_path: Path) -> None:

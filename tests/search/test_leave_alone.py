@@ -153,6 +153,7 @@ def test_it_is_one_block_of_rows_as_they_stand(tmp_path: Path) -> None:
     recipe = make_recipe()
     tables = table_configs(recipe.model)
     counts = count_training_data(recipe.data, recipe.loss, tables)
+    counts.counts[ALONE][3] = 0  # a row that was never seen, among others
     blocks = blocks_from_counts(counts, tables, num_blocks=3, scope="table", leave_alone=[ALONE])
     plain = blocks_from_counts(counts, tables, num_blocks=3, scope="table")
     assert blocks.routings[ALONE].boundaries.tolist() == [0, ROWS[ALONE]]
