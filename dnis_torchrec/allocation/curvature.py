@@ -391,12 +391,14 @@ def derivatives_at(outputs: Outputs, batch: Batch, loss: Loss | Task, place: str
     return predictions, loss_derivatives(criterion, predictions, labels)
 
 
-def _of_samples(predictions: Outputs, num_samples: int, place: str) -> Tensor:
+def _of_samples(predictions: object, num_samples: int, place: str) -> Tensor:
     """Predictions as ``(B, T)``."""
-    shape = tuple(predictions.shape) if isinstance(predictions, Tensor) else type(predictions).__name__
-    is_of_samples = isinstance(predictions, Tensor) and predictions.dim() in (1, 2) and len(predictions) == num_samples
     requirement = f"predictions ({num_samples},) or ({num_samples}, T) of the model"
-    check(is_of_samples, place, requirement, shape, "give a model that returns its predictions alone")
+    remedy = "give a model that returns its predictions alone, or a task"
+    if not isinstance(predictions, Tensor):
+        raise ValueError(describe(place, requirement, type(predictions).__name__, remedy))
+    is_of_samples = predictions.dim() in (1, 2) and len(predictions) == num_samples
+    check(is_of_samples, place, requirement, tuple(predictions.shape), remedy)
     return predictions if predictions.dim() == 2 else predictions.unsqueeze(1)
 
 

@@ -87,6 +87,14 @@ class Task(nn.Module):
 
     kinds: Mapping[str, str] = {}
 
+    def kinds_of(self, batch: Batch | None) -> Mapping[str, str]:
+        """Returns the kinds of a split's predictions, by name: `kinds`.
+
+        Args:
+            batch: of the split; None where it is not known.
+        """
+        return self.kinds
+
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         """Calls the model, as ``model(dense_features=..., sparse_features=...)``; override it for any other call.
 
@@ -147,12 +155,8 @@ class LossTask(Task):
         queries = batch.queries if isinstance(batch, RankingBatch) else None
         return {"": Predictions(outputs, batch.labels.float(), queries=queries)}
 
-    def kinds_of(self, batch: Batch) -> Mapping[str, str]:
-        """The kinds of a split's predictions: candidates are ranked, whatever the criterion.
-
-        Args:
-            batch: of the split.
-        """
+    def kinds_of(self, batch: Batch | None) -> Mapping[str, str]:
+        """Candidates are ranked, whatever the criterion."""
         return {"": RANKING} if isinstance(batch, RankingBatch) else self.kinds
 
 
@@ -182,16 +186,6 @@ def detached(outputs: Outputs) -> Outputs:
     if not isinstance(outputs, Mapping):
         return outputs.detach()
     return {name: part.detach() if hasattr(part, "detach") else part for name, part in outputs.items()}
-
-
-def kinds_of(task: Task, batch: Batch | None) -> Mapping[str, str]:
-    """Name of each prediction -> its kind, in a split.
-
-    Args:
-        task: of the recipe.
-        batch: of the split; None where it is not known.
-    """
-    return task.kinds_of(batch) if isinstance(task, LossTask) and batch is not None else task.kinds
 
 
 def metric_name(prediction: str, metric: str) -> str:
@@ -281,7 +275,7 @@ def checked_predictions(task: Task, batch: Batch, outputs: Any, place: str) -> d
         ValueError: naming the prediction, if it is missing or not known, has another shape than one value, label and
             weight for each sample, a label that is not finite or no class, or a weight that is negative or not finite.
     """
-    found, kinds = task.predictions(batch, outputs), kinds_of(task, batch)
+    found, kinds = task.predictions(batch, outputs), task.kinds_of(batch)
     names, requirement = sorted({*found, *kinds}), f"the predictions {list(kinds)}, as its kinds have them"
     check(len(names) == len(found) == len(kinds), f"{place}, task {type(task).__name__}", requirement, list(found))
     return {

@@ -18,7 +18,6 @@ from dnis_torchrec.data.task import (
     METRICS,
     checked_predictions,
     direction_of,
-    kinds_of,
     metric_name,
     task_of,
 )
@@ -60,7 +59,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], task: nn.Module, device
     seen = 0
     for batch in batches:
         if not judged:
-            judged = {name: JudgedPredictions(kind, device) for name, kind in kinds_of(task, batch).items()}
+            judged = {name: JudgedPredictions(kind, device) for name, kind in task.kinds_of(batch).items()}
         if not len(batch.labels) and world_size_of() == 1:  # TorchRec's collections look up no batch of none
             continue
         batch = for_lookup(batch).to(device)
@@ -113,6 +112,6 @@ def primary_metric(task: nn.Module, test: Iterable[Batch] = ()) -> tuple[str, bo
     Returns:
         (name, whether higher is better).
     """
-    name, kind = next(iter(kinds_of(task_of(task), next(iter(test), None)).items()))
+    name, kind = next(iter(task_of(task).kinds_of(next(iter(test), None)).items()))
     metric, is_higher_better = next(iter(METRICS[kind].items()))
     return metric_name(name, metric), bool(is_higher_better)

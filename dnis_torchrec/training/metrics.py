@@ -200,6 +200,8 @@ class LogLoss(_TorchRecMetric):
     """
 
     higher_is_better = False
+    cross_entropy_sum: Tensor
+    weighted_num_samples: Tensor
 
     def __init__(self) -> None:
         super().__init__(("cross_entropy_sum", "weighted_num_samples"))
@@ -212,8 +214,7 @@ class LogLoss(_TorchRecMetric):
 
     def compute(self) -> Tensor:
         """Mean of all samples so far."""
-        mean: Tensor = self.cross_entropy_sum / self.weighted_num_samples
-        return mean
+        return self.cross_entropy_sum / self.weighted_num_samples
 
 
 class Calibration(_TorchRecMetric):

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dnis_torchrec.data.lookup_batches import features_of
 from dnis_torchrec.data.over_ranks import (
     SPLITS,
     NotedBatches,
@@ -28,6 +30,7 @@ from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.streaming.checked_counts import count_training_data
 from tests.batches import OneOf, Sample, samples, to_batch, to_samples
 from tests.tiny import make_batch, make_recipe
+from tests.tiny_tasks import two_sided
 
 batches = st.lists(st.lists(samples, min_size=1, max_size=9), min_size=1, max_size=4)
 
@@ -208,3 +211,36 @@ def test_every_split_has_a_fingerprint_of_its_last_pass() -> None:
     assert list(found) == list(SPLITS)
     assert found["train"] == found["validation"] == found["selection"] == noted_of([SAMPLES[:1]])
     assert found["test"] == 2 * found["train"] % (1 << 40)
+
+
+def test_batches_of_two_labels_and_two_sides_are_sliced_and_told_apart() -> None:
+    whole = two_sided(7, seed=1)
+    parts = [list(SlicedBatches([whole], OneOf(rank, 2), "test", equal=False)) for rank in range(2)]
+    first, second = parts[0][0], parts[1][0]
+    assert (first.labels.shape, second.labels.shape) == ((3, 2), (4, 2))
+    joined = torch.cat([first.labels, second.labels]).nan_to_num(-1)
+    assert torch.equal(joined, whole.labels.nan_to_num(-1))
+    for rank, part in enumerate((first, second)):
+        rows = slice(0, 3) if rank == 0 else slice(3, 7)
+        assert torch.equal(part.weights, whole.weights[rows])
+        lengths = whole.candidates.lengths()[rows]
+        assert torch.equal(part.candidates.lengths(), lengths)
+
+    def fingerprint(batch: Batch) -> int:
+        noted = NotedBatches([batch])
+        list(noted)
+        return noted.fingerprint
+
+    ratings, genres = whole.labels.clone(), whole.candidates.values().clone()
+    ratings[2, 1] = 9.0
+    genres[0] = (genres[0] + 1) % 12
+    other = KeyedJaggedTensor(whole.candidates.keys(), genres, lengths=whole.candidates.lengths())
+    changed = [replace(whole, labels=ratings), replace(whole, candidates=other)]
+    assert len({fingerprint(batch) for batch in (whole, *changed)}) == 3
+
+
+def test_a_feature_belongs_to_one_side() -> None:
+    whole = two_sided(4, seed=1)
+    assert features_of(whole).keys() == ["user", "genre"]
+    with pytest.raises(ValueError, match=r"^batch: expected features in one KeyedJaggedTensor each, got \['user'\]"):
+        features_of(replace(whole, candidates=whole.sparse_features))
