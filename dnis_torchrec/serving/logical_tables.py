@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy, Tracer
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -333,6 +334,13 @@ class LogicalCollection(EmbeddingBagCollectionInterface):
         super().__init__()
         check(unknown_ids in UNKNOWN_IDS, "unknown_ids", f"one of {UNKNOWN_IDS}", repr(unknown_ids))
         self._logical, self._zero_unknown = LogicalTables.of(scheme), unknown_ids == "zero"
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Looks bags up. In a graph of torch.fx it is one call of this module: checks of values cannot be traced."""
+        tracer = next((value.tracer for value in (*inputs, *named.values()) if isinstance(value, Proxy)), None)
+        if tracer is None:
+            return super().__call__(*inputs, **named)
+        return tracer.create_proxy("call_module", cast(Tracer, tracer).path_of_module(self), inputs, named)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The logical tables: N rows of D, as before pruning; what DLRM and its like read."""

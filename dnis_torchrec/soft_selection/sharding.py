@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
-from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
@@ -43,18 +42,17 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
 from dnis_torchrec.ranks import on_rank_zero, together
-from dnis_torchrec.soft_selection.feature_processed import SoftSelectionFeatureProcessedEmbeddingBagCollection
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.frozen_tables import freeze_before_sharding_, frozen_tables, hold_frozen_
+from dnis_torchrec.soft_selection.planned_modules import lookup_of, planned_collections, planned_fqns, with_processors
 from dnis_torchrec.soft_selection.table_shards import (
     TableShard,
     collections,
     holders_of_tables,
     local_shards,
     sequence_collections,
-    whole_module_of,
 )
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
 Constraints = Mapping[str, ParameterConstraints]
@@ -116,7 +114,7 @@ def make_sharding_plan(
             no sharder offers, or constraints that do not fit the machines.
         RuntimeError: without a process group.
     """
-    world_size, sharders = _world_size(process_group), _with_processors(sharders)
+    world_size, sharders = _world_size(process_group), with_processors(sharders)
     topology = topology if topology is not None else _topology(device, world_size)
 
     def plan() -> ShardingPlan:
@@ -152,7 +150,7 @@ def check_sharding_plan(
             shape, gives a rank no row of it on a CPU, or cuts the rows of a MEAN table where TorchRec then divides
             wrongly; or naming the FQN, if the model has no such module.
     """
-    tables, lookups = _tables_by_fqn(model), _plain_collections(model)
+    tables, lookups = _tables_by_fqn(model), planned_collections(model)
     for fqn in plan.plan:
         check(_has(model, fqn), f"sharding plan, FQN {fqn!r}", "a module of the model", "none", nearest(fqn, tables))
     for fqn in plan.plan:
@@ -213,13 +211,13 @@ def shard_model(
     world_size = _world_size(process_group)
     if sharders is None:
         sharders = [cast(ModuleSharder[nn.Module], CpuEmbeddingBagCollectionSharder())]
-    sharders = _with_processors(sharders)
+    sharders = with_processors(sharders)
     if plan is None:
         plan = make_sharding_plan(model, device, sharders, process_group=process_group)
     with together(process_group):
         check_sharding_plan(plan, model, device, world_size, get_local_size(world_size))
     _check_same(plan, process_group)
-    unsharded, planned = _every_lookup(model), _planned_fqns(model)
+    unsharded, planned = _every_lookup(model), planned_fqns(model)
     frozen = {fqn: _freeze_before_sharding_(lookup) for fqn, lookup in unsharded.items()}
     weights = _take_weights(model)
     group = process_group if process_group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
@@ -266,14 +264,7 @@ def _reduce_no_tables_(model: nn.Module) -> None:
 
 def _every_lookup(model: nn.Module) -> dict[str, nn.Module]:
     """Collections, or the children of their wrappers, and sequence collections, by the FQN of the outermost."""
-    return {fqn: _lookup_of(module) for fqn, module in (collections(model) | sequence_collections(model)).items()}
-
-
-def _lookup_of(collection: nn.Module) -> nn.Module:
-    """The collection itself, or the child of a wrapper."""
-    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
-        return collection.embedding_bag_collection
-    return collection
+    return {fqn: lookup_of(module) for fqn, module in (collections(model) | sequence_collections(model)).items()}
 
 
 def _freeze_before_sharding_(lookup: nn.Module) -> frozenset[str]:
@@ -291,7 +282,7 @@ def _share_again_(model: nn.Module, unsharded: Mapping[str, nn.Module]) -> None:
     Of a module that a parent holds under several names, TorchRec shards what is under the first alone.
     """
     plain = get_unwrapped_module(model)
-    sharded = {id(lookup): _lookup_of(plain.get_submodule(fqn)) for fqn, lookup in unsharded.items()}
+    sharded = {id(lookup): lookup_of(plain.get_submodule(fqn)) for fqn, lookup in unsharded.items()}
     for parent in list(plain.modules()):
         for name, child in list(parent._modules.items()):
             if id(child) in sharded:
@@ -306,7 +297,7 @@ def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
     """
     weights = {}
     for fqn, module in collections(model).items():
-        for table, bag in cast(EmbeddingBagCollection, _lookup_of(module)).embedding_bags.items():
+        for table, bag in cast(EmbeddingBagCollection, lookup_of(module)).embedding_bags.items():
             weight = bag.weight
             weights[fqn, table] = weight.detach()
             bag.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
@@ -348,40 +339,8 @@ def _tables_by_fqn(model: nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
     """FQN of every plain collection -> table -> (N, D)."""
     return {
         fqn: {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()}
-        for fqn, module in _plain_collections(model).items()
+        for fqn, module in planned_collections(model).items()
     }
-
-
-def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
-    """Returns an unsharded model's collections, also inside wrappers, by the FQN under which TorchRec shards them."""
-    planned = _planned_fqns(model)
-    return {
-        planned[fqn]: cast(EmbeddingBagCollection, _lookup_of(module)) for fqn, module in collections(model).items()
-    }
-
-
-def _planned_fqns(model: nn.Module) -> dict[str, str]:
-    """FQN of every collection of an unsharded model -> that of the module which TorchRec shards."""
-    planned = {}
-    for fqn, module in collections(model).items():
-        is_processed = isinstance(whole_module_of(model, fqn), FeatureProcessedEmbeddingBagCollection)
-        if is_processed or isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
-            own = fqn.rpartition(".")[0]
-        else:
-            own = fqn
-        is_wrapped = isinstance(module, SoftSelectionEmbeddingBagCollection)
-        planned[fqn] = f"{own}.{module.child_name}".removeprefix(".") if is_wrapped else own
-    return planned
-
-
-def _with_processors(sharders: Sharders) -> Sharders:
-    """The sharders, and one for what processes features in front of a collection, made of the collection's sharder."""
-    kinds = {sharder.module_type: sharder for sharder in sharders}
-    inner = kinds.get(EmbeddingBagCollection)
-    if inner is None or FeatureProcessedEmbeddingBagCollection in kinds:
-        return sharders
-    processed = FeatureProcessedEmbeddingBagCollectionSharder(inner, qcomm_codecs_registry=inner.qcomm_codecs_registry)
-    return [*sharders, cast(ModuleSharder[nn.Module], processed)]
 
 
 def _has(model: nn.Module, fqn: str) -> bool:
@@ -408,7 +367,7 @@ def _possible_constraints(
         return dict(constraints)
     offered = sharder.sharding_types(device.type)
     possible = {table: constraints[table] for table in of_sequences if table in constraints}
-    configs = [config for module in _plain_collections(model).values() for config in module.embedding_bag_configs()]
+    configs = [config for module in planned_collections(model).values() for config in module.embedding_bag_configs()]
     means = {config.name for config in configs if config.pooling == PoolingType.MEAN}
     for table, (rows, _) in tables.items():
         place, constraint = f"table {table!r}", constraints.get(table, ParameterConstraints())
@@ -448,7 +407,7 @@ def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
     grid_shard. A prepared model sums everywhere and divides on its own, so any plan does for it.
     """
     divided = ROW_WISE_FAMILY - {ShardingType.GRID_SHARD.value}
-    for fqn, module in _plain_collections(model).items():
+    for fqn, module in planned_collections(model).items():
         if fqn not in plan.plan:
             continue
         planned = cast(Mapping[str, ParameterSharding], plan.plan[fqn])

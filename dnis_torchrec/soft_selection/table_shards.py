@@ -243,9 +243,10 @@ def whole_module_of(model: nn.Module, fqn: str) -> nn.Module:
     """The module that takes the place of a collection in its model: itself, or what processes features in front of it.
 
     Args:
-        model: unwrapped.
-        fqn: of a plain or sharded collection in it.
+        model: in DistributedModelParallel and DDP or not.
+        fqn: of a plain or sharded collection in it, see `collections`.
     """
+    model = get_unwrapped_module(model)
     holder, _, name = fqn.rpartition(".")
     if name == INNER and isinstance(model.get_submodule(holder), FEATURE_PROCESSED):
         return model.get_submodule(holder)

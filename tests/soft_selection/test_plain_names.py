@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+import dnis_torchrec as dnis
 from dnis_torchrec.soft_selection.plain_names import plain_state_dict
 from dnis_torchrec.soft_selection.swap import merge_, prepare_
 from dnis_torchrec.training.checkpoint import (
@@ -21,7 +31,7 @@ from dnis_torchrec.training.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from tests.small_models import MODELS, alpha_of, blocks_for, predict, randomise_alpha_, shard_as
+from tests.small_models import MODELS, ROWS, alpha_of, blocks_for, features, predict, randomise_alpha_, shard_as
 
 SHARDED_AS = (None, "table_wise", "column_wise", "data_parallel")
 
@@ -115,3 +125,37 @@ def test_a_checkpoint_with_the_names_of_wrappers_is_read(tmp_path: Path) -> None
         placed.chunks[0].tensor.zero_()
     read_checkpoint(folder.path_of(1), TrainingState(tensors=tensors, tables=describe_tables(model)), None)
     assert all(torch.equal(placed.chunks[0].tensor, before[key].chunks[0].tensor) for key, placed in tensors.items())
+
+
+@pytest.mark.usefixtures("gloo")
+def test_the_warm_start_of_the_docs_runs_as_written(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    prepared, plain = prepared_and_plain("two_dims", None)
+    for model in (prepared, plain):
+        for collection in (own for own in model.modules() if isinstance(own, EmbeddingBagCollection)):
+            apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
+    whole, other = (dnis.TrainTask(own, nn.BCEWithLogitsLoss()) for own in (plain, prepared))
+    cpu, sharders = torch.device("cpu"), [dnis.CpuEmbeddingBagCollectionSharder()]
+    constraints = dict.fromkeys(ROWS, ParameterConstraints(sharding_types=["table_wise"]))
+    plans = [dnis.make_sharding_plan(task, cpu, sharders, constraints=constraints) for task in (whole, other)]
+    trained = dnis.shard_model(whole, cpu, plans[0])
+    trained.module.model(torch.zeros(5, 3), features()).sum().backward()
+    saved = {"model": trained.state_dict(), "fused": trained.fused_optimizer.state_dict()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated|`torch.distributed")
+        dcp.save(saved, checkpoint_id=tmp_path / "plain")
+        names: dict[str, Any] = {"dnis": dnis, "task": other, "device": cpu, "plan": plans[1]}
+        names["folder"] = tmp_path / "plain"
+        exec(block, names)
+    found = names["sharded"]
+    torch.testing.assert_close(predict(found.module.model), predict(trained.module.model), atol=1e-6, rtol=0)
+    states, expected = (own.fused_optimizer.state_dict()["state"] for own in (found, trained))
+    assert states.keys() == expected.keys()
+    for name, of_table in expected.items():
+        for kind, value in of_table.items():
+            again = states[name][kind]
+            if isinstance(value, ShardedTensor):
+                value, again = (own.local_shards()[0].tensor for own in (value, again))
+            assert torch.equal(again, value)
+            assert "momentum" not in kind or bool(value.any())

@@ -1,0 +1,69 @@
+"""Under which FQNs TorchRec shards a model's collections, and by which sharders: in front of some stand processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import nn
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from dnis_torchrec.soft_selection.feature_processed import SoftSelectionFeatureProcessedEmbeddingBagCollection
+from dnis_torchrec.soft_selection.table_shards import collections, whole_module_of
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+
+
+def planned_fqns(model: nn.Module) -> dict[str, str]:
+    """FQN of every collection of an unsharded model -> that of the module which TorchRec shards.
+
+    Args:
+        model: prepared or not.
+    """
+    planned = {}
+    for fqn, module in collections(model).items():
+        is_processed = isinstance(whole_module_of(model, fqn), FeatureProcessedEmbeddingBagCollection)
+        if is_processed or isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
+            own = fqn.rpartition(".")[0]
+        else:
+            own = fqn
+        is_wrapped = isinstance(module, SoftSelectionEmbeddingBagCollection)
+        planned[fqn] = f"{own}.{module.child_name}".removeprefix(".") if is_wrapped else own
+    return planned
+
+
+def planned_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    """Returns an unsharded model's collections, also inside wrappers, by the FQN under which TorchRec shards them.
+
+    Args:
+        model: prepared or not.
+    """
+    planned = planned_fqns(model)
+    return {planned[fqn]: cast(EmbeddingBagCollection, lookup_of(module)) for fqn, module in collections(model).items()}
+
+
+def lookup_of(collection: nn.Module) -> nn.Module:
+    """The collection itself, or the one inside a wrapper.
+
+    Args:
+        collection: plain, sharded or wrapped.
+    """
+    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+        return collection.embedding_bag_collection
+    return collection
+
+
+def with_processors(sharders: Sequence[ModuleSharder[nn.Module]]) -> Sequence[ModuleSharder[nn.Module]]:
+    """The sharders, and one for what processes features in front of a collection, made of the collection's sharder.
+
+    Args:
+        sharders: of a plan.
+    """
+    kinds = {sharder.module_type: sharder for sharder in sharders}
+    inner = kinds.get(EmbeddingBagCollection)
+    if inner is None or FeatureProcessedEmbeddingBagCollection in kinds:
+        return sharders
+    processed = FeatureProcessedEmbeddingBagCollectionSharder(inner, qcomm_codecs_registry=inner.qcomm_codecs_registry)
+    return [*sharders, cast(ModuleSharder[nn.Module], processed)]
