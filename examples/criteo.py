@@ -38,17 +38,15 @@ OVER_LAYERS = [512, 256]
 TOWER = (256, 128)
 FIRST_ORDER = ("first_order.weights",)
 """They learn at the tables' rate: at the tower's they hardly move, and uniform tables have .490 instead of .487."""
-DEEPFM_ON_SAMPLE = {"dense_learning_rate": 1e-4}
-"""At 1e-3 a tower overfits the sample of 137,139 lines within an epoch. DeepFM's best logloss on `selection` of seed 0,
-at D = 4, was .492 then, and .490 with 1e-4 or 3e-4, first-order weights at the same rate; with theirs it is .487 with
-1e-4. The same for every method and D."""
+DEEPFM_ON_SAMPLE = {"table_learning_rate": 3.33e-4, "dense_learning_rate": 3.33e-5}
+"""Rates of DeepFM on the sample of 137,139 lines, which a tower overfits within an epoch at 1e-3. They and no L2 were
+chosen at D = 64 on `selection` of seed 0 by `python -m benchmarks.plain_grid examples.criteo:deepfm`
+(benchmarks/plain_grid_2cpu_2026-11-27.md). The same for every method and D."""
 WIDE_DEEP_ON_SAMPLE = {"table_learning_rate": 2e-3, "dense_learning_rate": 1e-5}
 """Of 1e-3 and 2e-3 for the tables, and 1e-4, 3e-5 and 1e-5 for the tower, the best for Wide & Deep on `selection` of
 seed 0 at D = 4: logloss .4866, and .4901 with DeepFM's. The same for every method and D."""
-DLRM_ON_SAMPLE = {"dense_learning_rate": 3e-4}
-"""Settings of DLRM on the sample: the best of 1e-3, 3e-4 and 1e-4 on `selection` of seed 0 at D = 4. That D takes the
-bytes of compression 20. Logloss is .5089, .5054 and .5095 there; at D = 64 it is .4996, .5065 and .5093. The rate is
-the same for every method and D."""
+DLRM_ON_SAMPLE = {"embedding_l2": 0.001, "table_learning_rate": 3.33e-4, "dense_learning_rate": 9e-4}
+"""L2 and rates of DLRM on the sample, chosen in the same way. The same for every method and D."""
 CHECKPOINT_VARIABLE = "DNIS_CHECKPOINT"
 CHECKPOINT_FILE = "checkpoint.safetensors"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -23,6 +24,13 @@ BATCH_SIZE = 4096
 EMBEDDING_DIM = 64
 INIT_STD = 0.01
 TOWER = (256, 128)
+PLAIN: dict[str, dict[str, Any]] = {
+    "fm": {"embedding_l2": 0.003, "table_learning_rate": 1e-3, "dense_learning_rate": 3e-3}
+}
+"""Recipe -> L2 and rates of its plain model, the same for all methods: chosen at D=64 on `selection` of seed 0 by
+`python -m benchmarks.plain_grid examples.lastfm_tags:fm` (benchmarks/plain_grid_2cpu_2026-11-27.md)."""
+GUESSED: dict[str, Any] = {"embedding_l2": 0.01, "table_learning_rate": 3e-3}
+"""Those of the others, as MovieLens' clicks have them: chosen by nothing on this data."""
 NOTE = "Last.fm: a random 8:1:1 split; the false labels are drawn, and first-order weights carry nothing by design."
 CONSTANT_DENSE = "Last.fm has no dense features; DLRM's dense arch sees the constant 1."
 
@@ -105,7 +113,6 @@ def _clicks(
         redraw=draw,
         data=samples.split(batch_size=BATCH_SIZE, seed=seed),
         loss=nn.BCEWithLogitsLoss(),
-        table_learning_rate=0.003,
-        embedding_l2=0.01,  # with that rate as MovieLens' clicks have it: a guess, chosen by nothing on this data
+        **PLAIN.get(name, GUESSED),
         notes=(NOTE, *notes),
     )

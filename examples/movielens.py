@@ -50,9 +50,10 @@ CLICKS_TOWER = (256, 128)
 PLAIN: dict[str, dict[str, Any]] = {
     "mf": {"embedding_l2": 0.03, "table_learning_rate": 3.33e-4, "dense_learning_rate": 3e-3},
     "ctr_fm": {"embedding_l2": 0.02, "table_learning_rate": 1e-3},
+    "ctr_dlrm": {"embedding_l2": 0.003, "dense_learning_rate": 3.33e-4},
 }
 """Recipe -> L2 and rates of its plain model, the same for all methods: chosen at D=64 on `selection` of seed 0 by
-`python -m benchmarks.plain_grid examples.movielens:mf` and so on (benchmarks/plain_grid_2cpu_2026-11-26.md). Of FM the
+`python -m benchmarks.plain_grid examples.movielens:mf` and so on (benchmarks/plain_grid_2cpu_2026-11-27.md). Of FM the
 grid is not finished: its rate beside the tables has stayed."""
 CLICKS_LEARNING_RATE = 0.003
 """Learning rate of plain tables for clicks where no grid has chosen another. Without L2 it is the best of .001, .003

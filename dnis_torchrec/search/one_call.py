@@ -113,8 +113,8 @@ def search_once(recipe: Recipe, compression: float = 20.0, *, settings: SearchSe
         own = replace(recipe, model=copy.deepcopy(recipe.model), data=_from_its_epoch(recipe.data))
         events = SearchEvents(on_epoch=_log)
         outcome = search(own, compression, Path(folder), device, settings=settings or SearchSettings(), events=events)
-        metrics = evaluate(TrainTask(outcome.model, recipe.loss), recipe.data.test, recipe.loss, device)
-    metric, _ = primary_metric(recipe.loss, recipe.data.test)
+        metrics = evaluate(TrainTask(outcome.model, recipe.task), recipe.data.test, recipe.loss, device)
+    metric, _ = primary_metric(recipe.task, recipe.data.test)
     found = Allocation(
         scheme=outcome.scheme,
         predicted_loss_increase=outcome.predicted_loss_increase,
