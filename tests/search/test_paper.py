@@ -62,7 +62,7 @@ def test_the_warm_up_is_never_the_best_and_patience_does_not_run_in_it(
     gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, records = [0.1, 0.5, 0.4, 0.6, 0.7], []
-    monkeypatch.setattr(search_loop, "evaluate", lambda *_: {"loss": losses[len(records)]})
+    monkeypatch.setattr(search_loop, "selection_loss", lambda *_: losses[len(records)])
     events = SearchEvents(on_epoch=records.append)
     outcome = search_as_published(make_recipe(), settings_of(epochs=9), tmp_path, CPU, events)
     assert [record.selection_loss for record in outcome.history] == losses

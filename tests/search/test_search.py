@@ -221,7 +221,7 @@ def test_divergence_keeps_the_last_good_checkpoint(gloo, tmp_path: Path) -> None
 def scripted(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> list[EpochRecord]:
     """Lets epochs have the selection losses that are written, and returns where their records go."""
     records: list[EpochRecord] = []
-    monkeypatch.setattr(search_loop, "evaluate", lambda *_: {"loss": losses[len(records)]})
+    monkeypatch.setattr(search_loop, "selection_loss", lambda *_: losses[len(records)])
     return records
 
 

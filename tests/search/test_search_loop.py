@@ -93,7 +93,7 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 def scripted(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> None:
     """Selection losses as written, epoch by epoch."""
     left = iter(losses)
-    monkeypatch.setattr(search_loop, "evaluate", lambda *_: {"loss": next(left)})
+    monkeypatch.setattr(search_loop, "selection_loss", lambda *_: next(left))
 
 
 def test_phases_follow_each_other_and_go_back_to_their_best_epoch(
