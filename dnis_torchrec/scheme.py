@@ -17,6 +17,9 @@ from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.forms import DEFAULT_FORM, FORMS, PACKED, form_named
 
+POOLINGS = ("sum", "mean", "none")
+"""What may become of the rows of a bag."""
+
 
 class DescribedTable(TypedDict):
     """The entry of one table in `MixedDimensionScheme.to_json`."""
@@ -37,10 +40,10 @@ class TableScheme:
 
     Attributes:
         name: table name.
-        collection: FQN of the EmbeddingBagCollection in the model that holds the table.
+        collection: FQN of the collection in the model that holds the table.
         num_embeddings: N.
         embedding_dim: D.
-        pooling: ``"sum"`` or ``"mean"``.
+        pooling: ``"sum"`` or ``"mean"``; ``"none"`` of a table of an EmbeddingCollection, which pools nothing.
         feature_names: features read from the table, in TorchRec's order.
         is_weighted: whether the collection takes per-sample weights.
         routing: row -> block; rows of no block retain nothing.
@@ -68,7 +71,7 @@ class TableScheme:
 
     def __post_init__(self) -> None:
         place = f"table {self.name!r}"
-        check(self.pooling in ("sum", "mean"), place, "pooling 'sum' or 'mean'", repr(self.pooling))
+        check(self.pooling in POOLINGS, place, f"a pooling of {', '.join(map(repr, POOLINGS))}", repr(self.pooling))
         shape = (self.routing.num_blocks, self.embedding_dim)
         check(tuple(self.retained.shape) == shape, place, f"retained of shape {shape}", self.retained.shape)
         check(

@@ -24,7 +24,7 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.ops import bag_splitting
 from dnis_torchrec.soft_selection import bag_check, on_shards, select_pooled
 from dnis_torchrec.soft_selection.alpha import Alpha
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
 from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 from dnis_torchrec.training import sharded as sharding_of_training
 
@@ -143,7 +143,7 @@ MODELS = {
 
 def blocks_for(model: nn.Module, scope: str = "global") -> RowBlocks:
     """Blocks that fit the D of each table of a model."""
-    configs = [config for module in collections(model).values() for config in module.embedding_bag_configs()]
+    configs = [config for config in table_configs(model) if config.name in ROWS]
     return blocks(scope, {config.name: config.embedding_dim for config in configs})
 
 

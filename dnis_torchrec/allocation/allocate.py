@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torchrec.modules.embedding_configs import PoolingType
 
 from dnis_torchrec.allocation.curvature import Curvature
 from dnis_torchrec.allocation.energies import (
@@ -347,7 +346,7 @@ def _scheme_of(table: BlockedTable, blocks: RowBlocks, codes: ColumnCodes) -> Ta
         collection=table.collection,
         num_embeddings=config.num_embeddings,
         embedding_dim=config.embedding_dim,
-        pooling="mean" if config.pooling == PoolingType.MEAN else "sum",
+        pooling=config.pooling.value.lower(),
         feature_names=tuple(config.feature_names),
         is_weighted=table.is_weighted,
         routing=routing,

@@ -17,7 +17,7 @@ from typing import cast
 
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dnis_torchrec.allocation.allocate import Allocation, allocate
 from dnis_torchrec.allocation.curvature import ENOUGH_SAMPLES, Curvature, checked_batch, curvature, on_all
@@ -37,6 +37,7 @@ from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chunk
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
+from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
 from dnis_torchrec.soft_selection.swap import replace_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, ranks_of, table_configs_of
 from dnis_torchrec.streaming.counting import count_stream
@@ -112,7 +113,8 @@ def compress(
 ) -> Allocation:
     """Replaces the tables of a trained model by tables of bit fields, in place, without a training step.
 
-    Every EmbeddingBagCollection becomes a PackedEmbeddingBagCollection, which serves and does not train. Tables are
+    Every EmbeddingBagCollection becomes a PackedEmbeddingBagCollection, and every EmbeddingCollection a
+    ServedEmbeddingCollection of packed tables; both serve and do not train. All tables share one budget. They are
     turned first where that is known to change no prediction (`with_axes_`, `rotation_groups`); frozen ones keep their
     axes, and are compressed as all others are. What no batch reads is worth nothing and may be dropped.
 
@@ -207,7 +209,7 @@ def measure_(
     remedy = "give a list, a DataLoader, or an object whose __iter__ begins anew"
     check(not isinstance(batches, Iterator), "batches", again, type(batches).__name__, remedy)
     found = collections(model)
-    check(bool(found), "model", "an EmbeddingBagCollection in it", "none")
+    check(bool(found), "model", "an embedding collection in it", "none")
     ranks = ranks_of(*found.values())
     tables = [table for collection in found.values() for table in table_configs_of(collection)]
     with on_all(ranks):
@@ -226,7 +228,9 @@ def measure_(
     return Measured(model, counts, blocks, worth, energies, sample)
 
 
-def packed_collections(model: nn.Module, scheme: MixedDimensionScheme) -> dict[str, PackedEmbeddingBagCollection]:
+def packed_collections(
+    model: nn.Module, scheme: MixedDimensionScheme
+) -> dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection]:
     """The collections of a model as tables of bit fields, ready to take their places. Local; the model does not change.
 
     A table is read once, a chunk of rows at a time.
@@ -242,23 +246,31 @@ def packed_collections(model: nn.Module, scheme: MixedDimensionScheme) -> dict[s
         ValueError: for NaN or infinity in a table, a table without a scheme, or a scheme without bits.
         NotImplementedError: for a sharded model.
     """
-    packed = {}
+    packed: dict[str, PackedEmbeddingBagCollection | ServedEmbeddingCollection] = {}
     for fqn, collection in _plain_collections(model).items():
         tables = {}
-        for config in collection.embedding_bag_configs():
+        for config in table_configs_of(collection):
             check(config.name in scheme.tables, f"table {config.name!r}", "a scheme of its own", "none")
             tables[config.name] = scheme.tables[config.name]
         weights = {shard.table: shard.weight for shard in local_shards(collection)}
         rows = {name: _packed_table(table, weights[name]) for name, table in tables.items()}
-        packed[fqn] = PackedEmbeddingBagCollection(MixedDimensionScheme(tables), rows)
+        of_collection = MixedDimensionScheme(tables)
+        if isinstance(collection, EmbeddingCollection):
+            served = {
+                name: PackedEmbeddingBagCollection(table_of_single_ids(table), rows) for name, table in tables.items()
+            }
+            need_indices = collection.need_indices()
+            packed[fqn] = ServedEmbeddingCollection(of_collection, served, need_indices=need_indices)
+        else:
+            packed[fqn] = PackedEmbeddingBagCollection(of_collection, rows)
     return packed
 
 
-def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
-    plain: dict[str, EmbeddingBagCollection] = {}
+def _plain_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection | EmbeddingCollection]:
+    plain: dict[str, EmbeddingBagCollection | EmbeddingCollection] = {}
     for fqn, collection in collections(model).items():
-        if not isinstance(collection, EmbeddingBagCollection):
-            supported, remedy = "supported is a plain EmbeddingBagCollection", "merge_ or unshard the model first"
+        if not isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
+            supported, remedy = "supported is a plain embedding collection", "merge_ or unshard the model first"
             raise NotImplementedError(describe(f"FQN {fqn!r}", supported, type(collection).__name__, remedy))
         plain[fqn] = collection
     return plain

@@ -41,13 +41,14 @@ from dnis_torchrec.allocation.loss_derivatives import (
 )
 from dnis_torchrec.allocation.pooled_blocks import (
     Apart,
-    CollectionBlocks,
     Entries,
     Lookup,
+    WatchedCollection,
     merged,
     sum_by_group,
     watching,
 )
+from dnis_torchrec.allocation.sequence_blocks import watched_collection
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.batches import slice_of
@@ -170,11 +171,11 @@ def curvature(
     enough = math.inf if num_samples is None else num_samples
     check(enough >= 1, "num_samples", "at least 1, or None for all", num_samples)
     found = collections(model)
-    check(bool(found), "model", "an EmbeddingBagCollection in it", "none")
+    check(bool(found), "model", "an embedding collection in it", "none")
     read_by_name_(model, refuse_weights=None)
     device, ranks = device_of(model), ranks_of(*found.values())
     tables = [table for collection in found.values() for table in table_configs_of(collection)]
-    of = [CollectionBlocks(collection, blocks, device) for collection in found.values()]
+    of = [watched_collection(collection, blocks, device) for collection in found.values()]
     sums = _Sums(tables, blocks, device)
     with evaluating(model), watching(of) as lookups:
         measure = _Measure(model, loss, ranks, lookups)
@@ -192,10 +193,9 @@ def device_of(model: nn.Module) -> torch.device:
     return model.device if isinstance(model, DistributedModelParallel) else next(model.parameters()).device
 
 
-def _samples_at_a_time(of: Iterable[CollectionBlocks]) -> int:
+def _samples_at_a_time(of: Iterable[WatchedCollection]) -> int:
     """Returns the number of samples whose pooled embeddings, gradients and blocks fit into `BYTES_AT_A_TIME`."""
-    floats = sum((blocks.num_slots + 2) * sum(o.embedding_dim for o in blocks.outputs) for blocks in of)
-    return max(1, BYTES_AT_A_TIME // (4 * floats))
+    return max(1, BYTES_AT_A_TIME // (4 * sum(watched.floats_per_sample for watched in of)))
 
 
 def on_all(ranks: Ranks) -> AbstractContextManager[None]:
@@ -302,7 +302,7 @@ class _LookedUp:
     Attributes:
         at: the loss around the predictions.
         calls: one entry per call of a collection. It holds the lookup, the same block by block where need be, and the
-            gradient of the predictions in its output, ``(T, B, columns)``.
+            gradient of the predictions in its output, ``(T, B, columns)``, or ``(T, I, D)`` of one that pools nothing.
     """
 
     at: LossDerivatives
@@ -332,15 +332,15 @@ class _Measure:
                 remedy = "do not detach the embeddings in the model"
                 requirement = "predictions that come from embeddings"
                 check(predictions.requires_grad, place, requirement, "constants", remedy)
-            leaves = [lookup.pooled.values() for lookup in self._lookups]
+            leaves = [lookup.leaf for lookup in self._lookups]
             gradients = [
                 torch.autograd.grad(of_output.sum(), leaves, retain_graph=True, materialize_grads=True)
                 for of_output in predictions.unbind(1)
             ]
-        for lookup, leaf in zip(self._lookups, leaves, strict=True):
-            if len(leaf) != len(predictions):
+        for lookup in self._lookups:
+            if lookup.features.stride() != len(predictions):
                 supported = "supported are collections that look up one bag per sample"
-                received = f"{len(leaf)} bags of {len(predictions)} samples"
+                received = f"{lookup.features.stride()} bags of {len(predictions)} samples"
                 tables = sorted({output.table for output in lookup.of.outputs})
                 raise NotImplementedError(describe(f"tables {tables}", supported, received))
         with torch.no_grad():
@@ -424,7 +424,7 @@ class _Sums:
         batch_size = len(at.first)
         entries: dict[str, list[Entries]] = {name: [] for name in self._of_tables}
         for lookup, apart, gradient in looked_up.calls:
-            for table, own in lookup.of.entries(lookup.features, lookup.pooled, apart, gradient):
+            for table, own in lookup.of.entries(lookup, apart, gradient):
                 entries[table].append(own)
         total, noise = 0.0, 0.0
         for table, of_table in entries.items():

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.allocation.row_sample import RowSample, sample_rows, sampled_values
 from dnis_torchrec.blocks.bit_fields import WIDTHS, is_coded
@@ -28,6 +26,7 @@ from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.soft_selection.table_shards import (
     collections,
+    is_weighted,
     local_shards,
     num_copies,
     ranks_of,
@@ -106,7 +105,7 @@ def blocked_tables(model: nn.Module, blocks: RowBlocks) -> list[BlockedTable]:
         ValueError: if none has, or a table has another size than its blocks.
     """
     tables = [
-        BlockedTable(config, fqn, _is_weighted(module))
+        BlockedTable(config, fqn, is_weighted(module))
         for fqn, module in collections(model).items()
         for config in table_configs_of(module)
         if config.name in blocks.routings
@@ -206,10 +205,3 @@ def table_energies(values: Tensor, sample: RowSample, num_blocks: int, bits: Seq
         scale=torch.stack([codes.scale.T for codes in fitted]),
         shift=torch.stack([codes.shift.T for codes in fitted]),
     )
-
-
-def _is_weighted(collection: nn.Module) -> bool:
-    if isinstance(collection, ShardedEmbeddingBagCollection):
-        return collection._is_weighted
-    assert isinstance(collection, EmbeddingBagCollectionInterface)
-    return collection.is_weighted()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +65,57 @@ class Apart:
     lengths: Mapping[str, Tensor]
 
 
-class CollectionBlocks:
-    """A collection of a model, and the blocks of its tables.
+class WatchedCollection:
+    """Base of a model's collection and the blocks of its tables, pooled or not.
+
+    Attributes:
+        collection: plain, sharded, or wrapped by soft selection.
+        outputs: everything that stands behind its output keys.
+        num_slots: see `CollectionBlocks`; 0 where nothing is looked up twice.
+        floats_per_sample: numbers that a sample's embeddings, gradients and blocks take, roughly.
+    """
+
+    collection: nn.Module
+    outputs: tuple[PooledFeature, ...]
+    num_slots: int
+    floats_per_sample: int
+
+    def note(self, features: KeyedJaggedTensor, output: Any) -> Lookup:
+        """A call of the collection, its output replaced by a leaf that requires a gradient.
+
+        Args:
+            features: the bags, stride B.
+            output: what the collection returned for them.
+        """
+        raise NotImplementedError
+
+    def block_by_block(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The bags to look up once more, so that every block is pooled alone; only called where there are slots.
+
+        Args:
+            features: the bags, stride B.
+        """
+        raise NotImplementedError
+
+    def entries(self, lookup: Lookup, apart: Apart | None, gradient: Tensor) -> Iterator[tuple[str, Entries]]:
+        """Yields the reads of every feature, block by block. Local, no collective.
+
+        Args:
+            lookup: a call of the collection.
+            apart: the output for `block_by_block`; None where there are no slots.
+            gradient: ``(T, *shape of the lookup's leaf)``, of the predictions in the leaf.
+
+        Yields:
+            ``(table, entries)``, in the order of the outputs.
+
+        Raises:
+            ValueError: for a bag of several ids of a single-id feature.
+        """
+        raise NotImplementedError
+
+
+class CollectionBlocks(WatchedCollection):
+    """A pooled collection of a model, and the blocks of its tables.
 
     Args:
         collection: plain, sharded, or wrapped by soft selection.
@@ -109,6 +159,7 @@ class CollectionBlocks:
             for outputs in of_feature.values()
             for output in outputs
         ]
+        self.floats_per_sample = (self.num_slots + 2) * sum(output.embedding_dim for output in self.outputs)
         self._splitter = BagSplitter(splits).to(device)
         self._rows_of_slots = self._place_keys(list(keys_of.values())).to(device)
 
@@ -140,24 +191,15 @@ class CollectionBlocks:
             stride=self.num_slots * batch_size,
         )
 
-    def entries(
-        self, features: KeyedJaggedTensor, pooled: KeyedTensor, apart: Apart | None, gradient: Tensor
-    ) -> Iterator[tuple[str, Entries]]:
-        """Yields the reads of every feature, block by block. Local, no collective.
+    def note(self, features: KeyedJaggedTensor, output: KeyedTensor) -> Lookup:
+        """A call of the collection, its output replaced by a leaf that requires a gradient."""
+        leaf = output.values().detach().requires_grad_()
+        return Lookup(self, features, KeyedTensor(output.keys(), output.length_per_key(), leaf), leaf)
 
-        Args:
-            features: the bags.
-            pooled: the collection's output for them.
-            apart: the same for `block_by_block`; None where no feature is multi-hot.
-            gradient: ``(T, B, sum of D)``, of the predictions in the values of `pooled`.
-
-        Yields:
-            ``(table, entries)``, in the order of the outputs.
-
-        Raises:
-            ValueError: for a bag of several ids of a single-id feature.
-        """
-        bags, by_key = jagged_by_key(features), pooled.to_dict()
+    def entries(self, lookup: Lookup, apart: Apart | None, gradient: Tensor) -> Iterator[tuple[str, Entries]]:
+        """Yields the reads of every feature, block by block. Local, no collective."""
+        pooled: KeyedTensor = lookup.output
+        bags, by_key = jagged_by_key(lookup.features), pooled.to_dict()
         ends = torch.tensor(pooled.length_per_key()).cumsum(0).tolist()
         columns = {key: slice(end - by_key[key].shape[1], end) for key, end in zip(pooled.keys(), ends, strict=True)}
         for output in self.outputs:
@@ -199,12 +241,14 @@ class Lookup:
     Attributes:
         of: the collection.
         features: the bags that the model gave it.
-        pooled: the output that the model got; its values are a leaf that requires a gradient.
+        output: what the model got.
+        leaf: that its values are, or are views of; it requires a gradient.
     """
 
-    of: CollectionBlocks
+    of: WatchedCollection
     features: KeyedJaggedTensor
-    pooled: KeyedTensor
+    output: Any
+    leaf: Tensor
 
     def apart(self) -> Apart | None:
         """Looks the bags up once more, block by block; None where no feature is multi-hot.
@@ -222,7 +266,7 @@ class Lookup:
 
 
 @contextmanager
-def watching(of: Sequence[CollectionBlocks]) -> Iterator[list[Lookup]]:
+def watching(of: Sequence[WatchedCollection]) -> Iterator[list[Lookup]]:
     """Within the block collections learn nothing, and what they return is a leaf that requires a gradient.
 
     Args:
@@ -247,26 +291,25 @@ def watching(of: Sequence[CollectionBlocks]) -> Iterator[list[Lookup]]:
 
 
 def _noting(
-    blocks: CollectionBlocks, forward: Callable[[KeyedJaggedTensor], KeyedTensor], lookups: list[Lookup]
-) -> Callable[[KeyedJaggedTensor], KeyedTensor]:
-    def look_up(features: KeyedJaggedTensor) -> KeyedTensor:
+    blocks: WatchedCollection, forward: Callable[[KeyedJaggedTensor], Any], lookups: list[Lookup]
+) -> Callable[[KeyedJaggedTensor], Any]:
+    def look_up(features: KeyedJaggedTensor) -> Any:
         if not torch.is_grad_enabled():
             return forward(features)
         check_one_batch_size(features)
         with torch.no_grad():
-            pooled = _wait(forward(features))
-        leaf = pooled.values().detach().requires_grad_()
+            output = _wait(forward(features))
         if isinstance(blocks.collection, SoftSelectionFeatureProcessedEmbeddingBagCollection):
             features = blocks.collection.processed(features)  # a bag taken apart has other places
-        lookups.append(Lookup(blocks, features, KeyedTensor(pooled.keys(), pooled.length_per_key(), leaf)))
-        return lookups[-1].pooled
+        lookups.append(blocks.note(features, output))
+        return lookups[-1].output
 
     return look_up
 
 
-def _wait(pooled: KeyedTensor | LazyAwaitable[KeyedTensor]) -> KeyedTensor:
+def _wait(output: Any) -> Any:
     """Waits for the output of a sharded collection, which may still be on its way."""
-    return pooled.wait() if isinstance(pooled, LazyAwaitable) else pooled
+    return output.wait() if isinstance(output, LazyAwaitable) else output
 
 
 def merged(entries: Sequence[Entries], batch_size: int) -> Entries:
@@ -286,8 +329,23 @@ def merged(entries: Sequence[Entries], batch_size: int) -> Entries:
     if len(entries) == 1:
         return entries[0]
     places = torch.cat([own.blocks * batch_size + own.samples for own in entries])
+    return one_of_each(places, torch.cat([own.worth for own in entries], dim=1), batch_size)
+
+
+def one_of_each(places: Tensor, worth: Tensor, batch_size: int) -> Entries:
+    """Adds up reads of one table until each pair of a sample and a block stands there once.
+
+    Args:
+        places: ``(n,)`` int64, block * B + sample of each read.
+        worth: ``(T, n, D)``.
+        batch_size: B.
+
+    Example:
+        >>> one = one_of_each(torch.tensor([3, 0, 3]), torch.tensor([[[1.0], [2.0], [4.0]]]), 2)
+        >>> one.samples.tolist(), one.blocks.tolist(), one.worth.flatten().tolist()
+        ([0, 1], [0, 1], [2.0, 5.0])
+    """
     places, runs = places.unique(return_inverse=True)
-    worth = torch.cat([own.worth for own in entries], dim=1)
     worth = torch.stack([sum_by_group(of_output, runs, len(places)) for of_output in worth])
     return Entries(places % batch_size, places // batch_size, worth)
 

@@ -8,6 +8,7 @@ Shapes: N rows, D embedding_dim, S blocks, R retained dims of a block.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -28,6 +29,7 @@ from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
+from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, is_unpooled, table_of_single_ids
 
 
 def read_scheme(path: Path | str) -> MixedDimensionScheme:
@@ -90,7 +92,7 @@ def load(
     device: torch.device | str = "cpu",
     unknown_ids: str = "error",
     verify: bool = False,
-) -> EmbeddingBagCollectionInterface:
+) -> EmbeddingBagCollectionInterface | ServedEmbeddingCollection:
     """Serves any form."""
 
 
@@ -102,7 +104,7 @@ def load(
     device: torch.device | str = "cpu",
     unknown_ids: str = "error",
     verify: bool = False,
-) -> EmbeddingBagCollectionInterface:
+) -> EmbeddingBagCollectionInterface | ServedEmbeddingCollection:
     """Builds a serving module from an artifact.
 
     Tables on the CPU stay in the artifact's files, memory-mapped, and are read as rows are looked up. A form that the
@@ -120,7 +122,7 @@ def load(
             of a table that were changed give other numbers (never an access outside the table).
 
     Returns:
-        A drop-in for the model's EmbeddingBagCollection.
+        A drop-in for the model's EmbeddingBagCollection, or a `ServedEmbeddingCollection` for its EmbeddingCollection.
 
     Raises:
         ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor one that it can be made
@@ -135,7 +137,11 @@ def load(
         scheme, shards = _in_uniform_bits(path, manifest, scheme, wanted, verify)
     else:
         shards = {n: _shards_in_form(path, manifest, table, known, verify) for n, table in scheme.tables.items()}
-    return codec_of(known).build(known, scheme, shards, device=device, unknown_ids=unknown_ids)
+    build = partial(codec_of(known).build, known, device=device, unknown_ids=unknown_ids)
+    if not is_unpooled(scheme):
+        return build(scheme, shards)
+    tables = {name: build(table_of_single_ids(table), shards) for name, table in scheme.tables.items()}
+    return ServedEmbeddingCollection(scheme, tables)
 
 
 def default_form(manifest: Mapping[str, Any]) -> str:

@@ -1,39 +1,71 @@
-"""Pooled outputs of a model's embedding collections, recorded during a forward pass, and the L2 penalty on them.
+"""Outputs of a model's embedding collections, recorded during a forward pass, and the L2 penalty on them.
 
 Shapes: B batch, F (feature, table) pairs, D embedding_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 from torch import Tensor, nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-_POOLED = (
+SEQUENCES = (EmbeddingCollectionInterface, ShardedEmbeddingCollection)
+"""Collections that pool nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnpooledOutput:
+    """The output of an EmbeddingCollection.
+
+    Attributes:
+        by_key: output key -> embeddings of its ids; perhaps a proxy, which a tracer does not let iterate.
+        keys: of all of them.
+    """
+
+    by_key: Mapping[str, JaggedTensor]
+    keys: Sequence[str]
+
+
+Output: TypeAlias = KeyedTensor | UnpooledOutput
+
+_COLLECTIONS = (
     EmbeddingBagCollectionInterface,
     ShardedEmbeddingBagCollection,
     ShardedFeatureProcessedEmbeddingBagCollection,  # which does not call the collection that it holds
+    *SEQUENCES,
 )
 
 
 def table_names(model: nn.Module) -> list[str]:
-    """Names of the tables of a model's EmbeddingBagCollections, which nobody has sharded yet.
+    """Names of the tables of a model's collections, pooled or not, which nobody has sharded yet.
 
     Args:
         model: plain.
     """
-    found = [module for module in model.modules() if isinstance(module, EmbeddingBagCollectionInterface)]
-    return list(dict.fromkeys(table.name for module in found for table in module.embedding_bag_configs()))
+    names: list[str] = []
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollectionInterface):
+            names += [table.name for table in module.embedding_bag_configs()]
+        elif isinstance(module, EmbeddingCollectionInterface):
+            names += [table.name for table in module.embedding_configs()]
+    return list(dict.fromkeys(names))
 
 
 @contextmanager
-def pooled_outputs(model: nn.Module) -> Iterator[list[KeyedTensor]]:
-    """Collects the outputs of a model's pooled collections in the block. Local, no collective.
+def pooled_outputs(model: nn.Module) -> Iterator[list[Output]]:
+    """Collects the outputs of a model's collections in the block. Local, no collective.
 
     Of nested collections the outermost counts: what the model reads is what a wrapper, as soft selection is one, made
     of its child's output. Sharded collections return awaitables, which the reader of `KeyedTensor.values` waits for.
@@ -44,7 +76,7 @@ def pooled_outputs(model: nn.Module) -> Iterator[list[KeyedTensor]]:
         model: sharded or not, prepared or not.
 
     Yields:
-        One KeyedTensor per call of a collection, in the order of the calls.
+        One output per call of a collection, in the order of the calls: a KeyedTensor where bags are pooled.
 
     Example:
         >>> import torch
@@ -59,26 +91,47 @@ def pooled_outputs(model: nn.Module) -> Iterator[list[KeyedTensor]]:
         >>> [tuple(output.values().shape) for output in outputs]
         [(2, 8)]
     """
-    outputs: list[KeyedTensor] = []
+    outputs: list[Output] = []
+
+    def note(module: nn.Module, bags: object, output: KeyedTensor | Mapping[str, JaggedTensor]) -> None:
+        outputs.append(UnpooledOutput(output, _keys_of(module)) if isinstance(module, SEQUENCES) else output)
+
     with ExitStack() as stack:
         for collection in _outermost_collections(model):
-            hook = collection.register_forward_hook(lambda module, bags, output: outputs.append(output))
+            hook = collection.register_forward_hook(note)
             stack.callback(hook.remove)
         yield outputs
 
 
-def squared_norm(outputs: Sequence[KeyedTensor]) -> Tensor | float:
+def squared_norm(outputs: Sequence[Output]) -> Tensor | float:
     """Returns the mean squared norm of a batch's looked-up embeddings: ``1/B sum over b, f of |v_bf|^2``.
 
-    v_bf is the pooled embedding of feature f of sample b. Differentiable; in float32 where embeddings are narrower.
+    v_bf is the pooled embedding of feature f of sample b; where nothing is pooled, every id of the sample has one, and
+    all of them are added up. Differentiable; in float32 where embeddings are narrower.
 
     Args:
-        outputs: ``(B, sum of D over the F keys)`` each, as `pooled_outputs` collects them.
+        outputs: as `pooled_outputs` collects them.
 
     Returns:
         A scalar; 0 of no outputs.
     """
-    return sum(output.values().float().square().sum(dim=1).mean() for output in outputs)
+    return sum((_squared_norm(output) for output in outputs), 0.0)
+
+
+def _squared_norm(output: Output) -> Tensor | float:
+    if isinstance(output, UnpooledOutput):
+        own = [output.by_key[key] for key in output.keys]
+        return sum(jagged.values().float().square().sum() / jagged.lengths().numel() for jagged in own)
+    return output.values().float().square().sum(dim=1).mean()
+
+
+def _keys_of(collection: nn.Module) -> list[str]:
+    """The output keys of an EmbeddingCollection, sharded or not."""
+    if isinstance(collection, ShardedEmbeddingCollection):
+        names = get_embedding_names_by_table(collection._embedding_configs)
+    else:
+        names = cast(EmbeddingCollectionInterface, collection).embedding_names_by_table()
+    return [name for of_table in names for name in of_table]
 
 
 def _outermost_collections(model: nn.Module) -> list[nn.Module]:
@@ -87,7 +140,7 @@ def _outermost_collections(model: nn.Module) -> list[nn.Module]:
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        if isinstance(module, _POOLED):
+        if isinstance(module, _COLLECTIONS):
             found[id(module)] = module
         else:
             waiting += module.children()

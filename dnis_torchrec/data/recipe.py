@@ -229,7 +229,8 @@ class TrainTask(nn.Module):
     pulled towards zero, as often as it is looked up. The gradient comes to the tables through their own backward pass,
     hence exactly, fused optimizers and every sharding included. Over ranks it is averaged as the data's loss is.
 
-    Sequence embeddings (`EmbeddingCollection`) and weights that are no tables are not penalised.
+    Of an `EmbeddingCollection`, which pools nothing, every id of a sample has such a term of its own. Weights that are
+    no tables are not penalised.
 
     Args:
         model: see `Recipe.model`.

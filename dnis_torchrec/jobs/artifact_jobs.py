@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
 from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
@@ -23,6 +24,7 @@ from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from dnis_torchrec.soft_selection.table_shards import collections, table_configs_of
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.process_group import process_group
@@ -170,7 +172,7 @@ def _check_features(collection: nn.Module, scheme: MixedDimensionScheme, fqn: st
 
 
 def drop_in_(model: nn.Module, artifact: Path, *, form: str | None = None) -> nn.Module:
-    """Puts an artifact's serving modules and dense weights into a model in place of its EmbeddingBagCollections.
+    """Puts an artifact's serving modules and dense weights into a model in place of its embedding collections.
 
     A model of TorchRec's whose tables were turned has axes beside its weights; a fresh one gets them (`with_axes_`).
 
@@ -195,6 +197,9 @@ def drop_in_(model: nn.Module, artifact: Path, *, form: str | None = None) -> nn
         with_axes_(model)
     for name in names:
         served = load(artifact, form=form, collection=name)
+        plain = of_model[name]
+        if isinstance(served, ServedEmbeddingCollection) and isinstance(plain, EmbeddingCollection):
+            served.pass_indices_(plain.need_indices())
         parent, _, child = name.rpartition(".")
         if not name:
             return served

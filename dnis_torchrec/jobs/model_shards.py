@@ -34,6 +34,7 @@ from dnis_torchrec.soft_selection.table_shards import (
     local_shards,
     num_copies,
     table_configs_of,
+    tables_under,
 )
 from dnis_torchrec.storage.files import Address, file_names, inside, put_file, remove_file
 from dnis_torchrec.storage.json_files import Positive, parse_json
@@ -71,7 +72,7 @@ def save_shards(folder: Address, model: nn.Module, ranks: Ranks) -> None:
     for index, (name, held) in enumerate(shards.items()):
         if copies[name] == 1 or index % ranks.world_size == ranks.rank:
             fqn = configs[name][0]
-            key = f"{fqn}.embedding_bags.{name}.weight".removeprefix(".")
+            key = f"{fqn}.{tables_under(found[fqn])}.{name}.weight".removeprefix(".")
             tensors |= {f"table/{s.first_row}/{s.first_column}/{key}": s.weight.contiguous() for s in held}
     if ranks.is_first:
         tensors |= {f"dense/{name}": value.detach().clone() for name, value in dense_state(model).items()}
@@ -260,7 +261,7 @@ def fill_(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
     with writing_to_tables(model):
         for fqn, module in collections(model).items():
             for shard in local_shards(module):
-                key = f"{fqn}.embedding_bags.{shard.table}.weight".removeprefix(".")
+                key = f"{fqn}.{tables_under(module)}.{shard.table}.weight".removeprefix(".")
                 stored[key].copy_to_(shard.weight, (shard.first_row, shard.first_column))
 
 

@@ -41,7 +41,7 @@ from dnis_torchrec.jobs.model_shards import delete_shards, has_shards, save_shar
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_report_rows, write_rows
-from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme
+from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
 from dnis_torchrec.soft_selection.table_shards import collections, ranks_of
 from dnis_torchrec.storage.fetching import FETCHED
 from dnis_torchrec.storage.files import Address, inside, put_file, remove_file
@@ -429,7 +429,7 @@ class RunFolder:
     def tables(self) -> dict[str, Tensor]:
         """Merged and pruned tables by name, ``(N, D)`` each."""
         state, tables = self.state(), self.scheme().tables
-        keys = {name: _key(table.collection, f"embedding_bags.{name}.weight") for name, table in tables.items()}
+        keys = {name: _key_of_table(table) for name, table in tables.items()}
         missing = [key for key in keys.values() if key not in state]
         place = f"run folder {self.path}"
         check(not missing, place, "the model to hold the tables of run.json", f"no {missing[:3]}", _DAMAGED)
@@ -437,7 +437,12 @@ class RunFolder:
 
     def dense_state(self) -> dict[str, Tensor]:
         """Everything of the model that is no table."""
-        return {name: value for name, value in self.state().items() if ".embedding_bags." not in f".{name}"}
+        keys = {_key_of_table(table) for table in self.scheme().tables.values()}
+        return {
+            name: value
+            for name, value in self.state().items()
+            if name not in keys and ".embedding_bags." not in f".{name}"
+        }
 
     def rows(self) -> tuple[ReportRow, ...]:
         """Rows of report.json."""
@@ -476,6 +481,12 @@ def _settings(head: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kind(head: Mapping[str, Any]) -> str:
     return str(head.get("kind", SEARCHED_RUN))
+
+
+def _key_of_table(table: TableScheme) -> str:
+    """The name of a table's weights in the state_dict of the plain model."""
+    under = "embeddings" if table.pooling == "none" else "embedding_bags"
+    return _key(table.collection, f"{under}.{table.name}.weight")
 
 
 def _key(collection: str, name: str) -> str:

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
@@ -286,7 +287,7 @@ def _check_ordinary_gradients(model: nn.Module) -> None:
     supported = "supported for one-step unrolling is the dense compute kernel in data_parallel sharding"
     remedy = "shard the tables so, as training.shard does for replicated Adam, or take the first order (None)"
     for module in model.modules():
-        if not isinstance(module, ShardedEmbeddingBagCollection):
+        if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             continue
         for table, sharding in module.module_sharding_plan.items():
             received = f"{sharding.compute_kernel} kernel in {sharding.sharding_type} sharding"

@@ -82,7 +82,7 @@ def search_once(recipe: Recipe, compression: float = 20.0, *, settings: SearchSe
     progress and resuming there is ``dnis search``. Every epoch is logged at level INFO.
 
     Args:
-        recipe: model, data and loss.
+        recipe: model, data, and loss or task.
         compression: bytes of the float32 tables over bytes served, above 1; met from below.
         settings: how to search; the defaults are for every recipe.
 
@@ -113,7 +113,7 @@ def search_once(recipe: Recipe, compression: float = 20.0, *, settings: SearchSe
         own = replace(recipe, model=copy.deepcopy(recipe.model), data=_from_its_epoch(recipe.data))
         events = SearchEvents(on_epoch=_log)
         outcome = search(own, compression, Path(folder), device, settings=settings or SearchSettings(), events=events)
-        metrics = evaluate(TrainTask(outcome.model, recipe.task), recipe.data.test, recipe.loss, device)
+        metrics = evaluate(TrainTask(outcome.model, recipe.task), recipe.data.test, recipe.task, device)
     metric, _ = primary_metric(recipe.task, recipe.data.test)
     found = Allocation(
         scheme=outcome.scheme,

@@ -166,7 +166,7 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             raise NotImplementedError(describe("BilevelTrainPipeline", supported, "DMPCollection (2D parallelism)"))
         self._process_group = model._env.process_group if isinstance(model, DistributedModelParallel) else None
         for fqn, wrapper in wrappers.items():
-            check_frozen_are_held(fqn, wrapper.embedding_bag_collection)
+            check_frozen_are_held(fqn, wrapper.lookup)
         select_on_shards_(model)
         read_by_name_(model)
         first = next(iter(wrappers.values()))

@@ -1,4 +1,4 @@
-"""Serving: modules that look pruned tables up in place of an EmbeddingBagCollection."""
+"""Serving: modules that look pruned tables up in place of a model's embedding collections."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection, block_tables
     from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
     from dnis_torchrec.serving.packed_table import PackedTable
+    from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 
 __all__ = [
     "CsrEmbeddingBagCollection",
@@ -17,6 +18,7 @@ __all__ = [
     "MixedDimensionEmbeddingBagCollection",
     "PackedEmbeddingBagCollection",
     "PackedTable",
+    "ServedEmbeddingCollection",
     "block_tables",
     "load_operator",
 ]
@@ -28,6 +30,7 @@ _HOME = {
     "MixedDimensionEmbeddingBagCollection": "dnis_torchrec.serving.mixed_dimension",
     "PackedEmbeddingBagCollection": "dnis_torchrec.serving.packed",
     "PackedTable": "dnis_torchrec.serving.packed_table",
+    "ServedEmbeddingCollection": "dnis_torchrec.serving.sequences",
     "block_tables": "dnis_torchrec.serving.mixed_dimension",
 }
 """Public name -> its module: a server loads the modules of the form that it serves, and no others."""

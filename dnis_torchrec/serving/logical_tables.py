@@ -67,13 +67,16 @@ class LogicalTables:
             scheme: the tables of ONE collection.
 
         Raises:
-            ValueError: if the scheme holds no table, or tables of several collections.
+            ValueError: if the scheme holds no table, tables of several collections, or one that is not pooled.
         """
         tables = list(scheme.tables.values())
         check(bool(tables), "scheme", "at least one table", "none")
         owners = sorted({(table.collection, table.is_weighted) for table in tables})
         remedy = "build one module for each collection"
         check(len(owners) == 1, "scheme", "the tables of one collection", [name for name, _ in owners], remedy)
+        remedy = "serve it by a ServedEmbeddingCollection"
+        for table in tables:
+            check(table.pooling != "none", f"table {table.name!r}", "a table that is pooled", "none", remedy)
         configs = [torchrec_config(table, table.embedding_dim) for table in tables]
         return LogicalTables(
             configs=configs,

@@ -20,10 +20,15 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ParameterSharding
+
+TRAINED_LOOKUPS = (GroupedPooledEmbeddingsLookup, GroupedEmbeddingsLookup)
+"""TorchRec's lookups that train, of pooled collections and of sequences."""
 
 
 def lookups(model: nn.Module) -> list[nn.Module]:
@@ -32,7 +37,8 @@ def lookups(model: nn.Module) -> list[nn.Module]:
     Args:
         model: sharded or not.
     """
-    sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
+    kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+    sharded = [module for module in model.modules() if isinstance(module, kinds)]
     found = [lookup for module in sharded for lookup in module._lookups]
     return [lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in found]
 
@@ -46,7 +52,7 @@ def writing_to_tables(model: nn.Module) -> Iterator[None]:
     Args:
         model: sharded or not; a pipeline that prefetches is detached meanwhile.
     """
-    of_torchrec = [lookup for lookup in lookups(model) if isinstance(lookup, GroupedPooledEmbeddingsLookup)]
+    of_torchrec = [lookup for lookup in lookups(model) if isinstance(lookup, TRAINED_LOOKUPS)]
     for lookup in of_torchrec:
         lookup.flush()
     try:
@@ -62,7 +68,7 @@ def forget_cached_rows(model: nn.Module) -> None:
         model: sharded or not.
     """
     for lookup in lookups(model):
-        if isinstance(lookup, GroupedPooledEmbeddingsLookup):
+        if isinstance(lookup, TRAINED_LOOKUPS):
             lookup.purge()
 
 
@@ -81,6 +87,9 @@ class PrefetchedTables:
         sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
         infos = [info for module in sharded for own in module.sharding_type_to_sharding_infos.values() for info in own]
         self.names = [info.embedding_config.name for info in infos if _is_prefetched(info)]
+        for module in model.modules():
+            if isinstance(module, ShardedEmbeddingCollection):
+                self.names += [table for table, own in module.module_sharding_plan.items() if _is_planned_so(own)]
         parts = (part for lookup in lookups(model) for part in lookup.modules())
         kernels = [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
         self.kernels = [kernel for kernel in kernels if kernel.prefetch_pipeline and kernel.lxu_cache_weights.numel()]
@@ -116,6 +125,11 @@ class PrefetchedTables:
 def _is_prefetched(info: EmbeddingShardingInfo) -> bool:
     is_cached = info.param_sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
     return is_cached and bool((info.fused_params or {}).get("prefetch_pipeline"))
+
+
+def _is_planned_so(planned: ParameterSharding) -> bool:
+    is_cached = planned.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+    return is_cached and planned.cache_params is not None and bool(planned.cache_params.prefetch_pipeline)
 
 
 def _unlock(kernel: nn.Module, locations: list[Tensor]) -> None:

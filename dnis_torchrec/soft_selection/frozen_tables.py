@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.fused import FusedOptimizerModule
 
@@ -92,6 +93,16 @@ def hold_frozen_(collection: Any, holders: nn.ModuleDict, tables: Collection[str
             vars(kernel.emb_module)["set_learning_rate"] = _keep_rate
 
 
+def note_frozen_(collection: ShardedEmbeddingCollection, tables: Collection[str]) -> None:
+    """Notes which tables were frozen when an EmbeddingCollection was sharded: TorchRec does not keep it. Local.
+
+    Args:
+        collection: sharded.
+        tables: frozen ones.
+    """
+    vars(collection)["frozen_when_sharded"] = frozenset(tables)
+
+
 def check_frozen_are_held(fqn: str, collection: nn.Module) -> None:
     """Checks that the frozen tables of a collection were sharded as such. Local, no collective.
 
@@ -102,11 +113,14 @@ def check_frozen_are_held(fqn: str, collection: nn.Module) -> None:
     Raises:
         NotImplementedError: naming them, if TorchRec's kernels would step them.
     """
-    if not isinstance(collection, ShardedEmbeddingBagCollection):
+    if isinstance(collection, ShardedEmbeddingBagCollection):
+        infos = itertools.chain.from_iterable(collection.sharding_type_to_sharding_infos.values())
+        frozen = {info.embedding_config.name for info in infos if not info.param.requires_grad}  # when it was sharded
+    elif isinstance(collection, ShardedEmbeddingCollection):
+        frozen = set(getattr(collection, "frozen_when_sharded", ()))
+    else:
         return
     held: frozenset[str] = getattr(collection, "frozen_tables", frozenset())
-    infos = itertools.chain.from_iterable(collection.sharding_type_to_sharding_infos.values())
-    frozen = {info.embedding_config.name for info in infos if not info.param.requires_grad}  # when it was sharded
     stepped = sorted(frozen - held)
     if stepped:
         supported = "supported are frozen tables (requires_grad=False) that dnis_torchrec.shard_model has sharded"

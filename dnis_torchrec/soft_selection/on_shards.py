@@ -76,6 +76,8 @@ def select_on_shards_(model: nn.Module) -> nn.Module:
         `model`.
     """
     for wrapper in soft_selection_modules(model).values():
+        if not isinstance(wrapper, SoftSelectionEmbeddingBagCollection):
+            continue  # an EmbeddingCollection pools nothing: its volume is the plain model's
         collection = wrapper.embedding_bag_collection
         if isinstance(collection, ShardedEmbeddingBagCollection) and wrapper.bag_splitter is not None:
             lookups = [_without_ddp(lookup) for lookup in collection._lookups]

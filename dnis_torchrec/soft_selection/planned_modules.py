@@ -12,8 +12,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from dnis_torchrec.soft_selection.feature_processed import SoftSelectionFeatureProcessedEmbeddingBagCollection
-from dnis_torchrec.soft_selection.table_shards import collections, whole_module_of
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.soft_selection.table_shards import collections, lookup_of, whole_module_of
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
 
 
 def planned_fqns(model: nn.Module) -> dict[str, str]:
@@ -29,30 +29,19 @@ def planned_fqns(model: nn.Module) -> dict[str, str]:
             own = fqn.rpartition(".")[0]
         else:
             own = fqn
-        is_wrapped = isinstance(module, SoftSelectionEmbeddingBagCollection)
+        is_wrapped = isinstance(module, SoftSelectionModule)
         planned[fqn] = f"{own}.{module.child_name}".removeprefix(".") if is_wrapped else own
     return planned
 
 
-def planned_collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+def planned_collections(model: nn.Module) -> dict[str, nn.Module]:
     """Returns an unsharded model's collections, also inside wrappers, by the FQN under which TorchRec shards them.
 
     Args:
         model: prepared or not.
     """
     planned = planned_fqns(model)
-    return {planned[fqn]: cast(EmbeddingBagCollection, lookup_of(module)) for fqn, module in collections(model).items()}
-
-
-def lookup_of(collection: nn.Module) -> nn.Module:
-    """The collection itself, or the one inside a wrapper.
-
-    Args:
-        collection: plain, sharded or wrapped.
-    """
-    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
-        return collection.embedding_bag_collection
-    return collection
+    return {planned[fqn]: lookup_of(module) for fqn, module in collections(model).items()}
 
 
 def with_processors(sharders: Sequence[ModuleSharder[nn.Module]]) -> Sequence[ModuleSharder[nn.Module]]:

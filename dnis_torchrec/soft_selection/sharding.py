@@ -16,15 +16,14 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -36,31 +35,36 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from dnis_torchrec.checks import check, check_known, describe, nearest
 from dnis_torchrec.ranks import on_rank_zero, together
+from dnis_torchrec.soft_selection.dense_sequences import read_rows_in_order_
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.frozen_tables import freeze_before_sharding_, frozen_tables, hold_frozen_
-from dnis_torchrec.soft_selection.planned_modules import lookup_of, planned_collections, planned_fqns, with_processors
+from dnis_torchrec.soft_selection.planned_modules import planned_collections, planned_fqns, with_processors
+from dnis_torchrec.soft_selection.planned_shards import (
+    ON_ONE_HOST,
+    ROW_WISE_FAMILY,
+    check_column_cuts,
+    check_ranks,
+    check_shards,
+)
 from dnis_torchrec.soft_selection.table_shards import (
     TableShard,
     collections,
     holders_of_tables,
+    is_pooled,
     local_shards,
-    sequence_collections,
+    lookup_of,
+    table_configs_of,
 )
 from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
 Constraints = Mapping[str, ParameterConstraints]
-
-ROW_WISE_FAMILY = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
-"""Sharding types that cut rows: parts of a bag are pooled on several ranks."""
-ON_ONE_HOST = {ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
-"""Sharding types that cut rows over the ranks of one host, one shard for each."""
 
 
 class CpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
@@ -79,6 +83,20 @@ class CpuEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Sharding types for a kind of device, each once."""
         own = super().sharding_types(compute_device_type)
         return list(dict.fromkeys([*own, *sorted(ROW_WISE_FAMILY)]))
+
+
+def default_sharders(
+    fused_params: dict[str, Any] | None = None, *, of_bags: dict[str, Any] | None = None
+) -> list[ModuleSharder[nn.Module]]:
+    """A sharder for each kind of collection: pooled ones and sequences of embeddings. Local.
+
+    Args:
+        fused_params: optimizer and settings of fused kernels; None leaves them to TorchRec.
+        of_bags: further settings of those of pooled collections.
+    """
+    for_bags = fused_params if of_bags is None else {**(fused_params or {}), **of_bags}
+    sharders = [CpuEmbeddingBagCollectionSharder(for_bags), EmbeddingCollectionSharder(fused_params)]
+    return [cast(ModuleSharder[nn.Module], sharder) for sharder in sharders]
 
 
 def make_sharding_plan(
@@ -166,11 +184,14 @@ def check_sharding_plan(
             place = f"sharding plan, table {table!r}"
             kind = type(lookups[fqn])
             remedy = "make the plan for the prepared model"
-            if kind is not EmbeddingBagCollection:
-                remedy = f"build it as an EmbeddingBagCollection: sharders take no subclass, such as {kind.__name__}"
+            if kind not in (EmbeddingBagCollection, EmbeddingCollection):
+                base = EmbeddingBagCollection if is_pooled(lookups[fqn]) else EmbeddingCollection
+                remedy = f"build it as an {base.__name__}: sharders take no subclass, such as {kind.__name__}"
             check(table in planned, place, f"an entry under FQN {fqn!r}", "none", remedy)
-            _check_ranks(planned[table], place, world_size, local_world_size)
-            _check_shards(planned[table], place, shape, device)
+            check_ranks(planned[table], place, world_size, local_world_size)
+            check_shards(planned[table], place, shape, device)
+        if not is_pooled(lookups[fqn]):
+            check_column_cuts(planned)
     _check_pooling(plan, model)
 
 
@@ -197,7 +218,7 @@ def shard_model(
         model: unsharded, prepared or not. Used up.
         device: where to train.
         plan: the same on every rank; by default that of `make_sharding_plan`.
-        sharders: those that the plan was made with; by default a `CpuEmbeddingBagCollectionSharder`.
+        sharders: those that the plan was made with; by default `default_sharders`.
         process_group: the ranks; all of them if None.
 
     Returns:
@@ -210,7 +231,7 @@ def shard_model(
     """
     world_size = _world_size(process_group)
     if sharders is None:
-        sharders = [cast(ModuleSharder[nn.Module], CpuEmbeddingBagCollectionSharder())]
+        sharders = default_sharders()
     sharders = with_processors(sharders)
     if plan is None:
         plan = make_sharding_plan(model, device, sharders, process_group=process_group)
@@ -242,6 +263,8 @@ def shard_model(
     for fqn, lookup in _every_lookup(sharded).items():
         if isinstance(lookup, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             hold_frozen_(lookup, holders_of_tables(lookup), frozen[fqn])
+        if isinstance(lookup, ShardedEmbeddingCollection):
+            read_rows_in_order_(lookup)
     if world_size == 1:
         _reduce_no_tables_(sharded)
     read_by_name_(sharded, refuse_weights=True)
@@ -256,15 +279,15 @@ def _reduce_no_tables_(model: nn.Module) -> None:
     There it only copies their whole gradients into buckets in every step, and divides them by one.
     """
     for module in model.modules():
-        if isinstance(module, ShardedEmbeddingBagCollection):
+        if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             for i, lookup in enumerate(module._lookups):
                 if isinstance(lookup, DistributedDataParallel):
                     module._lookups[i] = lookup.module
 
 
 def _every_lookup(model: nn.Module) -> dict[str, nn.Module]:
-    """Collections, or the children of their wrappers, and sequence collections, by the FQN of the outermost."""
-    return {fqn: lookup_of(module) for fqn, module in (collections(model) | sequence_collections(model)).items()}
+    """Collections, or the children of their wrappers, by the FQN of the outermost."""
+    return {fqn: lookup_of(module) for fqn, module in collections(model).items()}
 
 
 def _freeze_before_sharding_(lookup: nn.Module) -> frozenset[str]:
@@ -293,15 +316,17 @@ def _take_weights(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
     """Takes the weights out of a model: (FQN, table) -> weight; parameters on the meta device stay in their place.
 
     TorchRec keeps what it has sharded for as long as the sharded collection lives: with weights, that would be twice
-    the memory. It copies the weights of sequence collections itself, and of no others.
+    the memory. Of sequence collections that are not on the meta device it would copy the weights itself.
     """
     weights = {}
-    for fqn, module in collections(model).items():
-        for table, bag in cast(EmbeddingBagCollection, lookup_of(module)).embedding_bags.items():
-            weight = bag.weight
+    for fqn, lookup in _every_lookup(model).items():
+        for table, holder in holders_of_tables(lookup).items():
+            weight = cast(nn.Parameter, holder.weight)
             weights[fqn, table] = weight.detach()
-            bag.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
-            vars(bag.weight).update(vars(weight))  # the optimizers that are noted there
+            holder.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+            vars(holder.weight).update(vars(weight))  # the optimizers that are noted there
+        if isinstance(lookup, EmbeddingCollection):
+            lookup._device = torch.device("meta")
     return weights
 
 
@@ -338,7 +363,7 @@ def _topology(device: torch.device, world_size: int) -> Topology:
 def _tables_by_fqn(model: nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
     """FQN of every plain collection -> table -> (N, D)."""
     return {
-        fqn: {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()}
+        fqn: {table.name: (table.num_embeddings, table.embedding_dim) for table in table_configs_of(module)}
         for fqn, module in planned_collections(model).items()
     }
 
@@ -355,37 +380,45 @@ def _possible_constraints(
     model: nn.Module, device: torch.device, sharders: Sharders, topology: Topology, constraints: Constraints
 ) -> dict[str, ParameterConstraints]:
     """The constraints, narrowed to the sharding types that a table can have."""
-    tables = {name: shape for of_collection in _tables_by_fqn(model).values() for name, shape in of_collection.items()}
-    sequences = sequence_collections(model).values()
-    of_sequences = [
-        config.name for module in sequences for config in cast(EmbeddingCollection, module).embedding_configs()
-    ]
+    of_model = [config for module in planned_collections(model).values() for config in table_configs_of(module)]
     for table in constraints:
-        check_known("table", table, [*tables, *of_sequences])
-    sharder = next((own for own in sharders if own.module_type is EmbeddingBagCollection), None)
-    if sharder is None:
-        return dict(constraints)
-    offered = sharder.sharding_types(device.type)
-    possible = {table: constraints[table] for table in of_sequences if table in constraints}
-    configs = [config for module in planned_collections(model).values() for config in module.embedding_bag_configs()]
-    means = {config.name for config in configs if config.pooling == PoolingType.MEAN}
-    for table, (rows, _) in tables.items():
-        place, constraint = f"table {table!r}", constraints.get(table, ParameterConstraints())
-        wanted = constraint.sharding_types or offered
-        types = [kind for kind in wanted if kind in offered]
-        requirement = f"a sharding type that the sharder offers on {device.type}: {', '.join(offered)}"
-        check(bool(types), place, requirement, wanted)
-        if table in means:  # see _check_pooling
-            types = [kind for kind in types if kind not in ROW_WISE_FAMILY] or types
-        types = [kind for kind in types if not _has_empty_shard(kind, rows, device, topology)]
-        remedy = "shard it table_wise or column_wise"
-        check(bool(types), place, f"a row on every rank of {', '.join(wanted)}", f"{rows} rows", remedy)
-        kernels = {kernel for kind in types for kernel in sharder.compute_kernels(kind, device.type)}
-        allowed = constraint.compute_kernels
-        requirement = f"a compute kernel for {', '.join(types)}: {', '.join(sorted(kernels))}"
-        check(not allowed or bool(kernels & set(allowed)), place, requirement, allowed)
-        possible[table] = replace(constraint, sharding_types=types)
+        check_known("table", table, [config.name for config in of_model])
+    possible: dict[str, ParameterConstraints] = {}
+    for config in of_model:
+        constraint = constraints.get(config.name)
+        kind = EmbeddingCollection if config.pooling == PoolingType.NONE else EmbeddingBagCollection
+        sharder = next((own for own in sharders if own.module_type is kind), None)
+        if sharder is not None:
+            possible[config.name] = _possible_constraint(config, constraint, sharder, device, topology)
+        elif constraint is not None:
+            possible[config.name] = constraint
     return possible
+
+
+def _possible_constraint(
+    table: EmbeddingBagConfig,
+    given: ParameterConstraints | None,
+    sharder: ModuleSharder[nn.Module],
+    device: torch.device,
+    topology: Topology,
+) -> ParameterConstraints:
+    place, constraint = f"table {table.name!r}", given or ParameterConstraints()
+    offered = sharder.sharding_types(device.type)
+    wanted = constraint.sharding_types or offered
+    types = [kind for kind in wanted if kind in offered]
+    requirement = f"a sharding type that the sharder offers on {device.type}: {', '.join(offered)}"
+    check(bool(types), place, requirement, wanted)
+    if table.pooling == PoolingType.MEAN:  # see _check_pooling
+        types = [kind for kind in types if kind not in ROW_WISE_FAMILY] or types
+    types = [kind for kind in types if not _has_empty_shard(kind, table.num_embeddings, device, topology)]
+    remedy = "shard it table_wise or column_wise"
+    rows = f"{table.num_embeddings} rows"
+    check(bool(types), place, f"a row on every rank of {', '.join(wanted)}", rows, remedy)
+    kernels = {kernel for kind in types for kernel in sharder.compute_kernels(kind, device.type)}
+    allowed = constraint.compute_kernels
+    requirement = f"a compute kernel for {', '.join(types)}: {', '.join(sorted(kernels))}"
+    check(not allowed or bool(kernels & set(allowed)), place, requirement, allowed)
+    return replace(constraint, sharding_types=types)
 
 
 def _has_empty_shard(kind: str, rows: int, device: torch.device, topology: Topology) -> bool:
@@ -412,49 +445,13 @@ def _check_pooling(plan: ShardingPlan, model: nn.Module) -> None:
             continue
         planned = cast(Mapping[str, ParameterSharding], plan.plan[fqn])
         kinds = {name: sharding.sharding_type for name, sharding in planned.items()}
-        means = [table.name for table in module.embedding_bag_configs() if table.pooling == PoolingType.MEAN]
+        means = [table.name for table in table_configs_of(module) if table.pooling == PoolingType.MEAN]
         for table in means:
             place, remedy = f"sharding plan, table {table!r}", "shard it table_wise or column_wise"
             check(kinds[table] not in ROW_WISE_FAMILY - divided, place, "SUM under grid_shard", "MEAN", remedy)
             others = sorted(name for name, kind in kinds.items() if kind not in divided)
             requirement = f"all tables of {fqn!r} row-wise beside a row-wise MEAN table"
             check(kinds[table] not in divided or not others, place, requirement, f"others: {others}", remedy)
-
-
-def _check_ranks(planned: ParameterSharding, place: str, world_size: int, local_world_size: int) -> None:
-    rank_numbers, kind = list(planned.ranks or []), planned.sharding_type
-    remedy = f"make a plan for {world_size} ranks"
-    within = all(0 <= rank < world_size for rank in rank_numbers)
-    check(within, place, f"ranks below the world size {world_size}", rank_numbers, remedy)
-    if kind == ShardingType.ROW_WISE.value:
-        everywhere = sorted(rank_numbers) == list(range(world_size))
-        check(everywhere, place, f"a shard on each of {world_size} ranks", rank_numbers, remedy)
-    if kind in ON_ONE_HOST:
-        hosts = [
-            rank_numbers[start : start + local_world_size] for start in range(0, len(rank_numbers), local_world_size)
-        ]
-        whole = all(
-            host == list(range(host[0], host[0] + local_world_size)) and host[0] % local_world_size == 0
-            for host in hosts
-        )
-        check(
-            whole, place, f"shards on all {local_world_size} ranks of a host (LOCAL_WORLD_SIZE)", rank_numbers, remedy
-        )
-
-
-def _check_shards(planned: ParameterSharding, place: str, shape: tuple[int, int], device: torch.device) -> None:
-    if not isinstance(planned.sharding_spec, EnumerableShardingSpec):
-        return  # data_parallel has none
-    shards = planned.sharding_spec.shards
-    ends = [[o + s for o, s in zip(shard.shard_offsets, shard.shard_sizes, strict=True)] for shard in shards]
-    covered = (max(end[0] for end in ends), max(end[1] for end in ends))
-    smallest = min(shard.shard_sizes[0] for shard in shards)
-    if device.type == "cpu":  # FBGEMM's CPU kernels take no table without rows
-        kind = planned.sharding_type
-        remedy = "shard it table_wise or column_wise"
-        check(smallest > 0, place, f"a row on every rank of {kind}", f"{shape[0]} rows", remedy)
-    remedy = "make the plan for this model"
-    check(covered == shape, place, f"shards of a table of shape {shape}", f"one of {covered}", remedy)
 
 
 def _check_same(plan: ShardingPlan, process_group: dist.ProcessGroup | None) -> None:

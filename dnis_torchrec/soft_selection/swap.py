@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -12,29 +12,41 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline.postproc import PipelinedPostproc
 from torchrec.distributed.types import ShardedModule
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.soft_selection.alpha import Alpha
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.feature_processed import (
-    FEATURE_PROCESSED,
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
     with_processors_of,
 )
+from dnis_torchrec.soft_selection.sequence_wrapper import SoftSelectionEmbeddingCollection
 from dnis_torchrec.soft_selection.table_shards import (
     collections,
     frozen_tables_of,
     holders_of_tables,
+    is_pooled,
+    is_weighted,
     local_shards,
     multiply_by_alpha_,
-    sequence_collections,
+    table_configs_of,
+    tables_under,
     whole_module_of,
 )
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+from dnis_torchrec.soft_selection.wrapper import (
+    SoftSelectionEmbeddingBagCollection,
+    SoftSelectionModule,
+    soft_selection_modules,
+)
 
+Plain: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 PlainCollection = TypeVar("PlainCollection", EmbeddingBagCollection, EmbeddingCollection)
 
 
@@ -45,7 +57,9 @@ def prepare_(
     fqns: list[str] | None = None,
     multi_hot_features: list[str] | None = None,
 ) -> nn.Module:
-    """Wraps the EmbeddingBagCollections of a model for the search; call it before DistributedModelParallel.
+    """Wraps the embedding collections of a model for the search; call it before DistributedModelParallel.
+
+    Of an EmbeddingBagCollection and of an EmbeddingCollection alike: pooled or not, all tables have one budget.
 
     The weights stay where they are. All wrappers share one alpha per embedding_dim.
 
@@ -56,7 +70,7 @@ def prepare_(
         multi_hot_features: see `SoftSelectionEmbeddingBagCollection`.
 
     Returns:
-        `model`, or the wrapper if the model itself is an EmbeddingBagCollection.
+        `model`, or the wrapper if the model itself is a collection.
 
     Raises:
         ValueError: for an unknown FQN, table or feature, blocks that do not fit, nothing to wrap, or a table whose
@@ -78,12 +92,13 @@ def prepare_(
     """
     if soft_selection_modules(model):
         raise RuntimeError(describe("prepare_", "a model not yet prepared", "wrapped collections", "merge_ it"))
-    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, ShardedEmbeddingBagCollection)]
+    kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, kinds)]
     if sharded:
         remedy = "call prepare_ before DistributedModelParallel"
         raise RuntimeError(describe(f"FQN {sharded[0]!r}", "an unsharded collection", "a sharded one", remedy))
-    found = {fqn: module for fqn, module in collections(model).items() if isinstance(module, EmbeddingBagCollection)}
-    check(bool(found), "prepare_", "a model with an EmbeddingBagCollection", type(model).__name__)
+    found = cast(dict[str, Plain], collections(model))
+    check(bool(found), "prepare_", "a model with an embedding collection", type(model).__name__)
     remedy = f"leave it out to wrap all collections: {', '.join(map(repr, found))}"
     check(fqns is None or len(fqns) > 0, "fqns", "at least one FQN", "none", remedy)
     for fqn in fqns or ():
@@ -94,20 +109,27 @@ def prepare_(
     alpha = Alpha(blocks.alpha_shapes)
     wrappers = []  # all of them before the first is put in: a model that does not fit stays whole
     for fqn, collection in chosen.items():
-        own = {f for table in collection.embedding_bag_configs() for f in table.feature_names}
-        multi_hot = None if multi_hot_features is None else own & set(multi_hot_features)
         whole = whole_module_of(model, fqn)
-        wrapped = _wrapper_for(whole)(whole, blocks, alpha=alpha, multi_hot_features=multi_hot)
-        wrappers.append((whole, wrapped.train(collection.training)))
+        wrapper = _wrapped(whole, collection, blocks, alpha, multi_hot_features)
+        wrappers.append((whole, wrapper.train(collection.training)))
     for whole, wrapper in wrappers:
         model = replace_(model, whole, wrapper)
     return model
 
 
-def _wrapper_for(whole: nn.Module) -> Any:
-    if isinstance(whole, FEATURE_PROCESSED):
-        return SoftSelectionFeatureProcessedEmbeddingBagCollection
-    return SoftSelectionEmbeddingBagCollection
+def _wrapped(
+    whole: nn.Module, collection: Plain, blocks: RowBlocks, alpha: Alpha, multi_hot_features: list[str] | None
+) -> SoftSelectionModule:
+    """A wrapper around a collection, or around what processes features in front of it."""
+    if isinstance(collection, EmbeddingCollection):
+        return SoftSelectionEmbeddingCollection(collection, blocks, alpha=alpha)
+    own = {f for table in collection.embedding_bag_configs() for f in table.feature_names}
+    multi_hot = None if multi_hot_features is None else own & set(multi_hot_features)
+    if isinstance(whole, FeatureProcessedEmbeddingBagCollection):
+        return SoftSelectionFeatureProcessedEmbeddingBagCollection(
+            whole, blocks, alpha=alpha, multi_hot_features=multi_hot
+        )
+    return SoftSelectionEmbeddingBagCollection(collection, blocks, alpha=alpha, multi_hot_features=multi_hot)
 
 
 def merge_(model: nn.Module) -> nn.Module:
@@ -138,11 +160,10 @@ def merge_(model: nn.Module) -> nn.Module:
     for pipelined in [module for module in model.modules() if isinstance(module, PipelinedPostproc)]:
         model = replace_(model, pipelined, pipelined.postproc_module)  # it would give the bags of an older batch
     for wrapper in wrappers.values():
-        plain = _collection_around(wrapper, wrapper.embedding_bag_configs(), wrapper.is_weighted())
+        plain = _plain_around(wrapper)
         if isinstance(wrapper, SoftSelectionFeatureProcessedEmbeddingBagCollection):
-            model = replace_(model, wrapper, with_processors_of(wrapper.feature_processed, plain))
-        else:
-            model = replace_(model, wrapper, plain)
+            plain = with_processors_of(wrapper.feature_processed, cast(EmbeddingBagCollection, plain))
+        model = replace_(model, wrapper, plain)
     return unshard_(model)  # collections that were not wrapped are sharded still
 
 
@@ -158,17 +179,15 @@ def unshard_(model: nn.Module) -> nn.Module:
         NotImplementedError: if tables are spread over several ranks.
     """
     plain = get_unwrapped_module(model)
-    for fqn, module in (collections(model) | sequence_collections(model)).items():
+    for fqn, module in collections(model).items():
         if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             continue
         if module._env.world_size > 1:
             raise NotImplementedError(describe(f"FQN {fqn!r}", "supported is world size 1", module._env.world_size))
-        if isinstance(module, ShardedEmbeddingBagCollection):
-            tables = list(module._embedding_bag_configs)
-            around, whole = _collection_around(module, tables, module._is_weighted), whole_module_of(plain, fqn)
-            plain = replace_(plain, whole, around if whole is module else with_processors_of(whole, around))
-        else:
-            plain = replace_(plain, module, _sequence_collection_around(module))
+        around, whole = _plain_around(module), whole_module_of(plain, fqn)
+        if whole is not module:
+            around = with_processors_of(whole, cast(EmbeddingBagCollection, around))
+        plain = replace_(plain, whole, around)
     left = {fqn: type(module).__name__ for fqn, module in plain.named_modules() if isinstance(module, ShardedModule)}
     if left:
         remedy = "copy their weights yourself: only embedding collections become plain again"
@@ -197,8 +216,8 @@ def fold_(model: nn.Module) -> None:
             wrapper.alpha.of(dim).fill_(1.0)
 
 
-def _check_features(collections: dict[str, EmbeddingBagCollection], multi_hot_features: list[str] | None) -> None:
-    tables = [table for collection in collections.values() for table in collection.embedding_bag_configs()]
+def _check_features(chosen: dict[str, Plain], multi_hot_features: list[str] | None) -> None:
+    tables = [table for collection in chosen.values() for table in table_configs_of(collection)]
     names = [table.name for table in tables]
     repeated = sorted({name for name in names if names.count(name) > 1})
     check(not repeated, "table names", "distinct names over all wrapped collections", repeated)
@@ -207,22 +226,20 @@ def _check_features(collections: dict[str, EmbeddingBagCollection], multi_hot_fe
         check_known("feature", feature, features)
 
 
-def _check_weights(
-    model: nn.Module, found: dict[str, EmbeddingBagCollection], chosen: dict[str, EmbeddingBagCollection]
-) -> None:
+def _check_weights(model: nn.Module, found: dict[str, Plain], chosen: dict[str, Plain]) -> None:
     """Refuses shared weights: each holder would need its own alpha, and weights are multiplied by one alone."""
-    bags = {id(bag) for collection in found.values() for bag in collection.embedding_bags.values()}
+    tables = {id(holder) for collection in found.values() for holder in holders_of_tables(collection).values()}
     holders: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
-        if id(module) not in bags:  # a collection speaks for its own: two may hold one bag
-            is_collection = isinstance(module, EmbeddingBagCollection)
+        if id(module) not in tables:  # a collection speaks for its own: two may hold one table
+            is_collection = isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
             for name, weight in module.named_parameters(fqn, recurse=is_collection, remove_duplicate=False):
                 holders.setdefault(_memory(weight), []).append(name)
     remedy = "let one table read the features of both (feature_names), or copy the weights"
     for fqn, collection in chosen.items():
-        for table, bag in collection.embedding_bags.items():
-            own = f"{fqn}.embedding_bags.{table}.weight".removeprefix(".")
-            others = [name for name in holders[_memory(bag.weight)] if name != own]
+        for table, holder in holders_of_tables(collection).items():
+            own = f"{fqn}.{tables_under(collection)}.{table}.weight".removeprefix(".")
+            others = [name for name in holders[_memory(cast(torch.Tensor, holder.weight))] if name != own]
             received = f"those of {others[0]!r} too" if others else ""
             check(not others, f"table {table!r}", "weights of its own", received, remedy)
 
@@ -232,24 +249,24 @@ def _memory(weight: torch.Tensor) -> int:
     return weight.data_ptr() or id(weight)
 
 
-def _spans_ranks(wrappers: dict[str, SoftSelectionEmbeddingBagCollection]) -> bool:
-    children = [wrapper.embedding_bag_collection for wrapper in wrappers.values()]
+def _spans_ranks(wrappers: dict[str, SoftSelectionModule]) -> bool:
+    children = [wrapper.lookup for wrapper in wrappers.values()]
     return any(getattr(getattr(child, "_env", None), "world_size", 1) > 1 for child in children)
 
 
-def _collection_around(
-    holder: nn.Module, tables: list[EmbeddingBagConfig], is_weighted: bool
-) -> EmbeddingBagCollection:
+def _plain_around(holder: nn.Module) -> nn.Module:
     """A plain collection around the live weights of a sharded or wrapped one; only column-wise shards are joined."""
-    plain = EmbeddingBagCollection(tables=tables, is_weighted=is_weighted, device=torch.device("meta"))
-    return _take_live_weights_(plain, holder)
-
-
-def _sequence_collection_around(holder: ShardedEmbeddingCollection) -> EmbeddingCollection:
-    """The same for sequence embeddings."""
-    tables, need_indices = list(holder._embedding_configs), holder._need_indices
-    plain = EmbeddingCollection(tables=tables, need_indices=need_indices, device=torch.device("meta"))
-    return _take_live_weights_(plain, holder)
+    if is_pooled(holder):
+        bags, weighted = table_configs_of(holder), is_weighted(holder)
+        plain = EmbeddingBagCollection(tables=bags, is_weighted=weighted, device=torch.device("meta"))
+        return _take_live_weights_(plain, holder)
+    if isinstance(holder, ShardedEmbeddingCollection):
+        sequences, need_indices = list(holder._embedding_configs), holder._need_indices
+    else:
+        interface = cast(EmbeddingCollectionInterface, holder)
+        sequences, need_indices = interface.embedding_configs(), interface.need_indices()
+    tables = EmbeddingCollection(tables=sequences, need_indices=need_indices, device=torch.device("meta"))
+    return _take_live_weights_(tables, holder)
 
 
 def _take_live_weights_(plain: PlainCollection, holder: nn.Module) -> PlainCollection:

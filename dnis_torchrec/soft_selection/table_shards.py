@@ -1,4 +1,4 @@
-"""Local shards of tables, whatever holds them: a plain EmbeddingBagCollection or any sharded one.
+"""Local shards of tables, whatever holds them: a plain embedding collection, pooled or not, or any sharded one.
 
 Merging, pruning, masking and export all work on these views, one shard at a time, so that no table is ever copied and
 no rank ever holds a foreign shard.
@@ -22,6 +22,7 @@ from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
     EmbeddingCollection,
+    EmbeddingCollectionInterface,
 )
 
 from dnis_torchrec.blocks.row_routing import RowRouter
@@ -34,7 +35,8 @@ from dnis_torchrec.soft_selection.feature_processed import (
 )
 from dnis_torchrec.soft_selection.frozen_tables import frozen_tables
 from dnis_torchrec.soft_selection.plain_names import plain_state_dict
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.soft_selection.sequence_tables import as_bags
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
 
 ROWS_PER_CHUNK = 1 << 16
 """Rows that one in-place operation touches, at most."""
@@ -43,7 +45,7 @@ VALUES_PER_OPERATION = 1 << 18
 
 HOLDERS_OF_COLLECTIONS = ("torchrec.modules.", "torchrec.distributed.")
 """Packages in which TorchRec defines modules that hold a collection and change its inputs or outputs."""
-INTERFACES = {EmbeddingBagCollectionInterface, DistributedModelParallel}
+INTERFACES = {EmbeddingBagCollectionInterface, EmbeddingCollectionInterface, DistributedModelParallel}
 """Classes from there that may hold a collection: they do neither."""
 PLAIN_HOLDERS = (
     *(f"torchrec.modules.{name}" for name in ("activation", "crossnet", "deepfm", "embedding_tower", "lazy_extension")),
@@ -85,7 +87,7 @@ class TableShard:
 
 
 def collections(model: nn.Module) -> dict[str, nn.Module]:
-    """The collections in a model by FQN: wrapped, sharded or plain, the outermost of each.
+    """The collections in a model by FQN, pooled or not: wrapped, sharded or plain, the outermost of each.
 
     Args:
         model: sharded or not.
@@ -101,7 +103,10 @@ def collections(model: nn.Module) -> dict[str, nn.Module]:
     """
     found: dict[str, nn.Module] = {}
     plain_model = get_unwrapped_module(model)
-    kinds = (SoftSelectionEmbeddingBagCollection, ShardedEmbeddingBagCollection, EmbeddingBagCollection)
+    kinds = (
+        *(SoftSelectionModule, ShardedEmbeddingBagCollection, EmbeddingBagCollection),
+        *(ShardedEmbeddingCollection, EmbeddingCollection),
+    )
     for fqn, module in plain_model.named_modules():
         if isinstance(module, SoftSelectionFeatureProcessedEmbeddingBagCollection):
             fqn = f"{fqn}.{INNER}".removeprefix(".")
@@ -111,18 +116,9 @@ def collections(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def sequence_collections(model: nn.Module) -> dict[str, nn.Module]:
-    """The EmbeddingCollections in a model by FQN, sharded or plain: nothing is searched in them.
-
-    Args:
-        model: sharded or not.
-    """
-    kinds = (ShardedEmbeddingCollection, EmbeddingCollection)
-    return {fqn: module for fqn, module in get_unwrapped_module(model).named_modules() if isinstance(module, kinds)}
-
-
 def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> None:
-    place, supported = f"FQN {fqn!r}", "supported are EmbeddingBagCollections that the model calls themselves"
+    kind_of = EmbeddingBagCollection if is_pooled(collection) else EmbeddingCollection
+    place, supported = f"FQN {fqn!r}", f"supported are {kind_of.__name__}s that the model calls themselves"
     parts = fqn.split(".") if fqn else []
     for holder in (".".join(parts[:depth]) for depth in range(len(parts))):
         kind = type(model.get_submodule(holder))
@@ -130,16 +126,16 @@ def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> No
             continue
         if any(_changes_lookups(base) for base in kind.__mro__):
             raise NotImplementedError(describe(place, supported, f"one inside the {kind.__name__} {holder!r}"))
-    if not isinstance(collection, EmbeddingBagCollection):
+    if not isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
         return
-    if getattr(collection.forward, "__func__", None) is not EmbeddingBagCollection.forward:
+    if getattr(collection.forward, "__func__", None) is not kind_of.forward:
         remedy = "move what it adds into a module around a plain collection"
         received = f"{type(collection).__name__} with a forward of its own"
         raise NotImplementedError(describe(place, supported, received, remedy))
     if _has_hooks(collection):
         raise NotImplementedError(describe(place, supported, "one with hooks", NO_HOOKS))
-    for table, bag in collection.embedding_bags.items():
-        _check_plain_bag(f"{place}, table {table!r}", bag)
+    for table, embedding in holders_of_tables(collection).items():
+        _check_plain_table(f"{place}, table {table!r}", embedding)
 
 
 def _changes_lookups(kind: type) -> bool:
@@ -152,19 +148,63 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(hooks)
 
 
-def _check_plain_bag(place: str, bag: nn.Module) -> None:
+def _check_plain_table(place: str, holder: nn.Module) -> None:
     """Refuses a table with anything beside its config and weight, which TorchRec would lose in sharding."""
     supported = "supported are tables as TorchRec makes them"
-    if type(bag) is not nn.EmbeddingBag:
+    if not (type(holder) is nn.EmbeddingBag or type(holder) is nn.Embedding):
         remedy = "move what it adds into a module around a plain collection"
-        raise NotImplementedError(describe(place, supported, type(bag).__name__, remedy))
-    if _has_hooks(bag) or bag.weight._backward_hooks:
+        raise NotImplementedError(describe(place, supported, type(holder).__name__, remedy))
+    if _has_hooks(holder) or holder.weight._backward_hooks:
         raise NotImplementedError(describe(place, supported, "one with hooks", NO_HOOKS))
-    changed = {name: getattr(bag, name) for name in ("max_norm", "padding_idx") if getattr(bag, name) is not None}
-    if changed or bag.scale_grad_by_freq:
+    changed = {name: getattr(holder, name) for name in ("max_norm", "padding_idx") if getattr(holder, name) is not None}
+    if changed or holder.scale_grad_by_freq:
         received = ", ".join(f"{name}={value}" for name, value in (changed or {"scale_grad_by_freq": True}).items())
         remedy = "leave it out: sharded collections do not know it; empty bags need no id for padding"
         raise NotImplementedError(describe(place, supported, received, remedy))
+
+
+def is_pooled(collection: nn.Module) -> bool:
+    """Returns whether a collection pools bags, as an EmbeddingBagCollection does and an EmbeddingCollection does not.
+
+    Args:
+        collection: either, sharded or not, or a wrapper around it.
+    """
+    return not isinstance(collection, EmbeddingCollectionInterface | ShardedEmbeddingCollection)
+
+
+def check_pooled(model: nn.Module, what: str) -> None:
+    """Refuses a model with an EmbeddingCollection, for what takes pooled ones alone.
+
+    Args:
+        model: any.
+        what: that takes none, for the error.
+
+    Raises:
+        NotImplementedError: naming the collection.
+    """
+    for fqn, collection in collections(model).items():
+        if not is_pooled(collection):
+            supported = f"supported by {what} are EmbeddingBagCollections"
+            remedy = "leave the method out of the comparison"
+            raise NotImplementedError(describe(f"FQN {fqn!r}", supported, type(collection).__name__, remedy))
+
+
+def lookup_of(collection: nn.Module) -> nn.Module:
+    """The collection itself, or the child of a wrapper.
+
+    Args:
+        collection: plain, sharded or wrapped.
+    """
+    return collection.lookup if isinstance(collection, SoftSelectionModule) else collection
+
+
+def tables_under(collection: nn.Module) -> str:
+    """The name under which TorchRec's collections of a kind hold their tables.
+
+    Args:
+        collection: plain, sharded or wrapped.
+    """
+    return "embedding_bags" if is_pooled(collection) else "embeddings"
 
 
 def holders_of_tables(collection: nn.Module) -> nn.ModuleDict:
@@ -173,19 +213,17 @@ def holders_of_tables(collection: nn.Module) -> nn.ModuleDict:
     Args:
         collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not.
     """
-    is_pooled = isinstance(collection, EmbeddingBagCollection | ShardedEmbeddingBagCollection)
-    return cast(nn.ModuleDict, collection.embedding_bags if is_pooled else collection.embeddings)
+    return cast(nn.ModuleDict, getattr(collection, tables_under(collection)))
 
 
 def frozen_tables_of(collection: nn.Module) -> frozenset[str]:
     """Tables of a collection that no step may change.
 
     Args:
-        collection: an EmbeddingBagCollection or an EmbeddingCollection, or a wrapper around the first; sharded by
+        collection: an EmbeddingBagCollection or an EmbeddingCollection, or a wrapper around it; sharded by
             `dnis_torchrec.shard_model`, or not.
     """
-    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
-        return frozen_tables_of(collection.embedding_bag_collection)
+    collection = lookup_of(collection)
     if isinstance(collection, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
         return cast(frozenset[str], getattr(collection, "frozen_tables", frozenset()))
     return frozen_tables(holders_of_tables(collection))
@@ -195,7 +233,7 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
     """Local shards of every table of a collection, plain or sharded. Local, no collective.
 
     Args:
-        collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not, or a wrapper around the first.
+        collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not, or a wrapper around it.
 
     Returns:
         Views of the live weights: writing to them changes the model.
@@ -203,8 +241,7 @@ def local_shards(collection: nn.Module) -> list[TableShard]:
     Raises:
         TypeError: if it is neither.
     """
-    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
-        return local_shards(collection.embedding_bag_collection)
+    collection = lookup_of(collection)
     if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
         holders = holders_of_tables(collection).items()
         return [TableShard(name, cast(Tensor, holder.weight).detach()) for name, holder in holders]
@@ -233,8 +270,10 @@ def ranks_of(*modules: nn.Module) -> Ranks:
         modules: collections, plain or sharded, or wrappers around them, all of one model.
     """
     for module in modules:
-        inner = module.embedding_bag_collection if isinstance(module, SoftSelectionEmbeddingBagCollection) else module
-        if isinstance(inner, ShardedEmbeddingBagCollection) and inner._env.world_size > 1:
+        inner = lookup_of(module)
+        if not isinstance(inner, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            continue
+        if inner._env.world_size > 1:
             return Ranks(inner._env.process_group)
     return Ranks()
 
@@ -244,7 +283,7 @@ def whole_module_of(model: nn.Module, fqn: str) -> nn.Module:
 
     Args:
         model: in DistributedModelParallel and DDP or not.
-        fqn: of a plain or sharded collection in it, see `collections`.
+        fqn: of a plain or sharded collection in it, as `collections` has it.
     """
     model = get_unwrapped_module(model)
     holder, _, name = fqn.rpartition(".")
@@ -257,11 +296,29 @@ def table_configs_of(collection: nn.Module) -> list[EmbeddingBagConfig]:
     """Tables of a collection as its user wrote them: whole, with the features that the model names. Local.
 
     Args:
-        collection: an EmbeddingBagCollection, sharded or not, or a wrapper around one.
+        collection: an EmbeddingBagCollection or an EmbeddingCollection, sharded or not, or a wrapper around it. The
+            pooling of unpooled tables is NONE.
     """
     if isinstance(collection, ShardedEmbeddingBagCollection):
         return list(collection._embedding_bag_configs)
+    if isinstance(collection, ShardedEmbeddingCollection):
+        return [as_bags(table) for table in collection._embedding_configs]
+    if isinstance(collection, EmbeddingCollectionInterface):
+        return [as_bags(table) for table in collection.embedding_configs()]
     return cast(EmbeddingBagCollectionInterface, collection).embedding_bag_configs()
+
+
+def is_weighted(collection: nn.Module) -> bool:
+    """Returns whether a collection takes per-sample weights; unpooled ones never do.
+
+    Args:
+        collection: plain, sharded or wrapped.
+    """
+    if not is_pooled(collection):
+        return False
+    if isinstance(collection, ShardedEmbeddingBagCollection):
+        return collection._is_weighted
+    return cast(EmbeddingBagCollectionInterface, collection).is_weighted()
 
 
 def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
@@ -278,9 +335,9 @@ def check_merged(fqn: str, collection: nn.Module, ranks: Ranks) -> None:
         RuntimeError: if it is not merged.
     """
     place, received = f"FQN {fqn!r}", type(collection).__name__
-    if ranks.world_size == 1 and not isinstance(collection, EmbeddingBagCollection):
+    if ranks.world_size == 1 and not isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
         raise RuntimeError(describe(place, "a merged, unsharded collection", received, "call merge_ first"))
-    if isinstance(collection, SoftSelectionEmbeddingBagCollection):
+    if isinstance(collection, SoftSelectionModule):
         alpha = collection.alpha
         if not all(bool((alpha.of(dim) == 1).all()) for dim in alpha.dims):
             raise RuntimeError(describe(place, "a merged collection", "alpha below 1", "call merge_ first"))
@@ -326,7 +383,7 @@ def num_copies(
 
 
 @torch.no_grad()
-def multiply_by_alpha_(collection: SoftSelectionEmbeddingBagCollection) -> None:
+def multiply_by_alpha_(collection: SoftSelectionModule) -> None:
     """Merges alpha into the local shards: ``E~ = alpha[block] * E`` (design: merging). Local, no collective.
 
     Args:
@@ -340,6 +397,21 @@ def multiply_by_alpha_(collection: SoftSelectionEmbeddingBagCollection) -> None:
         for part, rows, columns in shard.chunks():
             ids = torch.arange(rows.start, rows.stop, device=part.device)
             part.mul_(alpha[first + router(ids), columns].to(part.dtype))
+
+
+def table_weight_names(model: nn.Module) -> set[str]:
+    """Names of the weights of all tables, as the model's state_dict has them.
+
+    Args:
+        model: sharded or not, prepared or not.
+    """
+    holders = {id(lookup_of(collection)): collection for collection in collections(model).values()}
+    names = set()
+    for fqn, module in get_unwrapped_module(model).named_modules(remove_duplicate=False):
+        if id(module) in holders:
+            under = f"{fqn}.{tables_under(module)}".removeprefix(".")
+            names |= {f"{under}.{table.name}.weight" for table in table_configs_of(holders[id(module)])}
+    return names
 
 
 def _is_inside(fqn: str, outer: str) -> bool:
@@ -361,10 +433,10 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
     """
     configs: list[EmbeddingBagConfig] = []
     for fqn, module in collections(model).items():
-        if not isinstance(module, EmbeddingBagCollectionInterface):
+        if not isinstance(module, EmbeddingBagCollectionInterface | EmbeddingCollectionInterface):
             received = type(module).__name__
             raise TypeError(describe(f"FQN {fqn!r}", "an unsharded collection", received))
-        configs += module.embedding_bag_configs()
+        configs += table_configs_of(module)
     repeated = sorted(name for name, times in Counter(config.name for config in configs).items() if times > 1)
     check(not repeated, "table names", "distinct names over all collections", repeated, "rename tables")
     return configs

@@ -19,12 +19,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
     get_embedding_names_by_table,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -34,13 +36,55 @@ from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.ops.bag_splitting import BagSplitter, FeatureSplit
 from dnis_torchrec.soft_selection.alpha import Alpha
 from dnis_torchrec.soft_selection.bag_check import BagCheck
+from dnis_torchrec.soft_selection.dense_sequences import read_rows_in_order_
 from dnis_torchrec.soft_selection.features_by_name import read_collection_by_name_
+from dnis_torchrec.soft_selection.frozen_tables import frozen_tables, note_frozen_
 from dnis_torchrec.soft_selection.plain_names import PlainNames
 from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature
 from dnis_torchrec.soft_selection.select_pooled import SelectPooled, WatchedOutputs
 
 
-class SoftSelectionEmbeddingBagCollection(PlainNames, EmbeddingBagCollectionInterface):
+class SoftSelectionModule(PlainNames):
+    """Base of the wrappers around a model's collections, pooled or not: what the search and the tables' readers need.
+
+    Attributes:
+        blocks: the blocks it was built with.
+        selection: makes the wrapper's outputs of its child's.
+        bag_splitter: turns bags into one per block, before the child; None where nothing is split.
+    """
+
+    blocks: RowBlocks
+    selection: WatchedOutputs
+    bag_splitter: BagSplitter | None
+
+    @property
+    def alpha(self) -> Alpha:
+        """See `Alpha`; wrappers of one model share it."""
+        return self.soft_selection
+
+    @property
+    def lookup(self) -> nn.Module:
+        """The collection in it, plain or sharded, which holds the tables."""
+        raise NotImplementedError
+
+    @property
+    def outputs(self) -> tuple[PooledFeature, ...]:
+        """The feature and table behind each output key, in order."""
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A child that is sharded reads by name from then on: pipelines call it without the wrapper."""
+        before = vars(self).get("_modules", {}).get(name or self.child_name)
+        if isinstance(value, ShardedEmbeddingCollection) and isinstance(before, EmbeddingCollection):
+            note_frozen_(value, frozen_tables(before.embeddings))
+        super().__setattr__(name, value)
+        if isinstance(value, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            read_collection_by_name_(value)
+        if isinstance(value, ShardedEmbeddingCollection):
+            read_rows_in_order_(value)
+
+
+class SoftSelectionEmbeddingBagCollection(SoftSelectionModule, EmbeddingBagCollectionInterface):
     """Wraps an EmbeddingBagCollection and applies soft selection (paper, eq. 3) to its output.
 
     For a bag that mixes blocks, ``pooled = sum over s of alpha_s * (sum of the bag's rows in block s)``; MEAN divides
@@ -99,7 +143,7 @@ class SoftSelectionEmbeddingBagCollection(PlainNames, EmbeddingBagCollectionInte
         self.bag_splitter = _bag_splitter(self._outputs, blocks)
         self.embedding_bag_collection = _child(plain, self._tables, self._outputs, self.bag_splitter)
         self.soft_selection = alpha if alpha is not None else Alpha(blocks.alpha_shapes)
-        self.selection: WatchedOutputs = SelectPooled(self._outputs, blocks, self.alpha)
+        self.selection = SelectPooled(self._outputs, blocks, self.alpha)
         self.multiplies_tables = False
 
     def _take(self, wrapped: nn.Module) -> EmbeddingBagCollection:
@@ -126,12 +170,6 @@ class SoftSelectionEmbeddingBagCollection(PlainNames, EmbeddingBagCollectionInte
         pooled = self.embedding_bag_collection(split)
         return self.selection(pooled, features, split)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A child that is sharded reads by name from then on: pipelines call it without the wrapper."""
-        super().__setattr__(name, value)
-        if isinstance(value, ShardedEmbeddingBagCollection):
-            read_collection_by_name_(value)
-
     def read_whole_features_(self, *, multiply_tables: bool = False) -> None:
         """Gives the child one key per feature, whatever its blocks, for lookups that split bags for themselves.
 
@@ -148,11 +186,6 @@ class SoftSelectionEmbeddingBagCollection(PlainNames, EmbeddingBagCollectionInte
             self.embedding_bag_collection = _reading(self.embedding_bag_collection, self._tables, self._outputs, keys)
 
     @property
-    def alpha(self) -> Alpha:
-        """See `Alpha`; wrappers of one model share it."""
-        return self.soft_selection
-
-    @property
     def embedding_bags(self) -> nn.ModuleDict:
         """Table -> the module whose `weight` it is, as the plain collection has them."""
         return cast(nn.ModuleDict, self.embedding_bag_collection.embedding_bags)
@@ -164,6 +197,11 @@ class SoftSelectionEmbeddingBagCollection(PlainNames, EmbeddingBagCollectionInte
     def is_weighted(self) -> bool:
         """Returns whether bags carry per-sample weights."""
         return self._is_weighted
+
+    @property
+    def lookup(self) -> nn.Module:
+        """The collection in it, plain or sharded, which holds the tables."""
+        return self.embedding_bag_collection
 
     @property
     def outputs(self) -> tuple[PooledFeature, ...]:
@@ -180,7 +218,7 @@ def check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
 
     Raises:
         ValueError: for a table without blocks, or whose blocks are of another num_embeddings or embedding_dim.
-        NotImplementedError: for a pooling other than SUM and MEAN.
+        NotImplementedError: for a pooling other than SUM and MEAN, or NONE of a table that is not pooled at all.
     """
     for table in tables:
         check_known("table", table.name, blocks.routings)
@@ -190,7 +228,7 @@ def check_blocks(tables: list[EmbeddingBagConfig], blocks: RowBlocks) -> None:
         check(fits, place, f"blocks of num_embeddings={table.num_embeddings} rows", blocked, remedy)
         dim = blocks.embedding_dims[table.name]
         check(dim == table.embedding_dim, place, f"blocks of embedding_dim={table.embedding_dim}", dim, remedy)
-        if table.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+        if table.pooling not in (PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE):
             raise NotImplementedError(describe(place, "supported pooling is SUM or MEAN", table.pooling))
 
 
@@ -277,7 +315,7 @@ def _reading(
     return child
 
 
-def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionEmbeddingBagCollection]:
+def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionModule]:
     """The wrappers in a model by their FQN inside DistributedModelParallel and DDP.
 
     Args:
@@ -286,5 +324,5 @@ def soft_selection_modules(model: nn.Module) -> dict[str, SoftSelectionEmbedding
     return {
         fqn: module
         for fqn, module in get_unwrapped_module(model).named_modules()
-        if isinstance(module, SoftSelectionEmbeddingBagCollection)
+        if isinstance(module, SoftSelectionModule)
     }

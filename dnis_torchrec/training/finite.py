@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dnis_torchrec.checks import describe
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_weight_names
 from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 
 REMEDY = "lower the learning rate or clean the data, and start again from the last good checkpoint"
@@ -44,10 +44,11 @@ class FiniteGuard:
         self._rank = 0 if group is None else dist.get_rank(group)
         self._collections = collections(model)
         self._wrappers = soft_selection_modules(model)
+        of_tables = table_weight_names(model)
         self._dense = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and ".embedding_bags." not in name
+            if parameter.requires_grad and name not in of_tables
         }
 
     def flags(self, value: Tensor) -> Tensor:

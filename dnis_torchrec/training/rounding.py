@@ -266,7 +266,7 @@ class RoundedTables(HeldTables):
             raise RuntimeError(describe("fold_", "a prepared model", "no wrapped collection", "call prepare_ first"))
         alphas = {}
         for wrapper in wrappers:
-            for config in wrapper.embedding_bag_configs():
+            for config in table_configs_of(wrapper):
                 if config.name in self._tables:
                     own, blocks = self._tables[config.name].routing, wrapper.blocks
                     requirement, remedy = "the blocks of its codes", "prepare_ with the blocks of the allocation"

@@ -13,7 +13,7 @@ from torchrec.distributed.embedding_sharding import USE_ONE_TBE_PER_TABLE
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ModuleSharder, ShardingType
+from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -25,9 +25,24 @@ from dnis_torchrec.ops.block_operators import are_compiled
 from dnis_torchrec.ranks import world_size_of
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.on_shards import select_on_shards_
-from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
-from dnis_torchrec.soft_selection.table_shards import table_configs
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection, soft_selection_modules
+from dnis_torchrec.soft_selection.sharding import (
+    CpuEmbeddingBagCollectionSharder,
+    default_sharders,
+    make_sharding_plan,
+    shard_model,
+)
+from dnis_torchrec.soft_selection.table_shards import (
+    collections,
+    is_pooled,
+    table_configs,
+    table_configs_of,
+    table_weight_names,
+)
+from dnis_torchrec.soft_selection.wrapper import (
+    SoftSelectionEmbeddingBagCollection,
+    SoftSelectionModule,
+    soft_selection_modules,
+)
 
 WHOLE_ROWS = frozenset(
     kind.value for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
@@ -123,24 +138,22 @@ def shard(
     selects_in_lookups = multiplies or (may_select_in_lookups and fused)
     if selects_in_lookups:
         for wrapper in wrappers:
-            wrapper.read_whole_features_(multiply_tables=multiplies)
-    plain = [module for module in task.modules() if isinstance(module, EmbeddingBagCollection)]
+            if isinstance(wrapper, SoftSelectionEmbeddingBagCollection):
+                wrapper.read_whole_features_(multiply_tables=multiplies)
     # Not by apply_optimizer_in_backward: torch then keeps what it was applied to, and every table would be held twice.
     fused_params = {"optimizer": FUSED_OPTIMIZERS[recipe.table_optimizer], "learning_rate": recipe.table_learning_rate}
-    if is_multi_hot and device.type == "cpu":
-        fused_params[USE_ONE_TBE_PER_TABLE] = True
-    sharder = CpuEmbeddingBagCollectionSharder(fused_params=fused_params if fused else None)
+    of_bags = {USE_ONE_TBE_PER_TABLE: True} if fused and is_multi_hot and device.type == "cpu" else None
+    sharders = default_sharders(fused_params if fused else None, of_bags=of_bags)
     dense = ShardingType.DATA_PARALLEL.value
     is_spread = fused or (world_size_of() > 1 and not replicated)
     if is_spread:  # small tables would be planned data_parallel, whose dense kernel leaves the fused optimizer out
-        kinds = _spread_types(sharder, device)
+        kinds = _spread_types(device)
         constraint = ParameterConstraints(sharding_types=kinds)
         uncut = ParameterConstraints(sharding_types=[kind for kind in kinds if kind in WHOLE_ROWS])
     else:
         kernels = [EmbeddingComputeKernel.DENSE.value]
         constraint = uncut = ParameterConstraints(sharding_types=[dense], compute_kernels=kernels)
-    tables = [config.name for collection in plain for config in collection.embedding_bag_configs()]
-    sharders = [cast(ModuleSharder[nn.Module], sharder)]
+    tables = [table.name for module in collections(task).values() for table in table_configs_of(module)]
     constraints = {table: uncut if table in whole_rows else constraint for table in tables}
     plan = make_sharding_plan(task, device, sharders, constraints=constraints)
     modules = cast(Iterable[EmbeddingModuleShardingPlan], plan.plan.values())
@@ -175,23 +188,22 @@ def spread_tables(model: nn.Module, device: torch.device) -> nn.Module:
     """
     if world_size_of() == 1:
         return model.to(device)
-    sharder = CpuEmbeddingBagCollectionSharder()
-    sharders = [cast(ModuleSharder[nn.Module], sharder)]
-    constraint = ParameterConstraints(sharding_types=_spread_types(sharder, device))
+    sharders, constraint = default_sharders(), ParameterConstraints(sharding_types=_spread_types(device))
     plan = make_sharding_plan(
         model, device, sharders, constraints={table.name: constraint for table in table_configs(model)}
     )
     return shard_model(model, device, plan, sharders)
 
 
-def _spread_types(sharder: CpuEmbeddingBagCollectionSharder, device: torch.device) -> list[str]:
+def _spread_types(device: torch.device) -> list[str]:
     """Sharding types by which no two ranks hold the same value."""
-    return [kind for kind in sharder.sharding_types(device.type) if kind != ShardingType.DATA_PARALLEL.value]
+    offered = CpuEmbeddingBagCollectionSharder().sharding_types(device.type)
+    return [kind for kind in offered if kind != ShardingType.DATA_PARALLEL.value]
 
 
-def _are_small(wrappers: Collection[SoftSelectionEmbeddingBagCollection], batch_size: int | None) -> bool:
-    """Returns whether all tables together hold at most as many numbers as what a batch of all ranks is pooled to."""
-    tables = [table for wrapper in wrappers for table in wrapper.embedding_bag_configs()]
+def _are_small(wrappers: Collection[SoftSelectionModule], batch_size: int | None) -> bool:
+    """Returns whether all pooled tables together hold at most as many numbers as a batch of all ranks is pooled to."""
+    tables = [table for wrapper in wrappers if is_pooled(wrapper) for table in table_configs_of(wrapper)]
     pooled = sum(table.embedding_dim * len(table.feature_names) for table in tables) * (batch_size or 0)
     return sum(table.num_embeddings * table.embedding_dim for table in tables) <= pooled
 
@@ -212,7 +224,7 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
     Raises:
         ValueError: for a name in the recipe's `row_weights` that no parameter has.
     """
-    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+    rest, tables = dict(in_backward_optimizer_filter(model.named_parameters())), table_weight_names(model)
     of_rows = {
         parameter: name for name in recipe.row_weights for parameter in rest if f".{parameter}".endswith(f".{name}")
     }
@@ -222,7 +234,7 @@ def rest_optimizer(model: DistributedModelParallel, recipe: Recipe) -> KeyedOpti
     rates |= dict.fromkeys((TABLE_WEIGHTS, ROW_WEIGHTS), recipe.table_learning_rate)
     weights_of: dict[str, list[nn.Parameter]] = {kind: [] for kind in rates}
     for name, weight in rest.items():
-        of_table = TABLE_WEIGHTS if ".embedding_bags." in name else OTHER_WEIGHTS
+        of_table = TABLE_WEIGHTS if name in tables else OTHER_WEIGHTS
         weights_of[ROW_WEIGHTS if name in of_rows else of_table].append(weight)
     groups = [{"params": weights, "lr": rates[kind], RATE_GROUP: kind} for kind, weights in weights_of.items()]
     filled = [group for group in groups if group["params"]]

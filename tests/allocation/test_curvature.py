@@ -387,7 +387,7 @@ def test_blocks_have_to_be_of_the_tables() -> None:
         ValueError, match="table 'a', feature 'both': expected bags of at most one id, as counted, got a bag"
     ):
         curvature(make_model(Case()), batches, make_blocks(Case(lengths=ONE_ID)), loss=BCE)
-    with pytest.raises(ValueError, match="model: expected an EmbeddingBagCollection in it, got none"):
+    with pytest.raises(ValueError, match="model: expected an embedding collection in it, got none"):
         curvature(nn.Linear(1, 1), batches, blocks, loss=BCE)
     with pytest.raises(ValueError, match="num_samples: expected at least 1, or None for all, got 0"):
         curvature(make_model(Case()), batches, blocks, loss=BCE, num_samples=0)

@@ -33,7 +33,7 @@ def test_a_recipe_has_no_settings_of_a_search_and_no_example_gives_any() -> None
     of_recipe = {part.name for part in dataclasses.fields(Recipe)}
     assert of_recipe == {
         *("model", "data", "loss", "table_optimizer", "table_learning_rate", "dense_learning_rate", "embedding_l2"),
-        *("task", "stop_on", "row_weights", "redraw", "notes"),
+        *("task", "stop_on", "row_weights", "leave_alone", "redraw", "notes"),
     }
     assert not of_recipe & {part.name for part in dataclasses.fields(SearchSettings)}
     num_recipes = 0

@@ -20,6 +20,7 @@ from dnis_torchrec.search.one_call import SearchResult
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.training.evaluation import evaluate
+from tests import tiny_tasks
 from tests.tiny import ROWS, make_recipe
 
 SHORT = SearchSettings(num_blocks=3, epochs=2, patience=2)
@@ -61,6 +62,12 @@ def test_the_same_call_gives_the_same_twice_and_leaves_no_process_group() -> Non
     lines = done.stdout.splitlines()
     assert len(lines) in (6, 8)  # with a word on what it gained, or without
     assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
+
+
+def test_a_task_of_ones_own_is_judged_by_its_metrics(gloo) -> None:
+    own = dnis.search(tiny_tasks.make_recipe(), compression=4, settings=SHORT)
+    assert set(own.metrics) == tiny_tasks.METRICS
+    assert own.metric == "click_auc"
 
 
 def test_the_recipe_stays_as_it_was(recipe: Recipe, found: SearchResult) -> None:

@@ -485,7 +485,7 @@ def test_sharded_collections_are_refused_only_with_tables_of_the_blocks(sharding
 
 def test_models_without_collections_are_refused() -> None:
     _, blocks, counts = simple()
-    with pytest.raises(ValueError, match="prune: expected a model with an EmbeddingBagCollection, got Linear"):
+    with pytest.raises(ValueError, match="prune: expected a model with an embedding collection, got Linear"):
         prune(nn.Linear(1, 1), blocks, counts, threshold=0.0)
 
 

@@ -291,7 +291,7 @@ def test_unknown_feature() -> None:
 
 def test_no_collection() -> None:
     model = TwoCollections()
-    message = "prepare_: expected a model with an EmbeddingBagCollection, got Linear"
+    message = "prepare_: expected a model with an embedding collection, got Linear"
     refused(nn.Linear(1, 1), blocks_for(model), ValueError, message)
 
 
@@ -429,7 +429,7 @@ def test_merging_makes_sequence_embeddings_plain_too(gloo: object, kind: str) ->
     model = nn.ModuleDict({"pooled": collection(), "sequence": EmbeddingCollection(tables=[config])})
     expected = model["sequence"](features())["movie_id"].values().detach()
     sharders = [CpuEmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-    prepared = prepare_(model, blocks_for(model))
+    prepared = prepare_(model, blocks_for(model), fqns=["pooled"])
     constraints = {"sequence": ParameterConstraints(sharding_types=[kind])}
     plan = make_sharding_plan(prepared, torch.device("cpu"), sharders, constraints=constraints)
     merged = merge_(shard_model(prepared, torch.device("cpu"), plan, sharders))

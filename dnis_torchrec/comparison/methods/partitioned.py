@@ -29,7 +29,7 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.swap import replace_
-from dnis_torchrec.soft_selection.table_shards import collections, table_configs_of
+from dnis_torchrec.soft_selection.table_shards import check_pooled, collections, table_configs_of
 
 QUOTIENT = "_quotient"
 """What the name of a table's quotients has behind the table's own, which its remainders keep."""
@@ -74,7 +74,11 @@ def partition_(model: nn.Module, partitions: Mapping[str, Partition]) -> None:
     Args:
         model: plain, changed in place.
         partitions: of every table.
+
+    Raises:
+        NotImplementedError: for a model with an EmbeddingCollection.
     """
+    check_pooled(model, "partitioned tables")
     for collection in collections(model).values():
         wrapper = PartitionedEmbeddingBagCollection(cast(EmbeddingBagCollection, collection), partitions)
         replace_(model, collection, wrapper)

@@ -23,7 +23,7 @@ from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import check_known
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.scheme import MixedDimensionScheme
-from dnis_torchrec.soft_selection.table_shards import collections, table_configs_of
+from dnis_torchrec.soft_selection.table_shards import check_pooled, collections, table_configs_of
 from dnis_torchrec.soft_selection.wrapper import PooledFeature, SoftSelectionEmbeddingBagCollection
 
 
@@ -71,7 +71,11 @@ def project_(model: nn.Module, plan: ProjectedDims) -> None:
     Args:
         model: built with the base dimension, changed in place.
         plan: the dims.
+
+    Raises:
+        NotImplementedError: for a model with an EmbeddingCollection.
     """
+    check_pooled(model, "projected tables")
     projections = Projections(plan)
     found = {id(module): module for module in collections(model).values()}
     wrappers = {key: ProjectedEmbeddingBagCollection(module, plan, projections) for key, module in found.items()}

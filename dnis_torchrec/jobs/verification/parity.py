@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dnis_torchrec.artifact import load
 from dnis_torchrec.forms import form_named
 from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
+from dnis_torchrec.jobs.verification.served import summed
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.logical_tables import torchrec_config
 
@@ -90,7 +91,7 @@ def check_form(artifact: Path, form: str, collection: str, oracle: Oracle, *, is
     """
     place = form if is_only else f"{form}, {collection}"
     try:
-        module = load(artifact, form=form, collection=collection)
+        module = summed(load(artifact, form=form, collection=collection))
     except (ValueError, TypeError, NotImplementedError) as error:
         return [Finding("parity", place, FAILED, str(error))]
     findings = []
@@ -99,7 +100,7 @@ def check_form(artifact: Path, form: str, collection: str, oracle: Oracle, *, is
     unknown = unknown_bags(oracle.scheme)
     findings.append(_check_refusal(f"{place}: refused", module, oracle.scheme, unknown))
     try:
-        module = load(artifact, form=form, collection=collection, unknown_ids="zero")
+        module = summed(load(artifact, form=form, collection=collection, unknown_ids="zero"))
     except NotImplementedError as error:
         return [*findings, Finding("unknown ids", f"{place}: as zero", SKIPPED, str(error))]
     row_error = ROW_ERRORS[form_named(form).precision.name]

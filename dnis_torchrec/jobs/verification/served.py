@@ -10,10 +10,12 @@ from torch import nn
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.quant.embedding_modules import quant_prep_customize_row_alignment
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.artifact import load
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.logical_tables import torchrec_config
+from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, is_unpooled, table_of_single_ids
 
 UNCOMPRESSED_FORMS = ("uncompressed_fp32", "uncompressed_int8", "uncompressed_int4")
 """The uncompressed tables, as TorchRec serves them. Their values are drawn: neither size nor speed depends on them."""
@@ -30,6 +32,37 @@ def served_module(artifact: Path, form: str, collection: str, scheme: MixedDimen
         scheme: the tables of that collection.
     """
     return baseline(form, scheme) if form in UNCOMPRESSED_FORMS else load(artifact, form=form, collection=collection)
+
+
+class SummedBags(nn.Module):
+    """What a served EmbeddingCollection looks up, summed over each bag: comparable with any pooled one.
+
+    Args:
+        served: the collection.
+    """
+
+    def __init__(self, served: ServedEmbeddingCollection) -> None:
+        super().__init__()
+        self.served = served
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks ids up and sums them."""
+        found = self.served(features)
+        sums = {}
+        for key, jagged in found.items():
+            bags = torch.arange(jagged.lengths().numel()).repeat_interleave(jagged.lengths())
+            zeros = torch.zeros(jagged.lengths().numel(), jagged.values().shape[1])
+            sums[key] = zeros.index_add(0, bags, jagged.values())
+        return KeyedTensor.from_tensor_list(list(sums), list(sums.values()))
+
+
+def summed(module: nn.Module) -> nn.Module:
+    """The module itself where it pools; else its bags' sums.
+
+    Args:
+        module: that serves a collection.
+    """
+    return SummedBags(module) if isinstance(module, ServedEmbeddingCollection) else module
 
 
 def collections_of(scheme: MixedDimensionScheme) -> dict[str, MixedDimensionScheme]:
@@ -52,6 +85,9 @@ def baseline(form: str, scheme: MixedDimensionScheme) -> nn.Module:
         form: one of `UNCOMPRESSED_FORMS`.
         scheme: the tables of the collection.
     """
+    if is_unpooled(scheme):
+        tables = {name: baseline(form, table_of_single_ids(table)) for name, table in scheme.tables.items()}
+        return ServedEmbeddingCollection(scheme, tables)
     configs = [torchrec_config(table, table.embedding_dim) for table in scheme.tables.values()]
     is_weighted = next(iter(scheme.tables.values())).is_weighted
     if form == "uncompressed_fp32":

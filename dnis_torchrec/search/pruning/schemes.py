@@ -6,13 +6,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import PoolingType
 
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
-from dnis_torchrec.search.pruning.tables import PrunedTable, is_weighted
-from dnis_torchrec.soft_selection.table_shards import collections, table_configs_of
+from dnis_torchrec.search.pruning.tables import PrunedTable
+from dnis_torchrec.soft_selection.table_shards import collections, is_weighted, table_configs_of
 
 
 @torch.no_grad()
@@ -38,7 +37,7 @@ def scheme_of(tables: list[PrunedTable], retained: Mapping[str, Tensor], ranks: 
             collection=table.collection,
             num_embeddings=config.num_embeddings,
             embedding_dim=config.embedding_dim,
-            pooling="mean" if config.pooling == PoolingType.MEAN else "sum",
+            pooling=config.pooling.value.lower(),
             feature_names=tuple(config.feature_names),
             is_weighted=table.is_weighted,
             routing=routing,
@@ -71,7 +70,7 @@ def uncompressed_scheme(model: nn.Module) -> MixedDimensionScheme:
                 collection=fqn,
                 num_embeddings=config.num_embeddings,
                 embedding_dim=config.embedding_dim,
-                pooling="mean" if config.pooling == PoolingType.MEAN else "sum",
+                pooling=config.pooling.value.lower(),
                 feature_names=tuple(config.feature_names),
                 is_weighted=is_weighted(collection),
                 routing=RowRouting(config.num_embeddings, 1, boundaries=boundaries),

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts, RowCounts
@@ -20,6 +18,7 @@ from dnis_torchrec.soft_selection.table_shards import (
     TableShard,
     check_merged,
     collections,
+    is_weighted,
     local_shards,
     num_copies,
     ranks_of,
@@ -96,7 +95,7 @@ def pruned_tables(model: nn.Module, blocks: RowBlocks, counts: FrequencyCounts) 
         NotImplementedError: if a table is neither spread over the ranks nor whole on each.
     """
     found = collections(model)
-    check(bool(found), "prune", "a model with an EmbeddingBagCollection", type(model).__name__)
+    check(bool(found), "prune", "a model with an embedding collection", type(model).__name__)
     blocked = {
         fqn: module
         for fqn, module in found.items()
@@ -139,14 +138,6 @@ def zero_never_seen_(tables: list[PrunedTable]) -> None:
     for table in tables:
         for chunk, rows, _ in table.chunks():
             chunk[(table.counts[rows] == 0).to(chunk.device)] = 0
-
-
-def is_weighted(collection: nn.Module) -> bool:
-    """Returns whether a collection takes per-sample weights; plain, sharded or wrapped."""
-    if isinstance(collection, ShardedEmbeddingBagCollection):
-        return collection._is_weighted
-    assert isinstance(collection, EmbeddingBagCollectionInterface)
-    return collection.is_weighted()
 
 
 def _shards_of(table: str, collection: nn.Module) -> tuple[TableShard, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dnis_torchrec.checks import check, describe, nearest
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_weight_names
 from dnis_torchrec.storage.whole_files import written_whole
 from dnis_torchrec.training.checkpoint.placement import PlacedTensor
 
@@ -36,10 +36,9 @@ def state_tensors(model: nn.Module, more: Mapping[str, PlacedTensor] | None = No
     for module in collections(model).values():
         for shard in local_shards(module):
             views[f"table/{shard.table}/{shard.first_row}/{shard.first_column}"] = shard.weight
-    known = set()  # wrappers share one alpha: it is saved once
+    known, of_tables = set(), table_weight_names(model)  # wrappers share one alpha: it is saved once
     for name, value in model.state_dict().items():
-        is_table = ".embedding_bags." in f".{name}"
-        if type(value) in (Tensor, nn.Parameter) and not is_table and value.data_ptr() not in known:
+        if type(value) in (Tensor, nn.Parameter) and name not in of_tables and value.data_ptr() not in known:
             known.add(value.data_ptr())
             views[f"dense/{name}"] = value.detach()
     for name, placed in (more or {}).items():

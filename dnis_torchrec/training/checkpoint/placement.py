@@ -33,8 +33,8 @@ from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.checks import describe
 from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.soft_selection.cached_tables import forget_cached_rows, lookups
-from dnis_torchrec.soft_selection.table_shards import collections
-from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
+from dnis_torchrec.soft_selection.table_shards import collections, lookup_of, table_weight_names, tables_under
+from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
 
 ITERATIONS = "fused/iterations"
 """Key of the number of steps that fused kernels have counted."""
@@ -136,9 +136,9 @@ def model_tensors(model: nn.Module) -> dict[str, PlacedTensor]:
     """
     placed = {f"table/{name}": PlacedTensor.of(value) for name, value in _tables(model)}
     known: set[int] = set()  # wrappers share one alpha: it is saved once
+    of_tables = table_weight_names(model)
     for name, value in model.state_dict().items():
-        is_table = ".embedding_bags." in f".{name}"
-        if type(value) in (Tensor, nn.Parameter) and not is_table and value.data_ptr() not in known:
+        if type(value) in (Tensor, nn.Parameter) and name not in of_tables and value.data_ptr() not in known:
             known.add(value.data_ptr())
             placed[f"model/{name}"] = PlacedTensor.of(value)
     return placed
@@ -194,7 +194,7 @@ def describe_tables(model: nn.Module) -> dict[str, TableDescription]:
     """
     blocks: dict[str, str] = {}
     for module in collections(model).values():
-        if isinstance(module, SoftSelectionEmbeddingBagCollection):
+        if isinstance(module, SoftSelectionModule):
             blocks |= {table: _fingerprint(module.blocks, table) for table in module.blocks.routings}
     described = {}
     for name, value in _tables(model):
@@ -239,12 +239,9 @@ def set_rng_(tensors: Mapping[str, PlacedTensor], device: torch.device) -> None:
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor | ShardedTensor]]:
     for module in collections(model).values():
-        child = module
-        if isinstance(module, SoftSelectionEmbeddingBagCollection):
-            child = module.embedding_bag_collection
-        for key, value in child.state_dict().items():
+        for key, value in lookup_of(module).state_dict().items():
             parts = key.split(".")
-            if parts[0] == "embedding_bags" and parts[-1] == "weight":
+            if parts[0] == tables_under(module) and parts[-1] == "weight":
                 yield ".".join(parts[1:-1]), value
 
 

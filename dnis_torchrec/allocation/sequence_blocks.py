@@ -1,0 +1,85 @@
+"""Contributions of every block to the outputs of a collection that pools nothing.
+
+Every id has an embedding of its own, so that nothing is looked up twice: what the ids of a block are worth to a sample
+is the sum over them of v_c dz / dv_c.
+
+Shapes: B batch, D embedding_dim, T outputs of the model, I ids of all output keys of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from dnis_torchrec.allocation.pooled_blocks import (
+    Apart,
+    CollectionBlocks,
+    Entries,
+    Lookup,
+    WatchedCollection,
+    one_of_each,
+)
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.row_routing import RowRouter
+from dnis_torchrec.ops.jagged import jagged_by_key
+from dnis_torchrec.soft_selection.table_shards import is_pooled, table_configs_of
+from dnis_torchrec.soft_selection.wrapper import check_blocks, pooled_features
+
+
+def watched_collection(collection: nn.Module, blocks: RowBlocks, device: torch.device) -> WatchedCollection:
+    """A collection and the blocks of its tables, whether it pools or not.
+
+    Args:
+        collection: plain, sharded, or wrapped by soft selection.
+        blocks: of at least its tables.
+        device: where its batches are.
+
+    Raises:
+        ValueError: if the blocks are not of its tables.
+        NotImplementedError: for a pooling that is not known.
+    """
+    kind = CollectionBlocks if is_pooled(collection) else SequenceBlocks
+    return kind(collection, blocks, device)
+
+
+class SequenceBlocks(WatchedCollection):
+    """An EmbeddingCollection of a model, and the blocks of its tables; see `watched_collection`."""
+
+    num_slots = 0
+
+    def __init__(self, collection: nn.Module, blocks: RowBlocks, device: torch.device) -> None:
+        tables = table_configs_of(collection)
+        check_blocks(tables, blocks)
+        self.collection = collection
+        self.outputs = pooled_features(tables, blocks, ())
+        self._routers = {table.name: RowRouter(blocks.routings[table.name]).to(device) for table in tables}
+        ids = sum(blocks.max_bag_lengths.get(output.feature, 1) for output in self.outputs)
+        self.floats_per_sample = max(1, 3 * ids * self.outputs[0].embedding_dim)
+
+    def note(self, features: KeyedJaggedTensor, output: Mapping[str, JaggedTensor]) -> Lookup:
+        """A call of the collection, its output replaced by views of a leaf that requires a gradient."""
+        own = [output[feature.name] for feature in self.outputs]
+        leaf = torch.cat([jagged.values().detach() for jagged in own]).requires_grad_()
+        parts = leaf.split([len(jagged.values()) for jagged in own])
+        seen = {
+            feature.name: JaggedTensor(values=part, lengths=jagged.lengths(), weights=jagged.weights_or_none())
+            for feature, part, jagged in zip(self.outputs, parts, own, strict=True)
+        }
+        return Lookup(self, features, seen, leaf)
+
+    def entries(self, lookup: Lookup, apart: Apart | None, gradient: Tensor) -> Iterator[tuple[str, Entries]]:
+        """Yields the reads of every feature, block by block. Local, no collective."""
+        bags, batch_size = jagged_by_key(lookup.features), lookup.features.stride()
+        of_features = [bags[output.feature] for output in self.outputs]
+        sizes = [own.values().numel() for own in of_features]
+        parts = zip(lookup.leaf.detach().split(sizes), gradient.split(sizes, dim=1), strict=True)
+        for output, own, (values, slopes) in zip(self.outputs, of_features, parts, strict=True):
+            samples = torch.arange(batch_size, device=values.device).repeat_interleave(own.lengths())
+            blocks = self._routers[output.table](own.values())
+            places = blocks * batch_size + samples
+            is_in_block = blocks < output.num_blocks
+            worth = (values * slopes).double()[:, is_in_block]
+            yield output.table, one_of_each(places[is_in_block], worth, batch_size)
