@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dnis_torchrec.search.ramp import Ramp
     from dnis_torchrec.serving import MixedDimensionEmbeddingBagCollection
     from dnis_torchrec.serving.narrow_tables import embedding_configs
+    from dnis_torchrec.soft_selection.managed_collisions import remapped
     from dnis_torchrec.soft_selection.plain_names import plain_state_dict
     from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
     from dnis_torchrec.soft_selection.swap import merge_, prepare_
@@ -80,6 +81,7 @@ __all__ = [
     "prepare_",
     "prune",
     "recipe_from_frame",
+    "remapped",
     "search",
     "shard_model",
     "with_axes_",
@@ -113,6 +115,7 @@ _HOME = {
     "Ramp": "search.ramp",
     "MixedDimensionEmbeddingBagCollection": "serving",
     "embedding_configs": "serving.narrow_tables",
+    "remapped": "soft_selection.managed_collisions",
     "plain_state_dict": "soft_selection.plain_names",
     "CpuEmbeddingBagCollectionSharder": "soft_selection.sharding",
     "make_sharding_plan": "soft_selection.sharding",

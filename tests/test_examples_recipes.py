@@ -168,7 +168,7 @@ def test_torchrecs_pipeline_runs_it(build, gloo):
     with torch.no_grad():
         _, (_, want) = model(next(iter(recipe.data.test)))
     pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.0), torch.device("cpu"))
-    _, predictions, _ = pipeline.progress(iter(recipe.data.test))
+    _, predictions = pipeline.progress(iter(recipe.data.test))
     assert torch.equal(predictions, want)
     assert len(pipeline._pipelined_modules) == 1
 

@@ -7,6 +7,10 @@ Storing column c of block s in k bits costs about
 for n_s rows, the curvature H (see `curvature`) and the rounding energy rho (see `rounding_energies`). `hulls` and
 `spending` say how a size is spent. Every byte that is served counts, see `dnis_torchrec.forms.Packed`.
 
+A cold block, of rows that training never saw, is worth nothing yet. Of a table that anything is stored of, it has its
+first `COLD_COLUMNS` in the fewest bits all the same, so that rows that are born later have a place to learn in. These
+bytes count like all others. A block that rows never seen share with rare ones is not cold.
+
 Shapes: N rows of a table, D embedding_dim, S blocks, K widths.
 """
 
@@ -33,13 +37,17 @@ from dnis_torchrec.allocation.energies import (
 from dnis_torchrec.allocation.hulls import ColumnSteps, RowOptions, column_steps, row_options, widths_of
 from dnis_torchrec.allocation.spending import Path, Purse, Spent
 from dnis_torchrec.allocation.table_sizes import sizes_as_html, sizes_as_text
-from dnis_torchrec.blocks.bit_fields import FLOAT_BITS
+from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, check_known
-from dnis_torchrec.forms import PACKED
+from dnis_torchrec.forms import COLUMN_SCALE_BYTES, PACKED
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+
+COLD_COLUMNS = 4
+"""Columns of a cold block, at least: in 2 bits each, a byte of a row. Of D below 32 one in eight, so none below 8,
+where a byte is a sixteenth of a row in float32, and more."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -229,6 +237,7 @@ class _Problem:
         steps: of the columns of every block.
         options: of the rows of every block.
         purse: to buy wider rows from.
+        cold: ``(A, D)`` bool, the columns that cold blocks have at least; paid for with the first step of a table.
     """
 
     tables: list[BlockedTable]
@@ -237,6 +246,7 @@ class _Problem:
     steps: ColumnSteps
     options: RowOptions
     purse: Purse
+    cold: Tensor
 
     @staticmethod
     def of(tables: list[BlockedTable], blocks: RowBlocks, loss: Mapping[str, Tensor], bits: Tensor) -> _Problem:
@@ -244,15 +254,17 @@ class _Problem:
         routings = [blocks.routings[table.config.name] for table in tables]
         widest = max(table.config.embedding_dim for table in tables)
         stacked = torch.cat([pad(part, (0, 0, 0, widest - part.shape[1])) for part in loss.values()])
+        cold = _cold_columns(tables, blocks, widest)
+        stacked[..., 0] = torch.where(cold, stacked[..., 1], stacked[..., 0])  # what is paid for anyway
         rows = torch.cat([routing.row_counts() for routing in routings])
         steps = column_steps(stacked, rows, bits)
         options = row_options(steps, stacked[..., 0].sum(1), rows)
         fixed = [PACKED.index_bytes(r, table.config.embedding_dim) for r, table in zip(routings, tables, strict=True)]
         num_blocks = torch.tensor([routing.num_blocks for routing in routings])
         table_of_block = torch.arange(len(tables)).repeat_interleave(num_blocks)
-        return _Problem(
-            tables, blocks, bits, steps, options, Purse(Path.of(options), table_of_block, torch.tensor(fixed))
-        )
+        cold_bytes = _cold_bytes(cold.sum(1), rows, bits)
+        purse = Purse(Path.of(options), table_of_block, torch.tensor(fixed).index_add(0, table_of_block, cold_bytes))
+        return _Problem(tables, blocks, bits, steps, options, purse, cold)
 
     @property
     def dense_bytes(self) -> Tensor:
@@ -291,6 +303,9 @@ class _Problem:
     def bits_of(self, spent: Spent) -> dict[str, Tensor]:
         """Table -> ``(S, D)``, the bits that the bytes have bought."""
         index = widths_of(self.steps, self.options, spent.row_bytes, max(t.config.embedding_dim for t in self.tables))
+        is_open = torch.zeros(len(self.tables), dtype=torch.bool)
+        is_open[self.purse.table_of_block[spent.row_bytes > 0]] = True
+        index = torch.maximum(index, (self.cold & is_open[self.purse.table_of_block][:, None]).long())
         sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
         return {
             table.config.name: of_table[:, : table.config.embedding_dim].contiguous()
@@ -312,6 +327,22 @@ class _Problem:
             predicted_loss_increase=max(0.0, float(loss.sum())),
             num_bytes=sum(map(PACKED.served_bytes, schemes.values())),
         )
+
+
+def _cold_columns(tables: list[BlockedTable], blocks: RowBlocks, widest: int) -> Tensor:
+    """``(A, D)`` bool: the first columns of blocks that have rows, of which training saw none."""
+    columns = []
+    for config in (table.config for table in tables):
+        is_cold = (blocks.routings[config.name].row_counts() > 0) & (blocks.seen_rows[config.name] == 0)
+        num_columns = min(COLD_COLUMNS, config.embedding_dim // 8)
+        columns.append(is_cold[:, None] & (torch.arange(widest) < num_columns))
+    return torch.cat(columns)
+
+
+def _cold_bytes(num_columns: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
+    """``(A,)`` int64, what the columns of cold blocks take at most, as `row_options` counts what a float32 wastes."""
+    waste = 7 * bool((bits == FLOAT_BITS).any())
+    return rows * -(-num_columns * (bits[1] + waste) // 8) + COLUMN_SCALE_BYTES * num_columns * is_coded(bits[1])
 
 
 def _predicted_losses(

@@ -38,6 +38,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, rows_per_chu
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.packed_table import PackedTable, pack_rows
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, table_of_single_ids
+from dnis_torchrec.soft_selection.managed_collisions import remapped
 from dnis_torchrec.soft_selection.swap import replace_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, ranks_of, table_configs_of
 from dnis_torchrec.streaming.counting import count_stream
@@ -116,7 +117,9 @@ def compress(
     Every EmbeddingBagCollection becomes a PackedEmbeddingBagCollection, and every EmbeddingCollection a
     ServedEmbeddingCollection of packed tables; both serve and do not train. All tables share one budget. They are
     turned first where that is known to change no prediction (`with_axes_`, `rotation_groups`); frozen ones keep their
-    axes, and are compressed as all others are. What no batch reads is worth nothing and may be dropped.
+    axes, and are compressed as all others are. A table that no batch reads is worth nothing and may be dropped; rows of
+    others that no batch reads keep a few narrow columns (`dnis_torchrec.allocation.allocate.COLD_COLUMNS`), to learn in
+    where training goes on (`MixedDimensionEmbeddingBagCollection.from_tables`).
 
     Local, no collective; needs no process group. Of a model that is spread over ranks, use `measure_`.
 
@@ -216,7 +219,9 @@ def measure_(
         check_left_alone(leave_alone, [table.name for table in tables], "leave_alone")
         _check_finite(model)
     if counts is None:
-        counts = count_stream((features_of(batch) for batch in batches), tables, process_group=ranks.group)
+        counts = count_stream(
+            (remapped(model, features_of(batch)) for batch in batches), tables, process_group=ranks.group
+        )
     blocks = blocks_from_counts(counts, tables, num_blocks=num_blocks, scope="table", leave_alone=leave_alone)
     _turn_(model, batches, loss, counts, ranks, leave_alone)
     worth = curvature(model, batches, blocks, loss=loss, num_samples=num_samples)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.allocation.curvature import (
     derivatives_at,
@@ -43,6 +44,7 @@ from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.soft_selection.cached_tables import writing_to_tables
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
+from dnis_torchrec.soft_selection.managed_collisions import remapped
 from dnis_torchrec.soft_selection.table_shards import TableShard, collections, local_shards, ranks_of, table_configs_of
 
 JUDGED_SAMPLES = 1 << 16
@@ -100,7 +102,7 @@ class LossSample:
         for place, batch in first_batches(batches, loss, self._ranks, num_samples, SAMPLES_PER_PASS):
             predictions, at = predictions_of(model, batch, loss, place, self._ranks)
             with on_all(self._ranks):
-                ids = _ids_by_table(batch, tables, place)
+                ids = _ids_by_table(remapped(model, features_of(batch)), tables, place)
             rows = {name: self._ranks.concatenate(of_table).unique() for name, of_table in ids.items()}
             self._batches.append(_Judged(batch, predictions, at, rows))
 
@@ -197,9 +199,9 @@ def _rounded(shard: TableShard, scheme: MixedDimensionScheme, rows: Tensor) -> t
     return place, decode_rows(encoded, blocks, codes).to(shard.weight)
 
 
-def _ids_by_table(batch: Batch, tables: Iterable[EmbeddingBagConfig], place: str) -> dict[str, Tensor]:
+def _ids_by_table(features: KeyedJaggedTensor, tables: Iterable[EmbeddingBagConfig], place: str) -> dict[str, Tensor]:
     """Table -> the rows that a batch reads, each once."""
-    jagged = copy.copy(features_of(batch)).to_dict()  # the batch itself is left as it was: see jagged_by_key
+    jagged = copy.copy(features).to_dict()  # the batch itself is left as it was: see jagged_by_key
     return {
         table.name: torch.cat([ids for ids, _ in bags_of(table, jagged, place).values()]).unique() for table in tables
     }

@@ -291,7 +291,8 @@ def _settings_of(recipe: Recipe) -> dict[str, Any]:
     of_tables = {id(weight) for module in collections(recipe.model).values() for weight in module.parameters()}
     network = {name: list(w.shape[1:]) for name, w in recipe.model.named_parameters() if id(w) not in of_tables}
     loss = recipe.task if recipe.loss is None else recipe.loss
-    return own | {"loss": type(loss).__name__, "row_weights": list(recipe.row_weights), "network": network}
+    lists = {"row_weights": list(recipe.row_weights), "leave_alone": list(recipe.leave_alone)}
+    return own | lists | {"loss": type(loss).__name__, "network": network}
 
 
 def parse_names(text: str, place: str, requirement: str = "names with commas between them") -> tuple[str, ...]:

@@ -339,9 +339,12 @@ class LogicalCollection(EmbeddingBagCollectionInterface):
         self._logical, self._zero_unknown = LogicalTables.of(scheme), unknown_ids == "zero"
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Looks bags up. In a graph of torch.fx it is one call of this module: checks of values cannot be traced."""
+        """Looks bags up. In a graph of torch.fx it is one call of this module: checks of values cannot be traced.
+
+        Not so if TorchRec has sharded what is inside: its pipelines look for that in the graph.
+        """
         tracer = next((value.tracer for value in (*inputs, *named.values()) if isinstance(value, Proxy)), None)
-        if tracer is None:
+        if tracer is None or any(hasattr(module, "input_dist") for module in self.modules()):
             return super().__call__(*inputs, **named)
         return tracer.create_proxy("call_module", cast(Tracer, tracer).path_of_module(self), inputs, named)
 

@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from dnis_torchrec.soft_selection.feature_processed import SoftSelectionFeatureProcessedEmbeddingBagCollection
+from dnis_torchrec.soft_selection.managed_collisions import refuse_managed_collisions
 from dnis_torchrec.soft_selection.table_shards import collections, lookup_of, whole_module_of
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
 
@@ -21,7 +22,14 @@ def planned_fqns(model: nn.Module) -> dict[str, str]:
 
     Args:
         model: prepared or not.
+
+    Raises:
+        NotImplementedError: for managed collisions, which every rank would learn for itself.
     """
+    remedy = (
+        "search on one process without DistributedModelParallel; merged, shard it by TorchRec's own sharder on GPUs"
+    )
+    refuse_managed_collisions(model, "sharding", remedy)
     planned = {}
     for fqn, module in collections(model).items():
         is_processed = isinstance(whole_module_of(model, fqn), FeatureProcessedEmbeddingBagCollection)

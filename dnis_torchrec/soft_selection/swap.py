@@ -27,6 +27,7 @@ from dnis_torchrec.soft_selection.feature_processed import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
     with_processors_of,
 )
+from dnis_torchrec.soft_selection.managed_collisions import check_remapping, go_on_, stand_still_
 from dnis_torchrec.soft_selection.sequence_wrapper import SoftSelectionEmbeddingCollection
 from dnis_torchrec.soft_selection.table_shards import (
     collections,
@@ -61,7 +62,8 @@ def prepare_(
 
     Of an EmbeddingBagCollection and of an EmbeddingCollection alike: pooled or not, all tables have one budget.
 
-    The weights stay where they are. All wrappers share one alpha per embedding_dim.
+    The weights stay where they are. All wrappers share one alpha per embedding_dim. Managed collisions give no id
+    another row until `merge_`, because rows belong to blocks.
 
     Args:
         model: any model, changed in place.
@@ -106,6 +108,7 @@ def prepare_(
     chosen = {fqn: module for fqn, module in found.items() if fqns is None or fqn in fqns}
     _check_features(chosen, multi_hot_features)
     _check_weights(get_unwrapped_module(model), found, chosen)
+    check_remapping(model)
     alpha = Alpha(blocks.alpha_shapes)
     wrappers = []  # all of them before the first is put in: a model that does not fit stays whole
     for fqn, collection in chosen.items():
@@ -114,6 +117,7 @@ def prepare_(
         wrappers.append((whole, wrapper.train(collection.training)))
     for whole, wrapper in wrappers:
         model = replace_(model, whole, wrapper)
+    stand_still_(model)
     return model
 
 
@@ -157,6 +161,7 @@ def merge_(model: nn.Module) -> nn.Module:
     if _spans_ranks(wrappers):
         return model
     model = get_unwrapped_module(model)
+    go_on_(model)
     for pipelined in [module for module in model.modules() if isinstance(module, PipelinedPostproc)]:
         model = replace_(model, pipelined, pipelined.postproc_module)  # it would give the bags of an older batch
     for wrapper in wrappers.values():

@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollection,
     EmbeddingCollectionInterface,
 )
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import check, describe
@@ -34,6 +35,7 @@ from dnis_torchrec.soft_selection.feature_processed import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
 )
 from dnis_torchrec.soft_selection.frozen_tables import frozen_tables
+from dnis_torchrec.soft_selection.managed_collisions import MANAGED, refuse_managed_collisions
 from dnis_torchrec.soft_selection.plain_names import plain_state_dict
 from dnis_torchrec.soft_selection.sequence_tables import as_bags
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
@@ -98,8 +100,9 @@ def collections(model: nn.Module) -> dict[str, nn.Module]:
 
     Raises:
         NotImplementedError: for a collection that does not look up what it is given: inside one of TorchRec's modules
-            that change features or embeddings (feature processors, managed collisions, ..), of a subclass with a
-            forward of its own, or with forward hooks. Soft selection, counts and schemes would be of other rows.
+            that change features or embeddings (FeatureProcessed- and ManagedCollisionEmbeddingBagCollection aside), of
+            a subclass with a forward of its own, or with forward hooks. Soft selection, counts and schemes would be of
+            other rows.
     """
     found: dict[str, nn.Module] = {}
     plain_model = get_unwrapped_module(model)
@@ -123,6 +126,8 @@ def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> No
     for holder in (".".join(parts[:depth]) for depth in range(len(parts))):
         kind = type(model.get_submodule(holder))
         if kind in FEATURE_PROCESSED and parts[len(holder.split(".")) if holder else 0 :] == [INNER]:
+            continue
+        if kind is ManagedCollisionEmbeddingBagCollection and fqn == f"{holder}.{MANAGED}".removeprefix("."):
             continue
         if any(_changes_lookups(base) for base in kind.__mro__):
             raise NotImplementedError(describe(place, supported, f"one inside the {kind.__name__} {holder!r}"))
@@ -430,7 +435,10 @@ def table_configs(model: nn.Module) -> list[EmbeddingBagConfig]:
     Raises:
         TypeError: if a collection of it is sharded.
         ValueError: if several tables have one name, by which schemes, counts and checkpoints know them.
+        NotImplementedError: as `collections`; for managed collisions, whose raw ids are no rows of these tables.
     """
+    remedy = "count `remapped` bags and call prepare_, compress or prune, which take such a model"
+    refuse_managed_collisions(model, "jobs that count a recipe's ids", remedy)
     configs: list[EmbeddingBagConfig] = []
     for fqn, module in collections(model).items():
         if not isinstance(module, EmbeddingBagCollectionInterface | EmbeddingCollectionInterface):

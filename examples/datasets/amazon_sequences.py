@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check
+from dnis_torchrec.data.in_memory import SPLIT_RATIOS, Bags, InMemoryBatches
 from dnis_torchrec.data.recipe import DataSplits
 from examples.datasets.amazon_sports import FILE, NUM_NEGATIVES, PUBLISHER, read_reviews
 from examples.datasets.implicit import KnownPositives
-from examples.datasets.in_memory import SPLIT_RATIOS, Bags, InMemoryBatches, frequency_rank
+from examples.datasets.in_memory import frequency_rank
 from examples.datasets.text_files import find_file
 
 FEATURES = ("candidate", "history")

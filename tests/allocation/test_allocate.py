@@ -39,7 +39,7 @@ class Model:
             EmbeddingBagConfig(name=f"t{i}", num_embeddings=n, embedding_dim=d, feature_names=[f"f{i}"])
             for i, (n, d) in enumerate(zip(rows, dims, strict=True))
         ]
-        drawn = {c.name: torch.randint(0, 9, (c.num_embeddings,), generator=generator) for c in self.configs}
+        drawn = {c.name: torch.randint(1, 9, (c.num_embeddings,), generator=generator) for c in self.configs}
         self.counts = FrequencyCounts(drawn, {f"f{i}": 1 for i in range(len(rows))}, 100)
         self.blocks = blocks_from_counts(self.counts, self.configs, num_blocks=num_blocks, scope="table")
         worth, energies = {}, {}

@@ -31,7 +31,7 @@ from tests.tiny import EMBEDDING_DIM
 
 READ = {"w.safetensors": "row_wise", "w.pt": "column_wise", "w.dcp": "grid_shard"}
 """Files of weights, and how the tables that are read from them are sharded."""
-TOLD_OF_METRICS = {"manifest.json", "compress.json", "report.html"}
+TOLD_OF_METRICS = {"manifest.json", "compress.json", "report.html", "MODEL_CARD.md"}
 
 
 @pytest.fixture(scope="module")

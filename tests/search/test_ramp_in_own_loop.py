@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dnis_torchrec.search.ramp import STAGES, Ramp
+from tests.small_models import blocks
 
 
 @pytest.mark.parametrize("steps", [STAGES, 40, 100])
@@ -16,7 +17,7 @@ def test_every_stage_comes_once_and_none_before_the_ramp_or_after_it(
     stages: list[int] = []
     monkeypatch.setattr(Ramp, "_narrow", lambda _, stage: stages.append(stage))
     nothing: Any = None
-    ramp = Ramp(nothing, nothing, nothing, nothing, 20.0)
+    ramp = Ramp(nothing, nothing, blocks(), nothing, 20.0)
     for done in range(-30, steps + 30):
         ramp.follow(done, steps)  # behind a lower step
         ramp.follow(done, steps)  # and behind the upper step after it

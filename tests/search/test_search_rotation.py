@@ -44,8 +44,8 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     rotate_ = search_module.rotate_
 
-    def watched(model, counts, optimizer):
-        found = rotate_(model, counts, optimizer)
+    def watched(model, counts, *rest):
+        found = rotate_(model, counts, *rest)
         shards = [shard for own in collections(model).values() for shard in local_shards(own)]
         tables = [shard.weight.double() for shard in shards]
         seen.append(second_moment_reference(tables, [counts.counts[shard.table] for shard in shards]))
@@ -98,7 +98,7 @@ def test_rows_of_tables_to_be_turned_are_never_cut(gloo, tmp_path: Path, monkeyp
     with pytest.raises(Killed):
         run(tmp_path, optimizer="rowwise_adagrad")
     assert asked == [set(sharding_of_training.WHOLE_ROWS)]
-    monkeypatch.setattr(search_module, "rotation_groups", lambda _: [])  # as of a model that cannot be turned
+    monkeypatch.setattr(search_module, "rotation_groups", lambda *_: [])  # as of a model that cannot be turned
     with pytest.raises(Killed):
         run(tmp_path, optimizer="rowwise_adagrad")
     assert "column_wise" in asked[1]

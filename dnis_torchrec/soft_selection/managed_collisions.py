@@ -1,0 +1,193 @@
+"""Managed collisions: a model that looks up, for an id, the row that the id has now (ZCH, MPZCH).
+
+Raw ids are remapped in front of the collection, which is wrapped, compressed and served as any other. So counts, blocks
+and schemes are of the REMAPPED rows, `remapped` says which these are, and the remapping's state goes with the model's
+dense weights into an artifact. Rows belong to blocks, hence remapping stands still while a model is prepared. Where it
+goes on later, counts are taken anew: a row that was given to another id has the counts of that id alone, so it begins
+in the cold block until that id is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from dnis_torchrec.checks import check, check_known, describe
+
+MANAGED = "_embedding_module"
+"""The attribute by which TorchRec's managed collisions hold their collection."""
+
+
+def managed_collisions(model: nn.Module) -> dict[str, ManagedCollisionCollection]:
+    """FQN of a module with managed collisions -> what remaps its ids. Local.
+
+    Args:
+        model: prepared or not.
+    """
+    return {
+        fqn: module._managed_collision_collection
+        for fqn, module in get_unwrapped_module(model).named_modules()
+        if type(module) is ManagedCollisionEmbeddingBagCollection
+    }
+
+
+def remapped(model: nn.Module, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The rows that a model looks up for some bags, as the remapping stands: what to count. Local, no collective.
+
+    Nothing is learned from the bags. An id that has no row goes where TorchRec's module sends it, as in serving.
+
+    Args:
+        model: prepared or not; one without managed collisions gets the bags as they are.
+        features: the bags, with raw ids, of all features that managed collisions read.
+
+    Returns:
+        Bags of the same keys, in their order, without per-sample weights.
+
+    Raises:
+        ValueError: if a feature is missing, or no id has a row yet.
+        NotImplementedError: for a feature that several tables read, each of which gives its ids other rows.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, MCHManagedCollisionModule
+        >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=["f"])
+        >>> remapping = MCHManagedCollisionModule(4, torch.device("cpu"), DistanceLFU_EvictionPolicy(), 1)
+        >>> managed = ManagedCollisionEmbeddingBagCollection(
+        ...     EmbeddingBagCollection(tables=[table]), ManagedCollisionCollection({"t": remapping}, [table]))
+        >>> bags = KeyedJaggedTensor(["f"], torch.tensor([10**9, 7, 7]), lengths=torch.tensor([2, 1]))
+        >>> _ = managed(bags)  # in training ids get rows
+        >>> rows = remapped(managed, bags).values()
+        >>> bool(rows.max() < 4), rows[1].item() == rows[2].item()
+        (True, True)
+    """
+    managed = managed_collisions(model)
+    if not managed:
+        return features
+    check_remapping(model)
+    bags = dict(copy.copy(features).to_dict())  # the batch itself is left as it was
+    for fqn, collection in managed.items():
+        with _standing_still(collection):
+            for table, remapping in collection._managed_collision_modules.items():
+                names = collection._table_to_features[table]
+                for name in names:
+                    check_known(f"feature of table {table!r} in FQN {fqn!r}", name, bags)
+                rows = _rows_of(table, cast(ManagedCollisionModule, remapping), [bags[name] for name in names])
+                bags |= dict(zip(names, rows, strict=True))
+    of_keys = [bags[key] for key in list(features.keys())]
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=torch.cat([own.values() for own in of_keys]),
+        lengths=torch.cat([own.lengths() for own in of_keys]),
+    )
+
+
+def check_remapping(model: nn.Module) -> None:
+    """Checks that rows stand for ids already, and for those of one table. Local.
+
+    Args:
+        model: prepared or not.
+
+    Raises:
+        ValueError: if no id has a row yet: counts and blocks would be of one row.
+        NotImplementedError: for a feature that several tables read.
+    """
+    readers = _readers(model)
+    for fqn, collection in managed_collisions(model).items():
+        for table, remapping in collection._managed_collision_modules.items():
+            module = cast(ManagedCollisionModule, remapping)
+            place = f"FQN {fqn!r}, table {table!r}"
+            is_empty = int(module.open_slots()) >= module.output_size() - 1 > 0
+            remedy = "train the model first: in training ids get their rows"
+            check(not is_empty, place, "ids that have rows", "none", remedy)
+            for feature in collection._table_to_features[table]:
+                others = sorted(readers[feature] - {table})
+                supported = f"supported are features of one table, so that the rows of {feature!r} are its own"
+                if others:
+                    remedy = "give the other table a feature of its own with the same ids"
+                    raise NotImplementedError(describe(place, supported, f"{others} reads it, too", remedy))
+
+
+def stand_still_(model: nn.Module) -> None:
+    """Keeps remapping as it is, also while the model trains, until `go_on_`. Local.
+
+    Args:
+        model: changed in place.
+    """
+    for collection in managed_collisions(model).values():
+        collection.register_forward_pre_hook(_to_eval)
+
+
+def go_on_(model: nn.Module) -> None:
+    """Lets remapping learn ids again where the model trains. Local.
+
+    Args:
+        model: changed in place.
+    """
+    for fqn, collection in managed_collisions(model).items():
+        hooks: dict[int, Any] = collection._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _to_eval]:
+            del hooks[key]
+            collection.train(get_unwrapped_module(model).get_submodule(fqn).training)
+
+
+def refuse_managed_collisions(model: nn.Module, what: str, remedy: str) -> None:
+    """Refuses what looks at raw ids, or shards the collection alone.
+
+    Args:
+        model: prepared or not.
+        what: is refused.
+        remedy: what to do instead.
+
+    Raises:
+        NotImplementedError: if the model has managed collisions.
+    """
+    for fqn in managed_collisions(model):
+        supported = f"supported in {what} are EmbeddingBagCollections that the model calls themselves"
+        place, received = f"{fqn}.{MANAGED}".removeprefix("."), f"one in ManagedCollisionEmbeddingBagCollection {fqn!r}"
+        raise NotImplementedError(describe(f"FQN {place!r}", supported, received, remedy))
+
+
+def _rows_of(table: str, remapping: ManagedCollisionModule, bags: list[JaggedTensor]) -> list[JaggedTensor]:
+    """The rows of one table for the bags of each of its features, given to its remapping as TorchRec gives them."""
+    sizes = torch.tensor([own.values().numel() for own in bags])
+    values, lengths = torch.cat([own.values() for own in bags]), torch.cat([own.lengths() for own in bags])
+    found = remapping({table: JaggedTensor(values=values, lengths=lengths, weights=sizes)})[table]
+    of_features = found.lengths().view(len(bags), -1)
+    rows = found.values().split(of_features.sum(1).tolist())
+    return [JaggedTensor(own, lengths=lengths) for own, lengths in zip(rows, of_features, strict=True)]
+
+
+def _readers(model: nn.Module) -> dict[str, set[str]]:
+    """Feature -> the tables of all collections that read it."""
+    readers: dict[str, set[str]] = {}
+    for module in get_unwrapped_module(model).modules():
+        configs = getattr(module, "embedding_bag_configs", None) or getattr(module, "embedding_configs", None)
+        for config in configs() if callable(configs) else ():
+            for feature in config.feature_names:
+                readers.setdefault(feature, set()).add(config.name)
+    return readers
+
+
+@contextmanager
+def _standing_still(collection: ManagedCollisionCollection) -> Iterator[None]:
+    before = [(module, module.training) for module in collection.modules()]
+    collection.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in before:
+            module.training = was_training
+
+
+def _to_eval(collection: nn.Module, _: tuple[Tensor, ...]) -> None:
+    collection.eval()
