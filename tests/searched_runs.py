@@ -26,7 +26,7 @@ def quick_job(out: Path, **changes: Any) -> SearchJob:
         out: its run folder.
         changes: other fields of the job.
     """
-    job = SearchJob(recipe="tests.tiny:demo", data=None, out=out, compression=4.0, settings=QUICK)
+    job = SearchJob(recipe="tests.tiny:demo", data=None, out=out, compression=4.0, settings=QUICK, stored_rows=False)
     return dataclasses.replace(job, **changes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typer.core import TyperGroup
 
 from dnis_torchrec._dependencies import version
 from dnis_torchrec.checks import check
-from dnis_torchrec.cli.addresses import fetched_settings, published_settings
+from dnis_torchrec.cli.addresses import fetched_settings, published_settings, shown
 from dnis_torchrec.cli.terminal import PlainConsole, fail, say
 
 ORDER = (
@@ -86,6 +87,13 @@ RecipeOption = Annotated[
 OutOption = Annotated[
     Path, typer.Option("--out", metavar="FOLDER", help="Folder to write, or its URL.", **published_settings)
 ]
+BaselinesOption = Annotated[
+    bool,
+    typer.Option(
+        "--baselines/--no-baselines",
+        help="Measure beside, without a further training: the model uncompressed, and with its rows in int8 and int4.",
+    ),
+]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what stands at --out.")]
 
 
@@ -143,6 +151,22 @@ def check_json(file: Path | None) -> None:
 def print_table(table: Table, at_least: int) -> None:
     """Prints a table as wide as the terminal, or as `at_least` where that is less or there is none."""
     PlainConsole(max(at_least, Console().width)).print(table)
+
+
+def print_verdict(sentence: str, doubts: Sequence[str], following: Sequence[str], data: Path | None) -> None:
+    """Prints what a run has gained, what is uncertain about it, and the command to type next.
+
+    Args:
+        sentence: what it gained.
+        doubts: what is uncertain, a few words each.
+        following: words of the next command behind ``dnis``.
+        data: folder of the data, which that command needs, too.
+    """
+    of_data = [] if data is None else ["--data", shown(data)]
+    say(f"\n{sentence[:1].upper()}{sentence[1:]}")
+    for doubt in doubts:
+        say(f"  uncertain: {doubt}")
+    say(f"next: {shlex.join(['dnis', *following, *of_data])}")
 
 
 def print_metrics(

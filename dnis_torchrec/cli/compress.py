@@ -11,6 +11,7 @@ from dnis_torchrec.allocation.settings import CompressSettings
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import check_seen_by_ranks, fetched_settings, shown
 from dnis_torchrec.cli.app import (
+    BaselinesOption,
     DataOption,
     OutOption,
     OverwriteOption,
@@ -20,6 +21,7 @@ from dnis_torchrec.cli.app import (
     check_json,
     is_first_rank,
     print_table,
+    print_verdict,
 )
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
@@ -55,6 +57,7 @@ def compress(
         ),
     ] = None,
     recipe: RecipeOption = None,
+    baselines: BaselinesOption = True,
     *,
     settings: CompressSettings,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write OUT/compress.json here.")] = None,
@@ -67,7 +70,6 @@ def compress(
     """
     from dnis_torchrec.comparison.plan import parse_sizes
     from dnis_torchrec.jobs.compress_job import CompressJob, check_free, recipe_of, run_compress
-    from dnis_torchrec.storage.whole_files import write_json
 
     with arguments():
         run = run_or_recipe if run_or_recipe.is_dir() else None
@@ -81,6 +83,7 @@ def compress(
             out=out,
             compressions=() if compression is None else parse_sizes(compression, "--compression"),
             weights=weights,
+            baselines=baselines,
             overwrite=overwrite,
             **vars(settings),
         )
@@ -92,15 +95,20 @@ def compress(
         recipe_of(job)
     content = run_compress(job)
     if is_first_rank():
-        if json_file is not None:
-            write_json(json_file, content.to_json())
-        _print(content, out)
+        _print(content, out, data, json_file)
 
 
-def _print(content: CompressionContent, out: Path) -> None:
-    from dnis_torchrec.report.compression_page import compression_table
+def _print(content: CompressionContent, out: Path, data: Path | None, json_file: Path | None) -> None:
+    from dnis_torchrec.report.compression_page import compression_table, verdict
+    from dnis_torchrec.report.verdict import ONE_SEED
+    from dnis_torchrec.storage.whole_files import write_json
+
+    if json_file is not None:
+        write_json(json_file, content.to_json())
 
     print_table(compression_table(content), TABLE_WIDTH)
     for row in content.compressed:
         say(f"artifact: {shown(out)}/{row.name}")
     say(f"report: {shown(out)}/report.html")
+    smallest = f"{shown(out)}/{content.compressed[-1].name}"
+    print_verdict(verdict(content), [ONE_SEED, *content.doubts], ["verify", smallest], data)

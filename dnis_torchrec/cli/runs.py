@@ -14,6 +14,7 @@ from rich.table import Table
 from dnis_torchrec.checks import check
 from dnis_torchrec.cli.addresses import fetched_settings, published_first_settings, shown, url_of_ranks
 from dnis_torchrec.cli.app import (
+    BaselinesOption,
     DataOption,
     OutOption,
     OverwriteOption,
@@ -26,6 +27,7 @@ from dnis_torchrec.cli.app import (
     is_first_rank,
     print_metrics,
     print_table,
+    print_verdict,
 )
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
@@ -94,6 +96,7 @@ def search(
     embedding_dim: Annotated[int | None, typer.Option(help="D to start from; the recipe's own if not given.")] = None,
     from_run: FromOption = None,
     weights: TrainedWeightsOption = None,
+    baselines: BaselinesOption = True,
     *,
     settings: SearchSettings,
     saving: Saving,
@@ -110,6 +113,7 @@ def search(
 
     from dnis_torchrec.data.recipe import load_recipe
     from dnis_torchrec.jobs.given_model import GivenModel
+    from dnis_torchrec.jobs.report_job import verdict_of
     from dnis_torchrec.jobs.run_folder import RunFolder
     from dnis_torchrec.jobs.search_job import SearchJob, run_search
 
@@ -126,6 +130,7 @@ def search(
             seed=seed,
             given=GivenModel.of(from_run, weights),
             baselines=tuple(baseline or ()),
+            stored_rows=baselines,
             overwrite=overwrite,
             saving=saving,
         )
@@ -136,6 +141,8 @@ def search(
     if is_first_rank():
         print_rows(rows, out)
         say(f"run: {shown(out)}")
+        told, uncertain = verdict_of(out, rows)
+        print_verdict(told, uncertain, ["export", shown(out), "--out", f"{shown(out)}-artifact"], None)
 
 
 @command

@@ -18,6 +18,9 @@ from rich.text import Text
 
 from dnis_torchrec.checks import describe_error, is_of_system, visible
 
+COMPILING = "dnis_torchrec.ops.native_build"
+"""Logger that tells when operators are compiled; importing its module would import torch."""
+
 _plain_warning, _show_any_error_of_thread = warnings.formatwarning, threading.excepthook
 
 
@@ -70,6 +73,7 @@ def guard_standard_error() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger(COMPILING).setLevel(logging.INFO)  # nobody should wonder what takes so long
     warnings.formatwarning = _format_warning
     sys.excepthook = _show_error
     threading.excepthook = _show_error_of_thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,20 @@ from dnis_torchrec.artifact.manifest import write_manifest
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.over_ranks import measured_samples
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask, build_recipe, load_recipe
+from dnis_torchrec.data.test_split import CountedLabels, TestSplit
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.jobs.artifact_jobs import drop_in_
 from dnis_torchrec.jobs.model_shards import check_state, spread_filled
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import COMPRESSION_FILE, RunFolder, RunWriteError
+from dnis_torchrec.jobs.stored_rows import NARROW, in_rows
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.jobs.weights import weights_for_
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
-from dnis_torchrec.report.compression_content import COMPRESS, UNCOMPRESSED, CompressionContent, CompressionRow
+from dnis_torchrec.report.compression_content import COMPRESS, CompressionContent, CompressionRow
 from dnis_torchrec.report.compression_page import write_compression
+from dnis_torchrec.report.content import UNCOMPRESSED
+from dnis_torchrec.report.verdict import doubts
 from dnis_torchrec.soft_selection.swap import replace_
 from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters, table_configs
 from dnis_torchrec.storage.shared_folders import shared_folder
@@ -63,6 +67,7 @@ class CompressJob(CompressSettings):
         out: folder to make.
         compressions: bytes of the float32 tables over bytes served, each above 1; empty with `max_loss`.
         weights: file of the recipe's model, see `weights_for_`; None takes the model as the recipe makes it.
+        baselines: measure the model with its rows in int8 and int4 beside, see `in_rows`; on one process alone.
         overwrite: replace what `dnis compress` wrote to `out`, once this is complete.
     """
 
@@ -72,6 +77,7 @@ class CompressJob(CompressSettings):
     out: Path
     compressions: tuple[float, ...] = ()
     weights: Path | None = None
+    baselines: bool = True
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -141,7 +147,10 @@ def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionC
     loss, ranks = recipe.task, Ranks.everyone()
     data, counts, _ = read_before_training(recipe, table_configs(recipe.model), ranks, CountLimits())
     model = spread_filled(recipe.model, stored, device)
-    before = _evaluated(model, data, loss, device)
+    test = CountedLabels(data.test)
+    before = _evaluated(model, replace(data, test=test), loss, device)
+    uncertain = _doubts(job, test.of(ranks), before[1])
+    beside = _beside(job, model, recipe, data, device) if job.baselines and ranks.world_size == 1 else []
     started = time.monotonic()
     measured = measure_(
         model,
@@ -169,7 +178,8 @@ def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionC
             metrics = _served(model, folder / name, data, loss, device)
             on_rank_zero(partial(_note_metrics, folder / name, metrics[1]))
             rows.append(_row(COMPRESS, metrics, head["seed"], allocation=allocation, seconds=taken, name=name))
-        content = _content(job, spec, measured, rows, head, primary_metric(loss, data.test))
+        primary = primary_metric(loss, data.test)
+        content = _content(job, spec, measured, [*rows, *beside], head | {"doubts": uncertain}, primary)
         with together():
             if ranks.is_first:
                 write_json(folder / COMPRESSION_FILE, {"format": FORMAT, "format_version": 1} | content.to_json())
@@ -245,6 +255,28 @@ def _served(
             replace_(plain, served[fqn], collection)
 
 
+def _doubts(job: CompressJob, split: TestSplit, metrics: dict[str, float]) -> tuple[str, ...]:
+    """What is uncertain about results of the model; of its training only a run knows."""
+    if job.run is None:
+        return doubts(split, metrics)
+    head = RunFolder.open(job.run).read_head()
+    return doubts(split, metrics, head["history"], head["configuration"].get("max_epochs"))
+
+
+def _beside(
+    job: CompressJob, model: nn.Module, recipe: Recipe, data: DataSplits, device: torch.device
+) -> list[CompressionRow]:
+    """Rows of the same model with its tables in fewer bits a value, all alike."""
+    rows = []
+    for name, precision in NARROW.items():
+        made = in_rows(model, precision, recipe.leave_alone)
+        with made.served(device) as served:
+            metrics = _evaluated(served, data, recipe.task, device)
+        compression, num_bytes = made.scheme.compression(made.form), made.embedding_bytes()
+        rows.append(_row(name, metrics, job.seed or 0, compression=compression, num_bytes=num_bytes))
+    return rows
+
+
 def _evaluated(model: nn.Module, data: DataSplits, loss: nn.Module, device: torch.device) -> list[dict[str, float]]:
     """Metrics on selection and test."""
     task = TrainTask(get_unwrapped_module(model), loss)
@@ -296,6 +328,7 @@ def _content(
         num_samples=measured.curvature.num_samples,
         relative_error=measured.curvature.relative_error,
         notes=tuple(head["notes"]),
+        doubts=head["doubts"],
         configuration=_configuration(job),
         versions=head["versions"],
     )

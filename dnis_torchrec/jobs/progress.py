@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from torch import Tensor
+from torchrec.datasets.utils import Batch
 from tqdm import tqdm
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import visible
 from dnis_torchrec.jobs.run_folder import RunFolder
-from dnis_torchrec.ranks import rank_of
+from dnis_torchrec.ranks import rank_of, world_size_of
 from dnis_torchrec.report import SearchImages
-from dnis_torchrec.search.loop import EpochRecord, SearchEvents, SearchInterrupted
+from dnis_torchrec.search.loop import EpochRecord, Phase, SearchEvents, SearchInterrupted
 from dnis_torchrec.storage.foreign_folders import make_folder
 from dnis_torchrec.training.plain import PlainEpoch, PlainEvents
 from dnis_torchrec.training.signals import StopRequest
@@ -29,6 +31,14 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
+
+CURVES = {
+    "train_loss": "loss/train",
+    "selection_loss": "loss/selection",
+    "alpha_mean": "alpha/mean",
+    "alpha_density": "alpha/density",
+}
+"""Field of an epoch's record -> its curve in TensorBoard, which groups curves by what stands before the slash."""
 
 
 @contextmanager
@@ -48,23 +58,23 @@ def console_events(run: RunFolder) -> Iterator[SearchEvents]:
         with stop:
             yield SearchEvents(should_stop=stop.is_requested)
         return
-    with _Curves(run) as curves, tqdm(unit="step", dynamic_ncols=True, disable=None) as bar, stop:
-        smoothed = _Smoothed()
+    with _Curves(run) as curves, progress_bar() as bar, stop:
+        steps, of_epoch, of_step = _Steps(bar), list[float](), list[float]()
 
         def on_start(steps_per_epoch: int, counts: FrequencyCounts, blocks: RowBlocks) -> None:
+            of_epoch.append(counts.num_samples)
             run.save_stages(counts, blocks)
             for note in counts.notes():
                 bar.write(visible(note), file=sys.stderr)
             curves.start(blocks, counts)
 
-        def on_resume(steps: int, history: Sequence[EpochRecord]) -> None:
-            bar.update(steps)
-            bar.unpause()  # steps of earlier attempts say nothing about the speed of this one
-            bar.write(f"resumed after lower step {steps}, in epoch {len(history)}", file=sys.stderr)
+        def on_phase(phase: Phase, done: int, steps_per_epoch: int) -> None:
+            of_step.append(of_epoch[-1] / steps_per_epoch)
+            epochs, may_stop = phase.steps / steps_per_epoch, phase.patience is not None
+            steps.begin(phase.name, epochs, of_epoch[-1], done=done * of_step[-1], may_stop=may_stop)
 
-        def on_step(loss: float, density: float) -> None:
-            bar.set_postfix_str(f"loss {smoothed.update(loss):.4f}, alpha density {density:.3f}", refresh=False)
-            bar.update()
+        def on_resume(done: int, history: Sequence[EpochRecord]) -> None:
+            bar.write(f"resumed after lower step {done}, in epoch {len(history)}", file=sys.stderr)
 
         def on_epoch(record: EpochRecord) -> None:
             run.drop_replaced()
@@ -76,7 +86,8 @@ def console_events(run: RunFolder) -> Iterator[SearchEvents]:
         yield SearchEvents(
             on_start=on_start,
             on_resume=on_resume,
-            on_step=on_step,
+            on_phase=on_phase,
+            on_step=lambda loss, density: steps.take(of_step[-1], loss, f"alpha density {density:.3f}"),
             on_epoch=on_epoch,
             on_alpha=curves.draw_alpha,
             should_stop=stop.is_requested,
@@ -84,32 +95,121 @@ def console_events(run: RunFolder) -> Iterator[SearchEvents]:
 
 
 @contextmanager
-def plain_progress(notes: Sequence[str] = ()) -> Iterator[PlainEvents]:
+def plain_progress(
+    train: Iterable[Batch], samples: int, max_epochs: int, notes: Sequence[str] = ()
+) -> Iterator[tuple[PlainEvents, Iterable[Batch]]]:
     """Progress of a plain training on standard error (tqdm). Only rank 0 shows anything.
 
     Args:
+        train: this rank's share of the training split.
+        samples: of an epoch, of all ranks.
+        max_epochs: epochs at most.
         notes: notes to show its user before it begins.
 
     Yields:
-        Events to hand to `train_plainly`.
+        Events to hand to `train_plainly`, and the training split to train on.
     """
     if rank_of() != 0:
-        yield PlainEvents()
+        yield PlainEvents(), train
         return
-    with tqdm(unit="step", dynamic_ncols=True, disable=None) as bar:
-        smoothed = _Smoothed()
+    watched, shown = _Watched(train), [0]
+    with progress_bar() as bar:
+        steps = _Steps(bar)
+        steps.begin("training", max_epochs, samples, may_stop=True)
         for note in notes:
             bar.write(visible(note), file=sys.stderr)
 
         def on_step(loss: float) -> None:
-            bar.set_postfix_str(f"loss {smoothed.update(loss):.4f}", refresh=False)
-            bar.update()
+            shown.append(watched.samples)
+            steps.take((shown[-1] - shown.pop(0)) * world_size_of(), loss)
 
         def on_epoch(record: PlainEpoch) -> None:
             losses = f"train loss {record.train_loss:.4f}, selection loss {record.selection_loss:.4f}"
             bar.write(f"epoch {record.epoch}: {losses}", file=sys.stderr)
 
-        yield PlainEvents(on_step=on_step, on_epoch=on_epoch)
+        yield PlainEvents(on_step=on_step, on_epoch=on_epoch), watched
+
+
+def tell_tensorboard(run: RunFolder, settings: Mapping[str, Any], metrics: Mapping[str, float], step: int) -> None:
+    """Puts settings and test metrics beside a run's curves, where TensorBoard compares runs by them.
+
+    Args:
+        run: the folder of the run.
+        settings: name -> value.
+        metrics: of the test split.
+        step: lower steps of the search.
+    """
+    with _Curves(run) as curves:
+        curves.tell(settings, metrics, step)
+
+
+def progress_bar() -> tqdm:
+    """A bar on standard error that counts samples, and says from its first moment on what is being done.
+
+    Where standard error is no terminal it shows nothing.
+    """
+    return tqdm(desc="reading the data", unit=" samples", unit_scale=True, dynamic_ncols=True, disable=None)
+
+
+class _Steps:
+    """Steps of one phase after the other on a bar: its name, the epoch of how many, samples a second, time left.
+
+    The time left is that of the phase, at most where it may stop early.
+    """
+
+    def __init__(self, bar: tqdm) -> None:
+        self._bar, self._smoothed = bar, _Smoothed()
+        self._name, self._epochs, self._of_epoch, self._done = "", "", 1.0, 0.0
+
+    def begin(self, name: str, epochs: float, of_epoch: float, *, done: float = 0.0, may_stop: bool) -> None:
+        """Begins a phase, or goes on in the middle of it.
+
+        Args:
+            name: of the phase.
+            epochs: that it takes.
+            of_epoch: samples of an epoch, of all ranks.
+            done: samples of it that are done; they say nothing about the speed of those to come.
+            may_stop: whether it may be over earlier.
+        """
+        self._name, self._epochs = name, f"{'at most ' if may_stop else ''}{math.ceil(epochs)}"
+        self._of_epoch, self._done = of_epoch, done
+        self._bar.reset(total=round(epochs * of_epoch))
+        self._bar.initial = self._bar.n = round(done)
+        self._describe(0.0)
+
+    def take(self, samples: float, loss: float, told: str = "") -> None:
+        """Takes a step.
+
+        Args:
+            samples: of it, of all ranks.
+            loss: of its batch.
+            told: more about it.
+        """
+        shown = f"loss {self._smoothed.update(loss):.4f}" + (f", {told}" if told else "")
+        self._bar.set_postfix_str(shown, refresh=False)
+        self._describe(samples / 2)
+        self._done += samples
+        self._bar.update(samples)
+
+    def _describe(self, ahead: float) -> None:
+        epoch = int((self._done + ahead) / self._of_epoch) + 1
+        self._bar.set_description(f"{self._name}, epoch {epoch} of {self._epochs}", refresh=not ahead)
+
+
+class _Watched:
+    """Batches that count their samples while they are read.
+
+    Attributes:
+        samples: read so far.
+    """
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches, self.samples = batches, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            self.samples += len(batch.labels)
+            yield batch
 
 
 class _Smoothed:
@@ -133,20 +233,36 @@ class _Curves:
         self._images: SearchImages | None = None
 
     def start(self, blocks: RowBlocks, counts: FrequencyCounts) -> None:
-        """Opens the file of events."""
+        """Opens the file of events, for curves and images."""
+        with self._surviving():
+            self._writer = self._opened()
+            self._images = SearchImages(self._writer, blocks, counts)
+
+    def tell(self, settings: Mapping[str, Any], metrics: Mapping[str, float], step: int) -> None:
+        """Adds the test metrics, and the settings that led to them."""
+        from torch.utils.tensorboard.summary import hparams
+
+        named = {f"test/{name}": value for name, value in metrics.items()}
+        plain = {name: value if isinstance(value, int | float) else str(value) for name, value in settings.items()}
+        with self._surviving():
+            self._writer = self._opened()
+            for summary in hparams(plain, named):
+                self._writer._get_file_writer().add_summary(summary)
+            for name, value in named.items():
+                self._writer.add_scalar(name, value, step)
+
+    def _opened(self) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter  # imports slowly; no other job needs it
 
-        with self._surviving():
-            folder = make_folder(self._folder, within=self._folder.parent)
-            self._writer = SummaryWriter(str(folder), filename_suffix=f".{uuid4().hex}")  # a name nobody can guess
-            self._images = SearchImages(self._writer, blocks, counts)
+        folder = make_folder(self._folder, within=self._folder.parent)
+        return SummaryWriter(str(folder), filename_suffix=f".{uuid4().hex}")  # a name nobody can guess
 
     def draw(self, record: EpochRecord) -> None:
         """Adds an epoch to every curve."""
         with self._surviving():
             for name, value in asdict(record).items():
-                if self._writer is not None and name not in ("epoch", "step", "phase"):
-                    self._writer.add_scalar(name, value, record.step)
+                if self._writer is not None and name in CURVES:
+                    self._writer.add_scalar(CURVES[name], value, record.step)
 
     def draw_alpha(self, record: EpochRecord, alpha: Mapping[int, Tensor], is_last: bool) -> None:
         """Draws alpha now and then."""

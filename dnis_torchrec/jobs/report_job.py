@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.report import (
     ReportContent,
+    ReportRow,
     RunResults,
     SeveralRuns,
     block_summaries,
@@ -17,6 +21,9 @@ from dnis_torchrec.report import (
     named_alpha,
     write_report,
 )
+from dnis_torchrec.report.content import seed_groups
+from dnis_torchrec.report.verdict import ONE_SEED, group_sentence
+from dnis_torchrec.search.settings import SearchSettings
 
 
 def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
@@ -52,9 +59,25 @@ def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
         by_embedding_dim=runs.by_embedding_dim,
         by_num_blocks=runs.by_num_blocks,
         notes=tuple(head["notes"]),
+        doubts=tuple(head.get("doubts", ())),
+        reproduce=_commands(head),
         versions=head["versions"],
     )
     return write_report(run_path / "report.html", content, figure_folder=run_path / "figures")
+
+
+def verdict_of(run_path: Path, rows: Sequence[ReportRow]) -> tuple[str, list[str]]:
+    """What a search has gained, in one sentence, and what is uncertain about it.
+
+    Args:
+        run_path: its finished run.
+        rows: of its report.json, the search's own first.
+    """
+    head, groups = RunFolder.open_searched(run_path).read_head(), seed_groups(rows)
+    subject = next(group for group in groups if rows[0] in group.rows)
+    metric, higher = head["primary_metric"], head["higher_is_better"]
+    told = group_sentence(subject, groups, metric, higher_is_better=higher)
+    return told, [*([ONE_SEED] if len(subject.rows) == 1 else []), *head.get("doubts", ())]
 
 
 def read_runs(paths: Sequence[Path]) -> SeveralRuns:
@@ -67,6 +90,18 @@ def read_runs(paths: Sequence[Path]) -> SeveralRuns:
         ValueError: as `run_report`.
     """
     return combine([_run_results(path) for path in paths])
+
+
+def _commands(head: Mapping[str, Any]) -> tuple[str, ...]:
+    """The command of a search, as its settings tell it; none where it began with a model that lies elsewhere."""
+    told = head["configuration"]
+    options = {"compression": told.get("compression"), "seed": head["seed"], "embedding_dim": head.get("embedding_dim")}
+    options |= {field.name: told.get(field.name) for field in fields(SearchSettings)}
+    given = [(f"--{name.replace('_', '-')}", f"{value:g}") for name, value in options.items() if value is not None]
+    if told.get("compression") is None or "given" in told:
+        return ()
+    words = ["dnis", "search", head["recipe"], *(word for pair in given for word in pair)]
+    return (f"{shlex.join(words)} --data DATA --out RUN",)
 
 
 def _run_results(path: Path) -> RunResults:

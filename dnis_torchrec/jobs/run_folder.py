@@ -92,6 +92,7 @@ class _FinishedHead(_Head):
     versions: dict[str, str]
     scheme: dict[str, DescribedTable]
     history: list[dict[str, float | str]]
+    doubts: NotRequired[list[str]]
     metrics: dict[str, float]
 
 

@@ -22,14 +22,19 @@ from dnis_torchrec.comparison.methods.precisions import best_precision
 from dnis_torchrec.comparison.settings import COMPARED_PRECISIONS
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
+from dnis_torchrec.data.test_split import CountedLabels
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.given_model import TRAINED_EPOCHS, GivenModel
-from dnis_torchrec.jobs.progress import console_events
+from dnis_torchrec.jobs.progress import console_events, tell_tensorboard
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
+from dnis_torchrec.jobs.stored_rows import NARROW, in_rows
+from dnis_torchrec.jobs.train_job import uncompressed_row
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report import ReportRow
+from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.of_run import scheme_row
+from dnis_torchrec.report.verdict import doubts
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings, check_compression
@@ -61,6 +66,8 @@ class SearchJob:
         given: the trained model that the search begins with; None trains one plainly first.
         baselines: methods to train beside, at the same size: of ``"dense"``, ``"uniform"``, ``"magnitude"``; each in
             the precision, of those that `dnis compare` tries, that serves best on the selection split.
+        stored_rows: measure the model of plain training beside: as it is, and with its rows in int8 and int4, see
+            `in_rows`; on one process alone.
         overwrite: replace a run that stands at `out`. It is put back if this one fails before its first checkpoint.
         saving: when to save, and whether to go on with a run that stands at `out`.
     """
@@ -74,6 +81,7 @@ class SearchJob:
     seed: int = 0
     given: GivenModel | None = None
     baselines: tuple[str, ...] = ()
+    stored_rows: bool = True
     overwrite: bool = False
     saving: Saving = field(default_factory=Saving)
     url: str | None = None
@@ -126,6 +134,9 @@ def run_search(job: SearchJob) -> list[ReportRow]:
             if on_rank_zero(run.status) != "finished":
                 _search(job, recipe, trained, head, run, device)
             rows = list(on_rank_zero(run.rows))
+            if job.stored_rows and world_size_of() == 1 and UNCOMPRESSED not in {row.method for row in rows}:
+                rows += _stored_rows(job, run, device)
+                run.write_rows(rows)
             missing = [name for name in BASELINES if name in job.baselines and name not in {r.method for r in rows}]
             if missing:  # on one process, as was checked
                 for row in _baselines(job, missing, run.scheme(), device):
@@ -187,15 +198,19 @@ def _search(
         )
         seconds = outcome.seconds_before + time.monotonic() - started
     task = TrainTask(outcome.model, recipe.task)
-    test = split_over_ranks(recipe.data, Ranks.everyone()).test
+    test = CountedLabels(split_over_ranks(recipe.data, Ranks.everyone()).test)
     metrics = evaluate(task, test, recipe.task, device)
+    history = [asdict(record) for record in outcome.history]
+    found = {"doubts": doubts(test.of(Ranks.everyone()), metrics, history, job.settings.epochs)}
     rows = [scheme_row("dnis", outcome.scheme, metrics, job.seed, seconds, PACKED.name)]
     try:
         run.save_model(outcome.model, outcome.scheme, outcome.alpha)
         with together():
             if rank_of() == 0:
+                settings = {"recipe": job.recipe, "seed": job.seed} | head["configuration"]
+                tell_tensorboard(run, settings, metrics, outcome.history[-1].step)
                 run.write_rows(rows)
-                run.write_head("finished", head | _results(head["notes"], outcome, metrics))
+                run.write_head("finished", head | found | _results(head["notes"], outcome, metrics))
                 run.drop_replaced()
     except (OSError, SafetensorError, StorageError) as error:
         requirement, remedy = "to write what the search found", "make room for it, then --resume"
@@ -250,6 +265,19 @@ def _baselines(
                 logger.warning("baseline %s has no row: %s", name, error)
                 continue
             yield result_row(name, result, recipe, recipe.data.test, seed=job.seed, device=device)
+
+
+def _stored_rows(job: SearchJob, run: RunFolder, device: torch.device) -> list[ReportRow]:
+    """Rows of the model that plain training ended with, or that was given: as it is, and in fewer bits a value."""
+    recipe = build_recipe(job.recipe, job.data, seed=job.seed, embedding_dim=job.embedding_dim)
+    trained = job.given or GivenModel(run=run.path)
+    trained.fill_(recipe.model, _identity(job), job.settings.epochs)
+    metrics = evaluate(TrainTask(recipe.model.to(device), recipe.task), recipe.data.test, recipe.task, device)
+    rows = [uncompressed_row(recipe.model, metrics, job.seed)]
+    for name, precision in NARROW.items():
+        made = in_rows(recipe.model, precision, recipe.leave_alone)
+        rows.append(result_row(name, made, recipe, recipe.data.test, seed=job.seed, device=device))
+    return rows
 
 
 def _identity(job: SearchJob) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from dnis_torchrec.jobs.progress import plain_progress
 from dnis_torchrec.jobs.run_folder import TRAINED, RunFolder, RunWriteError
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report import ReportRow
+from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
 from dnis_torchrec.soft_selection.swap import unshard_
 from dnis_torchrec.soft_selection.table_shards import table_configs
@@ -35,9 +36,6 @@ from dnis_torchrec.training.plain import PlainTraining, train_plainly
 from dnis_torchrec.training.process_group import process_group
 from dnis_torchrec.training.settings import TrainSettings
 from dnis_torchrec.training.sharded import shard
-
-METHOD = "uncompressed"
-"""Name of a trained model's row in report.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +95,13 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
     job.out.parent.mkdir(parents=True, exist_ok=True)
-    with plain_progress(notes) as events, workplace(job.out) as place:
+    progress = plain_progress(recipe.data.train, counts.num_samples, job.epochs, notes)
+    with progress as (events, train), workplace(job.out) as place:
         place.new.mkdir()
         trained = train_plainly(
             model,
             optimizer,
-            recipe,
+            replace(recipe, data=replace(recipe.data, train=train)),
             device,
             max_epochs=job.epochs,
             patience=job.patience,
@@ -110,16 +109,7 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
             events=events,
         )
     metrics = evaluate(model, recipe.data.test, recipe.task, device)
-    row = ReportRow(
-        method=METHOD,
-        compression=1.0,
-        parameters=scheme.parameters,
-        dense_parameters=scheme.dense_parameters,
-        bytes={"dense_fp32": 4 * scheme.parameters},
-        metrics=metrics,
-        seed=job.seed,
-        seconds=time.monotonic() - started,
-    )
+    row = uncompressed_row(model, metrics, job.seed, time.monotonic() - started)
     head = _head(job, recipe, trained) | {"notes": notes, "scheme": scheme.to_json(), "metrics": metrics}
     try:
         with _new_run(job) as run:
@@ -133,6 +123,28 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
         requirement = "to write the trained run"
         raise RunWriteError(describe(f"run folder {job.out}", requirement, str(error), "make room for it")) from error
     return row
+
+
+def uncompressed_row(model: nn.Module, metrics: dict[str, float], seed: int, seconds: float = 0.0) -> ReportRow:
+    """The row of a model whose tables are as training left them.
+
+    Args:
+        model: plain or sharded; no value of it is read.
+        metrics: metric -> value on the test split.
+        seed: of splits and initial weights.
+        seconds: wall time of the training; 0 where nothing was trained.
+    """
+    parameters = uncompressed_scheme(model).parameters
+    return ReportRow(
+        method=UNCOMPRESSED,
+        compression=1.0,
+        parameters=parameters,
+        dense_parameters=parameters,
+        bytes={"dense_fp32": 4 * parameters},
+        metrics=metrics,
+        seed=seed,
+        seconds=seconds,
+    )
 
 
 @contextmanager

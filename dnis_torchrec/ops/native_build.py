@@ -165,7 +165,7 @@ class NativeLibrary:
         root = Path(torch.__file__).parent
         sources = [str(source) for source in sorted(self.sources.glob("*.cpp"))]
         where = ["-isystem", str(root / "include"), f"-L{root / 'lib'}"]
-        logger.info("compiling %s", library)
+        logger.info("compiling operators, once for this machine, which takes up to a minute: %s", library)
         from dnis_torchrec.storage.workplaces import workplace  # serving mostly finds what is built, and needs none
 
         with workplace(library) as place:

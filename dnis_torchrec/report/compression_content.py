@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.report.content import json_text
+from dnis_torchrec.report.content import UNCOMPRESSED, json_text
 
-UNCOMPRESSED, COMPRESS = "uncompressed", "compress"
-"""Methods of the rows."""
+COMPRESS = "compress"
+"""Method of the rows that `dnis compress` makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class CompressionRow:
     """One model as it is served.
 
     Attributes:
-        method: `UNCOMPRESSED` or `COMPRESS`.
+        method: `UNCOMPRESSED`, `COMPRESS`, or what the model is compared with, such as ``"int8 rows"``.
         compression: bytes of the float32 tables over bytes served.
         bytes: served, all tables together.
         metrics: on the test split.
@@ -45,12 +45,13 @@ class CompressionContent:
 
     Attributes:
         recipe: ``module:function``.
-        rows: the uncompressed model first.
+        rows: the uncompressed model first, then those of `COMPRESS`, then what they are compared with.
         primary_metric: that the recipe is judged by.
         higher_is_better: its direction.
         num_samples: that columns were measured on.
         relative_error: of the sum of the curvature, over it.
         notes: limits of the data behind every figure.
+        doubts: what is uncertain about the results.
         configuration: settings; JSON-able.
         versions: of the libraries.
     """
@@ -62,13 +63,14 @@ class CompressionContent:
     num_samples: int
     relative_error: float
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
     configuration: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         methods = [row.method for row in self.rows]
-        fits = methods[:1] == [UNCOMPRESSED] and set(methods[1:]) <= {COMPRESS}
-        check(fits, "CompressionContent.rows", "the uncompressed model, then compressed ones", methods)
+        fits = methods[:1] == [UNCOMPRESSED] and UNCOMPRESSED not in methods[1:]
+        check(fits, "CompressionContent.rows", "the uncompressed model, then others", methods)
 
     @property
     def uncompressed(self) -> CompressionRow:
@@ -77,8 +79,14 @@ class CompressionContent:
 
     @property
     def compressed(self) -> tuple[CompressionRow, ...]:
-        """All others, smallest compression first."""
-        return tuple(sorted(self.rows[1:], key=lambda row: row.compression))
+        """Those of `COMPRESS`, smallest compression first."""
+        compressed = [row for row in self.rows if row.method == COMPRESS]
+        return tuple(sorted(compressed, key=lambda row: row.compression))
+
+    @property
+    def compared(self) -> tuple[CompressionRow, ...]:
+        """What they are compared with, beside the model as it was."""
+        return tuple(row for row in self.rows if row.method not in (UNCOMPRESSED, COMPRESS))
 
     def loss_increase(self, row: CompressionRow, split: str = "metrics") -> float:
         """How much loss a row was measured to cost.
@@ -92,6 +100,7 @@ class CompressionContent:
     def to_json(self) -> dict[str, Any]:
         """As compress.json holds it; an error that could not be estimated is null."""
         content = asdict(self) | {"rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
+        content["doubts"] = list(self.doubts)
         content["relative_error"] = self.relative_error if self.relative_error < float("inf") else None
         json_text(content, "CompressionContent")
         return content

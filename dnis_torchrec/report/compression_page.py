@@ -8,10 +8,14 @@ from markupsafe import Markup
 from rich.table import Table
 
 from dnis_torchrec.report import figures
-from dnis_torchrec.report.compression_content import UNCOMPRESSED, CompressionContent
-from dnis_torchrec.report.content import json_text
+from dnis_torchrec.report.compression_content import COMPRESS, CompressionContent
+from dnis_torchrec.report.content import UNCOMPRESSED, json_text
+from dnis_torchrec.report.key_numbers import KeyNumber, compared_number
+from dnis_torchrec.report.pareto import pareto_chart
+from dnis_torchrec.report.pareto_points import ParetoPoint
 from dnis_torchrec.report.rendering import render
 from dnis_torchrec.report.tables import MINUS, cell, format_megabytes, format_metric, format_ratio, format_seconds
+from dnis_torchrec.report.verdict import ONE_SEED, Rival, sentence
 from dnis_torchrec.storage.whole_files import write_text
 
 
@@ -36,7 +40,10 @@ def write_compression(path: Path, content: CompressionContent) -> Path:
     page = render(
         "compression.html.j2",
         content=content,
-        sentence=_sentence(content),
+        sentence=verdict(content),
+        key_numbers=_key_numbers(content),
+        pareto=Markup(_pareto(content)),
+        doubts=[ONE_SEED, *content.doubts],
         headings=headings,
         lines=lines,
         figures={name: Markup(figures.inline_svg(figure, name)) for name, figure in drawn.items()},
@@ -46,7 +53,7 @@ def write_compression(path: Path, content: CompressionContent) -> Path:
 
 
 def compression_lines(content: CompressionContent) -> list[list[str]]:
-    """Headings, then a line per row, as text: the uncompressed model first, then by compression.
+    """Headings, then a line per row, as text, smallest compression first.
 
     Args:
         content: what is told.
@@ -55,13 +62,14 @@ def compression_lines(content: CompressionContent) -> list[list[str]]:
     headings = ["model", "compression", "bytes", f"selection {metric}", f"test {metric}"]
     headings += ["predicted loss", "selection loss", "test loss", "time"]
     lines = [headings]
-    for row in (content.uncompressed, *content.compressed):
+    for row in sorted(content.rows, key=lambda row: row.compression):
         values = [format_metric(split[metric]) if metric in split else "-" for split in (row.selection, row.metrics)]
         if row.method == UNCOMPRESSED:
             losses, time = ["-", "-", "-"], "-"
         else:
             measured = [content.loss_increase(row, split) for split in ("selection", "metrics")]
-            losses, time = [_signed(row.predicted_loss_increase), *map(_signed, measured)], format_seconds(row.seconds)
+            predicted = _signed(row.predicted_loss_increase) if row.method == COMPRESS else "-"
+            losses, time = [predicted, *map(_signed, measured)], format_seconds(row.seconds)
         name = row.name or row.method
         lines.append([name, format_ratio(row.compression), f"{row.bytes:,}", *values, *losses, time])
     return lines
@@ -82,6 +90,36 @@ def compression_table(content: CompressionContent) -> Table:
     return table
 
 
+def _key_numbers(content: CompressionContent) -> list[KeyNumber]:
+    """Size, test metric, and how that compares with the model as it was, of the smallest size."""
+    smallest, before, metric = content.compressed[-1], content.uncompressed, content.primary_metric
+    bytes_served = f"{format_megabytes(smallest.bytes)} instead of {format_megabytes(before.bytes)}"
+    numbers = [KeyNumber(label="Compression", value=format_ratio(smallest.compression), detail=bytes_served)]
+    if metric in smallest.metrics and metric in before.metrics:
+        direction = f"{'higher' if content.higher_is_better else 'lower'} is better"
+        value, was = smallest.metrics[metric], before.metrics[metric]
+        numbers.append(KeyNumber(label=f"Test {metric}", value=format_metric(value), detail=direction))
+        detail, higher = format_metric(was), content.higher_is_better
+        numbers.append(compared_number("vs uncompressed", value - was, detail, higher_is_better=higher))
+    return numbers
+
+
+def _pareto(content: CompressionContent) -> str:
+    metric = content.primary_metric
+    points = [
+        ParetoPoint(
+            method=row.method,
+            bytes=row.bytes,
+            mean=row.metrics[metric],
+            compression=row.compression,
+            seconds=row.seconds,
+        )
+        for row in content.rows
+        if metric in row.metrics
+    ]
+    return pareto_chart(points, metric, higher_is_better=content.higher_is_better) if points else ""
+
+
 def _signed(increase: float) -> str:
     """A change of the loss: far smaller than the loss itself, so with a digit more than metrics have.
 
@@ -92,11 +130,20 @@ def _signed(increase: float) -> str:
     return f"{'+' if increase >= 0 else MINUS}{abs(increase):.5f}"
 
 
-def _sentence(content: CompressionContent) -> str:
+def verdict(content: CompressionContent) -> str:
+    """What the smallest size has gained, in one sentence.
+
+    Args:
+        content: with at least one compressed row.
+    """
     smallest, metric = content.compressed[-1], content.primary_metric
-    size = f"{format_megabytes(content.uncompressed.bytes)} become {format_megabytes(smallest.bytes)}"
-    size += f" at the smallest size, {format_ratio(smallest.compression)}, without a training step"
-    if metric not in smallest.metrics or metric not in content.uncompressed.metrics:
-        return f"{size}."
-    values = f"{format_metric(content.uncompressed.metrics[metric])} becomes {format_metric(smallest.metrics[metric])}"
-    return f"{size}; test {metric} {values}."
+    value = smallest.metrics.get(metric)
+    rivals = [
+        Rival(
+            name=row.method,
+            compression=row.compression,
+            gain=None if value is None or metric not in row.metrics else value - row.metrics[metric],
+        )
+        for row in (content.uncompressed, *content.compared)
+    ]
+    return sentence(smallest.compression, metric, value, rivals, higher_is_better=content.higher_is_better)

@@ -23,10 +23,23 @@ from dnis_torchrec.storage.whole_files import write_text
 
 DENSE, NO_EMBEDDINGS = "dense", "no-embeddings"
 """The methods that have no size: the uncompressed model, and the model with every embedding zero."""
+UNCOMPRESSED = "uncompressed"
+"""The very model whose tables another row has made smaller."""
+UNCOMPRESSED_ROWS = (UNCOMPRESSED, DENSE)
 WITH_VALIDATION = "+validation"
 """Suffix of a row's name whose method was trained on the alpha-validation split as well."""
 SAME_SIZE_RATIO = 1.05
 """Rows of one method whose compressions differ by no more than this factor are seeds of the same experiment."""
+
+
+def rows_name(precision: str) -> str:
+    """A row's name of the uncompressed model with its rows stored in fewer bits.
+
+    Example:
+        >>> rows_name("int8")
+        'int8 rows'
+    """
+    return f"{precision} rows"
 
 
 def base_method(name: str) -> str:
@@ -360,6 +373,8 @@ class ReportContent:
         by_embedding_dim: name of a line -> ``(D, row)`` of runs that differ in embedding_dim.
         by_num_blocks: name of a line -> ``(S, row)`` of runs that differ in the number of blocks.
         notes: limits of the data, shown beside the figures.
+        doubts: what is uncertain about the results, beside the number of seeds.
+        reproduce: commands that lead to the same results, in the order in which they are typed.
         versions: package -> version.
 
     Raises:
@@ -380,6 +395,8 @@ class ReportContent:
     by_embedding_dim: Mapping[str, Sequence[tuple[float, ReportRow]]] = field(default_factory=dict)
     by_num_blocks: Mapping[str, Sequence[tuple[float, ReportRow]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    reproduce: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: inline SVG and CSS, no script, nothing loaded from anywhere.
+"""The report as one self-contained HTML page: inline SVG and CSS, nothing loaded from anywhere.
 
 The same figures can be written beside it as files.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
@@ -15,7 +14,8 @@ from matplotlib.figure import Figure
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report import figures
-from dnis_torchrec.report.content import ReportContent, RowGroup, json_text
+from dnis_torchrec.report.content import UNCOMPRESSED_ROWS, ReportContent, RowGroup, json_text
+from dnis_torchrec.report.key_numbers import KeyNumber, compared_number
 from dnis_torchrec.report.pareto import pareto_chart
 from dnis_torchrec.report.pareto_points import pareto_points
 from dnis_torchrec.report.rendering import render
@@ -32,11 +32,12 @@ from dnis_torchrec.report.tables import (
     is_higher_better,
     metric_names,
 )
+from dnis_torchrec.report.verdict import ONE_SEED, SAME_BYTES, group_sentence
 from dnis_torchrec.storage.foreign_folders import make_folder
 from dnis_torchrec.storage.whole_files import write_text
 
-SAME_SIZE_LIMIT = 1.25
-"""A uniform table counts as a rival of the same size up to this factor between the compressions."""
+MOST_KEY_NUMBERS = 3
+"""Numbers at the head of the page: what does not fit there stands in the sentence and in the table."""
 FIGURES = (
     "quality",
     "pruning-rate",
@@ -50,23 +51,6 @@ FIGURES = (
     "bytes",
 )
 """Names of all figures that a report may have."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyNumber:
-    """One number at the head of the page.
-
-    Attributes:
-        label: what it is.
-        value: the number as it is printed.
-        detail: what it is compared with, one short line.
-        tone: ``"better"``, ``"worse"`` or ``""``.
-    """
-
-    label: str
-    value: str
-    detail: str
-    tone: str = ""
 
 
 def write_report(path: Path, content: ReportContent, *, figure_folder: Path | None = None) -> Path:
@@ -109,6 +93,7 @@ def _page(content: ReportContent, drawn: Mapping[str, Figure]) -> str:
         content=content,
         subject=subject,
         sentence=_sentence(content),
+        doubts=[*([ONE_SEED] if len(subject.rows) == 1 else []), *content.doubts],
         key_numbers=_key_numbers(content),
         quality=_quality_table(content),
         blocks=content.blocks,
@@ -118,8 +103,16 @@ def _page(content: ReportContent, drawn: Mapping[str, Figure]) -> str:
         configuration=json_text(content.configuration, "ReportContent.configuration"),
         counts_dims=all(values.shape[0] <= figures.COUNTED_BLOCKS for values in content.alpha.values()),
         format_count=format_count,
+        facts=_facts(content),
         num_seeds=max(len(group.rows) for group in content.groups),
     )
+
+
+def _facts(content: ReportContent) -> list[tuple[str, str]]:
+    """What the head of the page tells of the run."""
+    seeds = ("seed" if len(content.subject.rows) == 1 else "seeds", format_seeds(content.subject.seeds))
+    told = ("dnis_torchrec", "torch", "torchrec")
+    return [seeds, *((name, content.versions[name]) for name in told if name in content.versions)]
 
 
 def _write_figures(folder: Path, drawn: Mapping[str, Figure]) -> None:
@@ -169,34 +162,29 @@ def draw_figures(content: ReportContent) -> dict[str, Figure]:
 
 
 def _dense_group(content: ReportContent) -> RowGroup | None:
-    """The uncompressed model: method ``"dense"``, else a uniform table of ratio 1."""
-    groups = [group for group in content.groups if group.method == "dense"]
+    """The uncompressed model: of the very run, else method ``"dense"``, else a uniform table of ratio 1."""
+    groups = [group for name in UNCOMPRESSED_ROWS for group in content.groups if group.method == name]
     groups += [group for group in content.groups if group.method == "uniform" and group.compression <= 1.001]
     return groups[0] if groups else None
 
 
 def _rival_group(content: ReportContent) -> RowGroup | None:
-    """The uniform tables closest in size to the subject, if any are close enough to compare with."""
+    """The uniform tables closest in size to the subject, if any take the same bytes."""
 
     def distance(group: RowGroup) -> float:
         return abs(math.log(group.compression / content.subject.compression))
 
     uniform = [group for group in content.groups if group.method == "uniform"]
     rival = min(uniform, key=distance, default=None)
-    return rival if rival is not None and distance(rival) <= math.log(SAME_SIZE_LIMIT) else None
+    return rival if rival is not None and distance(rival) <= math.log(SAME_BYTES) else None
 
 
 def _sentence(content: ReportContent) -> str:
-    subject, metric = content.subject, content.primary_metric
-    sentence = (
-        f"The {subject.method} tables of {content.recipe} take {_bytes_served(subject)}"
-        f" ({format_ratio(subject.compression)} compression)"
-    )
+    subject = content.subject
     if subject.parameters == 0:
-        sentence = f"The {subject.method} tables of {content.recipe} hold no parameters at all"
-    if subject.mean(metric) is not None:
-        sentence += f" and reach {metric} {group_metric(subject, metric)} on the test split"
-    return sentence + "."
+        return f"The {subject.method} tables of {content.recipe} hold no parameters at all."
+    higher = content.higher_is_better
+    return group_sentence(subject, content.groups, content.primary_metric, higher_is_better=higher)
 
 
 def _bytes_served(group: RowGroup) -> str:
@@ -207,25 +195,16 @@ def _bytes_served(group: RowGroup) -> str:
 def _key_numbers(content: ReportContent) -> list[KeyNumber]:
     subject, metric = content.subject, content.primary_metric
     numbers = [KeyNumber(label="Compression", value=format_ratio(subject.compression), detail=_bytes_served(subject))]
+    for other, label in ((_dense_group(content), "vs uncompressed"), (_rival_group(content), "vs uniform, same size")):
+        if other is not None and other != subject:
+            numbers += _comparison(content, other, label)
     mean, deviation = subject.mean(metric), subject.deviation(metric)
     direction = f"{'higher' if content.higher_is_better else 'lower'} is better"
     if deviation is not None:
         direction = f"{PLUS_MINUS} {format_metric(deviation)} over {len(subject.rows)} seeds; {direction}"
     value = "not measured" if mean is None else format_metric(mean)
-    numbers.append(KeyNumber(label=f"Test {metric}", value=value, detail=direction))
-    dense, rival = _dense_group(content), _rival_group(content)
-    if dense is not None and dense != subject:
-        numbers += _comparison(content, dense, "vs uncompressed")
-    if rival is not None and rival != subject:
-        numbers += _comparison(content, rival, "vs uniform, same size")
-    sizes = subject.rows[0].bytes
-    if sizes:
-        form = min(sizes, key=lambda name: sizes[name])
-        detail = form
-        if form != "dense_fp32" and "dense_fp32" in sizes:
-            detail += f"; dense_fp32 takes {format_megabytes(sizes['dense_fp32'])}"
-        numbers.append(KeyNumber(label="Smallest form", value=format_megabytes(sizes[form]), detail=detail))
-    return numbers
+    numbers.insert(1, KeyNumber(label=f"Test {metric}", value=value, detail=direction))
+    return numbers if len(numbers) <= MOST_KEY_NUMBERS else [numbers[0], *numbers[2:]]
 
 
 def _comparison(content: ReportContent, other: RowGroup, label: str) -> list[KeyNumber]:
@@ -239,11 +218,7 @@ def _comparison(content: ReportContent, other: RowGroup, label: str) -> list[Key
         detail += f"; mean of {num_pairs} paired seeds"
     elif len(content.subject.rows) > 1:
         detail += "; on the one seed that both have"
-    size = format_metric(abs(change))
-    if float(size) == 0:
-        return [KeyNumber(label=label, value="equal", detail=detail)]
-    tone = "better" if (change > 0) == content.higher_is_better else "worse"
-    return [KeyNumber(label=label, value=f"{size} {tone}", detail=detail, tone=tone)]
+    return [compared_number(label, change, detail, higher_is_better=content.higher_is_better)]
 
 
 def _quality_table(content: ReportContent) -> dict[str, list]:

@@ -74,6 +74,8 @@ class SearchEvents:
     Attributes:
         on_start: called with the number of lower steps of an epoch, the counts and the blocks, before training.
         on_resume: called after that with the number of lower steps and the history that a checkpoint had.
+        on_phase: called before the first step of a phase with it, the lower steps of it that are done, as those of a
+            search that goes on in the middle of it are, and the lower steps of an epoch.
         on_step: called after every lower step with its loss and the density of alpha.
         on_epoch: called with the record of every epoch.
         on_alpha: called after that with the record, alpha (embedding_dim -> ``(A, D)``, to be read only) and whether
@@ -83,6 +85,7 @@ class SearchEvents:
 
     on_start: Callable[[int, FrequencyCounts, RowBlocks], None] = field(default=lambda steps, counts, blocks: None)
     on_resume: Callable[[int, Sequence[EpochRecord]], None] = field(default=lambda steps, history: None)
+    on_phase: Callable[[Phase, int, int], None] = field(default=lambda phase, done, steps_per_epoch: None)
     on_step: Callable[[float, float], None] = field(default=lambda loss, density: None)
     on_epoch: Callable[[EpochRecord], None] = field(default=lambda record: None)
     on_alpha: Callable[[EpochRecord, Mapping[int, Tensor], bool], None] = field(
@@ -280,12 +283,22 @@ class SearchLoop:
         with CheckpointSaver(self._folder, on_error=self._saving.on_save_error) as saver:
             while (phase := self._plan.phase_after(self.finished)) is not None:
                 self._plan.begin(phase, self.finished)
+                self.announce(phase, self._pipeline.lower_steps - self._first_step)
                 while not self._is_over:
                     self._train_epoch(phase, saver)
                     self._end_epoch(phase, saver)
                 self._end_phase(phase, saver)
         self._pipeline.detach()
         self._stream.leave()
+
+    def announce(self, phase: Phase, done: int = 0) -> None:
+        """Tells who listens that a phase begins; one behind the plan's own is not told of its steps.
+
+        Args:
+            phase: the one that begins.
+            done: lower steps of it so far.
+        """
+        self._events.on_phase(phase, done, self._steps_per_epoch)
 
     def stop_if_requested(self) -> None:
         """To be called after every step that is taken behind the last phase, of which nothing is saved, on all ranks.

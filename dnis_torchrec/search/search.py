@@ -58,7 +58,7 @@ from dnis_torchrec.training.sharded import set_learning_rates_
 
 DEFAULTS = SearchSettings()
 
-PLAIN, GIVEN, RAMP, RELEASE = "plain", "given", "ramp", "release"
+PLAIN, GIVEN, RAMP, RELEASE, FINISH = "plain", "given", "ramp", "release", "finish"
 SEARCHED, COMPRESSED = "search", "compress"
 
 GIVEN_STEPS = 1000
@@ -334,6 +334,7 @@ class _Finishing:
             return None, self._selection_loss()
         found, rounded = self._rounded(worth)
         _set_rates_(started, FINISHING_SHARE)
+        self._loop.announce(Phase(name=FINISH, steps=FINISHING_EPOCHS * started.steps_per_epoch, patience=1))
         recipe = started.recipe
         with tempfile.TemporaryDirectory() as folder:
             finished = train_plainly(

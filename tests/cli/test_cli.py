@@ -66,6 +66,8 @@ def run(gloo, no_images, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "dnis" in done.stdout
     assert "epoch 0, plain: train loss" in done.stderr
     assert "epoch 0" not in done.stdout
+    assert " against uncompressed, " in done.stdout
+    assert done.stdout.endswith(f"next: dnis export {out} --out {out}-artifact\n")
     assert "Warning" not in done.stderr
     return out
 
@@ -101,13 +103,20 @@ def test_compress_prints_a_line_per_size_and_writes_the_same_numbers(gloo, tmp_p
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
     assert rows == json.loads((out / "compress.json").read_text())["rows"]
-    for row, name in zip(rows, ("uncompressed", "x2", "x3.5"), strict=True):
+    for row, name in zip(rows, ("uncompressed", "x2", "x3.5", "int8 rows", "int4 rows"), strict=True):
         line = next(line for line in done.stdout.splitlines() if line.startswith(f"{name} "))
         assert f"{row['bytes']:,}" in line
         assert f"{row['metrics']['auc']:.4f}" in line
         assert f"{row['selection']['auc']:.4f}" in line
     ends = [f"artifact: {out}/x2", f"artifact: {out}/x3.5", f"report: {out}/report.html"]
-    assert done.stdout.splitlines()[-3:] == ends
+    lines = done.stdout.splitlines()
+    told, *uncertain, last = lines[lines.index("") + 1 :]
+    assert lines[lines.index("") - 3 : lines.index("")] == ends
+    assert told.startswith(f"{rows[2]['compression']:.3g} times smaller: test auc {rows[2]['metrics']['auc']:.4f}, ")
+    assert " against uncompressed, " in told
+    assert uncertain[0].startswith("  uncertain: one seed: ")
+    assert uncertain[1] == "  uncertain: small test split: 128 samples"
+    assert last == f"next: dnis verify {out}/x3.5"
     assert dnis("evaluate", out / "x2").returncode == 0
     for line, told in (
         (
@@ -130,7 +139,9 @@ def test_compress_prints_a_line_per_size_and_writes_the_same_numbers(gloo, tmp_p
 
 def test_search_writes_what_others_rely_on(run: Path) -> None:
     rows = json.loads((run / "report.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == ["dnis", "dense", "uniform", "magnitude"]
+    assert [row["method"] for row in rows] == [
+        *("dnis", "uncompressed", "int8 rows", "int4 rows", "dense", "uniform", "magnitude"),
+    ]
     first = rows[0]
     served = first["bytes"]["packed"]
     assert 4 <= first["compression"] == 1664 / served <= 4 * 1.25
@@ -141,7 +152,7 @@ def test_search_writes_what_others_rely_on(run: Path) -> None:
     assert first["seconds"] > 0
     assert list((run / "tensorboard").glob("events*"))
     assert rows[1]["parameters"] == 416
-    for rival in rows[2:]:  # in whichever precision
+    for rival in rows[5:]:  # in whichever precision
         assert 1664 / rival["compression"] <= 1.02 * served
 
 

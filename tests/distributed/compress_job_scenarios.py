@@ -82,7 +82,7 @@ def weights() -> dict[str, Tensor]:
 
 def job(out: Path, **fields: Any) -> CompressJob:
     """A request of two sizes."""
-    chosen = {"run": None, "recipe": RECIPE, "data": None, "compressions": SIZES, "num_blocks": 3}
+    chosen = {"run": None, "recipe": RECIPE, "data": None, "compressions": SIZES, "num_blocks": 3, "baselines": False}
     return CompressJob(**chosen | {"out": out} | fields)
 
 

@@ -214,7 +214,7 @@ def jobs(rank: Rank) -> dict[str, Any]:
 
     def job(name: str, **options: Any) -> list[ReportRow]:
         given = {"recipe": "tests.tiny:demo", "data": None, "compression": SIZE, "settings": SHORT}
-        return run_search(SearchJob(**given, out=rank.folder / name, **options))
+        return run_search(SearchJob(**given, stored_rows=False, out=rank.folder / name, **options))
 
     with without_images():
         [row] = job("run")

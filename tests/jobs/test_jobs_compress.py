@@ -12,26 +12,31 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import save as save_checkpoint
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dnis_torchrec.allocation.torchrec_models import has_axes
 from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme
-from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.jobs import compress_job
-from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
+from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate, run_export
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.jobs.search_job import run_search
+from dnis_torchrec.jobs.stored_rows import in_rows
 from dnis_torchrec.jobs.train_job import TrainJob, run_train
 from dnis_torchrec.report.compression_content import CompressionContent
+from dnis_torchrec.training.evaluation import evaluate
 from tests.jobs.test_jobs_prune import files_of
 from tests.searched_runs import quick_job
 from tests.tiny import ROWS, demo
 
 DENSE_BYTES = 4 * 8 * sum(ROWS.values())
 SIZES = (2.0, 3.5)
+CPU = torch.device("cpu")
 
 
 def job(run: Path | None, out: Path, **fields: Any) -> CompressJob:
@@ -62,7 +67,8 @@ def test_each_size_is_an_artifact_that_serves_what_its_row_says(
     assert (before["method"], before["compression"], before["bytes"]) == ("uncompressed", 1.0, DENSE_BYTES)
     assert before["metrics"] == pytest.approx(RunFolder.open(run).read_head()["metrics"], abs=1e-6)
     assert before["selection"].keys() == before["metrics"].keys()
-    for row, size in zip(rows, SIZES, strict=True):
+    assert [row["method"] for row in rows] == ["compress", "compress", "int8 rows", "int4 rows"]
+    for row, size in zip(rows[:2], SIZES, strict=True):
         served, path = load(out / f"x{size:g}", form="packed"), out / f"x{size:g}"
         assert (row["method"], row["name"], row["seed"]) == ("compress", path.name, 0)
         assert row["bytes"] == served.table_bytes() <= DENSE_BYTES / size
@@ -72,6 +78,36 @@ def test_each_size_is_an_artifact_that_serves_what_its_row_says(
         assert read_manifest(path)["run"]["metrics"] == row["metrics"]
         assert has_axes(load_dense_state(path))
     assert before["predicted_loss_increase"] == 0
+
+
+def test_beside_stand_the_models_own_rows_in_int8_and_int4_as_an_artifact_serves_them(
+    run: Path, compressed: tuple[Path, CompressionContent], tmp_path: Path
+) -> None:
+    _, content = compressed
+    forms = ("dense_int8", "dense_int4")
+    run_export(run, tmp_path / "rows", forms=forms)
+    for row, form in zip(content.compared, forms, strict=True):
+        assert row.bytes == read_scheme(tmp_path / "rows").served_bytes(form)
+        assert row.compression == pytest.approx(DENSE_BYTES / row.bytes)
+        plain = drop_in_(demo(None).model, tmp_path / "rows", form=form)
+        served = evaluate(TrainTask(plain, nn.BCEWithLogitsLoss()), demo(None).data.test, nn.BCEWithLogitsLoss(), CPU)
+        assert row.metrics == pytest.approx(served, abs=1e-6)
+    assert content.compared[1].metrics != content.uncompressed.metrics
+    alone = run_compress(job(run, tmp_path / "alone", baselines=False))
+    assert [row.method for row in alone.rows] == ["uncompressed", "compress", "compress"]
+
+
+def test_tables_of_a_single_column_and_those_left_alone_have_rows_beside_them_too() -> None:
+    """FBGEMM's rows hold neither: columns then have scales of their own, and what is left alone is exact."""
+    torch.manual_seed(0)
+    wide = EmbeddingBagConfig(name="wide", num_embeddings=9, embedding_dim=8, feature_names=["a"])
+    narrow = EmbeddingBagConfig(name="narrow", num_embeddings=7, embedding_dim=1, feature_names=["b"])
+    model = nn.ModuleDict({"wide": EmbeddingBagCollection([wide]), "narrow": EmbeddingBagCollection([narrow])})
+    made = in_rows(model, "int4", ["wide"])
+    assert (made.form, made.precision) == ("packed", "codes")
+    assert made.scheme.tables["wide"].bits.unique().tolist() == [32]
+    assert made.scheme.tables["narrow"].bits.unique().tolist() == [4]
+    assert in_rows(model, "int4").scheme.tables["wide"].bits.unique().tolist() == [4]
 
 
 def test_the_page_says_what_the_rows_do(compressed: tuple[Path, CompressionContent]) -> None:
@@ -166,7 +202,7 @@ def test_a_run_of_a_search_is_compressed_as_it_was_merged(gloo, no_images, tmp_p
 
 
 def test_a_largest_loss_stands_in_place_of_a_size(run: Path, tmp_path: Path) -> None:
-    [_, row] = run_compress(job(run, tmp_path / "out", max_loss=0.002)).rows
+    [row] = run_compress(job(run, tmp_path / "out", max_loss=0.002)).compressed
     assert (row.name, row.predicted_loss_increase <= 0.002) == ("loss0.002", True)
     assert (tmp_path / "out" / "loss0.002" / "manifest.json").is_file()
 

@@ -63,7 +63,11 @@ def test_a_run_says_how_it_was_searched_and_which_of_two_it_holds(run: Path) -> 
 
 
 def test_its_rows_count_the_bytes_that_are_served(run: Path) -> None:
-    found, uniform = json.loads((run / "report.json").read_text())["rows"]
+    found, *beside, uniform = json.loads((run / "report.json").read_text())["rows"]
+    assert [row["method"] for row in beside] == ["uncompressed", "int8 rows", "int4 rows"]
+    assert [list(row["bytes"])[-1] for row in beside] == ["dense_fp32", "dense_int8", "dense_int4"]
+    plain, int8, int4 = (row["metrics"]["loss"] for row in beside)
+    assert 0 < abs(int8 - plain) < abs(int4 - plain) < 0.02
     dense = 4 * EMBEDDING_DIM * sum(ROWS.values())
     assert found["compression"] == dense / found["bytes"]["packed"]
     assert COMPRESSION <= found["compression"] < 1.2 * COMPRESSION
@@ -96,8 +100,14 @@ def test_its_report_has_the_phases_and_speaks_of_bytes(run: Path) -> None:
 def test_its_curves_are_of_numbers_alone(run: Path) -> None:
     log = EventAccumulator(str(run / "tensorboard"))
     log.Reload()
-    assert set(log.Tags()["scalars"]) == {"train_loss", "selection_loss", "alpha_mean", "alpha_density"}
-    assert len(log.Scalars("selection_loss")) == len(head_of(run)["history"])
+    metrics = head_of(run)["metrics"]
+    curves = {"loss/train", "loss/selection", "alpha/mean", "alpha/density"}
+    assert set(log.Tags()["scalars"]) == curves | {f"test/{name}" for name in metrics}
+    [last] = log.Scalars("test/auc")
+    assert (last.value, last.step) == (pytest.approx(metrics["auc"]), head_of(run)["history"][-1]["step"])
+    [told] = [tag for tag in log.summary_metadata if tag == "_hparams_/session_start_info"]
+    assert b"tests.tiny" in log.SummaryMetadata(told).plugin_data.content
+    assert len(log.Scalars("loss/selection")) == len(head_of(run)["history"])
 
 
 def test_the_largest_compression_that_is_named_can_be_met_and_a_baseline_says_that_it_cannot(
