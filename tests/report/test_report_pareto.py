@@ -35,7 +35,7 @@ def point(num_bytes: float, mean: float, method: str = "m", **changes: object) -
 
 def places(chart: str) -> list[tuple[float, float]]:
     """Where the marks of the plot stand."""
-    found = re.findall(r'class="mark" transform="translate\(([\d.]+) ([\d.]+)\)"', chart)
+    found = re.findall(r'<g transform="translate\(([\d.]+) ([\d.]+)\)"><path class="mark"', chart)
     return [(float(x), float(y)) for x, y in found]
 
 
@@ -157,7 +157,7 @@ def test_more_marks_than_have_room_beyond_the_axis_share_all_of_it() -> None:
 
 def test_the_row_with_validation_is_hollow_and_shares_its_entry_of_the_key() -> None:
     chart = pareto_chart([point(1, 0.5, "uniform"), point(1, 0.6, "uniform+validation")], "auc", higher_is_better=True)
-    assert len(re.findall(r'<path class="mark second" transform', chart)) == 1
+    assert len(re.findall(r'"><path class="mark second" d=', chart)) == 1
     key = chart.split('class="plot"')[0]
     assert (key.count("uniform"), key.count("hollow, dashed: +validation")) == (1, 1)
 
