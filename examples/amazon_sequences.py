@@ -16,8 +16,8 @@ from dnis_torchrec.data.recipe import Recipe
 from examples.datasets.amazon_sequences import load_sequences
 from examples.datasets.amazon_sports import PUBLISHER
 from examples.datasets.text_files import require_folder
+from examples.models import draws
 from examples.models.sequential import DeepInterestNetwork, SelfAttentiveRecommender, build_sequence_table
-from examples.models.tables import draws
 
 BATCH_SIZE = 2048
 EMBEDDING_DIM = 32
