@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.utils import CopyableMixin
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -47,7 +48,7 @@ VALUES_PER_OPERATION = 1 << 18
 
 HOLDERS_OF_COLLECTIONS = ("torchrec.modules.", "torchrec.distributed.")
 """Packages in which TorchRec defines modules that hold a collection and change its inputs or outputs."""
-INTERFACES = {EmbeddingBagCollectionInterface, EmbeddingCollectionInterface, DistributedModelParallel}
+INTERFACES = {EmbeddingBagCollectionInterface, EmbeddingCollectionInterface, DistributedModelParallel, CopyableMixin}
 """Classes from there that may hold a collection: they do neither."""
 PLAIN_HOLDERS = (
     *(f"torchrec.modules.{name}" for name in ("activation", "crossnet", "deepfm", "embedding_tower", "lazy_extension")),

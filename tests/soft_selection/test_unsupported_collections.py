@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.utils import CopyableMixin
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
@@ -268,3 +269,15 @@ def test_a_subclass_is_searched_like_the_plain_collection(gloo: dist.ProcessGrou
     plan = make_sharding_plan(plain, CPU, SHARDERS)
     with pytest.raises(ValueError, match=r"under FQN 'e', got none; .* sharders take no subclass, such as Named"):
         shard_model(plain, CPU, plan, SHARDERS)
+
+
+class Copied(CopyableMixin):
+    """A model that is copied as TorchRec's own test models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = collection()
+
+
+def test_a_model_of_torchrecs_that_changes_nothing_may_hold_a_collection() -> None:
+    assert list(collections(prepare_(Copied(), blocks()))) == ["e"]
