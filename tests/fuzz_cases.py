@@ -169,7 +169,7 @@ def packed_embedding_bag(random: Random) -> Case:
     batch_size = random.randint(1, 4)
     schemes, stored, dense = {}, {}, {}
     for name in "tu"[: random.randint(1, 2)]:
-        scheme, _, _ = draw_block_table(random, name, 32)
+        scheme, _, _ = draw_block_table(random, name)
         schemes[name], stored[name], dense[name] = packed(scheme, random)
     module = PackedEmbeddingBagCollection(MixedDimensionScheme(schemes), stored)
     features = [(f, table) for table in schemes.values() for f in table.feature_names]
