@@ -24,6 +24,7 @@ from dnis_torchrec.report import (
 from dnis_torchrec.report.content import seed_groups
 from dnis_torchrec.report.verdict import ONE_SEED, group_sentence
 from dnis_torchrec.search.settings import SearchSettings
+from dnis_torchrec.storage.json_files import conform
 
 
 def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
@@ -97,6 +98,8 @@ def _commands(head: Mapping[str, Any]) -> tuple[str, ...]:
     told = head["configuration"]
     options = {"compression": told.get("compression"), "seed": head["seed"], "embedding_dim": head.get("embedding_dim")}
     options |= {field.name: told.get(field.name) for field in fields(SearchSettings)}
+    for name, value in options.items():
+        conform(value, int | float | None, f"run.json, configuration.{name}")
     given = [(f"--{name.replace('_', '-')}", f"{value:g}") for name, value in options.items() if value is not None]
     if told.get("compression") is None or "given" in told:
         return ()
