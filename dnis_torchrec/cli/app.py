@@ -37,14 +37,15 @@ class InOrder(TyperGroup):
 app = typer.Typer(
     name="dnis",
     cls=InOrder,
-    help="Finds how many embedding dimensions each part of each table deserves; exports tables of just that size.\n\n"
+    help="Makes embedding tables many times smaller: every column of every block of rows gets the bits it is worth.\n\n"
     "A typical session:\n\n"
-    "  dnis search examples.movielens:mf --data DIR --compression 5 --out RUN\n\n"
+    "  dnis train examples.movielens:mf --data DIR --out TRAINED\n\n"
+    "  dnis compress TRAINED --data DIR --compression 8,20,40 --out SMALL\n\n"
+    "  dnis verify SMALL/x20 --data DIR\n\n"
+    "A model trained for its size:\n\n"
+    "  dnis search examples.movielens:mf --data DIR --from TRAINED --compression 20 --out RUN\n\n"
     "  dnis export RUN --out ARTIFACT\n\n"
-    "  dnis evaluate ARTIFACT --data DIR\n\n"
-    "  dnis report RUN\n\n"
-    "  dnis verify ARTIFACT --data DIR\n\n"
-    "  dnis compare examples.movielens:mf --data DIR --methods uniform,magnitude,dnis --out COMPARISON",
+    "  dnis report RUN",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
