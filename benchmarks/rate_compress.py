@@ -20,6 +20,7 @@ from dnis_torchrec.allocation.loss_sample import LossSample
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import FrequencyCounts
+from dnis_torchrec.data.task import Task
 from dnis_torchrec.soft_selection.table_shards import table_configs
 
 
@@ -45,7 +46,7 @@ def prepare(
     batches: Iterable[Batch],
     counts: FrequencyCounts,
     *,
-    loss: nn.Module,
+    loss: Task,
     turns: bool,
     held_out: Iterable[Batch] | None = None,
 ) -> Prepared:
@@ -55,7 +56,7 @@ def prepare(
         model: it keeps its predictions.
         batches: of the training split.
         counts: of the training split.
-        loss: of the recipe.
+        loss: the recipe's task.
         turns: False leaves the tables in the axes that training has left.
         held_out: of the validation split.
     """

@@ -1,13 +1,14 @@
 """Loss against bytes served: trained models compressed, beside what else makes the same bytes of them.
 
     python -m benchmarks.rate_distortion [--quick] [--recipes movielens:mf,anime:fm] [--seeds 0,1,2]
-        [--sizes 8,20,40,64] [--without uniform] [--ablations] [--memory] [--cache DIR] --json FILE
+        [--sizes 8,20,40,64] [--search] [--without uniform] [--ablations] [--memory] [--cache DIR] --json FILE
 
 Every recipe is trained once per seed, plainly and to its own early stop. Its weights are kept in `--cache`, by recipe,
 seed, D and L2: empty the folder when a recipe changes. From this model come:
 
 compress              bits for every column of every block, tables turned into their principal axes before
 compress, not turned  the same in the axes that training has left (`--ablations`)
+search                a search that begins with it, and its defaults (`--search`)
 row-wise              FBGEMM's int8 and int4 rows of all D columns; compress meets the bytes of both, too
 cut axes              turned tables, the first K columns of all, rows in int8 or int4
 uniform               models trained at a smaller D, with the same L2 to their own early stop, rows in int8 or int4
@@ -50,16 +51,25 @@ from dnis_torchrec.training.evaluation import evaluate
 
 RECIPES = {
     "examples.movielens:mf": "ml-1m",
+    "examples.movielens:mlp": "ml-1m",
+    "examples.movielens:neumf": "ml-1m",
     "examples.movielens:ctr_fm": "ml-1m",
-    "examples.movielens:ctr_dlrm": "ml-1m",
+    "examples.movielens:ctr_wide_deep": "ml-1m",
     "examples.movielens:ctr_deepfm": "ml-1m",
-    "examples.criteo:dlrm": "criteo-kaggle-137k",
+    "examples.movielens:ctr_dlrm": "ml-1m",
+    "examples.movielens:ctr_dlrm_dcn": "ml-1m",
+    "examples.ncf:neumf_topk": "ncf-ml-1m",
+    "examples.criteo:fm": "criteo-kaggle-137k",
+    "examples.criteo:wide_deep": "criteo-kaggle-137k",
     "examples.criteo:deepfm": "criteo-kaggle-137k",
+    "examples.criteo:dlrm": "criteo-kaggle-137k",
     "examples.anime:mf": "second",
     "examples.anime:fm": "second",
     "examples.lastfm_tags:fm": "second",
     "examples.lastfm_tags:deepfm": "second",
     "examples.lastfm_tags:dlrm": "second",
+    "examples.amazon_sports:fm": "second",
+    "examples.amazon_sports:deepfm": "second",
 }
 """Recipe -> folder of its data."""
 QUICK_RECIPES = ("examples.anime:mf", "examples.lastfm_tags:fm")
@@ -141,8 +151,7 @@ def row_of(trained: Trained, wanted: Wanted, served: Served) -> Row:
 
 
 def _metrics(model: nn.Module, recipe: Recipe, split: str) -> dict[str, float]:
-    task = TrainTask(model, recipe.loss)
-    return evaluate(task, getattr(recipe.data, split), recipe.loss, torch.device("cpu"))
+    return evaluate(TrainTask(model, recipe.task), getattr(recipe.data, split), recipe.task, torch.device("cpu"))
 
 
 def recipes(text: str) -> list[str]:
@@ -182,6 +191,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=data, help="folder of the data sets' folders (default DNIS_DATA)")
     parser.add_argument("--cache", type=Path, help="folder to keep trained weights in; none are kept if not given")
     parser.add_argument("--without", type=methods, default=[], help="rivals to leave out; uniform trains its own")
+    parser.add_argument("--search", action="store_true", help="search, too: at most two plain trainings a size")
     parser.add_argument("--ablations", action="store_true", help="compress without turning the tables, too")
     parser.add_argument("--memory", action="store_true", help="measure memory on one large table, too")
     parser.add_argument("--rows", type=int, default=4_000_000, help="of that table, 64 wide")
@@ -199,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     torch.set_num_threads(1)
     results = Results(arguments.json_file)
-    rows = wanted_rows(arguments.sizes, ablations=arguments.ablations)
+    rows = wanted_rows(arguments.sizes, ablations=arguments.ablations, searches=arguments.search)
     rows = [wanted for wanted in rows if wanted.method not in arguments.without]
     with ExitStack() as stack:
         cache = arguments.cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))

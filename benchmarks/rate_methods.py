@@ -1,7 +1,7 @@
 """The methods of `benchmarks.rate_distortion`: ways to store the tables of one trained model in few bytes.
 
 All start from the same plain model and serve from the collection that stands in for the model's own. Nothing trains but
-the narrower models of `uniform`.
+a search and the narrower models of `uniform`.
 
 Shapes: N rows of a table, D embedding_dim, S blocks, K columns that are kept.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +30,9 @@ from dnis_torchrec.comparison.methods.trained_scheme import first_columns
 from dnis_torchrec.forms import DEFAULT_FORM, PACKED, PRECISIONS, Precision
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
+from dnis_torchrec.search.search import search
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.training.process_group import process_group
 
 WHOLE_ROWS = ("int8", "int4")
 """Precisions of all D columns; their bytes are sizes for other methods, too."""
@@ -177,7 +181,18 @@ def _compressed(prepared: Prepared, trained: Trained, wanted: Wanted) -> Served:
     )
 
 
-UNCOMPRESSED, COMPRESS, NOT_TURNED = "uncompressed", "compress", "compress, not turned"
+def _searched(trained: Trained, wanted: Wanted) -> Served:
+    """What a search with its defaults makes of the trained model, or that model compressed if it gained nothing."""
+    recipe = replace(trained.recipe, model=copy.deepcopy(trained.model))
+    started = time.monotonic()
+    with process_group() as device, tempfile.TemporaryDirectory() as folder:
+        size, epochs = trained.dense_bytes / trained.bytes_of(wanted.size), trained.best_epochs
+        found = search(recipe, size, Path(folder), device, trained_epochs=epochs)
+    seconds, predicted = time.monotonic() - started, found.predicted_loss_increase
+    return _served(found.model, found.scheme, PACKED.name, seconds, predicted=predicted, origin=found.origin)
+
+
+UNCOMPRESSED, COMPRESS, NOT_TURNED, SEARCH = "uncompressed", "compress", "compress, not turned", "search"
 ROW_WISE, CUT_AXES, UNIFORM = "row-wise", "cut axes", "uniform"
 RIVALS = (ROW_WISE, CUT_AXES, UNIFORM)
 METHODS: Mapping[str, Callable[[Trained, Wanted], Served]] = {
@@ -187,22 +202,25 @@ METHODS: Mapping[str, Callable[[Trained, Wanted], Served]] = {
     ROW_WISE: _row_wise,
     CUT_AXES: _cut_axes,
     UNIFORM: _uniform,
+    SEARCH: _searched,
 }
 """Name -> what serves a trained model so, or raises an UnmetError."""
 
 
-def wanted_rows(sizes: list[float], *, ablations: bool) -> list[Wanted]:
+def wanted_rows(sizes: list[float], *, ablations: bool, searches: bool = False) -> list[Wanted]:
     """Lists what is measured of a trained model, in the order of the table.
 
     Args:
         sizes: compressions to meet.
         ablations: `compress` without turning the tables, too.
+        searches: searches that begin with the trained model, too.
     """
     whole = [f"{precision} rows" for precision in WHOLE_ROWS]
     rows = [Wanted(method=UNCOMPRESSED, precision="fp32", size=None)]
     rows += [Wanted(method=ROW_WISE, precision=p, size=size) for p, size in zip(WHOLE_ROWS, whole, strict=True)]
     for method in (COMPRESS, NOT_TURNED) if ablations else (COMPRESS,):
         rows += [Wanted(method=method, precision="mixed", size=size) for size in [*whole, *sizes]]
+    rows += [Wanted(method=SEARCH, precision="mixed", size=size) for size in sizes if searches]
     for method in (CUT_AXES, UNIFORM):
         rows += [
             Wanted(method=method, precision=precision, size=size)

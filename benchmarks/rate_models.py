@@ -119,6 +119,12 @@ class Trained:
         """How the model was trained."""
         return self._weights[1]
 
+    @property
+    def best_epochs(self) -> int:
+        """Epochs of training up to the best one, behind which `PATIENCE` more were waited for."""
+        epochs = self.training["epochs"]
+        return epochs if epochs >= MAX_EPOCHS else epochs - PATIENCE
+
     @cached_property
     def turned(self) -> Prepared:
         """Tables in their principal axes, and what bits are allocated by."""
@@ -132,7 +138,7 @@ class Trained:
     def _prepared(self, model: nn.Module, *, turns: bool) -> Prepared:
         recipe = self.recipe
         data = recipe.data
-        return prepare(model, data.train, self.counts, loss=recipe.loss, turns=turns, held_out=data.validation)
+        return prepare(model, data.train, self.counts, loss=recipe.task, turns=turns, held_out=data.validation)
 
     def bytes_of(self, size: float | str | None) -> int:
         """Bytes that a size leaves for all tables."""
@@ -153,7 +159,7 @@ def _train(recipe: Recipe, case: Case, path: Path) -> None:
     with process_group() as device, tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(case.seed)
         started = time.monotonic()
-        task = TrainTask(copy.deepcopy(recipe.model), recipe.loss, embedding_l2=recipe.embedding_l2)
+        task = TrainTask(copy.deepcopy(recipe.model), recipe.task, embedding_l2=recipe.embedding_l2)
         model, optimizer = shard(task, recipe, device)
         trained = train_plainly(
             model, optimizer, recipe, device, max_epochs=MAX_EPOCHS, patience=PATIENCE, folder=Path(folder)

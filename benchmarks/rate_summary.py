@@ -5,11 +5,13 @@ Everything is a difference within a seed, to the same trained model uncompressed
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
-from benchmarks.rate_methods import COMPRESS, RIVALS, ROW_WISE, UNCOMPRESSED
+from benchmarks.rate_methods import COMPRESS, RIVALS, ROW_WISE, SEARCH, UNCOMPRESSED
 from dnis_torchrec.report.tables import format_difference, format_metric, is_higher_better
 
 COSTS: Mapping[str, tuple[str, Mapping[float, float]]] = {
@@ -57,6 +59,7 @@ class Row(TypedDict):
     relative_error: NotRequired[float]
     columns_by_bits: NotRequired[list[int]]
     columns: NotRequired[int]
+    origin: NotRequired[str]
     embedding_dim: NotRequired[int]
 
 
@@ -89,7 +92,7 @@ class Differences:
     def metrics(self) -> list[str]:
         """The metric that a model is judged by, then its loss by the name that it has there."""
         names = list(next(iter(self.plain.values()))["metrics"])
-        return [name for name in ("auc", "ndcg@10", "mse", "logloss") if name in names]
+        return [name for name in ("auc", "ndcg@10", "mse", "logloss") if name in names] or ["loss"]
 
     def mean(self, rows: Sequence[Row], metric: str) -> float:
         """Mean over seeds of the difference of a test metric."""
@@ -107,12 +110,16 @@ class Differences:
         """Rows of `compress` at a size."""
         return self.of.get((COMPRESS, "mixed", size), [])
 
+    def searched(self, size: float | str) -> list[Row]:
+        """Rows of `search` at a size."""
+        return self.of.get((SEARCH, "mixed", size), [])
+
     def chosen(self) -> set[tuple[str, str, float | str | None]]:
         """Keys of the precision that each rival would choose at each size: the lowest selection loss."""
         best: dict[tuple[str, float | str | None], tuple[float, str]] = {}
         for (method, precision, size), rows in self.of.items():
             if method in RIVALS and method != ROW_WISE:
-                loss = statistics.fmean(row["selection"]["loss"] for row in rows)
+                loss = _selection_loss(rows)
                 best[method, size] = min(best.get((method, size), (loss, precision)), (loss, precision))
         return {(method, precision, size) for (method, size), (_, precision) in best.items()}
 
@@ -128,6 +135,7 @@ def print_summary(rows: Sequence[Row], memory: MemoryRow | None) -> None:
     for name, own in of_recipes.items():
         print("\n".join([*cost_lines(name, own), *rival_lines(name, own), *prediction_lines(name, own)]))
         print("\n".join(time_lines(name, own)))
+    print("\n".join(search_lines(of_recipes)))
     if memory is not None:
         print(memory_line(memory))
 
@@ -189,6 +197,73 @@ def rival_lines(recipe: str, own: Differences) -> list[str]:
     return lines
 
 
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Who is how far behind the uncompressed model at one size of a recipe, in the metric that it is judged by.
+
+    Attributes:
+        metric: that metric.
+        search: what a search costs; below 0 where it is ahead of uncompressed.
+        compress: what compress costs.
+        rival: what the best rival costs, as the selection split chooses it; None if there is none.
+        rival_name: its method and precision.
+    """
+
+    metric: str
+    search: float
+    compress: float
+    rival: float | None
+    rival_name: str
+
+    @property
+    def lead(self) -> float:
+        """Of the search over the better of the two others."""
+        return min(self.compress, math.inf if self.rival is None else self.rival) - self.search
+
+    def __str__(self) -> str:
+        rival = "" if self.rival is None else f"; {self.rival_name} worse by {self.rival:+.5f}"
+        return f"{self.metric}: search worse by {self.search:+.5f}; compress worse by {self.compress:+.5f}{rival}"
+
+
+def standing(own: Differences, size: float) -> Standing | None:
+    """Search, compress and the best rival of a size; None where nothing was searched.
+
+    Args:
+        own: rows of a recipe.
+        size: compression asked for.
+    """
+    searched, compressed, metric = own.searched(size), own.compressed(size), own.metrics()[0]
+    if not searched or not compressed:
+        return None
+    rivals = {key: own.of[key] for key in own.chosen() if key[2] == size}
+    best = min(rivals, key=lambda key: _selection_loss(rivals[key]), default=None)
+    return Standing(
+        metric=metric,
+        search=own.worse(searched, metric),
+        compress=own.worse(compressed, metric),
+        rival=own.worse(rivals[best], metric) if best else None,
+        rival_name=f"{best[0]}, {best[1]}" if best else "",
+    )
+
+
+def search_lines(of_recipes: Mapping[str, Differences]) -> list[str]:
+    """Search, compress and the best rival of each size; then how often who leads, and the search's worst case."""
+    found = {f"{recipe} at {size:g}": standing(own, size) for recipe, own in of_recipes.items() for size in own.sizes()}
+    standings = {name: one for name, one in found.items() if one is not None}
+    if not standings:
+        return []
+    searched = sum(one.search < one.compress for one in standings.values())
+    beside = [one.rival - one.compress for one in standings.values() if one.rival is not None]
+    worst = min(standings, key=lambda name: standings[name].lead)
+    return [
+        "",
+        *(f"{name}, {one}" for name, one in standings.items()),
+        f"search ahead of compress: {searched} of {len(standings)}; compress ahead of the best rival: "
+        f"{sum(lead > 0 for lead in beside)} of {len(beside)}; the search's worst case: {worst}, "
+        f"{standings[worst].lead:+.5f} ahead of the better of the two",
+    ]
+
+
 def prediction_lines(recipe: str, own: Differences) -> list[str]:
     """Predicted over measured increase of the loss on the test split, where that is large enough to be one."""
     lines = []
@@ -227,6 +302,10 @@ def memory_line(memory: MemoryRow) -> str:
         f"memory beyond the model, a table of {memory['rows']:,} x {memory['dim']}: {found:.2f} of it, "
         f"wanted {TABLES:g}: {_judged(found, TABLES)}"
     )
+
+
+def _selection_loss(rows: Sequence[Row]) -> float:
+    return statistics.fmean(row["selection"]["loss"] for row in rows)
 
 
 def _size(size: float | str | None) -> str:

@@ -46,9 +46,9 @@ def row(method: str, size: float | str | None, metrics: dict[str, float], **fiel
 
 
 def test_every_method_is_measured_in_the_bytes_that_it_serves(case: Case, tmp_path: Path) -> None:
-    rows = run(tmp_path / "rates.json", "--cache", str(case.cache), "--ablations")
+    rows = run(tmp_path / "rates.json", "--cache", str(case.cache), "--ablations", "--search")
     measured = {(row["method"], row["precision"], row["size"]) for row in rows}
-    wanted = {(w.method, w.precision, w.size) for w in rate_methods.wanted_rows([3.0], ablations=True)}
+    wanted = {(w.method, w.precision, w.size) for w in rate_methods.wanted_rows([3.0], ablations=True, searches=True)}
     assert wanted - measured == {(method, "fp16", 3.0) for method in ("cut axes", "uniform")}
     dense = 4 * tiny.EMBEDDING_DIM * sum(tiny.ROWS.values())
     for found in rows:
@@ -56,7 +56,8 @@ def test_every_method_is_measured_in_the_bytes_that_it_serves(case: Case, tmp_pa
         assert {"loss", "auc"} <= set(found["selection"])
         assert found["compression"] == dense / found["bytes"]
         assert isinstance(found["size"], str) or found["compression"] >= (found["size"] or 1)
-        assert (found["predicted_loss_increase"] is not None) == found["method"].startswith("compress")
+        predicts = found["method"].startswith(("compress", "search"))
+        assert (found["predicted_loss_increase"] is not None) == predicts
     int8_bytes = sum(tiny.ROWS.values()) * (tiny.EMBEDDING_DIM + 4)
     assert next(row["bytes"] for row in rows if row["method"] == "row-wise") == int8_bytes
     assert all(row["bytes"] <= int8_bytes for row in rows if row["size"] == "int8 rows")
@@ -193,6 +194,30 @@ def test_memory_is_that_of_what_is_compressed(tmp_path: Path, monkeypatch: pytes
     assert budgets[-1] == (20_000, 20_000 * 256 // 20)
     assert measured["ratio"] == measured["peak_bytes"] / (20_000 * 256)
     assert "MISSED by" in rate_summary.memory_line(measured | {"ratio": 1.5})
+
+
+def test_who_leads_is_counted_and_the_worst_case_is_named() -> None:
+    def rows(recipe: str, *, search: float, compress: float) -> list[Row]:
+        found = [row("uncompressed", None, {"mse": 1.0}), row("search", 20.0, {"mse": search})]
+        found += [row("compress", 20.0, {"mse": compress})]
+        for method, precision, mse, loss in (("uniform", "int4", 1.5, 0.4), ("cut axes", "int8", 1.1, 0.6)):
+            found.append(row(method, 20.0, {"mse": mse}, precision=precision, selection={"loss": loss}))
+        return found
+
+    lines = rate_summary.search_lines(
+        {
+            "a": Differences(rows("a", search=0.9, compress=1.2)),
+            "b": Differences(rows("b", search=1.7, compress=1.6)),
+            "not searched": Differences([row("uncompressed", None, {"mse": 1.0})]),
+        }
+    )
+    assert (
+        lines[1]
+        == "a at 20, mse: search worse by -0.10000; compress worse by +0.20000; uniform, int4 worse by +0.50000"
+    )
+    assert "search ahead of compress: 1 of 2; compress ahead of the best rival: 1 of 2" in lines[-1]
+    assert "worst case: b at 20, -0.20000 ahead" in lines[-1]
+    assert rate_summary.search_lines({}) == []
 
 
 def test_quick_takes_few_and_what_is_named_stays() -> None:
