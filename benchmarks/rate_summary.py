@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from benchmarks.rate_methods import COMPRESS, RIVALS, ROW_WISE, SEARCH, UNCOMPRESSED
 from dnis_torchrec.report.tables import format_difference, format_metric, is_higher_better
+from dnis_torchrec.search.search import SEARCHED
 
 COSTS: Mapping[str, tuple[str, Mapping[float, float]]] = {
     "examples.movielens:mf": ("mse", {8: 0.0005, 20: 0.0015, 40: 0.0055, 64: 0.012}),
@@ -88,6 +89,10 @@ class Differences:
         for row in rows:
             if row["seed"] in self.plain:
                 self.of.setdefault((row["method"], row["precision"], row["size"]), []).append(row)
+
+    def of_seeds(self, seeds: Collection[int]) -> Differences:
+        """The same of some seeds alone."""
+        return Differences(row for rows in self.of.values() for row in rows if row["seed"] in seeds)
 
     def metrics(self) -> list[str]:
         """The metric that a model is judged by, then its loss by the name that it has there."""
@@ -203,6 +208,7 @@ class Standing:
 
     Attributes:
         metric: that metric.
+        gained: whether the search returned more than the compressed model, for every seed.
         search: what a search costs; below 0 where it is ahead of uncompressed.
         compress: what compress costs.
         rival: what the best rival costs, as the selection split chooses it; None if there is none.
@@ -210,6 +216,7 @@ class Standing:
     """
 
     metric: str
+    gained: bool
     search: float
     compress: float
     rival: float | None
@@ -222,7 +229,8 @@ class Standing:
 
     def __str__(self) -> str:
         rival = "" if self.rival is None else f"; {self.rival_name} worse by {self.rival:+.5f}"
-        return f"{self.metric}: search worse by {self.search:+.5f}; compress worse by {self.compress:+.5f}{rival}"
+        returned = "" if self.gained else " (compress returned)"
+        return f"{self.metric}: search worse by {self.search:+.5f}{returned}; compress worse by {self.compress:+.5f}{rival}"
 
 
 def standing(own: Differences, size: float) -> Standing | None:
@@ -232,13 +240,16 @@ def standing(own: Differences, size: float) -> Standing | None:
         own: rows of a recipe.
         size: compression asked for.
     """
-    searched, compressed, metric = own.searched(size), own.compressed(size), own.metrics()[0]
+    searched, metric = own.searched(size), own.metrics()[0]
+    own = own.of_seeds({row["seed"] for row in searched})
+    compressed = own.compressed(size)
     if not searched or not compressed:
         return None
     rivals = {key: own.of[key] for key in own.chosen() if key[2] == size}
     best = min(rivals, key=lambda key: _selection_loss(rivals[key]), default=None)
     return Standing(
         metric=metric,
+        gained=all(row.get("origin") == SEARCHED for row in searched),
         search=own.worse(searched, metric),
         compress=own.worse(compressed, metric),
         rival=own.worse(rivals[best], metric) if best else None,
@@ -252,13 +263,14 @@ def search_lines(of_recipes: Mapping[str, Differences]) -> list[str]:
     standings = {name: one for name, one in found.items() if one is not None}
     if not standings:
         return []
-    searched = sum(one.search < one.compress for one in standings.values())
+    searched = sum(one.search < one.compress for one in standings.values() if one.gained)
+    gained = sum(one.gained for one in standings.values())
     beside = [one.rival - one.compress for one in standings.values() if one.rival is not None]
     worst = min(standings, key=lambda name: standings[name].lead)
     return [
         "",
         *(f"{name}, {one}" for name, one in standings.items()),
-        f"search ahead of compress: {searched} of {len(standings)}; compress ahead of the best rival: "
+        f"search returned more than compress: {gained} of {len(standings)}, ahead on test: {searched}; compress ahead of the best rival: "
         f"{sum(lead > 0 for lead in beside)} of {len(beside)}; the search's worst case: {worst}, "
         f"{standings[worst].lead:+.5f} ahead of the better of the two",
     ]

@@ -198,8 +198,10 @@ def test_memory_is_that_of_what_is_compressed(tmp_path: Path, monkeypatch: pytes
 
 def test_who_leads_is_counted_and_the_worst_case_is_named() -> None:
     def rows(recipe: str, *, search: float, compress: float) -> list[Row]:
-        found = [row("uncompressed", None, {"mse": 1.0}), row("search", 20.0, {"mse": search})]
-        found += [row("compress", 20.0, {"mse": compress})]
+        origin = "search" if search < compress else "compress"
+        found = [row("uncompressed", None, {"mse": 1.0}), row("search", 20.0, {"mse": search}, origin=origin)]
+        found += [row("compress", 20.0, {"mse": compress}), row("compress", 20.0, {"mse": 9.0}, seed=1)]
+        found += [row("uncompressed", None, {"mse": 1.0}, seed=1)]
         for method, precision, mse, loss in (("uniform", "int4", 1.5, 0.4), ("cut axes", "int8", 1.1, 0.6)):
             found.append(row(method, 20.0, {"mse": mse}, precision=precision, selection={"loss": loss}))
         return found
@@ -215,7 +217,11 @@ def test_who_leads_is_counted_and_the_worst_case_is_named() -> None:
         lines[1]
         == "a at 20, mse: search worse by -0.10000; compress worse by +0.20000; uniform, int4 worse by +0.50000"
     )
-    assert "search ahead of compress: 1 of 2; compress ahead of the best rival: 1 of 2" in lines[-1]
+    assert "search worse by +0.70000 (compress returned)" in lines[2]
+    assert (
+        "search returned more than compress: 1 of 2, ahead on test: 1; compress ahead of the best rival: 1 of 2"
+        in lines[-1]
+    )
     assert "worst case: b at 20, -0.20000 ahead" in lines[-1]
     assert rate_summary.search_lines({}) == []
 
