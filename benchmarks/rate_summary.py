@@ -230,7 +230,8 @@ class Standing:
     def __str__(self) -> str:
         rival = "" if self.rival is None else f"; {self.rival_name} worse by {self.rival:+.5f}"
         returned = "" if self.gained else " (compress returned)"
-        return f"{self.metric}: search worse by {self.search:+.5f}{returned}; compress worse by {self.compress:+.5f}{rival}"
+        costs = f"search worse by {self.search:+.5f}{returned}; compress worse by {self.compress:+.5f}{rival}"
+        return f"{self.metric}: {costs}"
 
 
 def standing(own: Differences, size: float) -> Standing | None:
@@ -270,7 +271,8 @@ def search_lines(of_recipes: Mapping[str, Differences]) -> list[str]:
     return [
         "",
         *(f"{name}, {one}" for name, one in standings.items()),
-        f"search returned more than compress: {gained} of {len(standings)}, ahead on test: {searched}; compress ahead of the best rival: "
+        f"search returned more than compress: {gained} of {len(standings)}, ahead on test: {searched}; "
+        "compress ahead of the best rival: "
         f"{sum(lead > 0 for lead in beside)} of {len(beside)}; the search's worst case: {worst}, "
         f"{standings[worst].lead:+.5f} ahead of the better of the two",
     ]

@@ -145,6 +145,9 @@ def test_notebooks_run(notebook: Path) -> None:
     if notebook.stem == "compress":
         assert names["found"].compression >= 20
         assert names["after"] < names["before"] + 0.01
+    elif notebook.stem == "own_data":
+        assert names["found"].compression >= 8
+        assert (names["folder"] / "MODEL_CARD.md").is_file()
     else:
         assert not names["left_out"].unexpected_keys
         assert float((names["answer"] - names["exact"]).abs().max()) < 0.5
