@@ -26,6 +26,8 @@ COSTS: Mapping[str, tuple[str, Mapping[float, float]]] = {
 MEASURED_BETWEEN = (0.0005, 0.01)
 """Increases of the loss that are predicted within `FACTOR`."""
 FACTOR = 2.0
+Key = tuple[str, str, float | str | None]
+"""Method, precision and size of a row."""
 LEVEL = 1e-5
 """Differences below it are none."""
 EPOCHS, NUM_SIZES = 2.0, 3
@@ -85,7 +87,7 @@ class Differences:
     def __init__(self, rows: Iterable[Row]) -> None:
         rows = list(rows)
         self.plain = {row["seed"]: row for row in rows if row["method"] == UNCOMPRESSED}
-        self.of: dict[tuple[str, str, float | str | None], list[Row]] = {}
+        self.of: dict[Key, list[Row]] = {}
         for row in rows:
             if row["seed"] in self.plain:
                 self.of.setdefault((row["method"], row["precision"], row["size"]), []).append(row)
@@ -119,7 +121,7 @@ class Differences:
         """Rows of `search` at a size."""
         return self.of.get((SEARCH, "mixed", size), [])
 
-    def chosen(self) -> set[tuple[str, str, float | str | None]]:
+    def chosen(self) -> set[Key]:
         """Keys of the precision that each rival would choose at each size: the lowest selection loss."""
         best: dict[tuple[str, float | str | None], tuple[float, str]] = {}
         for (method, precision, size), rows in self.of.items():
@@ -188,11 +190,15 @@ def rival_lines(recipe: str, own: Differences) -> list[str]:
     metric, lines = own.metrics()[0], []
     sizes = [*(size for _, _, size in own.of if isinstance(size, str)), *own.sizes()]
     for size in dict.fromkeys(sizes):
-        mine, theirs = own.compressed(size), [key for key in own.of if key[0] in RIVALS and key[2] == size]
-        if not mine or not theirs:
+        mine = {row["seed"]: row for row in own.compressed(size)}
+        ahead: dict[Key, float] = {}
+        for key, rows in own.of.items():
+            beside = [mine[row["seed"]] for row in rows if row["seed"] in mine]
+            if key[0] in RIVALS and key[2] == size and beside:
+                theirs = [row for row in rows if row["seed"] in mine]
+                ahead[key] = own.worse(theirs, metric) - own.worse(beside, metric)
+        if not ahead:
             continue
-        cost = own.worse(mine, metric)
-        ahead = {key: own.worse(own.of[key], metric) - cost for key in theirs}
         best = min(ahead, key=lambda key: ahead[key])
         verdict = "level" if abs(ahead[best]) < LEVEL else "met" if ahead[best] > 0 else "MISSED"
         lines.append(

@@ -157,6 +157,9 @@ def test_a_rival_that_is_ahead_is_told_where_higher_is_better() -> None:
     rows[2]["metrics"]["auc"] = 0.790004
     (rival,) = rate_summary.rival_lines("examples.movielens:ctr_fm", Differences(rows))
     assert rival.endswith("(row-wise, int4) by -0.00000: level")
+    of_seed_1 = [row("uncompressed", None, {"auc": 0.7}, seed=1), row("compress", "int4 rows", {"auc": 0.6}, seed=1)]
+    (same,) = rate_summary.rival_lines("examples.movielens:ctr_fm", Differences([*rows, *of_seed_1]))
+    assert same == rival, "a seed that the rival lacks does not count"
 
 
 def test_time_is_what_sizes_share_once_and_their_own() -> None:
