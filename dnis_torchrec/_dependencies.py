@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 
-TORCH_OF_TORCHREC = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13"}
+TORCH_OF_TORCHREC = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13", "1.9": "2.14"}
 """Releases that go together; fbgemm bears the number of torchrec. The whole suite runs on the last pair, and
 has run on the first (torchrec 1.6.1) but for tests of the C++ loader and of Kubernetes, whose needs were not there."""
 
@@ -37,6 +37,7 @@ WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
         "fbgemm_gpu",
     ),
     (r"`torch\.jit\.(script|interface)` is deprecated", DeprecationWarning, r"torch\.jit"),
+    (r"`torch\.jit\.(script|interface)` is deprecated", FutureWarning, r"torch\.jit"),  # the same since torch 2.14
     # torchx reads its components so, on Python 3.12.
     (r"ast\.Str is deprecated", DeprecationWarning, r"torchx\.specs\.file_linter"),
     # torchrec pins this torchmetrics.

@@ -83,7 +83,7 @@ def test_what_goes_together_is_accepted(found: Installed, flavour: str | None) -
             installed(CPU | {"fbgemm-gpu-cpu": "1.7.0"}),
             "fbgemm-gpu-cpu 1.7.0 where torchrec 1.8.0 needs fbgemm-gpu-cpu 1.8",
         ),
-        (installed(CPU | {"torchrec": "1.9.2"}), "torchrec 1.9.2, where 1.6, 1.7, 1.8 are supported"),
+        (installed(CPU | {"torchrec": "1.10.0"}), "torchrec 1.10.0, where 1.6, 1.7, 1.8, 1.9 are supported"),
         (installed(CPU | CUDA, gpu=True), "both fbgemm-gpu and fbgemm-gpu-cpu"),
         (installed(CUDA, gpu=False), "fbgemm-gpu 1.8.0, a CUDA build, on a CPU build of torch 2.13.0"),
     ],
