@@ -44,3 +44,17 @@ def shell_commands(page: str) -> Iterator[list[str]]:
             words = re.sub(r" +#.*", "", line).split()
             if words:
                 yield words
+
+
+def table_rows(page: str, heading: str) -> dict[str, list[str]]:
+    """Rows of the table under a heading of a page: first cell -> the others.
+
+    Args:
+        page: path from the project's root.
+        heading: of any level.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    below = re.split(rf"^#+ {re.escape(heading)}$", text, maxsplit=1, flags=re.MULTILINE)[1]
+    table = re.split(r"^#", below, maxsplit=1, flags=re.MULTILINE)[0]
+    rows = [line.strip().strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in rows[2:]}

@@ -24,7 +24,7 @@ from dnis_torchrec.soft_selection.sharding import default_sharders
 from dnis_torchrec.soft_selection.swap import replace_, unshard_
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
 from tests import managed
-from tests.documents import ROOT, blocks
+from tests.documents import blocks, table_rows
 from tests.known_models import CLICK_AND_RATING, OF_MODEL_INPUT, SUPPORTED, Kind, make_batch
 from tests.sequence_models import rounded
 from tests.soft_selection.test_sharding import TwoDimensional
@@ -43,13 +43,6 @@ CODE = dict(
 )
 SEARCH = ("wrap", "pipeline", "step", "merge")
 SERVED = {PackedEmbeddingBagCollection: "bags", ServedEmbeddingCollection: "sequences"}
-
-
-def rows(heading: str) -> dict[str, list[str]]:
-    """The rows of the table under a heading of the page: first cell -> the others."""
-    section = (ROOT / PAGE).read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    return {first: rest for first, *rest in lines[2:]}
 
 
 def run(code: str, names: dict[str, Any]) -> None:
@@ -100,7 +93,7 @@ def table_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def test_each_row_has_a_test_and_its_number_of_lines() -> None:
-    found = rows("What goes through")
+    found = table_rows(PAGE, "What goes through")
     assert list(found) == list(SUPPORTED)
     assert len(found) >= 20
     for name, kind in SUPPORTED.items():
@@ -108,8 +101,8 @@ def test_each_row_has_a_test_and_its_number_of_lines() -> None:
         assert [int(lines) for lines in found[name][-1].split(" + ")] == expected, name
         assert sum(expected) <= 10, name
     assert num_lines(*SEARCH) == 10
-    assert list(rows("What is refused")) == list(REFUSED)
-    (sharded,) = rows("What is sharded").values()
+    assert list(table_rows(PAGE, "What is refused")) == list(REFUSED)
+    (sharded,) = table_rows(PAGE, "What is sharded").values()
     assert sharded[1] == f"yes, {num_lines('measure')} lines"
 
 
@@ -124,7 +117,7 @@ def test_it_is_compressed_and_served(name: str) -> None:
     for fqn, collection in plain.items():
         replace_(model, served[fqn], collection)
     kinds = [SERVED[kind] for kind in SERVED if kind in {type(module) for module in served.values()}]
-    assert rows("What goes through")[name][-2] == f"packed {' and '.join(kinds)}"
+    assert table_rows(PAGE, "What goes through")[name][-2] == f"packed {' and '.join(kinds)}"
     assert names["found"].compression >= COMPRESSIONS["compress"]
     torch.testing.assert_close(found, of_nearest_codes(model, names), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found, before, rtol=1e-5, atol=1e-5)  # the codes are seen
@@ -227,6 +220,6 @@ REFUSED: Mapping[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_it_is_refused(gloo: dist.ProcessGroup, name: str) -> None:
-    error = rows("What is refused")[name][0].strip("`")
+    error = table_rows(PAGE, "What is refused")[name][0].strip("`")
     with pytest.raises(NotImplementedError, match=re.escape(error)):
         REFUSED[name]()

@@ -52,7 +52,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-ON_RANKS = ("train", "compress", "search", "evaluate")
+ON_RANKS = ("train", "compress", "search", "prune", "evaluate", "export", "verify", "compare")
 """Commands that know what to do as one of several ranks."""
 
 RecipeArgument = Annotated[
@@ -124,8 +124,8 @@ def _before_any_command(
     command, world_size = context.invoked_subcommand, int(os.environ.get("WORLD_SIZE", "1"))
     with arguments():
         remedy = "start it without torchrun, or with --nproc_per_node 1"
-        names = f"{', '.join(ON_RANKS[:-1])} and {ON_RANKS[-1]}"
-        requirement = f"one process: of all commands only {names} run on several ranks"
+        alone = [name for name in ORDER if name not in ON_RANKS]
+        requirement = f"one process: {', '.join(alone[:-1])} and {alone[-1]} have no work for several ranks"
         check(world_size == 1 or command in ON_RANKS, f"dnis {command}", requirement, f"{world_size} ranks", remedy)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dnis_torchrec.cli.addresses import address_of, shown
+from dnis_torchrec.cli.addresses import address_of, check_seen_by_ranks, shown
 from dnis_torchrec.cli.app import (
     DataOption,
     OutOption,
@@ -16,6 +16,7 @@ from dnis_torchrec.cli.app import (
     arguments,
     check_data,
     check_json,
+    is_first_rank,
     print_metrics,
 )
 from dnis_torchrec.cli.options import Fields, command
@@ -66,6 +67,7 @@ def compare(
 
     with arguments():
         load_recipe(recipe)
+        check_seen_by_ranks(out)
         check_data(data)
         check_json(json_file)
         comparison = Comparison(
@@ -84,9 +86,10 @@ def compare(
     except Stopped as error:
         say(f"error: {error}; what has finished is kept, the same command goes on from there", err=True)
         raise typer.Exit(error.exit_code) from error
-    if json_file is not None:
-        write_comparison_json(json_file, compared.content)
-    _print_compared(compared, out)
+    if is_first_rank():
+        if json_file is not None:
+            write_comparison_json(json_file, compared.content)
+        _print_compared(compared, out)
     if compared.crashes:
         raise typer.Exit(1)
 

@@ -12,7 +12,13 @@ import typer
 from rich.table import Table
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.cli.addresses import fetched_settings, published_first_settings, shown, url_of_ranks
+from dnis_torchrec.cli.addresses import (
+    check_seen_by_ranks,
+    fetched_settings,
+    published_first_settings,
+    shown,
+    url_of_ranks,
+)
 from dnis_torchrec.cli.app import (
     BaselinesOption,
     DataOption,
@@ -171,11 +177,14 @@ def prune(
     with arguments():
         head = RunFolder.open_searched(run).read_head()
         check_source_kept(shown(run), shown(out))  # whose local copies are two folders in any case
-        check_prune_out(run, out, overwrite=overwrite)
+        check_seen_by_ranks(out)
+        if is_first_rank():  # which may have made the folder before the others come here
+            check_prune_out(run, out, overwrite=overwrite)
         load_recorded(run, head, data, recipe)
     row = run_prune(run, data, out, recipe=recipe, size=size, settings=settings, overwrite=overwrite)
-    print_rows([row], out)
-    say(f"run: {shown(out)}")
+    if is_first_rank():
+        print_rows([row], out)
+        say(f"run: {shown(out)}")
 
 
 @command
@@ -199,19 +208,17 @@ def export(
 
     with arguments():
         scheme = RunFolder.open(run).scheme()
-        check(
-            overwrite or not out.exists(),
-            f"artifact {out}",
-            "a folder that does not exist",
-            "an existing one",
-            "choose another --out, or --overwrite",
-        )
+        check_seen_by_ranks(out)
+        if is_first_rank():  # which may have made the folder before the others come here
+            requirement, remedy = "a folder that does not exist", "choose another --out, or --overwrite"
+            check(overwrite or not out.exists(), f"artifact {out}", requirement, "an existing one", remedy)
         check(regroup is None or regroup >= 1, "--regroup", "a number of groups >= 1", regroup)
         forms, scipy_formats = form or forms_of(scheme), scipy or ()
         check_forms(forms, scipy_formats, scheme)
     run_export(run, out, forms=forms, scipy_formats=scipy_formats, overwrite=overwrite, num_groups=regroup)
-    _print_forms(out)
-    say(f"artifact: {shown(out)}")
+    if is_first_rank():
+        _print_forms(out)
+        say(f"artifact: {shown(out)}")
 
 
 @command

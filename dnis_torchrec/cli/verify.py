@@ -18,6 +18,7 @@ from dnis_torchrec.cli.app import (
     arguments,
     check_data,
     check_json,
+    is_first_rank,
     print_table,
 )
 from dnis_torchrec.cli.options import command
@@ -64,12 +65,13 @@ def verify(
         if against is not None:
             RunFolder.open(against)
     found = verification.verify(artifact, against=against, recipe=recipe, data=data, measure=measure, rounds=rounds)
-    _print(found)
-    if json_file is not None:
-        write_json(json_file, found.to_json())
-    if found.failures:
+    if is_first_rank():
+        _print(found)
+        if json_file is not None:
+            write_json(json_file, found.to_json())
         for finding in found.failures:
             say(f"error: {finding.check}, {finding.subject}: {finding.detail}", err=True)
+    if found.failures:
         raise typer.Exit(1)
 
 

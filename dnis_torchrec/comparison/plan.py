@@ -240,7 +240,7 @@ def recipe_facts(comparison: Comparison) -> RecipeFacts:
     """
     place = f"recipe {comparison.recipe!r}"
     recipe = build_recipe(comparison.recipe, comparison.data, seed=comparison.seeds[0])
-    check_pooling(recipe.model)
+    check_pooling(recipe.model, world_size=1)  # as every cell is trained
     batch_sizes: dict[str, int] = {}
     noted = with_notes(recipe.data)
     for name in SPLITS:

@@ -33,8 +33,9 @@ TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_
 
 
 def default_jobs() -> int:
-    """Cells at a time if nothing is said: one per GPU, else one per core that this process may use."""
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    """Cells at a time if nothing is said: one per GPU, else one per core, of those that are left to this rank."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, (torch.cuda.device_count() or len(os.sched_getaffinity(0))) // ranks_here)
 
 
 def run_cells(
@@ -173,7 +174,8 @@ def _environment(slot: int, cells_at_once: int) -> Mapping[str, str]:
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         devices = visible.split(",")[:count] if visible else [str(device) for device in range(count)]
-        environment["CUDA_VISIBLE_DEVICES"] = devices[slot % count]
+        ranks_here, rank = (int(os.environ.get(name, n)) for name, n in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        environment["CUDA_VISIBLE_DEVICES"] = devices[(slot * ranks_here + rank) % count]
     return environment
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,11 +21,14 @@ from dnis_torchrec.comparison.plan import Comparison, RecipeFacts, recipe_facts
 from dnis_torchrec.comparison.processes import run_cells
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.report.compare_content import ComparisonContent
 from dnis_torchrec.report.compare_page import comparison_figures, write_comparison
 from dnis_torchrec.report.figures import save_png, save_svg
 from dnis_torchrec.report.tables import format_metric, format_seconds
 from dnis_torchrec.storage.foreign_folders import file_lock
+from dnis_torchrec.training.checkpoint import check_shared
+from dnis_torchrec.training.process_group import launched_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,41 +47,87 @@ class Compared:
 def run_comparison(comparison: Comparison) -> Compared:
     """Runs the cells that have not finished, each in its own process, and writes tables and page into `out`.
 
+    Distributed: every rank calls it, on a folder that all of them see. A cell is trained by one process of one rank,
+    alone: rank r of W runs cells r, r + W, ... of those that have not finished. Rank 0 alone plans and writes.
+
     Args:
         comparison: its plan. Cells that have finished in its `out` are taken as they are, crashed ones run again.
 
     Returns:
-        The rows, and the cells that crashed, which leave the others alone.
+        The rows, and the cells that crashed, which leave the others alone; the same on all ranks.
 
     Raises:
         ValueError: before anything is trained, if the recipe cannot be found, refuses the data or lacks a split, if
-            cells in `out` were run under other rules, or if another comparison is at work there.
+            cells in `out` were run under other rules, or if another comparison is at work there; on all ranks, as is
+            another folder on one of them.
         TypeError: before anything is trained, if the recipe's function returns no Recipe.
         Stopped: on a signal (see `dnis_torchrec.training.signals`); the processes have ended, finished cells stay.
     """
+    with launched_ranks() as ranks, ExitStack() as stack:
+        check_shared(comparison.out.parent, ranks.group)
+        begun = _Begun(metric="", waiting=(), num_cells=0)
+        with together(ranks.group):
+            if ranks.is_first:
+                facts = stack.enter_context(_planned(comparison))
+                begun = stack.enter_context(_begun(comparison, facts, ranks.world_size))
+        begun = _Begun(**json.loads(ranks.gather_texts(json.dumps(asdict(begun)))[0]))
+        with together(ranks.group):  # what is left of others' cells is waited for when it is left
+            _run(comparison, begun, ranks)
+        return on_rank_zero(lambda: _written(comparison, facts), ranks.group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """What ranks have to know of a comparison: the metric to tell of, names of cells that wait, how many there are."""
+
+    metric: str
+    waiting: Sequence[str]
+    num_cells: int
+
+
+@contextmanager
+def _planned(comparison: Comparison) -> Iterator[RecipeFacts]:
+    """The facts of the recipe, once nothing stands in the way; no other comparison is at work in `out` meanwhile."""
     with errors_of_its_code(comparison.recipe):
         facts = recipe_facts(comparison)
-    rules = comparison.rules() | facts.rules() | {"registry": comparison.registry}
-    comparison.check_rules(rules)
+    comparison.check_rules(_rules(comparison, facts))
     comparison.check_first_seed(facts)
     comparison.out.mkdir(parents=True, exist_ok=True)
     with _alone(comparison.out):
-        finished = comparison.finished()
-        folders = {comparison.folder(cell): cell for cell in comparison.cells() if cell not in finished}
-        at_once = max(1, min(comparison.num_jobs, len(folders)))
-        for folder, cell in folders.items():
-            comparison.task(cell, rules, cells_at_once=at_once).write(folder)
-        total, ended = len(comparison.cells()), count(len(finished) + 1)
-        with tqdm(total=total, initial=len(finished), unit="cell", disable=None) as bar:
+        yield facts
 
-            def on_done(folder: Path) -> None:
-                bar.update()
-                told = _told(folder, facts.primary_metric)
-                bar.write(visible(f"[{next(ended)}/{total}] {folders[folder].name}: {told}"), file=sys.stderr)
 
-            with _fresh_folder(comparison.trained):
-                run_cells(list(folders), jobs=comparison.num_jobs, on_done=on_done)
-        return _written(comparison, facts)
+@contextmanager
+def _begun(comparison: Comparison, facts: RecipeFacts, world_size: int) -> Iterator[_Begun]:
+    """The cells that wait, with the tasks of their processes written, and an empty folder for what they share."""
+    finished, rules = comparison.finished(), _rules(comparison, facts)
+    waiting = [cell for cell in comparison.cells() if cell not in finished]
+    at_once = max(1, min(comparison.num_jobs, -(-len(waiting) // world_size)))
+    for cell in waiting:
+        comparison.task(cell, rules, cells_at_once=at_once).write(comparison.folder(cell))
+    with _fresh_folder(comparison.trained):
+        names = [cell.name for cell in waiting]
+        yield _Begun(metric=facts.primary_metric, waiting=names, num_cells=len(comparison.cells()))
+
+
+def _rules(comparison: Comparison, facts: RecipeFacts) -> dict[str, Any]:
+    return comparison.rules() | facts.rules() | {"registry": comparison.registry}
+
+
+def _run(comparison: Comparison, begun: _Begun, ranks: Ranks) -> None:
+    """Runs this rank's cells, and tells of each."""
+    own = [comparison.out / "cells" / name for name in begun.waiting[ranks.rank :: ranks.world_size]]
+    elsewhere = len(begun.waiting) - len(own)
+    total, finished = begun.num_cells - elsewhere, begun.num_cells - len(begun.waiting)
+    ended, speaker = count(finished + 1), "" if ranks.world_size == 1 else f"rank {ranks.rank} "
+    with tqdm(total=total, initial=finished, unit="cell", disable=None if ranks.is_first else True) as bar:
+
+        def on_done(folder: Path) -> None:
+            bar.update()
+            told = f"{speaker}[{next(ended)}/{total}] {folder.name}: {_told(folder, begun.metric)}"
+            bar.write(visible(told), file=sys.stderr)
+
+        run_cells(own, jobs=comparison.num_jobs, on_done=on_done)
 
 
 def _written(comparison: Comparison, facts: RecipeFacts) -> Compared:

@@ -32,7 +32,7 @@ class CompareSettings(TrainingRules):
     jobs: Annotated[
         int | None,
         "Processes at a time, one for each cell and, when no cell waits, more for those that have trials left;"
-        " as many as cores (or GPUs) if not given.",
+        " as many as cores (or GPUs) if not given. Of several ranks, each runs so many.",
     ] = None
     artifacts: Annotated[bool, "Export every cell that runs, to OUT/cells/CELL/artifact."] = False
 

@@ -11,8 +11,11 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dnis_torchrec.allocation.torchrec_models import has_axes, with_axes_
-from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme, regroup, write_artifact
-from dnis_torchrec.checks import check, check_known
+from dnis_torchrec.artifact import load, load_dense_state, read_manifest, read_scheme, write_artifact
+from dnis_torchrec.artifact.over_ranks import write_over_ranks
+from dnis_torchrec.artifact.regrouping import regroup_table
+from dnis_torchrec.artifact.writing import forms_of
+from dnis_torchrec.checks import check, check_known, describe
 from dnis_torchrec.comparison.methods.partitioned import partition_as_exported_
 from dnis_torchrec.comparison.methods.projected import project_as_exported_
 from dnis_torchrec.data.over_ranks import check_same, split_over_ranks
@@ -22,12 +25,13 @@ from dnis_torchrec.forms import form_named
 from dnis_torchrec.jobs.model_shards import check_shapes, check_state, spread_filled
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder
+from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
-from dnis_torchrec.soft_selection.table_shards import collections, table_configs_of
+from dnis_torchrec.soft_selection.table_shards import TableShard, collections, table_configs_of
 from dnis_torchrec.training.evaluation import evaluate
-from dnis_torchrec.training.process_group import process_group
+from dnis_torchrec.training.process_group import launched_ranks, process_group
 
 
 def run_export(
@@ -40,6 +44,9 @@ def run_export(
     num_groups: int | None = None,
 ) -> Path:
     """Exports a finished run as an artifact.
+
+    Distributed: every rank calls it, on folders that all of them see. Each reads and writes its part of the rows of
+    every table, rank 0 the manifest (see `write_over_ranks`).
 
     Args:
         run_path: a finished run.
@@ -54,29 +61,58 @@ def run_export(
 
     Raises:
         ValueError: if the run is none or not finished, a form would round a table that the recipe wants left alone, or
-            `out` exists.
+            `out` exists; on all ranks, for what is wrong on one.
+        NotImplementedError: for `scipy_formats` on several ranks.
     """
-    run = RunFolder.open(run_path)
+    with launched_ranks() as ranks:
+        with together(ranks.group):
+            run = RunFolder.open(run_path)
+            _check_kept(run, forms or ())
+            head, tables, scheme = run.read_head(), run.tables(), run.scheme()
+            if num_groups is not None:
+                regrouped = {
+                    name: regroup_table(table, tables[name].rows, num_groups=num_groups)
+                    for name, table in scheme.tables.items()
+                }
+                scheme = MixedDimensionScheme(regrouped)
+            chosen = forms_of(scheme) if forms is None else tuple(forms)
+            dense = run.dense_state()
+        names = ("recipe", "seed", "embedding_dim", "configuration", "versions", "metrics", "notes")
+        described = {key: head[key] for key in names if key in head}
+        if ranks.world_size == 1:
+            return write_artifact(
+                {name: stored.whole() for name, stored in tables.items()},
+                scheme,
+                out,
+                forms=chosen,
+                dense_state=dense,
+                run=described,
+                scipy_formats=tuple(scipy_formats),
+                overwrite=overwrite,
+            )
+        if scipy_formats:
+            supported, received = "supported is one process", f"{ranks.world_size} ranks"
+            raise NotImplementedError(describe("scipy_formats", supported, received, "export on one process"))
+        with together(ranks.group):
+            shards = {name: [_shard_of_rank(name, stored, ranks)] for name, stored in tables.items()}
+        return write_over_ranks(
+            shards, scheme, out, ranks, forms=chosen, dense_state=dense, run=described, overwrite=overwrite
+        )
+
+
+def _check_kept(run: RunFolder, forms: Sequence[str]) -> None:
+    """Refuses forms that would round tables which are to keep float32."""
     left_alone = run.left_alone()
-    for form in map(form_named, forms or ()):
+    for form in map(form_named, forms):
         is_kept = not left_alone or form.is_exact or form.needs_codes
         requirement = f"a form that keeps float32, as the recipe wants it for {sorted(left_alone)}"
         check(is_kept, f"form {form.name!r}", requirement, form.precision.name, "take 'packed'")
-    head, tables, scheme = run.read_head(), run.tables(), run.scheme()
-    if num_groups is not None:
-        scheme = regroup(scheme, tables, num_groups=num_groups)
-    names = ("recipe", "seed", "embedding_dim", "configuration", "versions", "metrics", "notes")
-    described = {key: head[key] for key in names if key in head}
-    return write_artifact(
-        tables,
-        scheme,
-        out,
-        forms=forms,
-        dense_state=run.dense_state(),
-        run=described,
-        scipy_formats=tuple(scipy_formats),
-        overwrite=overwrite,
-    )
+
+
+def _shard_of_rank(table: str, stored: StoredTensor, ranks: Ranks) -> TableShard:
+    """The rows of a table that this rank reads and writes: the W-th part of them."""
+    first, last = (stored.shape[0] * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
+    return TableShard(table, stored.rows(first, last), first)
 
 
 def run_evaluate(path: Path, data: Path | None, *, recipe: str | None = None) -> dict[str, Any]:

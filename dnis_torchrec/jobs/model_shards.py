@@ -280,17 +280,20 @@ def spread_filled(model: nn.Module, stored: Mapping[str, StoredTensor] | None, d
     """
     if stored is None:
         return spread_tables(model, device)
-    _forget_tables_(model)
+    forget_tables_(model)
     model = spread_tables(model, device)
     with together():
         fill_(model, stored)
     return model
 
 
-def _forget_tables_(model: nn.Module) -> None:
+def forget_tables_(model: nn.Module) -> None:
     """Frees the tables of a plain model that are to be sharded, so that no rank holds whole ones meanwhile.
 
-    Those that are not get memory, if they are on the meta device.
+    Those that are not, on one process, get memory if they are on the meta device. Local, no collective.
+
+    Args:
+        model: plain, to be filled when it is sharded (see `fill_`).
     """
     device = "cpu" if world_size_of() == 1 else "meta"
     for module in collections(model).values():

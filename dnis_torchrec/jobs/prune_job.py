@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import DEFAULT_FORM
-from dnis_torchrec.jobs.model_shards import load_state_
+from dnis_torchrec.jobs.model_shards import check_state, fill_, forget_tables_
+from dnis_torchrec.jobs.new_run import new_run, task_of_trained
 from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
+from dnis_torchrec.jobs.stored_tensors import StoredTensor
+from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.of_run import scheme_row
+from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
 from dnis_torchrec.search.settings import PruneSettings
-from dnis_torchrec.soft_selection.swap import unshard_
+from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.storage.files import Address, holds
 from dnis_torchrec.storage.workplaces import workplace
+from dnis_torchrec.streaming import CountLimits
+from dnis_torchrec.streaming.checked_counts import read_before_training
+from dnis_torchrec.training.checkpoint import check_shared
 from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.process_group import process_group
@@ -75,6 +90,10 @@ def run_prune(
     Nothing at `out` is touched before a whole run is written beside it; fine-tuning keeps its best epoch in a folder
     there, too.
 
+    Distributed: every rank calls it, on folders that all of them see. Tables are spread over the ranks; each reads,
+    prunes, trains and writes its shards. What is retained is what one process retains, bit for bit. Rank 0 writes the
+    rest.
+
     Args:
         run_path: a finished run.
         data: folder of its data.
@@ -85,71 +104,129 @@ def run_prune(
         overwrite: replace a run that stands at `out`.
 
     Returns:
-        The row of the pruned model; the new report.json holds it in front of the source's rows.
+        The row of the pruned model; the new report.json holds it in front of the source's rows. On other ranks than the
+        first, of their own seconds.
 
     Raises:
-        ValueError: for a bad size, or if the run cannot be written to `out` (see `check_prune_out`), and as
-            `load_recorded`; before training.
+        ValueError: for a bad size or data, or if the run cannot be written to `out` (see `check_prune_out`), and as
+            `load_recorded`; before training. On all ranks, for what is wrong on one.
         NotImplementedError: for a recipe with tables to leave alone.
         RunWriteError: if the pruned run could not be written; what stood at `out` is as it was.
     """
     how = settings or PruneSettings()
-    check_prune_out(run_path, out, overwrite=overwrite)
-    source = RunFolder.open_searched(run_path)
-    head = source.read_head()
-    spec = load_recorded(run_path, head, data, recipe)
-    built = build_recorded(run_path, head, data, recipe)
-    if built.leave_alone:
-        supported, remedy = "supported are recipes without tables to leave alone", "search at the smaller size"
-        raise NotImplementedError(describe(f"recipe {spec!r}", supported, built.leave_alone, remedy))
-    load_state_(built.model, source.state(), str(run_path))
-    counts, blocks = source.counts(), source.blocks()
-    form = DEFAULT_FORM if size is None else size.form
-    started = time.monotonic()
-    scheme = prune(
-        built.model,
-        blocks,
-        counts,
+    with process_group() as device:
+        on_rank_zero(lambda: check_prune_out(run_path, out, overwrite=overwrite))
+        check_shared(out.parent)
+        with together():
+            run = RunFolder.open_searched(run_path)
+            spec = load_recorded(run_path, run.read_head(), data, recipe)
+        with errors_of_its_code(spec):
+            with together():
+                source = _Source.read(run, spec, data)
+            tables, ranks = table_configs(source.recipe.model), Ranks.everyone()
+            read, _, _ = read_before_training(source.recipe, tables, ranks, CountLimits())
+            source = replace(source, recipe=replace(source.recipe, data=read))
+            started = time.monotonic()
+            task, scheme = _pruned(source, size, how, device, out)
+            metrics = evaluate(task.to(device), read.test, task.task, device)
+        form = DEFAULT_FORM if size is None else size.form
+        row = scheme_row("dnis", scheme, metrics, source.head["seed"], time.monotonic() - started, form)
+        _write(source, task.model, scheme, row, out, overwrite=overwrite)
+    return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A finished search: its recipe, whose model is not filled yet, and what fills it."""
+
+    run: RunFolder
+    head: Mapping[str, Any]
+    recipe: Recipe
+    stored: Mapping[str, StoredTensor]
+    blocks: RowBlocks
+    counts: FrequencyCounts
+
+    @staticmethod
+    def read(run: RunFolder, spec: str, data: Path | None) -> _Source:
+        head, stored = run.read_head() | {"recipe": spec}, run.stored()
+        recipe = build_recorded(run.path, head, data, spec)
+        if recipe.leave_alone:
+            supported, remedy = "supported are recipes without tables to leave alone", "search at the smaller size"
+            raise NotImplementedError(describe(f"recipe {spec!r}", supported, recipe.leave_alone, remedy))
+        check_state(recipe.model, stored, str(run.path))
+        blocks, counts = run.blocks(), run.counts()
+        return _Source(run=run, head=head, recipe=recipe, stored=stored, blocks=blocks, counts=counts)
+
+
+def _pruned(
+    source: _Source, size: Size | None, how: PruneSettings, device: torch.device, out: Path
+) -> tuple[TrainTask, MixedDimensionScheme]:
+    """The model pruned and fine-tuned: plain on one process, else sharded as it was for the training."""
+    prune_ = partial(
+        prune,
+        blocks=source.blocks,
+        counts=source.counts,
         size=size,
         threshold=how.threshold,
         structure=how.structure,
         per_table=how.per_table,
     )
-    with process_group() as device, errors_of_its_code(spec):
-        torch.manual_seed(head["seed"])
-        task = TrainTask(built.model, built.task, embedding_l2=built.embedding_l2)
-        if how.fine_tune_epochs:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with workplace(out) as place:
-                place.new.mkdir()
-                task = _fine_tune(task, built, device, how.fine_tune_epochs, place.new)
-        metrics = evaluate(task.to(device), built.data.test, built.task, device)
-    row = scheme_row("dnis", scheme, metrics, head["seed"], time.monotonic() - started, form)
-    fields = {name: value for name, value in head.items() if name not in ("format", "format_version", "status")}
+    recipe = source.recipe
+    plain, is_alone = recipe.model, world_size_of() == 1
+    forget_tables_(plain)
+    if is_alone:  # a sharded model of one process is for training alone
+        fill_(plain, source.stored)
+        scheme = prune_(plain)
+    task = TrainTask(plain, recipe.task, embedding_l2=recipe.embedding_l2)
+    model, optimizer = shard(task, recipe, device)
+    if not is_alone:
+        spread = cast(TrainTask, get_unwrapped_module(model)).model
+        with together():
+            fill_(spread, source.stored)
+        scheme = prune_(spread)
+    torch.manual_seed(source.head["seed"])
+    if how.fine_tune_epochs:
+        _fine_tune(model, optimizer, recipe, device, how.fine_tune_epochs, out)
+    return task_of_trained(model), scheme
+
+
+def _fine_tune(
+    model: DistributedModelParallel,
+    optimizer: KeyedOptimizerWrapper,
+    recipe: Recipe,
+    device: torch.device,
+    max_epochs: int,
+    out: Path,
+) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with workplace(out) as place:
+        place.new.mkdir()
+        train_plainly(
+            model,
+            optimizer,
+            recipe,
+            device,
+            max_epochs=max_epochs,
+            patience=3,
+            folder=place.new,
+            held=RetainedMask(model),
+            starts_trained=True,
+        )
+
+
+def _write(
+    source: _Source, model: nn.Module, scheme: MixedDimensionScheme, row: ReportRow, out: Path, *, overwrite: bool
+) -> None:
+    kept = {name: value for name, value in source.head.items() if name not in ("format", "format_version", "status")}
+    head = kept | {"scheme": scheme.to_json(), "metrics": dict(row.metrics)}
     try:
-        with RunFolder.whole(out, overwrite=overwrite) as run:
-            run.save_stages(counts, blocks)
-            run.save_model(task.model, scheme, source.alpha())
-            run.write_rows([row, *source.rows()])
-            run.write_head("finished", fields | {"recipe": spec, "scheme": scheme.to_json(), "metrics": metrics})
+        with new_run(out, overwrite=overwrite) as run:
+            run.save_model(model, scheme, source.run.alpha())
+            with together():
+                if rank_of() == 0:
+                    run.save_stages(source.counts, source.blocks)
+                    run.write_rows([row, *source.run.rows()])
+                    run.write_head("finished", head)
     except (OSError, SafetensorError) as error:
         remedy = "make room for it"
         raise RunWriteError(describe(f"run folder {out}", "to write the pruned run", str(error), remedy)) from error
-    return row
-
-
-def _fine_tune(task: TrainTask, recipe: Recipe, device: torch.device, max_epochs: int, folder: Path) -> TrainTask:
-    model, optimizer = shard(task, recipe, device)
-    mask = RetainedMask(model)
-    train_plainly(
-        model,
-        optimizer,
-        recipe,
-        device,
-        max_epochs=max_epochs,
-        patience=3,
-        folder=folder,
-        held=mask,
-        starts_trained=True,
-    )
-    return cast(TrainTask, unshard_(model))

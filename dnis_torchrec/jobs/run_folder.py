@@ -427,21 +427,21 @@ class RunFolder:
         place = str(self.path / "model.safetensors")
         return {name: StoredTensor.of(f"{place}, {name}", value) for name, value in self._tensors("model").items()}
 
-    def tables(self) -> dict[str, Tensor]:
-        """Merged and pruned tables by name, ``(N, D)`` each."""
-        state, tables = self.state(), self.scheme().tables
+    def tables(self) -> dict[str, StoredTensor]:
+        """Merged and pruned tables by name, ``(N, D)`` each, of which nothing is read yet."""
+        stored, tables = self.stored(), self.scheme().tables
         keys = {name: _key_of_table(table) for name, table in tables.items()}
-        missing = [key for key in keys.values() if key not in state]
+        missing = [key for key in keys.values() if key not in stored]
         place = f"run folder {self.path}"
         check(not missing, place, "the model to hold the tables of run.json", f"no {missing[:3]}", _DAMAGED)
-        return {name: state[key] for name, key in keys.items()}
+        return {name: stored[key] for name, key in keys.items()}
 
     def dense_state(self) -> dict[str, Tensor]:
         """Everything of the model that is no table."""
         keys = {_key_of_table(table) for table in self.scheme().tables.values()}
         return {
-            name: value
-            for name, value in self.state().items()
+            name: stored.whole()
+            for name, stored in self.stored().items()
             if name not in keys and ".embedding_bags." not in f".{name}"
         }
 

@@ -47,8 +47,8 @@ class StoredTensor:
     Example:
         >>> stored = StoredTensor.of("t", torch.arange(6).view(3, 2))
         >>> stored.copy_to_(found := torch.zeros(2, 1, dtype=torch.int64), (1, 1))
-        >>> found.tolist(), stored.whole().shape
-        ([[3], [5]], torch.Size([3, 2]))
+        >>> found.tolist(), stored.rows(1, 3).tolist(), stored.whole().shape
+        ([[3], [5]], [[2, 3], [4, 5]], torch.Size([3, 2]))
     """
 
     place: str
@@ -91,19 +91,38 @@ class StoredTensor:
             copied == target.numel(), self.place, f"chunks of {target.numel()} values", copied, "copy all files of it"
         )
 
+    def rows(self, first: int, last: int) -> Tensor:
+        """Rows ``first <= i < last``, and no more of it is read; mapped from their file where that is one chunk's.
+
+        Args:
+            first: the first of them.
+            last: the one after the last.
+
+        Raises:
+            ValueError: as `copy_to_`.
+        """
+        return self._part((slice(first, last), *self._everything[1:]))
+
     def whole(self) -> Tensor:
         """The whole tensor; mapped from its file where that holds it in one chunk.
 
         Raises:
             ValueError: as `copy_to_`.
         """
-        everything = tuple(slice(0, size) for size in self.shape)
+        return self._part(self._everything)
+
+    @property
+    def _everything(self) -> tuple[slice, ...]:
+        return tuple(slice(0, size) for size in self.shape)
+
+    def _part(self, places: tuple[slice, ...]) -> Tensor:
         check(bool(self.chunks), self.place, "chunks of it", "none", "copy all files of it")
         cut = self.chunks[0].open()
         if self.chunks[0].shape == self.shape:
-            return cut(everything)
-        target = torch.empty(self.shape, dtype=cut((slice(0, 0),) * len(self.shape)).dtype)
-        self.copy_to_(target)
+            return cut(places)
+        dtype = cut((slice(0, 0),) * len(self.shape)).dtype
+        target = torch.empty([place.stop - place.start for place in places], dtype=dtype)
+        self.copy_to_(target, [place.start for place in places])
         return target
 
 

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dnis_torchrec._dependencies import versions
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import describe
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
 from dnis_torchrec.data.users_code import errors_of_its_code
+from dnis_torchrec.jobs.new_run import new_run, task_of_trained
 from dnis_torchrec.jobs.progress import plain_progress
 from dnis_torchrec.jobs.run_folder import TRAINED, RunFolder, RunWriteError
-from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
+from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
-from dnis_torchrec.soft_selection.swap import unshard_
 from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.storage.workplaces import workplace
 from dnis_torchrec.streaming import CountLimits
@@ -112,8 +109,8 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
     row = uncompressed_row(model, metrics, job.seed, time.monotonic() - started)
     head = _head(job, recipe, trained) | {"notes": notes, "scheme": scheme.to_json(), "metrics": metrics}
     try:
-        with _new_run(job) as run:
-            run.save_model(_plain(model), scheme)
+        with new_run(job.out, overwrite=job.overwrite) as run:
+            run.save_model(task_of_trained(model).model, scheme)
             with together():
                 if rank_of() == 0:
                     run.save_stages(counts)
@@ -145,25 +142,6 @@ def uncompressed_row(model: nn.Module, metrics: dict[str, float], seed: int, sec
         seed=seed,
         seconds=seconds,
     )
-
-
-@contextmanager
-def _new_run(job: TrainJob) -> Iterator[RunFolder]:
-    """The run to fill, the same on all ranks; rank 0 puts it into its place when all have filled it, and all wait."""
-    with ExitStack() as stack:
-
-        def make() -> str:
-            return str(stack.enter_context(RunFolder.whole(job.out, overwrite=job.overwrite)).path)
-
-        yield RunFolder(Path(on_rank_zero(make)))
-        with together():
-            stack.close()
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    """The recipe's model; on several ranks its collections stay sharded."""
-    task = get_unwrapped_module(model) if world_size_of() > 1 else unshard_(model)
-    return cast(TrainTask, task).model
 
 
 def _head(job: TrainJob, recipe: Recipe, trained: PlainTraining) -> dict[str, Any]:

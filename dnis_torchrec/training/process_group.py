@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from dnis_torchrec.ranks import Ranks
 from dnis_torchrec.training.denormals import flushing_denormals
+
+LONGEST_WAIT = timedelta(days=30)
+"""For which ranks that train nothing wait for each other: one of them may measure or train something alone."""
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The process group of a run: torchrun's if there is one, else one of world size 1 on this machine alone.
+    """The process group of a run: a launcher's if there is one, else one of world size 1 on this machine alone.
 
     Denormals are flushed meanwhile: torch's threads, which a run mostly starts after this, inherit that.
 
@@ -31,7 +37,7 @@ def process_group() -> Iterator[torch.device]:
             return
         backend = "nccl" if device.type == "cuda" else "gloo"
         with tempfile.TemporaryDirectory() as folder:
-            if dist.is_torchelastic_launched():
+            if _is_launched():
                 dist.init_process_group(backend)
             else:  # a file, not a port: several runs on one machine never meet
                 dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
@@ -39,3 +45,30 @@ def process_group() -> Iterator[torch.device]:
                 yield device
             finally:
                 dist.destroy_process_group()
+
+
+@contextmanager
+def launched_ranks() -> Iterator[Ranks]:
+    """The ranks that a launcher such as torchrun has started, on CPUs, for work that trains nothing.
+
+    Yields:
+        All of them; this process alone where there is no launcher, and no process group is made.
+
+    Example:
+        >>> with launched_ranks() as ranks:
+        ...     ranks.world_size
+        1
+    """
+    if dist.is_initialized() or not _is_launched():
+        yield Ranks.everyone()
+        return
+    dist.init_process_group("gloo", timeout=LONGEST_WAIT)
+    try:
+        yield Ranks.everyone()
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_launched() -> bool:
+    """Returns whether this process is a rank of several, or one that torchrun started alone."""
+    return dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1

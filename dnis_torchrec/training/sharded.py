@@ -61,7 +61,7 @@ RATE_GROUP = "part"
 TABLE_WEIGHTS, ROW_WEIGHTS, OTHER_WEIGHTS = "tables", "rows", "rest"
 
 
-def check_pooling(model: nn.Module) -> None:
+def check_pooling(model: nn.Module, *, world_size: int | None = None) -> None:
     """Checks that torch itself can look up the tables of a model, which on one process is a plain one when trained.
 
     FBGEMM's kernels, in which tables are trained, pool weighted bags by MEAN too, as the sharded model of several ranks
@@ -69,6 +69,7 @@ def check_pooling(model: nn.Module) -> None:
 
     Args:
         model: not sharded; prepared or not.
+        world_size: ranks that it is trained on; those of this run if None.
 
     Raises:
         ValueError: on one process, if bags of a MEAN table have weights.
@@ -78,7 +79,7 @@ def check_pooling(model: nn.Module) -> None:
         >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
         >>> check_pooling(EmbeddingBagCollection(tables=[table], is_weighted=True))
     """
-    if world_size_of() > 1:
+    if (world_size or world_size_of()) > 1:
         return
     remedy = "use SUM, with weights that are divided by the length of their bag"
     for module in model.modules():

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from dnis_torchrec._dependencies import version
 from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.cli import main
-from dnis_torchrec.cli.app import ON_RANKS, ORDER, app
+from dnis_torchrec.cli.app import ORDER, app
 from dnis_torchrec.forms import FORMS
 from tests.started import start_dnis
 from tests.tiny_artifact import write_tiny_artifact
@@ -437,15 +436,3 @@ def test_help_teaches() -> None:
     assert listed == list(ORDER)
     for command in ORDER:
         assert dnis(command, "--help").returncode == 0
-
-
-@pytest.mark.parametrize("command", sorted(set(typer.main.get_command(app).commands) - {*ON_RANKS}))  # type: ignore[attr-defined]
-def test_what_trains_alone_runs_on_several_ranks(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    done = dnis(command, tmp_path / "none", "--out", tmp_path / "out")
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"error: dnis {command}: expected one process: of all commands only train, compress, search and evaluate run "
-        "on several ranks, got 2 ranks; start it without torchrun, or with --nproc_per_node 1\n"
-    )
-    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,8 @@ Nothing else may lie in it, listed or not: a file that no part of the manifest r
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from dnis_torchrec.artifact.manifest import MANIFEST, describe_file, read_manife
 from dnis_torchrec.artifact.writing import SCIPY_FORMATS, scipy_file
 from dnis_torchrec.blocks.bit_fields import FLOAT_BITS, is_coded
 from dnis_torchrec.jobs.run_folder import RunFolder
-from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, judged
+from dnis_torchrec.jobs.stored_tensors import StoredTensor
+from dnis_torchrec.jobs.verification.findings import FAILED, SKIPPED, Finding, found_by_ranks, judged
+from dnis_torchrec.ranks import Ranks, together
 from dnis_torchrec.scheme import TableScheme, rows_per_chunk
 from dnis_torchrec.storage.fetching import FETCHED
 
@@ -26,27 +30,41 @@ CODE_ROUNDING = 2.0**-22
 """The error that choosing a code in float32 may add, as a share of the largest value that the column's codes say."""
 
 
-def check_files(artifact: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
+def check_files(artifact: Path, ranks: Ranks | None = None) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Checks the manifest, then hashes every file that it lists; goes on after a bad one.
+
+    Distributed: every rank calls it and hashes some of the files; findings are gathered.
 
     Args:
         artifact: the folder.
+        ranks: that share the files; this process alone if None.
 
     Returns:
-        The manifest, or None if it cannot be relied on, and a finding per file.
+        The manifest, or None if it cannot be relied on, and a finding per file, the same on all ranks.
     """
-    try:
-        manifest = read_manifest(artifact)
-    except ValueError as error:
-        return None, [Finding("checksums", MANIFEST, FAILED, str(error))]
-    findings = [judged("checksums", MANIFEST, True, "")]
-    for name, entry in manifest["files"].items():
-        found = describe_file(artifact, name)["sha256"]
-        detail = (
-            f"{entry['bytes']} bytes" if found == entry["sha256"] else f"expected sha256 {entry['sha256']}, got {found}"
-        )
-        findings.append(judged("checksums", name, found == entry["sha256"], detail))
-    referred, unwanted = _referred(manifest), "no file of the artifact: the manifest "
+    ranks, told = ranks or Ranks(), ""
+    with together(ranks.group):
+        try:
+            manifest = read_manifest(artifact)
+        except ValueError as error:
+            told = str(error)
+    told = next(filter(None, ranks.gather_texts(told)), "")
+    if told:
+        return None, [Finding("checksums", MANIFEST, FAILED, told)]
+    files = [partial(_hashed, artifact, name, entry) for name, entry in manifest["files"].items()]
+    findings = found_by_ranks([*files, partial(_unwanted, artifact, manifest)], ranks)
+    return manifest, [judged("checksums", MANIFEST, True, ""), *findings]
+
+
+def _hashed(artifact: Path, name: str, entry: dict[str, Any]) -> list[Finding]:
+    found, expected = describe_file(artifact, name)["sha256"], entry["sha256"]
+    detail = f"{entry['bytes']} bytes" if found == expected else f"expected sha256 {expected}, got {found}"
+    return [judged("checksums", name, found == expected, detail)]
+
+
+def _unwanted(artifact: Path, manifest: dict[str, Any]) -> list[Finding]:
+    """A finding per file that the manifest does not list, or that nothing in it refers to."""
+    findings, referred, unwanted = [], _referred(manifest), "no file of the artifact: the manifest "
     for name in manifest["files"]:
         if name not in referred:
             findings.append(Finding("checksums", name, FAILED, f"{unwanted}lists it, and nothing refers to it"))
@@ -55,7 +73,7 @@ def check_files(artifact: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
         name = file.relative_to(artifact).as_posix()
         if file.is_symlink() or not (file.is_dir() or name in known):
             findings.append(Finding("checksums", name, FAILED, f"{unwanted}does not list it"))
-    return manifest, findings
+    return findings
 
 
 def _referred(manifest: dict[str, Any]) -> set[str]:
@@ -71,58 +89,88 @@ def _referred(manifest: dict[str, Any]) -> set[str]:
     return found
 
 
-def check_against_run(artifact: Path, manifest: dict[str, Any], run_path: Path) -> list[Finding]:
+def check_against_run(artifact: Path, manifest: dict[str, Any], run_path: Path, ranks: Ranks) -> list[Finding]:
     """Is the artifact of that run? Tables bit for bit, or as near as their codes come to them, and dense weights.
+
+    Distributed: every rank calls it and compares its part of the rows of every table, of which it reads no more; one
+    number per table is reduced.
 
     Args:
         artifact: the folder.
         manifest: its manifest.
         run_path: a finished run.
+        ranks: that share the rows.
+
+    Returns:
+        A finding per table, and one of the dense weights; the same on all ranks.
 
     Raises:
-        ValueError: if the run is none, or damaged.
+        ValueError: if the run is none, or damaged; on all ranks.
     """
-    run = RunFolder.open(run_path)
-    tables, scheme, dense = run.tables(), read_scheme(artifact), run.dense_state()
-    exact = exact_rows(artifact)
+    with together(ranks.group):
+        run = RunFolder.open(run_path)
+        tables, scheme, exact = run.tables(), read_scheme(artifact), exact_rows(artifact)
     different = sorted(set(tables) ^ set(scheme.tables))
     findings = [judged("run", "tables", not different, f"in one of the two alone: {different}" if different else "")]
-    for name in sorted(set(tables) & set(scheme.tables)):
-        subject = f"table {name}"
-        if exact is None:
-            findings.append(Finding("run", subject, SKIPPED, "the artifact holds no exact sparse rows"))
-        elif manifest["run"].get("turned"):
-            findings.append(Finding("run", subject, SKIPPED, "it was turned into other axes than the run's"))
-        else:
-            findings.append(_compare_table(subject, scheme.tables[name], exact[name], tables[name]))
-    if manifest["run"].get("turned"):
-        return [*findings, Finding("run", "dense weights", SKIPPED, "they were turned along with the tables")]
+    in_both = sorted(set(tables) & set(scheme.tables))
+    is_turned = bool(manifest["run"].get("turned"))
+    if exact is None or is_turned:
+        why = (
+            "the artifact holds no exact sparse rows"
+            if exact is None
+            else "it was turned into other axes than the run's"
+        )
+        findings += [Finding("run", f"table {name}", SKIPPED, why) for name in in_both]
+    else:
+        with together(ranks.group):
+            apart = [_apart(scheme.tables[name], exact[name], tables[name], ranks) for name in in_both]
+        furthest = ranks.max_(torch.tensor(apart, dtype=torch.float64)).tolist()
+        findings += [_judged_table(scheme.tables[n], tables[n], far) for n, far in zip(in_both, furthest, strict=True)]
+    return findings + found_by_ranks([partial(_compare_dense, artifact, run, is_turned)], ranks)
+
+
+def _compare_dense(artifact: Path, run: RunFolder, is_turned: bool) -> list[Finding]:
+    if is_turned:
+        return [Finding("run", "dense weights", SKIPPED, "they were turned along with the tables")]
+    dense = run.dense_state()
     try:
         held = load_dense_state(artifact)
     except ValueError as error:
-        return [*findings, Finding("run", "dense weights", SKIPPED, str(error))]
+        return [Finding("run", "dense weights", SKIPPED, str(error))]
     if dense and not held:
-        return [*findings, Finding("run", "dense weights", SKIPPED, "the artifact holds none; export with dense_state")]
+        return [Finding("run", "dense weights", SKIPPED, "the artifact holds none; export with dense_state")]
     same = held.keys() == dense.keys() and all(torch.equal(held[name], dense[name]) for name in held)
-    return [*findings, judged("run", "dense weights", same, "" if same else "others than the run's")]
+    return [judged("run", "dense weights", same, "" if same else "others than the run's")]
 
 
-def _compare_table(subject: str, table: TableScheme, exact: Rows, weight: Tensor) -> Finding:
-    if tuple(weight.shape) != (table.num_embeddings, table.embedding_dim):
-        return Finding("run", subject, FAILED, "another shape than the run's")
+def _has_shape(table: TableScheme, stored: StoredTensor) -> bool:
+    return tuple(stored.shape) == (table.num_embeddings, table.embedding_dim)
+
+
+def _apart(table: TableScheme, exact: Rows, stored: StoredTensor, ranks: Ranks) -> float:
+    """How far this rank's part of the rows is from the run's: in half steps of codes, else 0 or infinitely."""
+    if not _has_shape(table, stored):
+        return math.inf
+    begin, end = (table.num_embeddings * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
     furthest, step = 0.0, rows_per_chunk(table.embedding_dim)
-    for first in range(0, table.num_embeddings, step):
-        last = min(first + step, table.num_embeddings)
-        found, of_run = exact(first, last), weight[first:last].float()
+    for first in range(begin, end, step):
+        last = min(first + step, end)
+        found, of_run = exact(first, last), stored.rows(first, last).float()
         if table.has_codes:
-            furthest = max(
-                furthest, _half_steps(table, found, of_run, table.routing.block_of(torch.arange(first, last)))
-            )
+            blocks = table.routing.block_of(torch.arange(first, last))
+            furthest = max(furthest, _half_steps(table, found, of_run, blocks))
         elif not torch.equal(found, of_run):
-            return Finding("run", subject, FAILED, "other values than the run's")
-    if not table.has_codes:
-        return judged("run", subject, True, "")
-    return judged("run", subject, furthest <= 1, f"off by at most {furthest:.2g} half steps from the run's")
+            return math.inf
+    return furthest
+
+
+def _judged_table(table: TableScheme, stored: StoredTensor, furthest: float) -> Finding:
+    subject = f"table {table.name}"
+    if not _has_shape(table, stored):
+        return Finding("run", subject, FAILED, "another shape than the run's")
+    if table.has_codes:
+        return judged("run", subject, furthest <= 1, f"off by at most {furthest:.2g} half steps from the run's")
+    return judged("run", subject, furthest == 0, "" if furthest == 0 else "other values than the run's")
 
 
 def _half_steps(table: TableScheme, found: Tensor, weight: Tensor, blocks: Tensor) -> float:

@@ -1,0 +1,183 @@
+"""What ranks do as `dnis prune`, `export`, `verify` and `compare`; judged in test_command_ranks.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from dnis_torchrec.cli import app
+from dnis_torchrec.comparison import processes
+from dnis_torchrec.comparison import run as run_module
+from dnis_torchrec.comparison.run import run_comparison
+from dnis_torchrec.jobs import model_shards
+from dnis_torchrec.jobs.artifact_jobs import run_export
+from dnis_torchrec.jobs.model_shards import shard_name
+from dnis_torchrec.jobs.prune_job import run_prune
+from dnis_torchrec.jobs.search_job import run_search
+from dnis_torchrec.jobs.stored_tensors import StoredTensor
+from dnis_torchrec.jobs.verification import verify
+from dnis_torchrec.search.budget import Size
+from dnis_torchrec.search.settings import PruneSettings
+from tests.comparison.test_comparison import make_comparison
+from tests.comparison_stand_ins import STAND_IN
+from tests.distributed.compress_job_scenarios import RECIPE
+from tests.distributed.harness import Rank, Results
+from tests.distributed.pruning_scenarios import outcome_of
+from tests.searched_runs import quick_job
+
+VERIFYING = import_module("dnis_torchrec.jobs.verification.verify")  # whose function has its name in the package
+SMALLER = 5.5
+PRUNE = ("prune", "{run}", "--compression", str(SMALLER), "--out")
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "cut": (*PRUNE, "{out}/cut", "--fine-tune-epochs", "0"),
+    "tuned": (*PRUNE, "{out}/tuned", "--fine-tune-epochs", "1"),
+    "packed": ("export", "{run}", "--out", "{out}/packed"),
+    "forms": ("export", "{out}/cut", "--form", "csr_fp32", "--form", "mixed_dimension_fp32", "--out", "{out}/forms"),
+    "grouped": ("export", "{out}/cut", "--regroup", "3", "--out", "{out}/grouped"),
+    "verified": ("verify", "{out}/packed", "--against", "{run}", "--recipe", RECIPE, "--json", "{out}/verified.json"),
+    "forms verified": ("verify", "{out}/forms", "--against", "{out}/cut", "--json", "{out}/forms.json"),
+    "damaged": ("verify", "{out}/damaged", "--no-measure"),
+    "another": ("verify", "{out}/packed", "--against", "{another}", "--no-measure"),
+}
+"""Name -> a command line."""
+
+
+def spread_run(run: Path, to: Path, *, added: float = 0.0) -> Path:
+    """A copy of a run as two ranks write it; a number is added to the second half of its tables."""
+    shutil.copytree(run, to)
+    parts: list[dict[str, Tensor]] = [{}, {}]
+    for name, value in load_file(to / "model.safetensors").items():
+        if "embedding_bags" in name:
+            first, second = value.tensor_split(2)
+            parts[0][f"table/0/0/{name}"], parts[1][f"table/{len(first)}/0/{name}"] = first, second + added
+        else:
+            parts[0][f"dense/{name}"] = value
+    (to / "model.safetensors").unlink()
+    for rank, tensors in enumerate(parts):
+        contiguous = {name: value.contiguous() for name, value in tensors.items()}
+        save_file(contiguous, to / shard_name(rank), metadata={"model_part": json.dumps({"world_size": 2})})
+    return to
+
+
+def damage(artifact: Path, to: Path) -> None:
+    """A copy of an artifact in which one bit of one file is another one."""
+    shutil.copytree(artifact, to)
+    file = sorted(to.rglob("packed/*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+
+
+@contextmanager
+def noted() -> Iterator[dict[str, Any]]:
+    """Notes how many values of stored tables this process reads, which it reads whole, and whether it measures."""
+    found: dict[str, Any] = {"read": 0, "whole": [], "measured": 0}
+    copy, part = StoredTensor.copy_to_, StoredTensor._part
+
+    def reading(stored: StoredTensor, target: Tensor, first: Any = None) -> None:
+        found["read"] += target.numel() if "embedding_bags" in stored.place else 0
+        copy(stored, target, first)
+
+    def cutting(stored: StoredTensor, places: tuple[slice, ...]) -> Tensor:
+        if "embedding_bags" in stored.place and places == stored._everything:
+            found["whole"].append(stored.place)
+        return part(stored, places)
+
+    def measuring(*_: object, **__: object) -> list[Any]:
+        found["measured"] += 1
+        return []
+
+    with (
+        patch.object(StoredTensor, "copy_to_", reading),
+        patch.object(StoredTensor, "_part", cutting),
+        patch.object(VERIFYING, "measure_resident", measuring),
+        patch.object(VERIFYING, "measure_latency", measuring),
+    ):
+        yield found
+
+
+def run_commands(out: Path, run: Path, another: Path, names: tuple[str, ...]) -> Results:
+    """Runs command lines: name -> exit code, what is said, and what is noted."""
+    results: Results = {}
+    for name in names:
+        if name == "damaged" and os.environ.get("RANK", "0") == "0":
+            damage(out / "packed", out / "damaged")
+        if dist.is_initialized():
+            dist.barrier()
+        arguments = [text.format(run=run, out=out, another=another) for text in COMMANDS[name]]
+        with noted() as found:
+            done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        results[name] = {"code": done.exit_code, "said": done.stdout, "error": done.stderr} | found
+    return results
+
+
+@contextmanager
+def of_torchrun(at: Rank) -> Iterator[None]:
+    """The variables by which ranks know that they are some."""
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = (at.world_size, at.rank, at.rank, at.world_size)
+    with patch.dict(os.environ, {name: str(number) for name, number in zip(names, numbers, strict=True)}):
+        yield
+
+
+def commands(at: Rank, run: Path, another: Path, names: tuple[str, ...]) -> Results:
+    """The commands as ranks of torchrun."""
+    with of_torchrun(at):
+        return run_commands(at.folder, run, another, names)
+
+
+def compared(at: Rank, out: Path) -> Results:
+    """A comparison whose cells are done by stand-ins, twice: one that crashed is done again."""
+    comparison = make_comparison(out, methods=("dnis",), sizes=(2.0, 3.0), seeds=(0, 1), jobs=1)
+    told = []
+    with of_torchrun(at), patch.object(processes, "COMMAND", (sys.executable, "-c", STAND_IN)):
+        own: list[list[str]] = []
+        run_cells = run_module.run_cells
+
+        def running(folders: list[Path], **settings: Any) -> None:
+            own.append([folder.name for folder in folders])
+            run_cells(folders, **settings)
+
+        pages = {"comparison_figures": lambda content: {}, "write_comparison": lambda file, content: None}
+        with patch.multiple(run_module, run_cells=running, **pages):
+            for _ in range(2):
+                found = run_comparison(comparison)
+                told.append([[row.reason for row in found.content.rows], [cell.name for cell in found.crashes]])
+                (out / "calm").touch()
+    return {"own": own, "told": told}
+
+
+def refusals(at: Rank, run: Path, another: Path, out: Path) -> Results:
+    """Things that go wrong on rank 1 alone, and what no ranks can do: all of them say so, and nothing is left."""
+    missing, target = at.folder / "none", at.folder / "refused"
+    own = run if at.rank == 0 else missing
+    cut = {"size": Size(compression=SMALLER), "settings": PruneSettings(fine_tune_epochs=0)}
+    found: Results = {
+        "pruned": outcome_of(lambda: run_prune(own, None, target, **cut)),
+        "exported": outcome_of(lambda: run_export(own, target)),
+        "verified": outcome_of(lambda: verify(at.folder / "packed", against=own, measure=False)),
+        "`dnis export`": outcome_of(lambda: run_export(run, target, scipy_formats=("csr",))),
+        "`dnis search`": outcome_of(lambda: run_search(quick_job(target, baselines=("dense",)))),
+    }
+    with patch.object(model_shards, "put_file", _full if at.rank == 1 else model_shards.put_file):
+        found["full"] = outcome_of(lambda: run_prune(run, None, target, **cut))
+    apart = make_comparison(out if at.rank == 0 else out.parent / "apart" / "out", methods=("dnis",), sizes=(2.0,))
+    found["compared"] = outcome_of(lambda: run_comparison(apart))
+    dist.barrier()
+    found["left"] = sorted(path.name for path in at.folder.iterdir() if "refused" in path.name)
+    return found
+
+
+def _full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
