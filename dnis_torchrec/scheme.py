@@ -239,7 +239,7 @@ class MixedDimensionScheme:
             ValueError: as `served_bytes`.
         """
         own = PACKED.name if self.has_codes else DEFAULT_FORM
-        return 4 * self.dense_parameters / self.served_bytes(own if form is None else form)
+        return compression_of(self.dense_parameters, self.served_bytes(own if form is None else form))
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors, ready for json.dumps; `to_tensors` gives the rest."""
@@ -301,6 +301,20 @@ class MixedDimensionScheme:
                 **{part: tensors.get(f"{name}/{part}") for part in ("bits", "scale", "shift")},
             )
         return MixedDimensionScheme(tables)
+
+
+def compression_of(dense_parameters: int, num_bytes: int) -> float:
+    """Bytes of the float32 tables over bytes served, at least one: tables of which nothing is left may take none.
+
+    Args:
+        dense_parameters: values of the float32 tables: the sum of N times D.
+        num_bytes: served.
+
+    Example:
+        >>> compression_of(100, 20), compression_of(100, 0)
+        (20.0, 400.0)
+    """
+    return 4 * dense_parameters / max(1, num_bytes)
 
 
 VALUES_PER_CHUNK = 2**22

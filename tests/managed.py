@@ -8,10 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
     ManagedCollisionCollection,
@@ -21,7 +24,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 CPU = torch.device("cpu")
-ROWS, DIM, INTERVAL = 40, 16, 2
+ROWS, DIM, INTERVAL, LONGEST = 40, 16, 2, 3
 USERS = EmbeddingBagConfig(name="user", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["user"])
 ITEMS = EmbeddingBagConfig(name="item", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["item", "history"])
 RAW = 10**12
@@ -85,13 +88,14 @@ class Model(nn.Module):
     def __init__(self, kind: Callable[[], ManagedCollisionModule] = zch) -> None:
         super().__init__()
         torch.manual_seed(0)
-        tables = [USERS, ITEMS]
-        remapping = {table.name: kind() for table in tables}
-        collection = EmbeddingBagCollection(tables=tables)
-        for bag in collection.embedding_bags.values():
-            nn.init.normal_(bag.weight)
-        self.tables = ManagedCollisionEmbeddingBagCollection(collection, ManagedCollisionCollection(remapping, tables))
+        self.tables = self._make([USERS, ITEMS], kind)
+        for weight in self.tables._embedding_module.parameters():
+            nn.init.normal_(weight)
         self.linear = nn.Linear(3 * DIM, 1)
+
+    def _make(self, tables: list[EmbeddingBagConfig], kind: Callable[[], ManagedCollisionModule]) -> nn.Module:
+        collisions = ManagedCollisionCollection({table.name: kind() for table in tables}, tables)
+        return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables=tables), collisions)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Predictions, ``(B,)``."""
@@ -99,10 +103,28 @@ class Model(nn.Module):
         return self.linear(pooled.values()).squeeze(1)
 
 
+class SequenceModel(Model):
+    """A linear model of sums of rows, which an unpooled collection looks up."""
+
+    def _make(self, tables: list[EmbeddingBagConfig], kind: Callable[[], ManagedCollisionModule]) -> nn.Module:
+        fields = ("name", "num_embeddings", "embedding_dim", "feature_names")
+        own = [EmbeddingConfig(**{field: getattr(table, field) for field in fields}) for table in tables]
+        collisions = ManagedCollisionCollection({table.name: kind() for table in own}, own)
+        return ManagedCollisionEmbeddingCollection(EmbeddingCollection(tables=own), collisions)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Predictions, ``(B,)``."""
+        found, _ = self.tables(sparse_features)
+        sums = [found[key].to_padded_dense(LONGEST).sum(1) for key in ("user", "item", "history")]
+        return self.linear(torch.cat(sums, dim=1)).squeeze(1)
+
+
 def batch(seed: int, size: int = 32, *, first: int = RAW, ids: int = 30) -> Batch:
     """Few users and items, frequent ones first; histories of up to three items; keys not in the tables' order."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.cat([torch.ones(2, size, dtype=torch.int64), torch.randint(0, 4, (1, size), generator=generator)])
+    lengths = torch.cat(
+        [torch.ones(2, size, dtype=torch.int64), torch.randint(0, LONGEST + 1, (1, size), generator=generator)]
+    )
     drawn = (ids * torch.rand(int(lengths.sum()), generator=generator) ** 3).long()
     features = KeyedJaggedTensor(["item", "user", "history"], first + 7919 * drawn, lengths=lengths.flatten())
     return Batch(torch.zeros(size, 1), features, torch.rand(size, generator=generator))
@@ -111,9 +133,9 @@ def batch(seed: int, size: int = 32, *, first: int = RAW, ids: int = 30) -> Batc
 BATCHES = [batch(seed) for seed in range(8)]
 
 
-def trained(kind: Callable[[], ManagedCollisionModule] = zch) -> Model:
+def trained(kind: Callable[[], ManagedCollisionModule] = zch, model_of: type[Model] = Model) -> Model:
     """A model whose remapping has learned the ids of `BATCHES`, where it can, in evaluation mode."""
-    model = Model(kind).train(kind is not mpzch)
+    model = model_of(kind).train(kind is not mpzch)
     with torch.no_grad():
         for own in BATCHES:
             model(own.dense_features, own.sparse_features)
@@ -133,3 +155,16 @@ def rows_of(model: Model, features: KeyedJaggedTensor) -> dict[str, list[int]]:
     model(torch.zeros(1, 1), features)
     hook.remove()
     return {name: own.values().tolist() for name, own in seen[0].to_dict().items()}
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """The samples of several batches in one."""
+    keys = batches[0].sparse_features.keys()
+    bags = [own.sparse_features.to_dict() for own in batches]
+    features = KeyedJaggedTensor(
+        keys,
+        torch.cat([own[key].values() for key in keys for own in bags]),
+        lengths=torch.cat([own[key].lengths() for key in keys for own in bags]),
+    )
+    dense = torch.cat([own.dense_features for own in batches])
+    return Batch(dense, features, torch.cat([own.labels for own in batches]))

@@ -202,13 +202,13 @@ def two_dimensional() -> None:
 
 
 def managed_and_sharded() -> None:
-    """A model with managed collisions that have learned ids is sharded."""
+    """A model with managed collisions is sharded before it is prepared."""
     dnis.shard_model(managed.trained(), CPU)
 
 
 STRIDES = [[2], [1], [1]]
 REFUSED: Mapping[str, Callable[[], None]] = {
-    "Managed collisions, sharded": managed_and_sharded,
+    "Managed collisions, sharded while they learn ids": managed_and_sharded,
     "Rows pruned in training (ITEP)": refuses_collections("pruning in training"),
     "A subclass with a forward of its own": refuses_collections("subclass"),
     "A collection with hooks": refuses_collections("hook"),

@@ -43,7 +43,7 @@ from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.forms import COLUMN_SCALE_BYTES, PACKED
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, compression_of
 
 COLD_COLUMNS = 4
 """Columns of a cold block, at least: in 2 bits each, a byte of a row. Of D below 32 one in eight, so none below 8,
@@ -68,7 +68,7 @@ class Allocation:
     @property
     def compression(self) -> float:
         """Bytes of the float32 tables over the bytes served."""
-        return 4 * self.scheme.dense_parameters / self.num_bytes
+        return compression_of(self.scheme.dense_parameters, self.num_bytes)
 
     def __repr__(self) -> str:
         """The whole in one line."""

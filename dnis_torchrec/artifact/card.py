@@ -12,7 +12,7 @@ from typing import Any
 
 from dnis_torchrec.checks import describe, visible
 from dnis_torchrec.forms import DEFAULT_FORM, PACKED
-from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, compression_of
 
 CARD = "MODEL_CARD.md"
 
@@ -51,7 +51,7 @@ def card_of(scheme: MixedDimensionScheme, manifest: Mapping[str, Any]) -> str:
     """
     form = PACKED.name if scheme.has_codes else DEFAULT_FORM
     num_bytes, dense = scheme.served_bytes(form), 4 * scheme.dense_parameters
-    times = dense / max(1, num_bytes)  # tables of which nothing is left may take no byte
+    times = compression_of(scheme.dense_parameters, num_bytes)
     version = manifest["versions"].get("dnis-torchrec", "of an unknown version")
     lines = [
         "# Model card",

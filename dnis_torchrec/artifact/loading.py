@@ -8,9 +8,8 @@ Shapes: N rows, D embedding_dim, S blocks, R retained dims of a block.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -27,9 +26,11 @@ from dnis_torchrec.forms import CANONICAL_FORM, DEFAULT_FORM, FORMS, PACKED, RET
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
 from dnis_torchrec.serving.csr_collection import CsrEmbeddingBagCollection
 from dnis_torchrec.serving.csr_table import CsrTable
+from dnis_torchrec.serving.logical_tables import UNKNOWN_IDS, LogicalCollection
 from dnis_torchrec.serving.mixed_dimension import MixedDimensionEmbeddingBagCollection
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection, is_unpooled, table_of_single_ids
+from dnis_torchrec.serving.unknown_ids import MEAN, MeanForUnknownIds
 
 
 def read_scheme(path: Path | str) -> MixedDimensionScheme:
@@ -51,7 +52,7 @@ def load(
     form: Literal["csr_fp32", "csr_fp16", "csr_int8"],
     collection: str | None = None,
     device: torch.device | str = "cpu",
-    unknown_ids: str = "error",
+    unknown_ids: Literal["error", "zero"] = "error",
     verify: bool = False,
 ) -> CsrEmbeddingBagCollection:
     """Serves compressed sparse rows."""
@@ -64,7 +65,7 @@ def load(
     form: Literal["mixed_dimension_fp32"],
     collection: str | None = None,
     device: torch.device | str = "cpu",
-    unknown_ids: str = "error",
+    unknown_ids: Literal["error", "zero"] = "error",
     verify: bool = False,
 ) -> MixedDimensionEmbeddingBagCollection:
     """Serves a table per block."""
@@ -77,7 +78,7 @@ def load(
     form: Literal["packed"],
     collection: str | None = None,
     device: torch.device | str = "cpu",
-    unknown_ids: str = "error",
+    unknown_ids: Literal["error", "zero"] = "error",
     verify: bool = False,
 ) -> PackedEmbeddingBagCollection:
     """Serves bit fields."""
@@ -117,7 +118,8 @@ def load(
             a table per block is now ``"packed"`` with as many bits for every column.
         collection: FQN of the collection in the model; needed only if the artifact holds several.
         device: where the tables go.
-        unknown_ids: ids that are no rows raise (``"error"``) or contribute zero (``"zero"``; they count in the length).
+        unknown_ids: ids that are no rows raise (``"error"``), contribute zero (``"zero"``), or the mean of the table's
+            coldest rows (``"mean"``, see `MeanForUnknownIds`). They count in the length.
         verify: read every file that is used and compare its sha256. Without, sizes and structure are checked, and bytes
             of a table that were changed give other numbers (never an access outside the table).
 
@@ -128,6 +130,8 @@ def load(
         ValueError: if the artifact is damaged, foreign or newer, holds neither the form nor one that it can be made
             from, or `collection` is needed or unknown.
     """
+    ways = (*UNKNOWN_IDS, MEAN)
+    check(unknown_ids in ways, "unknown_ids", f"one of {ways}", repr(unknown_ids))
     wanted = None if form is None else FORMS_OF_1_0.get(form, form)
     known = None if wanted is None else PACKED if wanted in RETIRED_FORMS else form_named(wanted)
     manifest = read_manifest(path)
@@ -137,7 +141,13 @@ def load(
         scheme, shards = _in_uniform_bits(path, manifest, scheme, wanted, verify)
     else:
         shards = {n: _shards_in_form(path, manifest, table, known, verify) for n, table in scheme.tables.items()}
-    build = partial(codec_of(known).build, known, device=device, unknown_ids=unknown_ids)
+    codec, reads_mean = codec_of(known), unknown_ids == MEAN
+
+    def build(own: MixedDimensionScheme, shards: Mapping[str, Sequence[Shard]]) -> EmbeddingBagCollectionInterface:
+        way = "zero" if reads_mean else unknown_ids
+        served = codec.build(known, own, shards, device=device, unknown_ids=way)
+        return MeanForUnknownIds(own, cast(LogicalCollection, served)) if reads_mean else served
+
     if not is_unpooled(scheme):
         return build(scheme, shards)
     tables = {name: build(table_of_single_ids(table), shards) for name, table in scheme.tables.items()}

@@ -42,9 +42,9 @@ class LevelSchedule:
     """Schedule that says when the upper level steps: after every lower step, once a warm-up is over.
 
     Attributes:
-        warm_up_steps: lower steps before the first upper step; at least 1, because DistributedDataParallel learns its
-            buckets in the first backward pass, which has to be that of a whole training step. None while nobody knows
-            yet when the warm-up ends.
+        warm_up_steps: lower steps before the first upper step, at least 1 because DistributedDataParallel learns its
+            buckets in the first backward pass, which has to be that of a whole training step. None: no upper step until
+            `BilevelStream.alternate`.
 
     Example:
         >>> schedule = LevelSchedule(warm_up_steps=2)
@@ -52,7 +52,7 @@ class LevelSchedule:
         ['l', 'l', 'l', 'u', 'l', 'u']
     """
 
-    warm_up_steps: int | None = None
+    warm_up_steps: int | None = 1
 
     def __post_init__(self) -> None:
         steps = self.warm_up_steps

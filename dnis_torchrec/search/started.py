@@ -20,7 +20,7 @@ from dnis_torchrec.data.lookup_batches import LookupBatches
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.ranks import Ranks, together
-from dnis_torchrec.search.level_schedule import BilevelStream
+from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
 from dnis_torchrec.search.loop import Plan, SearchEvents, SearchLoop
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
 from dnis_torchrec.soft_selection.swap import prepare_
@@ -123,7 +123,8 @@ class StartedSearch:
             unrolled_step=highest_rate(optimizer) if is_unrolled else None,
         )
         data = recipe.data
-        stream = BilevelStream(LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation"))
+        train, validation = LookupBatches(data.train, "train"), LookupBatches(data.validation, "validation")
+        stream = BilevelStream(train, validation, LevelSchedule(warm_up_steps=None))  # the plan says when: `alternate`
         model.train()
         return StartedSearch(
             recipe=recipe,

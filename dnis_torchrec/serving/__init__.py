@@ -11,10 +11,12 @@ if TYPE_CHECKING:
     from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
     from dnis_torchrec.serving.packed_table import PackedTable
     from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
+    from dnis_torchrec.serving.unknown_ids import MeanForUnknownIds
 
 __all__ = [
     "CsrEmbeddingBagCollection",
     "CsrTable",
+    "MeanForUnknownIds",
     "MixedDimensionEmbeddingBagCollection",
     "PackedEmbeddingBagCollection",
     "PackedTable",
@@ -27,6 +29,7 @@ _HOME = {
     "load_operator": "dnis_torchrec.ops.csr_operator",
     "CsrEmbeddingBagCollection": "dnis_torchrec.serving.csr_collection",
     "CsrTable": "dnis_torchrec.serving.csr_table",
+    "MeanForUnknownIds": "dnis_torchrec.serving.unknown_ids",
     "MixedDimensionEmbeddingBagCollection": "dnis_torchrec.serving.mixed_dimension",
     "PackedEmbeddingBagCollection": "dnis_torchrec.serving.packed",
     "PackedTable": "dnis_torchrec.serving.packed_table",

@@ -15,9 +15,13 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -25,6 +29,8 @@ from dnis_torchrec.checks import check, check_known, describe
 
 MANAGED = "_embedding_module"
 """The attribute by which TorchRec's managed collisions hold their collection."""
+MANAGED_COLLISIONS = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
+"""Modules of TorchRec that remap ids in front of a collection: one that pools, and one that does not."""
 
 
 def managed_collisions(model: nn.Module) -> dict[str, ManagedCollisionCollection]:
@@ -36,7 +42,7 @@ def managed_collisions(model: nn.Module) -> dict[str, ManagedCollisionCollection
     return {
         fqn: module._managed_collision_collection
         for fqn, module in get_unwrapped_module(model).named_modules()
-        if type(module) is ManagedCollisionEmbeddingBagCollection
+        if type(module) in MANAGED_COLLISIONS
     }
 
 
@@ -127,6 +133,28 @@ def stand_still_(model: nn.Module) -> None:
         collection.register_forward_pre_hook(_to_eval)
 
 
+def stands_still(model: nn.Module) -> bool:
+    """Whether no id gets another row until `go_on_`: every rank then maps ids alike. True without managed collisions.
+
+    Args:
+        model: prepared or not.
+    """
+    return all(_to_eval in own._forward_pre_hooks.values() for own in managed_collisions(model).values())
+
+
+def share_remapping_(model: nn.Module, process_group: dist.ProcessGroup) -> None:
+    """Gives all ranks the remapping of the first. A broadcast of each tensor of its state.
+
+    Args:
+        model: the same on all ranks, changed in place.
+        process_group: the ranks.
+    """
+    first = dist.get_global_rank(process_group, 0)
+    for collection in managed_collisions(model).values():
+        for state in (*collection.buffers(), *collection.parameters()):
+            dist.broadcast(state.detach(), src=first, group=process_group)
+
+
 def go_on_(model: nn.Module) -> None:
     """Lets remapping learn ids again where the model trains. Local.
 
@@ -152,8 +180,9 @@ def refuse_managed_collisions(model: nn.Module, what: str, remedy: str) -> None:
         NotImplementedError: if the model has managed collisions.
     """
     for fqn in managed_collisions(model):
-        supported = f"supported in {what} are EmbeddingBagCollections that the model calls themselves"
-        place, received = f"{fqn}.{MANAGED}".removeprefix("."), f"one in ManagedCollisionEmbeddingBagCollection {fqn!r}"
+        supported = f"supported in {what} are embedding collections that the model calls itself"
+        kind = type(get_unwrapped_module(model).get_submodule(fqn)).__name__
+        place, received = f"{fqn}.{MANAGED}".removeprefix("."), f"one in {kind} {fqn!r}"
         raise NotImplementedError(describe(f"FQN {place!r}", supported, received, remedy))
 
 

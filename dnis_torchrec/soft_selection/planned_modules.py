@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from dnis_torchrec.soft_selection.feature_processed import SoftSelectionFeatureProcessedEmbeddingBagCollection
-from dnis_torchrec.soft_selection.managed_collisions import refuse_managed_collisions
+from dnis_torchrec.soft_selection.managed_collisions import refuse_managed_collisions, stands_still
 from dnis_torchrec.soft_selection.table_shards import collections, lookup_of, whole_module_of
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
 
@@ -24,12 +24,11 @@ def planned_fqns(model: nn.Module) -> dict[str, str]:
         model: prepared or not.
 
     Raises:
-        NotImplementedError: for managed collisions, which every rank would learn for itself.
+        NotImplementedError: for managed collisions that learn ids, which every rank would do for itself.
     """
-    remedy = (
-        "search on one process without DistributedModelParallel; merged, shard it by TorchRec's own sharder on GPUs"
-    )
-    refuse_managed_collisions(model, "sharding", remedy)
+    if not stands_still(model):
+        remedy = "call prepare_ first: then rows keep their ids; to train it as it is, take TorchRec's own sharder"
+        refuse_managed_collisions(model, "sharding", remedy)
     planned = {}
     for fqn, module in collections(model).items():
         is_processed = isinstance(whole_module_of(model, fqn), FeatureProcessedEmbeddingBagCollection)

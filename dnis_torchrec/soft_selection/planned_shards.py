@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from dnis_torchrec.checks import check
@@ -15,6 +16,8 @@ ROW_WISE_FAMILY = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.valu
 """Sharding types that cut rows: parts of a bag are pooled on several ranks."""
 ON_ONE_HOST = {ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
 """Sharding types that cut rows over the ranks of one host, one shard for each."""
+FUSED_COLUMNS = 4
+"""FBGEMM's fused kernels take shards with multiples of so many columns, its dense ones on a CPU any."""
 
 
 def check_ranks(planned: ParameterSharding, place: str, world_size: int, local_world_size: int) -> None:
@@ -49,8 +52,19 @@ def check_ranks(planned: ParameterSharding, place: str, world_size: int, local_w
         )
 
 
+def has_fused_columns(planned: ParameterSharding) -> bool:
+    """Returns whether fused kernels take all shards of a table.
+
+    Args:
+        planned: the table's entry in the plan.
+    """
+    spec = planned.sharding_spec  # data_parallel has none
+    shards = spec.shards if isinstance(spec, EnumerableShardingSpec) else []
+    return all(shard.shard_sizes[1] % FUSED_COLUMNS == 0 for shard in shards)
+
+
 def check_shards(planned: ParameterSharding, place: str, shape: tuple[int, int], device: torch.device) -> None:
-    """Checks that shards cover a table, and that none is empty where kernels take no table without rows.
+    """Checks that shards cover a table, and are such as their kernels take.
 
     Args:
         planned: the table's entry in the plan.
@@ -73,6 +87,10 @@ def check_shards(planned: ParameterSharding, place: str, shape: tuple[int, int],
         check(smallest > 0, place, f"a row on every rank of {kind}", f"{shape[0]} rows", remedy)
     remedy = "make the plan for this model"
     check(covered == shape, place, f"shards of a table of shape {shape}", f"one of {covered}", remedy)
+    requirement = f"multiples of {FUSED_COLUMNS} columns in shards of kernel {planned.compute_kernel!r}"
+    fits = planned.compute_kernel == EmbeddingComputeKernel.DENSE.value or has_fused_columns(planned)
+    remedy = "leave the kernel to make_sharding_plan on a CPU; on a GPU take another embedding_dim"
+    check(fits, place, requirement, sorted({shard.shard_sizes[1] for shard in shards}), remedy)
 
 
 def check_column_cuts(planned: Mapping[str, ParameterSharding]) -> None:

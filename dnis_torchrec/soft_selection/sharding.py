@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -44,6 +45,7 @@ from dnis_torchrec.ranks import on_rank_zero, together
 from dnis_torchrec.soft_selection.dense_sequences import read_rows_in_order_
 from dnis_torchrec.soft_selection.features_by_name import read_by_name_
 from dnis_torchrec.soft_selection.frozen_tables import freeze_before_sharding_, frozen_tables, hold_frozen_
+from dnis_torchrec.soft_selection.managed_collisions import share_remapping_
 from dnis_torchrec.soft_selection.planned_modules import planned_collections, planned_fqns, with_processors
 from dnis_torchrec.soft_selection.planned_shards import (
     ON_ONE_HOST,
@@ -51,6 +53,7 @@ from dnis_torchrec.soft_selection.planned_shards import (
     check_column_cuts,
     check_ranks,
     check_shards,
+    has_fused_columns,
 )
 from dnis_torchrec.soft_selection.table_shards import (
     TableShard,
@@ -114,6 +117,9 @@ def make_sharding_plan(
     plans for itself, options of equal cost may be chosen differently, because the planner walks through sets of
     strings, whose order is another one in every process. Here all ranks get rank 0's plan, or its error.
 
+    On a CPU tables that FBGEMM's fused kernels do not take, such as first-order weights in one column, get the dense
+    kernel. Their optimizer is then that of dense weights.
+
     Distributed: one all_gather_object and one broadcast_object_list.
 
     Args:
@@ -145,6 +151,8 @@ def make_sharding_plan(
             received = " ".join(str(error).split())
             raise ValueError(describe("sharding plan", requirement, received, remedy)) from error
         _check_pooling(made, model)
+        if device.type == "cpu":
+            _choose_dense_kernels_(made, constraints or {})
         return made
 
     return on_rank_zero(plan, process_group)
@@ -206,13 +214,14 @@ def shard_model(
     """DistributedModelParallel that keeps the weights which the model came with.
 
     TorchRec initialises tables anew when it takes them from a CPU. Here each rank copies the rows and columns of its
-    own shards back; a data_parallel table is that of the first rank on all of them, as dense weights are. Tables on
-    the "meta" device have no weights to keep: TorchRec initialises those. In a process group of one, data_parallel
-    tables are not in DistributedDataParallel, which would copy their gradients for nothing.
+    own shards back; a data_parallel table is that of the first rank on all of them, as dense weights are. So is the
+    remapping of managed collisions. Tables on the "meta" device have no weights to keep: TorchRec initialises those. In
+    a process group of one, data_parallel tables are not in DistributedDataParallel, which would copy their gradients
+    for nothing.
 
     Distributed: two all_gather_object of a short string, so that a plan that does not fit raises everywhere, one
-    broadcast per data_parallel table, what DistributedModelParallel itself needs, and without a plan the collectives of
-    `make_sharding_plan`.
+    broadcast per data_parallel table and per tensor of a remapping, what DistributedModelParallel itself needs, and
+    without a plan the collectives of `make_sharding_plan`.
 
     Args:
         model: unsharded, prepared or not. Used up.
@@ -260,6 +269,7 @@ def shard_model(
                     _copy_weight_(part, weight)
                 if table in replicated:
                     dist.broadcast(part.weight, src=dist.get_global_rank(group, 0), group=group)
+    share_remapping_(sharded, group)
     for fqn, lookup in _every_lookup(sharded).items():
         if isinstance(lookup, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             hold_frozen_(lookup, holders_of_tables(lookup), frozen[fqn])
@@ -419,6 +429,15 @@ def _possible_constraint(
     requirement = f"a compute kernel for {', '.join(types)}: {', '.join(sorted(kernels))}"
     check(not allowed or bool(kernels & set(allowed)), place, requirement, allowed)
     return replace(constraint, sharding_types=types)
+
+
+def _choose_dense_kernels_(plan: ShardingPlan, constraints: Constraints) -> None:
+    """Gives shards whose columns fused kernels do not take the dense one, which the planner knows for data_parallel."""
+    for planned in cast(Mapping[str, Mapping[str, ParameterSharding]], plan.plan).values():
+        for table, sharding in planned.items():
+            is_free = table not in constraints or not constraints[table].compute_kernels
+            if is_free and not has_fused_columns(sharding):
+                sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
 
 
 def _has_empty_shard(kind: str, rows: int, device: torch.device, topology: Topology) -> bool:

@@ -25,7 +25,6 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollection,
     EmbeddingCollectionInterface,
 )
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import check, describe
@@ -36,7 +35,7 @@ from dnis_torchrec.soft_selection.feature_processed import (
     SoftSelectionFeatureProcessedEmbeddingBagCollection,
 )
 from dnis_torchrec.soft_selection.frozen_tables import frozen_tables
-from dnis_torchrec.soft_selection.managed_collisions import MANAGED, refuse_managed_collisions
+from dnis_torchrec.soft_selection.managed_collisions import MANAGED, MANAGED_COLLISIONS, refuse_managed_collisions
 from dnis_torchrec.soft_selection.plain_names import plain_state_dict
 from dnis_torchrec.soft_selection.sequence_tables import as_bags
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionModule
@@ -101,7 +100,7 @@ def collections(model: nn.Module) -> dict[str, nn.Module]:
 
     Raises:
         NotImplementedError: for a collection that does not look up what it is given: inside one of TorchRec's modules
-            that change features or embeddings (FeatureProcessed- and ManagedCollisionEmbeddingBagCollection aside), of
+            that change features or embeddings (feature processors and managed collisions aside), of
             a subclass with a forward of its own, or with forward hooks. Soft selection, counts and schemes would be of
             other rows.
     """
@@ -128,7 +127,7 @@ def _check_plain_lookup(model: nn.Module, fqn: str, collection: nn.Module) -> No
         kind = type(model.get_submodule(holder))
         if kind in FEATURE_PROCESSED and parts[len(holder.split(".")) if holder else 0 :] == [INNER]:
             continue
-        if kind is ManagedCollisionEmbeddingBagCollection and fqn == f"{holder}.{MANAGED}".removeprefix("."):
+        if kind in MANAGED_COLLISIONS and fqn == f"{holder}.{MANAGED}".removeprefix("."):
             continue
         if any(_changes_lookups(base) for base in kind.__mro__):
             raise NotImplementedError(describe(place, supported, f"one inside the {kind.__name__} {holder!r}"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 
 class DetachableTrainPipeline(TrainPipelineSparseDist):
@@ -13,7 +16,15 @@ class DetachableTrainPipeline(TrainPipelineSparseDist):
     torchrec 1.6 puts a nested module that it has pipelined back under its dotted name, where nothing calls it: a
     detached model would go on with what that module made of an old batch. Later releases do it right, and this changes
     nothing there.
+
+    Managed collisions remap the ids of the batch ahead, too. Their module then asks what has been evicted.
     """
+
+    def _pipeline_model(self, *args: Any, **named: Any) -> None:
+        super()._pipeline_model(*args, **named)
+        for pipelined in self._pipelined_postprocs:
+            if isinstance(pipelined.postproc_module, ManagedCollisionCollection):
+                vars(pipelined)["evict"] = pipelined.postproc_module.evict
 
     def detach(self) -> nn.Module:
         """Takes the model out of the pipeline; batches in flight stay with it.

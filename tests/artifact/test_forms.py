@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec import forms
+from dnis_torchrec.allocation.allocate import Allocation
 from dnis_torchrec.artifact import Codec, load, read_manifest, register_codec, write_artifact
 from dnis_torchrec.artifact import forms as artifact_forms
+from dnis_torchrec.artifact.card import card_of
 from dnis_torchrec.artifact.forms import CODECS, Rows
 from dnis_torchrec.artifact.predictions import (
     FormPrediction,
@@ -24,6 +26,7 @@ from dnis_torchrec.artifact.predictions import (
     serve,
 )
 from dnis_torchrec.artifact.regrouping import regroup
+from dnis_torchrec.blocks.column_codes import ColumnCodes
 from dnis_torchrec.blocks.row_routing import RowRouting
 from dnis_torchrec.forms import FORMS, PRECISIONS, Dense, Form, register
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme
@@ -130,6 +133,15 @@ def test_nothing_retained() -> None:
     assert found["mixed_dimension_fp32"].resident_bytes == 2 * 8
     assert found["csr_fp32"].padding is None
     assert found["row_pruned_int8"].resident_bytes == serve(scheme, {"t": weight}, "row_pruned_int8").table_bytes()
+    codes = ColumnCodes(torch.zeros(1, 8, dtype=torch.uint8), torch.ones(1, 8), torch.zeros(1, 8, dtype=torch.int16))
+    scheme = MixedDimensionScheme({"t": scheme.tables["t"].with_codes(codes)})
+    assert scheme.served_bytes("packed") == 0
+    assert (
+        scheme.compression()
+        == Allocation(scheme=scheme, predicted_loss_increase=0.0, num_bytes=0).compression
+        == 4 * 10 * 8
+    )
+    assert "320.00 times smaller" in card_of(scheme, {"versions": {}, "run": {}})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])

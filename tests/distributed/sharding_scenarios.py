@@ -98,14 +98,27 @@ def make_task(kind: str) -> TrainTask:
 
 def search_unsharded(parts: tuple[int, ...], kind: str = "") -> Results:
     """The same steps without TorchRec's distributed part: no pipeline, no process group, no sharded module."""
-    model, stream = make_task(kind).train(), make_stream(parts, kind)
+    return steps_unsharded(make_task(kind).train(), make_stream(parts, kind))
+
+
+def steps_unsharded(
+    model: TrainTask, stream: BilevelStream[Batch], steps: int = STEPS, rate: float = LEARNING_RATE
+) -> Results:
+    """Steps of both levels, in SGD, of a prepared model on one process.
+
+    Args:
+        model: in training mode.
+        stream: of the samples of all ranks.
+        steps: of both levels.
+        rate: of the weights.
+    """
     first = next(iter(soft_selection_modules(model).values()))
     alpha = first.alpha
-    weights = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    weights = torch.optim.SGD(model.parameters(), lr=rate)
     upper = AlphaOptimizer(alpha, first.blocks)
     upper.learning_rate = ALPHA_LEARNING_RATE
     losses = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         batch = next(stream)
         if stream.last_level is Level.LOWER:
             weights.zero_grad()

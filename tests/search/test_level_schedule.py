@@ -28,6 +28,12 @@ def test_levels(schedule: LevelSchedule) -> None:
     assert [schedule.level(step) for step in range(60)] == levels_of(schedule, 60)
 
 
+def test_both_levels_step_unless_a_warm_up_is_asked_for() -> None:
+    expected = ["t", "v", "t", "v"]
+    assert [next(stream) for stream in [BilevelStream(["t"], ["v"])] for _ in range(4)] == expected
+    assert [next(stream) for stream in [BilevelStream(["t"], ["v"], LevelSchedule())] for _ in range(4)] == expected
+
+
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_warm_up_has_a_step(value: int) -> None:
     with pytest.raises(ValueError, match=rf"^warm_up_steps: expected at least 1, got {value}$"):
@@ -142,7 +148,7 @@ def test_upper_steps_begin_behind_the_queue_once_they_are_asked_for(
 
     Saved before, whoever goes on asks for upper steps anew.
     """
-    stream = BilevelStream(Drawing("t", 5), Drawing("v", 3), LevelSchedule())
+    stream = BilevelStream(Drawing("t", 5), Drawing("v", 3), LevelSchedule(warm_up_steps=None))
     seen = [next(stream) for _ in range(stepped + ahead)]
     state = stream.state_dict(stepped)
     stream.alternate(stepped)
@@ -157,7 +163,7 @@ def test_upper_steps_begin_behind_the_queue_once_they_are_asked_for(
     seen += [next(stream) for _ in range(10)]
     is_train = [batch[0] == "t" for batch in seen]
     assert is_train == [level is Level.LOWER for level in levels_of(stream.schedule, len(seen))]
-    resumed = BilevelStream(Drawing("t", 5), Drawing("v", 3), LevelSchedule())
+    resumed = BilevelStream(Drawing("t", 5), Drawing("v", 3), LevelSchedule(warm_up_steps=None))
     resumed.load_state_dict(json.loads(json.dumps(state)))
     resumed.alternate(saved_at)
     assert [next(resumed) for _ in seen[saved_at:]] == seen[saved_at:]

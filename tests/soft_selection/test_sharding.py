@@ -320,3 +320,15 @@ def test_a_collection_that_has_two_names_stays_one(gloo, kind: type[nn.Module], 
     merged = merge_(sharded) if searched else unshard_(sharded)
     torch.testing.assert_close(merged(features), unsharded(features), atol=1e-5, rtol=0)
     assert len(collections(merged)) == 1
+
+
+def test_a_fused_kernel_for_a_table_too_narrow_for_it_is_refused(gloo: dist.ProcessGroup) -> None:
+    table = EmbeddingBagConfig(name="t", num_embeddings=40, embedding_dim=1, feature_names=["user"])
+    model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
+    wanted = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+    plan = make_sharding_plan(model, CPU, SHARDERS, constraints={"t": wanted})
+    expected = r"table 't': expected multiples of 4 columns in shards of kernel 'fused', got \[1\]; leave the kernel to"
+    with pytest.raises(ValueError, match=expected):
+        shard_model(model, CPU, plan, SHARDERS)
+    sharded = shard_model(model, CPU, make_sharding_plan(model, CPU, SHARDERS), SHARDERS)
+    assert sharded.module["ebc"](make_batch(5, 0).sparse_features).values().shape == (5, 1)

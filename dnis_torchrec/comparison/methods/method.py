@@ -24,7 +24,7 @@ from dnis_torchrec.comparison.settings import TrainingRules
 from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.forms import CODES, PRECISIONS, form_named
 from dnis_torchrec.report import ReportRow
-from dnis_torchrec.scheme import MixedDimensionScheme
+from dnis_torchrec.scheme import MixedDimensionScheme, compression_of
 from dnis_torchrec.soft_selection.swap import replace_
 from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters, local_shards, table_configs
 from dnis_torchrec.training.evaluation import evaluate
@@ -201,7 +201,7 @@ def result_row(
         metrics = evaluate(TrainTask(model, recipe.task), test, recipe.task, device)
     return ReportRow(
         method=name,
-        compression=4 * uncompressed / max(1, made.embedding_bytes()),
+        compression=compression_of(uncompressed, made.embedding_bytes()),
         parameters=made.scheme.parameters,
         dense_parameters=uncompressed,
         bytes=made.scheme.exact_bytes() | {made.form: made.scheme.served_bytes(made.form)},

@@ -1,0 +1,94 @@
+"""Prepared models with managed collisions on several ranks: the search that one process would make."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from dnis_torchrec.blocks.blocking import blocks_from_counts
+from dnis_torchrec.blocks.frequency import count_frequencies
+from dnis_torchrec.data.recipe import TrainTask
+from dnis_torchrec.search.level_schedule import BilevelStream, LevelSchedule
+from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+from dnis_torchrec.soft_selection.managed_collisions import remapped
+from dnis_torchrec.soft_selection.sharding import default_sharders, make_sharding_plan, shard_model
+from dnis_torchrec.soft_selection.swap import merge_, prepare_
+from tests import managed
+from tests.distributed.harness import Rank, Results, Scenario
+from tests.distributed.model import CPU
+from tests.distributed.scenarios import alpha_of, run_steps, tables_of
+from tests.distributed.sharding_scenarios import ALPHA_LEARNING_RATE, steps_unsharded
+
+STEPS, SIZE, RATE = 10, 16, 0.01
+TABLES = [managed.USERS, managed.ITEMS]
+MODELS: dict[str, type[managed.Model]] = {"bags": managed.Model, "sequences": managed.SequenceModel}
+SHARDED_AS = ("table_wise", "row_wise", "column_wise", "data_parallel")
+
+
+def task(model_of: str) -> TrainTask:
+    """A prepared model whose remapping has learnt ids before."""
+    model = managed.trained(managed.zch, MODELS[model_of])
+    counts = count_frequencies([remapped(model, own.sparse_features) for own in managed.BATCHES], TABLES)
+    prepare_(model, blocks_from_counts(counts, TABLES, num_blocks=4, scope="table"))
+    return TrainTask(model, nn.MSELoss())
+
+
+def stream(ranks: tuple[int, ...]) -> BilevelStream[Batch]:
+    """Samples of some ranks, with ids that have no row among them."""
+    joined = [managed.joined([managed.batch(10 * step + rank, SIZE, ids=40) for rank in ranks]) for step in range(6)]
+    return BilevelStream(joined[:4], joined[4:], LevelSchedule(warm_up_steps=2))
+
+
+def searched(model_of: str, kind: str, at: Rank) -> Results:
+    """Steps of both levels on this rank's samples; ranks but the first come with another remapping."""
+    whole = task(model_of).train()
+    states = {name: value.clone() for name, value in _remapping(whole).state_dict().items()}
+    if at.rank:
+        for value in _remapping(whole).state_dict().values():
+            value.zero_()
+    constraint = ParameterConstraints(sharding_types=[kind], min_partition=4)
+    sharders = default_sharders()
+    plan = make_sharding_plan(
+        whole, CPU, sharders, constraints=dict.fromkeys(("user", "item"), constraint), process_group=at.process_group
+    )
+    for own in plan.plan.values():
+        for sharding in own.values():
+            sharding.compute_kernel = "dense"
+    model = shard_model(whole, CPU, plan, sharders, process_group=at.process_group).train()
+    optimizer = KeyedOptimizerWrapper(
+        dict(model.named_parameters()), lambda parameters: torch.optim.SGD(parameters, lr=RATE)
+    )
+    pipeline = BilevelTrainPipeline(model, optimizer, CPU)
+    pipeline.alpha_optimizer.learning_rate = ALPHA_LEARNING_RATE
+    found = run_steps(pipeline, stream((at.rank,)), STEPS)
+    results = {"losses": found["losses"], "levels": found["levels"]}
+    results |= {"alpha": alpha_of(pipeline), "tables": tables_of(model)}
+    pipeline.detach()
+    after = _remapping(get_unwrapped_module(model)).state_dict()
+    assert after.keys() == states.keys()
+    results["moved"] = [name for name, value in after.items() if not torch.equal(value, states[name])]
+    probe = managed.batch(99, SIZE)
+    with torch.no_grad():
+        results["before"] = model.eval()(probe)[1][1]
+        results["merged"] = merge_(model)(probe)[1][1]
+    return results
+
+
+def _remapping(whole: nn.Module) -> nn.Module:
+    return whole.model.tables._managed_collision_collection
+
+
+def unsharded(model_of: str) -> Results:
+    """The same steps on one process, with the samples of both ranks."""
+    return steps_unsharded(task(model_of).train(), stream((0, 1)), STEPS, RATE)
+
+
+def scenarios() -> dict[str, Scenario]:
+    """One for every kind of collection and of sharding."""
+    return {f"{model_of} {kind}": partial(searched, model_of, kind) for model_of in MODELS for kind in SHARDED_AS}
