@@ -12,7 +12,13 @@ import torch
 from dnis_torchrec.allocation.settings import NUM_BLOCKS
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
-from dnis_torchrec.comparison.methods import METHODS, MethodTask, NotApplicableError, SizeNotMetError
+from dnis_torchrec.comparison.methods import (
+    METHODS,
+    MethodTask,
+    NotApplicableError,
+    SizeNotMetError,
+    trained_scheme,
+)
 from dnis_torchrec.comparison.methods.method import MethodResult
 from dnis_torchrec.comparison.streams import train_on_validation
 from dnis_torchrec.data.recipe import DataSplits, Recipe
@@ -32,6 +38,7 @@ def run(
     max_epochs: int = 4,
     trials: int | None = 1,
     searches: DataSplits | None = None,
+    trained: Path | None = None,
     **changes: Any,
 ) -> MethodResult:
     def build(dim: int | None) -> Recipe:
@@ -47,6 +54,7 @@ def run(
             folder=folder,
             max_epochs=max_epochs,
             trials=trials,
+            trained=trained,
         )
         return METHODS[name](task)
 
@@ -64,8 +72,26 @@ def test_a_result_is_within_its_bytes_and_nearly_uses_them(name: str, tmp_path: 
 
 def test_a_search_trains_plainly_for_no_more_epochs_than_a_training_may(tmp_path: Path) -> None:
     result = run("dnis", tmp_path, max_epochs=2)
-    assert result.settings["epochs"] == 2 + 2 + 2  # and a ramp of 16 steps, and a release as long as the plain training
+    assert result.settings["trained_epochs"] == 2
+    assert result.settings["epochs"] == 1 + 2 + 2  # one to see gradients, a ramp of 16 steps, a release as long as that
     assert result.settings["origin"] == "search"
+
+
+def test_a_search_begins_with_the_training_that_cells_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[MethodTask] = []
+    train = trained_scheme.train_scheme
+    monkeypatch.setattr(trained_scheme, "train_scheme", lambda task, *rest: trained.append(task) or train(task, *rest))
+    shared, results = tmp_path / "shared", {}
+    for name, folder in (("dnis", None), ("dense", shared), ("compress", shared), ("dnis", shared)):
+        work = tmp_path / f"{name}{len(results)}"
+        work.mkdir()
+        results[name, folder] = run(name, work, trained=folder)
+    assert len(trained) == 1 + 1  # alone, and once for all that share
+    alone, found = results["dnis", None], results["dnis", shared]
+    assert (found.settings, found.selection_loss) == (alone.settings, alone.selection_loss)
+    for name, value in found.model.state_dict().items():
+        assert torch.equal(value, alone.model.state_dict()[name])
+    assert found.seconds > results["dense", shared].seconds  # which took part in it, whoever trained
 
 
 def test_the_paper_prunes_single_values_and_never_releases(tmp_path: Path) -> None:

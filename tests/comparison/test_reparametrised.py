@@ -62,7 +62,9 @@ def stepped(make_stepper, num_steps: int = 3) -> tuple[dict[str, Tensor], list]:
     return {name: weight.detach().clone() for name, weight in tables.items()}, batches
 
 
-def naive_steps(read, extra: dict[str, Tensor], rates: list[float], batches: list) -> dict[str, Tensor]:
+def naive_steps(
+    read, extra: dict[str, Tensor], rates: list[float], batches: list, decay: float = 0.0
+) -> dict[str, Tensor]:
     """The same by autograd through the whole tables: every weight is replaced by a function of leaves in each step."""
     recipe = make_recipe(embedding_dim=8)
     model = TrainTask(recipe.model, recipe.loss, embedding_l2=0.1).train()
@@ -72,7 +74,7 @@ def naive_steps(read, extra: dict[str, Tensor], rates: list[float], batches: lis
     groups = [
         {"params": list(leaves.values()), "lr": rates[0]},
         {"params": list(rest.values()), "lr": recipe.dense_learning_rate},
-        *([{"params": list(extra.values()), "lr": rates[1]}] if extra else []),
+        *([{"params": list(extra.values()), "lr": rates[1], "weight_decay": decay}] if extra else []),
     ]
     optimizer = torch.optim.Adam(groups)
     for batch in batches:
@@ -85,13 +87,15 @@ def naive_steps(read, extra: dict[str, Tensor], rates: list[float], batches: lis
 
 
 def test_steps_of_thresholds_are_those_of_autograd(gloo) -> None:
-    start, rate = -3.0, 0.05
+    start, rate, decay = -3.0, 0.05, 1e-4
     found, batches = stepped(
-        lambda optimizer, tables, recipe: ThresholdedTables(optimizer, tables, start=start, learning_rate=rate)
+        lambda optimizer, tables, recipe: ThresholdedTables(
+            optimizer, tables, start=start, learning_rate=rate, decay=decay
+        )
     )
     extra = {name: torch.full_like(weight, start).requires_grad_() for name, weight in found.items()}
     own_rate = make_recipe().table_learning_rate
-    expected = naive_steps(lambda table, leaf: thresholded(leaf, extra[table]), extra, [own_rate, rate], batches)
+    expected = naive_steps(lambda table, leaf: thresholded(leaf, extra[table]), extra, [own_rate, rate], batches, decay)
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
         assert 0 < int(weight.count_nonzero()) < weight.numel()

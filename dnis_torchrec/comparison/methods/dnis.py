@@ -16,6 +16,7 @@ from dnis_torchrec.comparison.methods.method import (
     leaves_alone,
     served_in,
 )
+from dnis_torchrec.comparison.methods.uniform import uniform_candidate
 from dnis_torchrec.data.recipe import TrainTask
 from dnis_torchrec.forms import CODES, PACKED
 from dnis_torchrec.search.budget import Size, SizeOutOfReachError
@@ -32,7 +33,7 @@ SINGLE_VALUES = "csr_fp32"
 @learns_on_validation
 @served_in(CODES.name)
 def dnis(task: MethodTask) -> MethodResult:
-    """The search (`dnis_torchrec.search.search`), at its own defaults.
+    """The search (`dnis_torchrec.search.search`), at its own defaults, from the plain training that cells share.
 
     Args:
         task: recipe and size; its `trials` is not looked at.
@@ -43,15 +44,18 @@ def dnis(task: MethodTask) -> MethodResult:
     Raises:
         SizeNotMetError: if the size is out of reach.
     """
-    recipe = task.build(None)
-    settings = replace(SearchSettings(), epochs=task.max_epochs, patience=task.patience)
+    plain = uniform_candidate(replace(task, precision="fp32"), None).trained(task)
+    recipe, trained_epochs = replace(task.build(None), model=plain.model), plain.best_epoch + 1
+    settings = replace(SearchSettings(), patience=task.patience)
     torch.manual_seed(task.seed)
     started = time.monotonic()
     try:
-        found = search(recipe, task.compression, task.folder, task.device, settings=settings)
+        found = search(
+            recipe, task.compression, task.folder, task.device, settings=settings, trained_epochs=trained_epochs
+        )
     except SizeOutOfReachError as error:
         raise SizeNotMetError(str(error)) from error
-    seconds = time.monotonic() - started
+    seconds = plain.seconds + time.monotonic() - started
     return MethodResult(
         model=found.model,
         scheme=found.scheme,
@@ -59,7 +63,12 @@ def dnis(task: MethodTask) -> MethodResult:
         selection_loss=found.selection_loss,
         seconds=seconds,
         seconds_of_trials=seconds,
-        settings={"origin": found.origin, "epochs": len(found.history), "best_epoch": found.best_epoch},
+        settings={
+            "origin": found.origin,
+            "trained_epochs": trained_epochs,
+            "epochs": len(found.history),
+            "best_epoch": found.best_epoch,
+        },
     )
 
 

@@ -3,15 +3,15 @@
 Source: Liu, Gao, Chen, Jin, Li, Learnable Embedding Sizes for Recommender Systems, ICLR 2021.
 
 NOTE[DIFF]: thresholds begin below `START_SHARE` of the mean magnitude of the tables, and learn `THRESHOLD_RATE` times
-as fast as these, not at settings for every data set. Where they have not come down to the size when training stops,
-the smallest values that are left go, too.
+as fast as these, not at settings for every data set; the tables' L2 is the recipe's. Where the size is not reached in
+the epochs that a training may have, the smallest values that are left go, too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -27,7 +27,7 @@ from dnis_torchrec.data.recipe import Recipe, TrainTask
 from dnis_torchrec.search.pruning import keep_largest_, prune
 from dnis_torchrec.soft_selection.swap import unshard_
 from dnis_torchrec.soft_selection.table_shards import TableShard, collections, local_shards
-from dnis_torchrec.training.plain import PlainEvents, PlainTraining, Stepper, train_plainly
+from dnis_torchrec.training.plain import PlainEpoch, PlainEvents, PlainTraining, Stepper, train_plainly
 from dnis_torchrec.training.retained_mask import RetainedMask
 from dnis_torchrec.training.sharded import shard
 
@@ -35,10 +35,12 @@ START_SHARE = 0.1
 """Threshold at the beginning, as a share of the mean magnitude of all values: hardly anything is below it."""
 THRESHOLD_RATE = 3.0
 """Learning rate of thresholds over that of tables: s has to climb by several units, values by a fraction of one."""
+THRESHOLD_DECAY = 1e-5
+"""Weight decay of thresholds, that of the authors' code: it takes them from their start, where f has no slope in s."""
 
 
-class _SmallEnoughError(Exception):
-    """No more values are left than the bytes pay for."""
+class _OverError(Exception):
+    """No more values are left than the bytes pay for, or no more epochs."""
 
 
 @served_in(*ELEMENT_PRECISIONS)
@@ -90,14 +92,21 @@ def _thresholds_learnt(task: MethodTask, recipe: Recipe, num_keep: int) -> nn.Mo
         tables,
         start=float(torch.logit(START_SHARE * magnitude)),
         learning_rate=THRESHOLD_RATE * recipe.table_learning_rate,
+        decay=THRESHOLD_DECAY,
     )
 
     def stop_when_small(_: float) -> None:
         if stepper.num_alive() <= num_keep:
-            raise _SmallEnoughError
+            raise _OverError
 
-    with suppress(_SmallEnoughError):
-        _train(task, model, stepper, recipe, on_step=stop_when_small)
+    def stop_when_late(record: PlainEpoch) -> None:
+        if record.epoch + 1 == task.max_epochs:
+            raise _OverError
+
+    # A model that loses values gets worse: it is not to go back to its best epoch, with more of them.
+    events = PlainEvents(on_step=stop_when_small, on_epoch=stop_when_late)
+    with suppress(_OverError):
+        _train(replace(task, patience=task.max_epochs), model, stepper, recipe, events=events)
     plain = cast(TrainTask, unshard_(model)).model
     keep_largest_(_tables(plain), num_keep)
     return plain
@@ -136,7 +145,7 @@ def _train(
     recipe: Recipe,
     *,
     held: RetainedMask | None = None,
-    on_step: Callable[[float], None] = lambda loss: None,
+    events: PlainEvents | None = None,
 ) -> PlainTraining:
     return train_plainly(
         model,
@@ -147,5 +156,5 @@ def _train(
         patience=task.patience,
         folder=task.folder,
         held=held,
-        events=PlainEvents(on_step=on_step),
+        events=events or PlainEvents(),
     )

@@ -115,15 +115,22 @@ class ThresholdedTables:
         tables: table -> parameter, see `table_parameters`. They hold V before, and f(V, s) from now on.
         start: s of every value at the beginning.
         learning_rate: of s, which learns by Adam as V does.
+        decay: added to the gradient of s, times s: it raises a threshold that the loss does not hold down.
     """
 
     def __init__(
-        self, optimizer: KeyedOptimizerWrapper, tables: dict[str, Tensor], *, start: float, learning_rate: float
+        self,
+        optimizer: KeyedOptimizerWrapper,
+        tables: dict[str, Tensor],
+        *,
+        start: float,
+        learning_rate: float,
+        decay: float,
     ) -> None:
         self._optimizer, self._tables = optimizer, tables
         self._learnt = {name: weight.detach().clone() for name, weight in tables.items()}
         self._thresholds = {name: torch.full_like(weight, start) for name, weight in self._learnt.items()}
-        self._of_thresholds = torch.optim.Adam(list(self._thresholds.values()), lr=learning_rate)
+        self._of_thresholds = torch.optim.Adam(list(self._thresholds.values()), lr=learning_rate, weight_decay=decay)
         self._write_thresholded()
 
     def num_alive(self) -> int:

@@ -24,6 +24,7 @@ _KIND = "trained_model"
 
 class _Head(TypedDict):
     selection_loss: float
+    best_epoch: int
     seconds: float
 
 
@@ -34,11 +35,13 @@ class Trained:
     Attributes:
         model: plain.
         selection_loss: of that state.
+        best_epoch: that ended in it, from 0.
         seconds: wall time of the training, whoever did it.
     """
 
     model: nn.Module
     selection_loss: float
+    best_epoch: int
     seconds: float
 
 
@@ -56,7 +59,7 @@ def trained_once(folder: Path | None, key: str, fresh: nn.Module, train: Callabl
         >>> import torch
         >>> def train(model):
         ...     torch.nn.init.ones_(model.weight)
-        ...     return Trained(model=model, selection_loss=0.5, seconds=9.0)
+        ...     return Trained(model=model, selection_loss=0.5, best_epoch=3, seconds=9.0)
         >>> folder, models = Path(tempfile.mkdtemp()), [nn.Linear(1, 1) for _ in range(2)]
         >>> found = [trained_once(folder, "D = 1", model, lambda model=model: train(model)) for model in models]
         >>> models[1].weight.item(), found[1].seconds
@@ -72,7 +75,9 @@ def trained_once(folder: Path | None, key: str, fresh: nn.Module, train: Callabl
                 return _read(path, fresh)
             if owner is None:
                 trained = train()
-                head = _Head(selection_loss=trained.selection_loss, seconds=trained.seconds)
+                head = _Head(
+                    selection_loss=trained.selection_loss, best_epoch=trained.best_epoch, seconds=trained.seconds
+                )
                 write_tensors(path, unshared(trained.model.state_dict()), _KIND, head)
                 return trained
         time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -81,4 +86,4 @@ def trained_once(folder: Path | None, key: str, fresh: nn.Module, train: Callabl
 def _read(path: Path, fresh: nn.Module) -> Trained:
     tensors, head = read_tensors(path, _KIND, _Head)
     fresh.load_state_dict(dict(tensors))
-    return Trained(model=fresh, selection_loss=head["selection_loss"], seconds=head["seconds"])
+    return Trained(model=fresh, **head)

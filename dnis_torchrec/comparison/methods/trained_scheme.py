@@ -306,15 +306,27 @@ class Candidate:
         Args:
             task: see `train_scheme`.
         """
+        done = self.trained(task)
+        return self._result(done.model, selection_loss=done.selection_loss, seconds=done.seconds)
+
+    def trained(self, task: MethodTask) -> Trained:
+        """Trains it from scratch, or takes the training that another cell has done, in float32.
+
+        Args:
+            task: see `train_scheme`.
+        """
 
         def train() -> Trained:
             started = time.monotonic()
             model, trained = train_scheme(task, self.recipe, self.scheme)
-            seconds = time.monotonic() - started
-            return Trained(model=model, selection_loss=trained.selection_loss, seconds=seconds)
+            return Trained(
+                model=model,
+                selection_loss=trained.selection_loss,
+                best_epoch=trained.best_epoch,
+                seconds=time.monotonic() - started,
+            )
 
-        done = trained_once(task.trained if self.is_shared else None, self._key(), self.recipe.model, train)
-        return self._result(done.model, selection_loss=done.selection_loss, seconds=done.seconds)
+        return trained_once(task.trained if self.is_shared else None, self._key(), self.recipe.model, train)
 
     def _key(self) -> str:
         """The training depends on the D that the model has and, where something is dropped, on what is."""
