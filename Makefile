@@ -69,9 +69,13 @@ demo: $(STAMP)
 	@$(BIN)/dnis evaluate $(DEMO_OUT)/artifact --json $(DEMO_OUT)/artifact.json >/dev/null
 	@$(BIN)/dnis report $(DEMO_OUT)/run
 
-# A file's tests stay in one process: they share the ranks that its fixtures spawn.
+# Bytecode and rewritten assertions are kept even where the environment says not to: each process would make them anew.
+test check: export PYTHONDONTWRITEBYTECODE :=
+# A file's tests stay in one process: they share the ranks that its fixtures spawn. Files of few tests may be the
+# slowest, so they do not wait until the end.
 test: $(STAMP)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --durations=10 --numprocesses 2 --dist loadfile
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --quiet --durations=10 --numprocesses 2 \
+	    --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP) docs
 	@$(BIN)/ruff check .

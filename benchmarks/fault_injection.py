@@ -133,6 +133,7 @@ def launch(folder: Path, max_restarts: int, ranks: int) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
+    multiprocessing.set_forkserver_preload([__name__])  # a forked process begins a server of its own
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else restarted ranks find the addresses of the dead ones
     config = LaunchConfig(
         min_nodes=1,

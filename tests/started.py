@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 IMPORTED = [
     *("dnis_torchrec.jobs.search_job", "dnis_torchrec.jobs.train_job", "dnis_torchrec.artifact.export"),
     *("dnis_torchrec.report.search_images", "torch.utils.tensorboard", "tests.small_models"),
+    "torch.distributed.optim",  # which TorchRec imports when first a table has a fused optimizer
 ]
 """What processes of tests need and would each import for themselves, in seconds; the server that forks them has it."""
 
@@ -46,7 +47,7 @@ class Started:
 
 
 def start_dnis(folder: Path, *arguments: object, **variables: str) -> Started:
-    """Starts `dnis` in the root of the project, which knows the protocol of these tests.
+    """Starts `dnis` in the root of the project, which knows the protocol of these tests and draws no images.
 
     Args:
         folder: for what it says; one command at a time.
@@ -71,5 +72,7 @@ def _run(arguments: list[str], variables: Mapping[str, str], *said: str) -> None
     register()
     sys.argv = ["dnis", *arguments]
     from dnis_torchrec.cli import main  # reads the environment as it begins
+    from tests.searched_runs import without_images
 
-    main()
+    with without_images():
+        main()

@@ -32,6 +32,8 @@ from tests.cli.test_cli import SHORT, dnis
 from tests.test_architecture import sources
 from tests.tiny_artifact import write_tiny_artifact
 
+pytestmark = pytest.mark.usefixtures("no_images")
+
 LONG = "n" * 300
 SEARCH = ("search", "tests.tiny:demo", "--compression", 4, *SHORT)
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b1m\u202egnp.exe\r"

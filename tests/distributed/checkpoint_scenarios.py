@@ -30,10 +30,11 @@ SAVED_AT, STEPS = 9, 16
 COLUMNS_DIE_AT = 5
 SAME = ("row_wise", "mixed", "grid_shard")
 """Shardings that a run goes on with as it was."""
-FOUR = ("table_wise", "mixed", "data_parallel")
-"""Shardings that four ranks go on with as they were."""
-EARLY = (1, 2, 3)
-"""Steps around which the buckets of DistributedDataParallel change."""
+FOUR = {"table_wise": (SAVED_AT,), "mixed": (1, 2, 3, SAVED_AT), "data_parallel": (SAVED_AT,)}
+"""Shardings that four ranks go on with as they were -> steps that they were saved at.
+
+Around the first steps the buckets of DistributedDataParallel change.
+"""
 OTHERWISE = (
     ("table_wise", "row_wise"),
     ("row_wise", "column_wise"),
@@ -85,16 +86,18 @@ class Run:
 
 
 def saved_while_it_runs(
-    kind: str, at: Rank, folder: Path, *, saved_at: int = SAVED_AT, **settings: bool
-) -> tuple[Results, Path]:
-    """A run that is saved in the middle; what it came to, and its checkpoint."""
-    run = Run(kind, at.process_group, half_of(at), **settings)
-    run.steps(saved_at)
-    with CheckpointSaver(LocalCheckpointFolder(folder)) as saver:
-        saver.save(saved_at, run.pipeline.state(run.stream))
-        losses = run.steps(STEPS - saved_at)  # beside the thread that writes
+    kind: str, at: Rank, folder: Path, *, saved_at: tuple[int, ...] = (SAVED_AT,), **settings: bool
+) -> tuple[Results, LocalCheckpointFolder]:
+    """A run that is saved in the middle; what it came to, with the losses of all steps, and its checkpoints."""
+    run, losses = Run(kind, at.process_group, half_of(at), **settings), []
+    checkpoints = LocalCheckpointFolder(folder, keep_last=len(saved_at))
+    with CheckpointSaver(checkpoints) as saver:
+        for step in range(1, STEPS + 1):
+            losses += run.steps(1)  # beside the thread that writes
+            if step in saved_at:
+                saver.save(step, run.pipeline.state(run.stream))
     dist.barrier(at.process_group)
-    return run.found() | {"losses": losses}, LocalCheckpointFolder(folder).path_of(saved_at)
+    return run.found() | {"losses": losses}, checkpoints
 
 
 def half_of(at: Rank) -> tuple[int, ...]:
@@ -102,19 +105,27 @@ def half_of(at: Rank) -> tuple[int, ...]:
     return (at.rank % 2,)
 
 
-def goes_on(kind: str, then: str, at: Rank, *, saved_at: int = SAVED_AT, adagrad: bool = False) -> Results:
+def goes_on(kind: str, then: str, at: Rank, *, adagrad: bool = False) -> Results:
     """The same run without and with an interruption."""
-    name = f"{kind} {then} {saved_at} {adagrad}".replace(" ", "_")
-    whole, path = saved_while_it_runs(kind, at, at.folder / name, saved_at=saved_at, adagrad=adagrad)
-    resumed = Run(then, at.process_group, half_of(at), adagrad=adagrad)
-    torch.manual_seed(3)
-    values = resumed.pipeline.restore(path, resumed.stream)
-    return {
-        "whole": whole,
-        "resumed": {"losses": resumed.steps(STEPS - saved_at)} | resumed.found(),
-        "steps": values["lower_steps"] + values["upper_steps"],
-        "path": str(path),
-    }
+    return goes_on_from_each(kind, then, at, (SAVED_AT,), adagrad=adagrad)[str(SAVED_AT)]
+
+
+def goes_on_from_each(kind: str, then: str, at: Rank, saved_at: tuple[int, ...], *, adagrad: bool = False) -> Results:
+    """The same run without an interruption, and with one at each of some steps."""
+    name = f"{kind} {then} {adagrad}".replace(" ", "_")
+    whole, checkpoints = saved_while_it_runs(kind, at, at.folder / name, saved_at=saved_at, adagrad=adagrad)
+    found: Results = {}
+    for step in saved_at:
+        resumed, path = Run(then, at.process_group, half_of(at), adagrad=adagrad), checkpoints.path_of(step)
+        torch.manual_seed(3)
+        values = resumed.pipeline.restore(path, resumed.stream)
+        found[str(step)] = {
+            "whole": whole | {"losses": whole["losses"][step:]},
+            "resumed": {"losses": resumed.steps(STEPS - step)} | resumed.found(),
+            "steps": values["lower_steps"] + values["upper_steps"],
+            "path": str(path),
+        }
+    return found
 
 
 def written_by_one(folder: Path, group: dist.ProcessGroup) -> Results:
@@ -144,7 +155,7 @@ def outcome_of(action: Any) -> str:
 
 def column_shards(at: Rank) -> Results:
     """Row-wise Adagrad from two column shards to one."""
-    _, path = saved_while_it_runs("column_wise", at, at.folder / "columns", adagrad=True)
+    path = saved_while_it_runs("column_wise", at, at.folder / "columns", adagrad=True)[1].path_of(SAVED_AT)
     other = Run("table_wise", at.process_group, (at.rank,), adagrad=True)
     refusal = outcome_of(lambda: other.pipeline.restore(path, other.stream))
     sgd = Run("table_wise", at.process_group, (at.rank,))
@@ -153,7 +164,7 @@ def column_shards(at: Rank) -> Results:
 
 def damage(at: Rank) -> Results:
     """What ranks say when files are missing, and what happened to their weights."""
-    _, path = saved_while_it_runs("row_wise", at, at.folder / "damage")
+    path = saved_while_it_runs("row_wise", at, at.folder / "damage")[1].path_of(SAVED_AT)
     if at.rank == 0:
         (path / "rank1.safetensors").unlink()
     dist.barrier(at.process_group)
@@ -200,8 +211,7 @@ def full_disk(on_error: str, at: Rank) -> Results:
 
 def scenarios_of_four() -> dict[str, Scenario]:
     """Runs of four ranks, which add gradients up in an order that depends on DistributedDataParallel's buckets."""
-    found = {f"four {kind}": partial(goes_on, kind, kind) for kind in FOUR}
-    return found | {f"four saved at {step}": partial(goes_on, "mixed", "mixed", saved_at=step) for step in EARLY}
+    return {f"four {kind}": partial(goes_on_from_each, kind, kind, saved_at=steps) for kind, steps in FOUR.items()}
 
 
 def scenarios() -> dict[str, Scenario]:

@@ -15,6 +15,8 @@ from tests.cli.test_cli import SHORT, dnis
 from tests.shared_storage import register
 from tests.started import Started, start_dnis
 
+pytestmark = pytest.mark.usefixtures("no_images")
+
 
 @pytest.fixture
 def remote(gloo, remote: MemoryFileSystem) -> MemoryFileSystem:
