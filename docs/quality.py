@@ -1,4 +1,4 @@
-"""README's picture: test quality against served bytes, from the tables of the measured pages.
+"""README's picture: test quality against compression, from the tables of the measured pages.
 
     python -m docs.quality [--out docs/quality.png]
 
@@ -15,6 +15,8 @@ import matplotlib
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from dnis_torchrec.report.charts.style import COMPRESSION
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RIVALS = BENCHMARKS / "rate_distortion_2cpu_2026-11-26.md"
@@ -77,17 +79,16 @@ def suited_fm(page: str) -> Points:
 
 def _line(axis: Axes, points: Iterable[tuple[float, float]], label: str, color: str, style: str = "-o") -> None:
     compressions, values = zip(*points, strict=True)
-    axis.plot([100 / c for c in compressions], values, style, color=color, label=label, linewidth=1.8, markersize=5)
+    axis.plot(compressions, values, style, color=color, label=label, linewidth=1.8, markersize=5)
 
 
 def _dress(axis: Axes, title: str, metric: str) -> None:
     axis.set_xscale("log")
-    axis.invert_xaxis()
-    axis.xaxis.set_major_locator(FixedLocator([100 / size for size in SIZES]))
+    axis.xaxis.set_major_locator(FixedLocator(SIZES))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{round(share, 1):g} %\n{100 / share:.3g}x"))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}x"))
     axis.tick_params(labelsize=9)
-    axis.set_xlabel("served bytes, of the float32 tables; compression")
+    axis.set_xlabel(COMPRESSION)
     axis.set_ylabel(metric)
     axis.set_title(title, loc="left", fontsize=11)
     axis.grid(color="#e5e7eb", linewidth=0.8)
@@ -127,6 +128,6 @@ def draw(path: Path) -> None:
 
 if __name__ == "__main__":
     matplotlib.use("agg")
-    parser = argparse.ArgumentParser(description="Draws test quality against served bytes.")
+    parser = argparse.ArgumentParser(description="Draws test quality against compression.")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("quality.png"))
     draw(parser.parse_args().out)

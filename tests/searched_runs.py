@@ -12,7 +12,6 @@ import pytest
 
 from dnis_torchrec.jobs import progress
 from dnis_torchrec.jobs.search_job import SearchJob
-from dnis_torchrec.report import figures
 from dnis_torchrec.search.settings import SearchSettings
 
 QUICK = SearchSettings(num_blocks=3, epochs=1, patience=1)
@@ -43,13 +42,7 @@ class _NoImages:
 
 @contextmanager
 def without_images() -> Iterator[None]:
-    """Searches of this process draw no images for TensorBoard in the block, and reports are without their figures.
-
-    Both take longer than the search.
-    """
+    """Searches of this process draw no images for TensorBoard in the block: they take longer than the search."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "SearchImages", _NoImages)
-        patch.setattr(figures, "inline_svg", lambda figure, name: "<svg></svg>")
-        for save in ("save_png", "save_svg"):
-            patch.setattr(figures, save, lambda figure, path: path.touch())
         yield

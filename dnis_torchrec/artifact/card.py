@@ -103,7 +103,11 @@ def _metrics(metrics: Mapping[str, float] | None) -> list[str]:
 def _origin(manifest: Mapping[str, Any]) -> list[str]:
     run = manifest["run"]
     told = {"recipe": run.get("recipe"), "seed": run.get("seed")} | dict(manifest["versions"])
-    return _table(("what", "which"), ((name, str(value)) for name, value in told.items() if value is not None))
+    rows = [(name, str(value)) for name, value in told.items() if value is not None]
+    steps = run.get("provenance", [])
+    for step in steps if isinstance(steps, list) else []:
+        rows.append((str(step["job"]), ", ".join(filter(None, (step["date"], step["command"] or step["folder"])))))
+    return _table(("what", "which"), rows)
 
 
 def _section(title: str, lines: list[str]) -> list[str]:

@@ -67,6 +67,13 @@ BaselineOption = Annotated[
         "whichever is best on the selection split. May be repeated."
     ),
 ]
+LogToOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Tell `mlflow` or `wandb`, where installed, of the finished search, beside TensorBoard, which always is. "
+        "May be repeated."
+    ),
+]
 FromOption = Annotated[
     Path | None,
     typer.Option(
@@ -103,6 +110,7 @@ def search(
     from_run: FromOption = None,
     weights: TrainedWeightsOption = None,
     baselines: BaselinesOption = True,
+    log_to: LogToOption = None,
     *,
     settings: SearchSettings,
     saving: Saving,
@@ -137,6 +145,7 @@ def search(
             given=GivenModel.of(from_run, weights),
             baselines=tuple(baseline or ()),
             stored_rows=baselines,
+            log_to=tuple(log_to or ()),
             overwrite=overwrite,
             saving=saving,
         )
@@ -261,7 +270,7 @@ def report(
         ),
     ],
 ) -> None:
-    """Writes report.html, one self-contained page, and figures/ into the first RUN, and prints the table of results.
+    """Writes report.html, one page that opens offline (5 MB), into the first RUN, and prints the table of results.
 
     Further runs may differ from the first in size, seed, D and S: they add rows, and metric against D and against S.
     """
@@ -273,7 +282,7 @@ def report(
     print_rows(together.rows, runs[0])
     if together.drawn_only:
         names = ", ".join(shown(Path(name)) for name in together.drawn_only)
-        say(f"of another D or S, in the figures only: {names}")
+        say(f"of another D or S, in the charts only: {names}")
     say(f"report: {shown(runs[0])}/report.html")
 
 

@@ -13,6 +13,7 @@ from dnis_torchrec.comparison.cells import CellResult
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_lines import compared_lines
 from dnis_torchrec.report.content import json_text
+from dnis_torchrec.report.provenance import PROVENANCE
 from dnis_torchrec.report.tables import cell
 from dnis_torchrec.storage.whole_files import write_text
 
@@ -98,13 +99,14 @@ def write_frame(path: Path, rows: Iterable[ComparisonRow]) -> Path:
 
 
 def write_comparison_json(path: Path, content: ComparisonContent) -> Path:
-    """Writes ``{"recipe", "primary_metric", "higher_is_better", "rules", "notes", "versions", "rows"}`` atomically."""
+    """Writes recipe, primary_metric, higher_is_better, rules, notes, provenance, versions and rows atomically."""
     described: dict[str, Any] = {
         "recipe": content.recipe,
         "primary_metric": content.primary_metric,
         "higher_is_better": content.higher_is_better,
         "rules": dict(content.rules),
         "notes": list(content.notes),
+        PROVENANCE: [step.to_json() for step in content.provenance],
         "versions": dict(content.versions),
         "rows": [row.to_json() for row in content.rows],
     }

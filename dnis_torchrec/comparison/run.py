@@ -23,8 +23,8 @@ from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.report.compare_content import ComparisonContent
-from dnis_torchrec.report.compare_page import comparison_figures, write_comparison
-from dnis_torchrec.report.figures import save_png, save_svg
+from dnis_torchrec.report.compare_page import write_comparison
+from dnis_torchrec.report.provenance import Step
 from dnis_torchrec.report.tables import format_metric, format_seconds
 from dnis_torchrec.storage.foreign_folders import file_lock
 from dnis_torchrec.training.checkpoint import check_shared
@@ -131,7 +131,7 @@ def _run(comparison: Comparison, begun: _Begun, ranks: Ranks) -> None:
 
 
 def _written(comparison: Comparison, facts: RecipeFacts) -> Compared:
-    """Gathers all cells and writes comparison.json, .csv and .html, and its figures as .png and .svg."""
+    """Gathers all cells and writes comparison.json, .csv and .html."""
     finished = comparison.finished()
     crashes = {cell: read_crash(comparison.folder(cell)) for cell in comparison.cells() if cell not in finished}
     rows = comparison_rows(
@@ -148,14 +148,12 @@ def _written(comparison: Comparison, facts: RecipeFacts) -> Compared:
         higher_is_better=facts.higher_is_better,
         rules=comparison.rules() | {"embedding_dims": dict(facts.embedding_dims)},
         notes=facts.notes,
+        provenance=(Step.now("compare", comparison.out),),
         versions=joined_versions(list(finished.values())),
     )
     write_comparison_json(comparison.out / "comparison.json", content)
     write_frame(comparison.out / "comparison.csv", rows)
     write_comparison(comparison.out / "comparison.html", content)
-    for name, figure in comparison_figures(content).items():
-        save_png(figure, comparison.out / f"{name}.png", dpi=110)
-        save_svg(figure, comparison.out / f"{name}.svg")
     return Compared(content=content, crashes={cell: comparison.folder(cell) / "crash.txt" for cell in crashes})
 
 

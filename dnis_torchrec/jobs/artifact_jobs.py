@@ -27,6 +27,7 @@ from dnis_torchrec.jobs.recorded import build_recorded, load_recorded
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import Ranks, together
+from dnis_torchrec.report.provenance import PROVENANCE
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.serving.sequences import ServedEmbeddingCollection
 from dnis_torchrec.soft_selection.table_shards import TableShard, collections, table_configs_of
@@ -77,7 +78,7 @@ def run_export(
                 scheme = MixedDimensionScheme(regrouped)
             chosen = forms_of(scheme) if forms is None else tuple(forms)
             dense = run.dense_state()
-        names = ("recipe", "seed", "embedding_dim", "configuration", "versions", "metrics", "notes")
+        names = ("recipe", "seed", "embedding_dim", "configuration", "versions", "metrics", "notes", PROVENANCE)
         described = {key: head[key] for key in names if key in head}
         if ranks.world_size == 1:
             return write_artifact(

@@ -38,6 +38,7 @@ from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.report.compression_content import COMPRESS, CompressionContent, CompressionRow
 from dnis_torchrec.report.compression_page import write_compression
 from dnis_torchrec.report.content import UNCOMPRESSED
+from dnis_torchrec.report.provenance import Step, steps_of
 from dnis_torchrec.report.verdict import doubts
 from dnis_torchrec.soft_selection.swap import replace_
 from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters, table_configs
@@ -329,6 +330,10 @@ def _content(
         relative_error=measured.curvature.relative_error,
         notes=tuple(head["notes"]),
         doubts=head["doubts"],
+        provenance=(
+            *(() if job.run is None else steps_of(RunFolder(job.run).read_head(), job.run)),
+            Step.now("compress", job.out),
+        ),
         configuration=_configuration(job),
         versions=head["versions"],
     )

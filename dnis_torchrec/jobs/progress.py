@@ -66,7 +66,7 @@ def console_events(run: RunFolder) -> Iterator[SearchEvents]:
             run.save_stages(counts, blocks)
             for note in counts.notes():
                 bar.write(visible(note), file=sys.stderr)
-            curves.start(blocks, counts)
+            curves.start(blocks)
 
         def on_phase(phase: Phase, done: int, steps_per_epoch: int) -> None:
             of_step.append(of_epoch[-1] / steps_per_epoch)
@@ -128,6 +128,15 @@ def plain_progress(
             bar.write(f"epoch {record.epoch}: {losses}", file=sys.stderr)
 
         yield PlainEvents(on_step=on_step, on_epoch=on_epoch), watched
+
+
+def curves_of(record: EpochRecord) -> dict[str, float]:
+    """The curves of an epoch by their names in TensorBoard.
+
+    Args:
+        record: of the epoch.
+    """
+    return {CURVES[name]: value for name, value in asdict(record).items() if name in CURVES}
 
 
 def tell_tensorboard(run: RunFolder, settings: Mapping[str, Any], metrics: Mapping[str, float], step: int) -> None:
@@ -228,15 +237,15 @@ class _Curves:
     """Curves and images in TensorBoard. A disk without room for them ends them, not the search."""
 
     def __init__(self, run: RunFolder) -> None:
-        self._folder = run.path / "tensorboard"
+        self._folder = run.path / "tensorboard" / run.path.resolve().name  # TensorBoard calls a run as its folder
         self._writer: SummaryWriter | None = None
         self._images: SearchImages | None = None
 
-    def start(self, blocks: RowBlocks, counts: FrequencyCounts) -> None:
+    def start(self, blocks: RowBlocks) -> None:
         """Opens the file of events, for curves and images."""
         with self._surviving():
             self._writer = self._opened()
-            self._images = SearchImages(self._writer, blocks, counts)
+            self._images = SearchImages(self._writer, blocks)
 
     def tell(self, settings: Mapping[str, Any], metrics: Mapping[str, float], step: int) -> None:
         """Adds the test metrics, and the settings that led to them."""
@@ -254,15 +263,16 @@ class _Curves:
     def _opened(self) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter  # imports slowly; no other job needs it
 
+        make_folder(self._folder.parent, within=self._folder.parents[1])
         folder = make_folder(self._folder, within=self._folder.parent)
         return SummaryWriter(str(folder), filename_suffix=f".{uuid4().hex}")  # a name nobody can guess
 
     def draw(self, record: EpochRecord) -> None:
         """Adds an epoch to every curve."""
         with self._surviving():
-            for name, value in asdict(record).items():
-                if self._writer is not None and name in CURVES:
-                    self._writer.add_scalar(CURVES[name], value, record.step)
+            for name, value in curves_of(record).items():
+                if self._writer is not None:
+                    self._writer.add_scalar(name, value, record.step)
 
     def draw_alpha(self, record: EpochRecord, alpha: Mapping[int, Tensor], is_last: bool) -> None:
         """Draws alpha now and then."""

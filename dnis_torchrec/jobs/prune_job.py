@@ -29,6 +29,7 @@ from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.of_run import scheme_row
+from dnis_torchrec.report.provenance import PROVENANCE, Step, steps_of
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
@@ -115,6 +116,7 @@ def run_prune(
     """
     how = settings or PruneSettings()
     with process_group() as device:
+        step = Step.now("prune", out)
         on_rank_zero(lambda: check_prune_out(run_path, out, overwrite=overwrite))
         check_shared(out.parent)
         with together():
@@ -131,7 +133,7 @@ def run_prune(
             metrics = evaluate(task.to(device), read.test, task.task, device)
         form = DEFAULT_FORM if size is None else size.form
         row = scheme_row("dnis", scheme, metrics, source.head["seed"], time.monotonic() - started, form)
-        _write(source, task.model, scheme, row, out, overwrite=overwrite)
+        _write(source, step, task.model, scheme, row, out, overwrite=overwrite)
     return row
 
 
@@ -215,10 +217,18 @@ def _fine_tune(
 
 
 def _write(
-    source: _Source, model: nn.Module, scheme: MixedDimensionScheme, row: ReportRow, out: Path, *, overwrite: bool
+    source: _Source,
+    step: Step,
+    model: nn.Module,
+    scheme: MixedDimensionScheme,
+    row: ReportRow,
+    out: Path,
+    *,
+    overwrite: bool,
 ) -> None:
     kept = {name: value for name, value in source.head.items() if name not in ("format", "format_version", "status")}
-    head = kept | {"scheme": scheme.to_json(), "metrics": dict(row.metrics)}
+    steps = [one.to_json() for one in (*steps_of(source.head, source.run.path), step)]
+    head = kept | {"scheme": scheme.to_json(), "metrics": dict(row.metrics), PROVENANCE: steps}
     try:
         with new_run(out, overwrite=overwrite) as run:
             run.save_model(model, scheme, source.run.alpha())

@@ -22,18 +22,19 @@ from dnis_torchrec.report import (
     write_report,
 )
 from dnis_torchrec.report.content import seed_groups
+from dnis_torchrec.report.provenance import commands, steps_of
 from dnis_torchrec.report.verdict import ONE_SEED, group_sentence
 from dnis_torchrec.search.settings import SearchSettings
 from dnis_torchrec.storage.json_files import conform
 
 
 def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
-    """Writes RUN/report.html, and its figures as PNG and SVG in RUN/figures.
+    """Writes RUN/report.html.
 
     Args:
         run_path: the finished run that the report is about.
         others: further finished runs of the same recipe. Those that differ in size or seed add rows; those that differ
-            in embedding_dim or in the number of blocks make the figures of the metric against D and against S.
+            in embedding_dim or in the number of blocks make the charts of the metric against D and against S.
 
     Returns:
         The path of the page.
@@ -44,6 +45,7 @@ def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
     run = RunFolder.open_searched(run_path)
     head, scheme, blocks = run.read_head(), run.scheme(), run.blocks()
     runs = read_runs([run_path, *others])
+    steps = steps_of(head, run_path)
     has_holes = not all(table.is_block_structured for table in scheme.tables.values())
     tables = {name: stored.whole() for name, stored in run.tables().items()} if has_holes else None
     content = ReportContent(
@@ -61,10 +63,11 @@ def run_report(run_path: Path, others: Sequence[Path] = ()) -> Path:
         by_num_blocks=runs.by_num_blocks,
         notes=tuple(head["notes"]),
         doubts=tuple(head.get("doubts", ())),
-        reproduce=_commands(head),
+        provenance=steps,
+        reproduce=commands(steps) or _commands(head),
         versions=head["versions"],
     )
-    return write_report(run_path / "report.html", content, figure_folder=run_path / "figures")
+    return write_report(run_path / "report.html", content)
 
 
 def verdict_of(run_path: Path, rows: Sequence[ReportRow]) -> tuple[str, list[str]]:

@@ -1,6 +1,6 @@
 """RunFolder: the files that a search or a training leaves, and the way in which later commands find them.
 
-run.json               recipe, seed, configuration, status, history, versions
+run.json               recipe, seed, configuration, status, history, provenance, versions
 counts.safetensors     training frequencies
 blocks.safetensors     row blocks
 alpha.safetensors      alpha before merging
@@ -41,6 +41,7 @@ from dnis_torchrec.jobs.model_shards import delete_shards, has_shards, save_shar
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.ranks import rank_of, together
 from dnis_torchrec.report import ReportRow, read_report_rows, write_rows
+from dnis_torchrec.report.provenance import DescribedStep
 from dnis_torchrec.scheme import DescribedTable, MixedDimensionScheme, TableScheme
 from dnis_torchrec.soft_selection.table_shards import collections, ranks_of
 from dnis_torchrec.storage.fetching import FETCHED
@@ -93,6 +94,7 @@ class _FinishedHead(_Head):
     scheme: dict[str, DescribedTable]
     history: list[dict[str, float | str]]
     doubts: NotRequired[list[str]]
+    provenance: NotRequired[list[DescribedStep]]
     metrics: dict[str, float]
 
 

@@ -26,14 +26,16 @@ from dnis_torchrec.data.test_split import CountedLabels
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import PACKED
 from dnis_torchrec.jobs.given_model import TRAINED_EPOCHS, GivenModel
-from dnis_torchrec.jobs.progress import console_events, tell_tensorboard
+from dnis_torchrec.jobs.progress import console_events, curves_of, tell_tensorboard
 from dnis_torchrec.jobs.run_folder import RunFolder, RunWriteError
 from dnis_torchrec.jobs.stored_rows import NARROW, in_rows
+from dnis_torchrec.jobs.tracking import TrackedRun, check_trackers, track
 from dnis_torchrec.jobs.train_job import uncompressed_row
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together, world_size_of
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import UNCOMPRESSED
 from dnis_torchrec.report.of_run import scheme_row
+from dnis_torchrec.report.provenance import PROVENANCE, Step, steps_of
 from dnis_torchrec.report.verdict import doubts
 from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.search import COMPRESSED, SEARCHED, SearchOutcome, search
@@ -68,6 +70,7 @@ class SearchJob:
             the precision, of those that `dnis compare` tries, that serves best on the selection split.
         stored_rows: measure the model of plain training beside: as it is, and with its rows in int8 and int4, see
             `in_rows`; on one process alone.
+        log_to: of `dnis_torchrec.jobs.tracking.TRACKERS`, those that are told of the finished search.
         overwrite: replace a run that stands at `out`. It is put back if this one fails before its first checkpoint.
         saving: when to save, and whether to go on with a run that stands at `out`.
     """
@@ -82,6 +85,7 @@ class SearchJob:
     given: GivenModel | None = None
     baselines: tuple[str, ...] = ()
     stored_rows: bool = True
+    log_to: tuple[str, ...] = ()
     overwrite: bool = False
     saving: Saving = field(default_factory=Saving)
     url: str | None = None
@@ -97,6 +101,7 @@ class SearchJob:
         check_compression(self.compression)
         for name in self.baselines:
             check_known("baseline", name, BASELINES)
+        check_trackers(self.log_to)
 
 
 def run_search(job: SearchJob) -> list[ReportRow]:
@@ -153,7 +158,7 @@ def _check_baselines(job: SearchJob) -> None:
 
 
 @contextmanager
-def _run_folder(job: SearchJob, head: Mapping[str, Any]) -> Iterator[RunFolder]:
+def _run_folder(job: SearchJob, head: dict[str, Any]) -> Iterator[RunFolder]:
     """The folder of a new run, or of the one to go on with; locked by rank 0 until this job ends."""
     run = RunFolder(job.out, url=job.url)
     with ExitStack() as stack:
@@ -164,6 +169,8 @@ def _run_folder(job: SearchJob, head: Mapping[str, Any]) -> Iterator[RunFolder]:
                 stack.enter_context(run.lock())
                 if run.status():
                     run.check_same(head)
+                    begun = steps_of(run.read_head(), run.path)  # what is resumed comes of the command that began it
+                    head[PROVENANCE] = [step.to_json() for step in begun]
         with _left_in_order(run, head):
             if run.is_shared:
                 check_shared(run.path)
@@ -212,6 +219,9 @@ def _search(
                 run.write_rows(rows)
                 run.write_head("finished", head | found | _results(head["notes"], outcome, metrics))
                 run.drop_replaced()
+                curves = [(record.step, curves_of(record)) for record in outcome.history]
+                name, told = run.path.resolve().name, {f"test/{metric}": value for metric, value in metrics.items()}
+                track(job.log_to, TrackedRun(name=name, settings=settings, history=curves, metrics=told))
     except (OSError, SafetensorError, StorageError) as error:
         requirement, remedy = "to write what the search found", "make room for it, then --resume"
         raise RunWriteError(describe(f"run folder {run.path}", requirement, str(error), remedy)) from error
@@ -288,6 +298,11 @@ def _identity(job: SearchJob) -> dict[str, Any]:
 def _head(job: SearchJob, recipe: Recipe, trained_epochs: int | None) -> dict[str, Any]:
     metric, higher = primary_metric(recipe.task, recipe.data.test)
     given = {} if job.given is None else {"given": str(job.given), TRAINED_EPOCHS: trained_epochs}
+    earlier = (
+        ()
+        if job.given is None or job.given.run is None
+        else steps_of(RunFolder(job.given.run).read_head(), job.given.run)
+    )
     size = {"compression": job.compression, "embedding_l2": recipe.embedding_l2}
     return _identity(job) | {
         "configuration": asdict(job.settings) | size | given,
@@ -295,6 +310,7 @@ def _head(job: SearchJob, recipe: Recipe, trained_epochs: int | None) -> dict[st
         "higher_is_better": higher,
         "notes": [*recipe.notes],
         "versions": versions(),
+        PROVENANCE: [step.to_json() for step in (*earlier, Step.now("search", job.out))],
     }
 
 

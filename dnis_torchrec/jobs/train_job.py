@@ -22,6 +22,7 @@ from dnis_torchrec.jobs.run_folder import TRAINED, RunFolder, RunWriteError
 from dnis_torchrec.ranks import Ranks, on_rank_zero, rank_of, together
 from dnis_torchrec.report import ReportRow
 from dnis_torchrec.report.content import UNCOMPRESSED
+from dnis_torchrec.report.provenance import PROVENANCE, Step
 from dnis_torchrec.search.pruning.schemes import uncompressed_scheme
 from dnis_torchrec.soft_selection.table_shards import table_configs
 from dnis_torchrec.storage.workplaces import workplace
@@ -159,6 +160,7 @@ def _head(job: TrainJob, recipe: Recipe, trained: PlainTraining) -> dict[str, An
         "primary_metric": metric,
         "higher_is_better": higher,
         "versions": versions(),
+        PROVENANCE: [Step.now("train", job.out).to_json()],
         "history": [asdict(record) for record in trained.history],
         "best_epoch": trained.best_epoch,
     }

@@ -11,6 +11,7 @@ from dnis_torchrec.checks import check
 from dnis_torchrec.forms import FORMS
 from dnis_torchrec.report.content import RowGroup
 from dnis_torchrec.report.pareto_points import Difference, ParetoPoint
+from dnis_torchrec.report.provenance import Step
 from dnis_torchrec.report.tables import form_names, metric_names
 
 
@@ -91,8 +92,6 @@ class ComparisonRow:
             deviation=self.group.deviation(metric),
             compression=self.group.compression,
             num_seeds=len(self.group.rows),
-            seconds=self.group.seconds,
-            form=", ".join(self.forms),
             precision=self.precision,
             difference=self.difference.get(metric),
         )
@@ -152,6 +151,7 @@ class ComparisonContent:
         higher_is_better: its direction.
         rules: settings that all cells share, JSON-able.
         notes: limits of the data.
+        provenance: the command that compared.
         versions: package -> version, several with commas between them if cells differ.
 
     Raises:
@@ -164,6 +164,7 @@ class ComparisonContent:
     higher_is_better: bool
     rules: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    provenance: tuple[Step, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

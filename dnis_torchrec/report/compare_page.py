@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from markupsafe import Markup
-from matplotlib.figure import Figure
+from plotly import graph_objects as go
 
-from dnis_torchrec.report import figures
+from dnis_torchrec.report import charts
 from dnis_torchrec.report.compare_content import ComparisonContent, ComparisonRow
 from dnis_torchrec.report.compare_lines import (
     compared_lines,
@@ -21,14 +19,15 @@ from dnis_torchrec.report.compare_lines import (
     sizes_of,
 )
 from dnis_torchrec.report.content import DENSE, NO_EMBEDDINGS, WITH_VALIDATION, base_method, json_text
-from dnis_torchrec.report.pareto import pareto_chart
-from dnis_torchrec.report.pareto_points import ParetoPoint, metric_range
+from dnis_torchrec.report.key_numbers import KeyNumber
+from dnis_torchrec.report.page import quality_caption
+from dnis_torchrec.report.pareto_points import ParetoPoint
+from dnis_torchrec.report.provenance import commands
 from dnis_torchrec.report.rendering import render
 from dnis_torchrec.report.tables import (
     PLUS_MINUS,
     format_count,
     format_difference,
-    format_megabytes,
     format_metric,
     group_metric,
 )
@@ -38,25 +37,6 @@ MANY_METRICS = 3
 """Number of metrics above which deviations stand below their means, so that the table stays readable."""
 FEW_LINES = 24
 """Up to so many, the table of bytes is open from the start."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Winner:
-    """The best method of a size, for the head of the page.
-
-    Attributes:
-        size: the compression asked for.
-        method: its name.
-        metric: its mean of the primary metric, in words.
-        detail: its difference to the uncompressed model, and the method that comes next.
-        tone: ``"better"`` or ``"worse"`` than the uncompressed model, ``""`` if neither.
-    """
-
-    size: str
-    method: str
-    metric: str
-    detail: str
-    tone: str
 
 
 def write_comparison(path: Path, content: ComparisonContent) -> Path:
@@ -87,28 +67,31 @@ def render_comparison(content: ComparisonContent) -> str:
         ValueError: if a number of the rules is not finite.
     """
     lines = [line for line in compared_lines(content) if not line.row.is_empty]
-    drawn = comparison_figures(content)
     metric, higher = content.primary_metric, content.higher_is_better
     sized = [row for row in content.rows if base_method(row.method) != NO_EMBEDDINGS]
     points = [point for row in sized if (point := row.point(metric)) is not None]
+    caption = quality_caption(points, higher_is_better=higher)
+    if len(points) < len(sized):
+        caption += f" Rows that lack {metric} under a seed are left out."
     winners = _winners(content)
     return render(
         "compare.html.j2",
+        charts=_charts(content, points),
         content=content,
+        title="Methods at the same bytes",
+        facts=[],
         sizes=[(size, lines_of_size(content, size)) for size in sizes_of(content)],
         filled=lines,
-        missing=missing_reasons(content),
+        missing=[f"{rows}: {reason}" for rows, reason in missing_reasons(content)],
         forms=list(dict.fromkeys(form for row in content.rows for form in row.form_names())),
         serving_forms=list(dict.fromkeys(form for row in content.rows for form in row.resident_bytes)),
-        pareto=Markup(pareto_chart(points, metric, higher_is_better=higher)) if points else "",
-        has_differences=any(point.difference for point in points),
-        has_left_out=len(points) < len(sized),
-        has_beyond=_some_beyond(points, higher_is_better=higher),
-        figures={name: Markup(figures.inline_svg(figure, name)) for name, figure in drawn.items()},
         costs=cost_lines(content),
-        rules=json_text(dict(content.rules), "ComparisonContent.rules"),
+        reproduce=commands(content.provenance),
+        configuration_title="Settings of all cells",
+        configuration=json_text(dict(content.rules), "ComparisonContent.rules"),
         sentence=_sentence(content, winners),
-        winners=winners,
+        key_numbers=_tiles(content, winners),
+        quality_caption=caption,
         dense_bytes=next((line.row.embedding_bytes for line in lines if line.row.method == DENSE), None),
         has_no_embeddings=len(sized) < len(content.rows),
         cells_at_once=max(row.cells_at_once for row in content.rows),
@@ -118,49 +101,42 @@ def render_comparison(content: ComparisonContent) -> str:
         with_validation=WITH_VALIDATION,
         plus_minus=f" {PLUS_MINUS} ",
         format_count=format_count,
-        format_megabytes=format_megabytes,
     )
 
 
-def _some_beyond(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> bool:
-    if not points:
-        return False
-    low, high = metric_range(points, higher_is_better=higher_is_better)
-    return any(not low <= point.mean <= high for point in points)
+def _charts(content: ComparisonContent, points: Sequence[ParetoPoint]) -> dict[str, go.Figure]:
+    """Every method at every size; DNIS beside network pruning by the share of parameters gone, the paper's comparison.
 
-
-def comparison_figures(content: ComparisonContent) -> dict[str, Figure]:
-    """The figures that have something to show, by the names of their files.
-
-    ``"quality"``: every method at every size in bytes. ``"pruning-rate"``: DNIS beside network pruning by the share of
-    parameters that is gone, the paper's comparison.
-
-    Args:
-        content: the comparison; rows that lack the primary metric under a seed are not drawn.
+    Rows that lack the primary metric under a seed are not drawn.
     """
     metric, higher, drawn = content.primary_metric, content.higher_is_better, {}
-    whole = [row for row in content.rows if row.point(metric) is not None]
-    points = [point for row in whole if (point := row.point(metric)) is not None]
     if points:
-        sizes = sorted({row.size for row in content.rows if row.size is not None})
-        drawn["quality"] = figures.quality_at_the_same_bytes(points, metric, higher_is_better=higher, sizes=sizes)
+        drawn["quality"] = charts.quality(points, metric, higher_is_better=higher)
+    whole = [row for row in content.rows if row.point(metric) is not None]
     rows = [row for entry in whole if base_method(entry.method) == entry.method for row in entry.group.rows]
     if all(any(row.method.startswith(kind) for row in rows) for kind in ("dnis", "magnitude")):
-        drawn["pruning-rate"] = figures.quality_against_pruning_rate(rows, metric, higher_is_better=higher)
+        drawn["pruning-rate"] = charts.pruning_rate(rows, metric, higher_is_better=higher)
     return drawn
 
 
-def _winners(content: ComparisonContent) -> list[Winner]:
-    """The best method of every size; a size at which none has all its seeds has no winner."""
-    winners = []
+def _winners(content: ComparisonContent) -> dict[float, list[ComparisonRow]]:
+    """Size -> its rows, the best one first; a size at which no method has all its seeds is left out."""
+    winners = {}
     for size in sizes_of(content):
         ranked = [row for row in ranked_rows(content, size) if row.point(content.primary_metric) is not None]
         if size is not None and ranked:
-            winners.append(_winner(content, f"{size:g}", ranked))
+            winners[size] = ranked
     return winners
 
 
-def _winner(content: ComparisonContent, size: str, ranked: list[ComparisonRow]) -> Winner:
+def _tiles(content: ComparisonContent, winners: dict[float, list[ComparisonRow]]) -> list[KeyNumber]:
+    """The best method of the smallest size, of the largest one and of one between."""
+    sizes = list(winners)
+    shown = dict.fromkeys((*sizes[:1], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]))
+    return [_tile(content, f"{size:g}", winners[size]) for size in shown]
+
+
+def _tile(content: ComparisonContent, size: str, ranked: list[ComparisonRow]) -> KeyNumber:
     best, metric, details, tone = ranked[0], content.primary_metric, [], ""
     if (difference := best.difference.get(metric)) is not None:
         details.append(f"{difference.told(len(best.group.rows))} against dense")
@@ -170,9 +146,8 @@ def _winner(content: ComparisonContent, size: str, ranked: list[ComparisonRow]) 
     if others:
         lead = _told_lead(best, others[0], metric)
         details.append(f"next: {others[0].method}, {format_metric(others[0].group.mean(metric) or 0.0)}{lead}")
-    return Winner(
-        size=size, method=best.method, metric=group_metric(best.group, metric), detail="; ".join(details), tone=tone
-    )
+    label, value = f"Best at compression {size}: {best.method}", group_metric(best.group, metric)
+    return KeyNumber(label=label, value=value, detail="; ".join(details), tone=tone)
 
 
 def _told_lead(best: ComparisonRow, following: ComparisonRow, metric: str) -> str:
@@ -185,13 +160,13 @@ def _told_lead(best: ComparisonRow, following: ComparisonRow, metric: str) -> st
     return "" if is_clear else ", a lead below its spread over seeds"
 
 
-def _sentence(content: ComparisonContent, winners: list[Winner]) -> str:
+def _sentence(content: ComparisonContent, winners: dict[float, list[ComparisonRow]]) -> str:
     """Says in words which method is best at which size."""
     if not winners:
         return f"No method has finished on {content.recipe} under every seed yet."
     sizes: dict[str, list[str]] = {}
-    for winner in winners:
-        sizes.setdefault(winner.method, []).append(winner.size)
+    for size, ranked in winners.items():
+        sizes.setdefault(ranked[0].method, []).append(f"{size:g}")
     parts = [f"{method} at compression {_listed(numbers)}" for method, numbers in sizes.items()]
     told = f"Best test {content.primary_metric} on {content.recipe}, at the same bytes: {'; '.join(parts)}."
     num_seeds = max(len(row.group.rows) for row in content.rows)

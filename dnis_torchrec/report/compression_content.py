@@ -7,6 +7,7 @@ from typing import Any
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import UNCOMPRESSED, json_text
+from dnis_torchrec.report.provenance import PROVENANCE, Step
 
 COMPRESS = "compress"
 """Method of the rows that `dnis compress` makes."""
@@ -52,6 +53,7 @@ class CompressionContent:
         relative_error: of the sum of the curvature, over it.
         notes: limits of the data behind every figure.
         doubts: what is uncertain about the results.
+        provenance: the commands that led to them, the oldest first.
         configuration: settings; JSON-able.
         versions: of the libraries.
     """
@@ -64,6 +66,7 @@ class CompressionContent:
     relative_error: float
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    provenance: tuple[Step, ...] = ()
     configuration: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -100,7 +103,7 @@ class CompressionContent:
     def to_json(self) -> dict[str, Any]:
         """As compress.json holds it; an error that could not be estimated is null."""
         content = asdict(self) | {"rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
-        content["doubts"] = list(self.doubts)
+        content |= {"doubts": list(self.doubts), PROVENANCE: [step.to_json() for step in self.provenance]}
         content["relative_error"] = self.relative_error if self.relative_error < float("inf") else None
         json_text(content, "CompressionContent")
         return content

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from markupsafe import Markup
 from rich.table import Table
 
-from dnis_torchrec.report import figures
+from dnis_torchrec.report import charts
 from dnis_torchrec.report.compression_content import COMPRESS, CompressionContent
 from dnis_torchrec.report.content import UNCOMPRESSED, json_text
 from dnis_torchrec.report.key_numbers import KeyNumber, compared_number
-from dnis_torchrec.report.pareto import pareto_chart
+from dnis_torchrec.report.page import quality_caption
 from dnis_torchrec.report.pareto_points import ParetoPoint
+from dnis_torchrec.report.provenance import commands
 from dnis_torchrec.report.rendering import render
 from dnis_torchrec.report.tables import MINUS, cell, format_megabytes, format_metric, format_ratio, format_seconds
 from dnis_torchrec.report.verdict import ONE_SEED, Rival, sentence
@@ -32,21 +32,24 @@ def write_compression(path: Path, content: CompressionContent) -> Path:
     Raises:
         ValueError: if the folder does not exist.
     """
-    drawn = {
-        "quality": figures.quality_against_compression(content),
-        "loss": figures.loss_against_compression(content),
-    }
+    metric, higher = content.primary_metric, content.higher_is_better
+    points = _points(content)
+    drawn = {"quality": charts.quality(points, metric, higher_is_better=higher)} if points else {}
     headings, *lines = compression_lines(content)
     page = render(
         "compression.html.j2",
+        charts=drawn | {"loss": charts.loss_increase(content)},
         content=content,
+        title="Quality against compression",
+        facts=[f"seed {content.uncompressed.seed}"],
         sentence=verdict(content),
         key_numbers=_key_numbers(content),
-        pareto=Markup(_pareto(content)),
+        quality_caption=quality_caption(points, higher_is_better=higher),
         doubts=[ONE_SEED, *content.doubts],
         headings=headings,
         lines=lines,
-        figures={name: Markup(figures.inline_svg(figure, name)) for name, figure in drawn.items()},
+        reproduce=commands(content.provenance),
+        configuration_title="Settings",
         configuration=json_text(content.configuration, "CompressionContent.configuration"),
     )
     return write_text(path, page)
@@ -104,20 +107,13 @@ def _key_numbers(content: CompressionContent) -> list[KeyNumber]:
     return numbers
 
 
-def _pareto(content: CompressionContent) -> str:
+def _points(content: CompressionContent) -> list[ParetoPoint]:
     metric = content.primary_metric
-    points = [
-        ParetoPoint(
-            method=row.method,
-            bytes=row.bytes,
-            mean=row.metrics[metric],
-            compression=row.compression,
-            seconds=row.seconds,
-        )
+    return [
+        ParetoPoint(method=row.method, bytes=row.bytes, mean=row.metrics[metric], compression=row.compression)
         for row in content.rows
         if metric in row.metrics
     ]
-    return pareto_chart(points, metric, higher_is_better=content.higher_is_better) if points else ""
 
 
 def _signed(increase: float) -> str:

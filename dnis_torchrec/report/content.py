@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.report.provenance import Step
 from dnis_torchrec.report.row_distribution import RowDistribution
 from dnis_torchrec.storage.json_files import read_json
 from dnis_torchrec.storage.whole_files import write_text
@@ -28,8 +29,8 @@ UNCOMPRESSED = "uncompressed"
 UNCOMPRESSED_ROWS = (UNCOMPRESSED, DENSE)
 WITH_VALIDATION = "+validation"
 """Suffix of a row's name whose method was trained on the alpha-validation split as well."""
-SAME_SIZE_RATIO = 1.05
-"""Rows of one method whose compressions differ by no more than this factor are seeds of the same experiment."""
+SAME_BYTES = 1.02
+"""Compressions that differ by no more than this factor are those of the same bytes."""
 
 
 def rows_name(precision: str) -> str:
@@ -290,7 +291,7 @@ class RowGroup:
 
 
 def seed_groups(rows: Iterable[ReportRow]) -> tuple[RowGroup, ...]:
-    """Groups rows of one method, of the same size within 5 %, and of different seeds; sorted by compression.
+    """Groups rows of one method, of the same bytes within 2 %, and of different seeds; sorted by compression.
 
     Args:
         rows: of any methods, sizes and seeds, in any order. Two of the same seed are never in one group.
@@ -304,7 +305,7 @@ def seed_groups(rows: Iterable[ReportRow]) -> tuple[RowGroup, ...]:
     groups: dict[str, list[list[ReportRow]]] = {}
     for row in sorted(rows, key=lambda row: (row.compression, row.seed)):
         for group in groups.setdefault(row.method, []):
-            near = row.compression <= SAME_SIZE_RATIO * group[0].compression
+            near = row.compression <= SAME_BYTES * group[0].compression
             if near and all(row.seed != other.seed for other in group):
                 group.append(row)
                 break
@@ -374,6 +375,7 @@ class ReportContent:
         by_num_blocks: name of a line -> ``(S, row)`` of runs that differ in the number of blocks.
         notes: limits of the data, shown beside the figures.
         doubts: what is uncertain about the results, beside the number of seeds.
+        provenance: the commands that led to them, the oldest first.
         reproduce: commands that lead to the same results, in the order in which they are typed.
         versions: package -> version.
 
@@ -396,6 +398,7 @@ class ReportContent:
     by_num_blocks: Mapping[str, Sequence[tuple[float, ReportRow]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    provenance: tuple[Step, ...] = ()
     reproduce: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
 

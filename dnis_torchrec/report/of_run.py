@@ -108,21 +108,6 @@ def count_rows(
     return _distribution(dims, counts, max(table.embedding_dim for table in scheme.tables.values()))
 
 
-def count_searched_rows(alpha: Mapping[int, Tensor], blocks: RowBlocks, counts: FrequencyCounts) -> RowDistribution:
-    """Counts rows as `count_rows` does, in the middle of a search, see `searched_summaries`.
-
-    Args:
-        alpha: embedding_dim -> ``(A, D)``.
-        blocks: the row blocks.
-        counts: training frequencies.
-    """
-    dims = {
-        name: _of_rows(_alive(alpha, blocks, name), routing.without_rows(counts.never_seen(name)))
-        for name, routing in blocks.routings.items()
-    }
-    return _distribution(dims, counts, max(blocks.embedding_dims.values()))
-
-
 def _distribution(dims: Mapping[str, Tensor], counts: FrequencyCounts, embedding_dim: int) -> RowDistribution:
     """Counts the rows of tables by frequency and retained dims, in chunks that bound the memory."""
     of_tables = (

@@ -1,23 +1,17 @@
-"""The report as one self-contained HTML page: inline SVG and CSS, nothing loaded from anywhere.
-
-The same figures can be written beside it as files.
-"""
+"""The report as one self-contained HTML page of about 5 MB, nearly all of it Plotly; nothing is loaded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
-from markupsafe import Markup
-from matplotlib.figure import Figure
+from plotly import graph_objects as go
 
-from dnis_torchrec.checks import check
-from dnis_torchrec.report import figures
-from dnis_torchrec.report.content import UNCOMPRESSED_ROWS, ReportContent, RowGroup, json_text
+from dnis_torchrec.report import charts
+from dnis_torchrec.report.content import SAME_BYTES, UNCOMPRESSED_ROWS, ReportContent, RowGroup, json_text
 from dnis_torchrec.report.key_numbers import KeyNumber, compared_number
-from dnis_torchrec.report.pareto import pareto_chart
-from dnis_torchrec.report.pareto_points import pareto_points
+from dnis_torchrec.report.pareto_points import ParetoPoint, pareto_points, told_beyond
 from dnis_torchrec.report.rendering import render
 from dnis_torchrec.report.tables import (
     PLUS_MINUS,
@@ -32,47 +26,27 @@ from dnis_torchrec.report.tables import (
     is_higher_better,
     metric_names,
 )
-from dnis_torchrec.report.verdict import ONE_SEED, SAME_BYTES, group_sentence
-from dnis_torchrec.storage.foreign_folders import make_folder
+from dnis_torchrec.report.verdict import ONE_SEED, group_sentence
 from dnis_torchrec.storage.whole_files import write_text
 
 MOST_KEY_NUMBERS = 3
 """Numbers at the head of the page: what does not fit there stands in the sentence and in the table."""
-FIGURES = (
-    "quality",
-    "pruning-rate",
-    "embedding-dim",
-    "num-blocks",
-    "history",
-    "alpha",
-    "alpha-distribution",
-    "frequency",
-    "row-distribution",
-    "bytes",
-)
-"""Names of all figures that a report may have."""
 
 
-def write_report(path: Path, content: ReportContent, *, figure_folder: Path | None = None) -> Path:
+def write_report(path: Path, content: ReportContent) -> Path:
     """Writes the report as one HTML file, atomically; the same content gives the same bytes.
 
     Args:
         path: the file, usually ``RUN/report.html``; an older one is replaced.
         content: the content of the page.
-        figure_folder: folder for every figure as PNG and as SVG, usually ``RUN/figures``; made if it does not exist.
-            Figures of an older report that this one lacks are deleted.
 
     Returns:
         `path`.
 
     Raises:
-        ValueError: if the folder of `path` or of `figure_folder` does not exist, or `figure_folder` is a link.
+        ValueError: if the folder of `path` does not exist.
     """
-    drawn = draw_figures(content)
-    written = write_text(path, _page(content, drawn))
-    if figure_folder is not None:
-        _write_figures(figure_folder, drawn)
-    return written
+    return write_text(path, render_report(content))
 
 
 def render_report(content: ReportContent) -> str:
@@ -81,83 +55,69 @@ def render_report(content: ReportContent) -> str:
     Args:
         content: the content of the page.
     """
-    return _page(content, draw_figures(content))
-
-
-def _page(content: ReportContent, drawn: Mapping[str, Figure]) -> str:
-    subject, metric = content.subject, content.primary_metric
-    points = pareto_points(content.groups, metric)
-    pareto = pareto_chart(points, metric, higher_is_better=content.higher_is_better) if points else ""
+    subject, num_seeds = content.subject, max(len(group.rows) for group in content.groups)
+    points = pareto_points(content.groups, content.primary_metric)
     return render(
         "report.html.j2",
+        charts=_charts(content, points),
         content=content,
-        subject=subject,
+        title=content.title,
+        facts=[f"{'seed' if len(subject.rows) == 1 else 'seeds'} {format_seeds(subject.seeds)}"],
         sentence=_sentence(content),
-        doubts=[*([ONE_SEED] if len(subject.rows) == 1 else []), *content.doubts],
         key_numbers=_key_numbers(content),
+        quality_caption=quality_caption(points, higher_is_better=content.higher_is_better),
+        doubts=[*([ONE_SEED] if len(subject.rows) == 1 else []), *content.doubts],
         quality=_quality_table(content),
         blocks=content.blocks,
         forms=_form_table(subject),
-        pareto=Markup(pareto),
-        figures={name: Markup(figures.inline_svg(figure, name)) for name, figure in drawn.items()},
+        reproduce=content.reproduce,
+        configuration_title="Configuration of the run",
         configuration=json_text(content.configuration, "ReportContent.configuration"),
-        counts_dims=all(values.shape[0] <= figures.COUNTED_BLOCKS for values in content.alpha.values()),
         format_count=format_count,
-        facts=_facts(content),
-        num_seeds=max(len(group.rows) for group in content.groups),
+        num_seeds=num_seeds,
     )
 
 
-def _facts(content: ReportContent) -> list[tuple[str, str]]:
-    """What the head of the page tells of the run."""
-    seeds = ("seed" if len(content.subject.rows) == 1 else "seeds", format_seeds(content.subject.seeds))
-    told = ("dnis_torchrec", "torch", "torchrec")
-    return [seeds, *((name, content.versions[name]) for name in told if name in content.versions)]
-
-
-def _write_figures(folder: Path, drawn: Mapping[str, Figure]) -> None:
-    check(folder.parent.is_dir(), str(folder), "an existing folder", str(folder.parent), "create it first")
-    make_folder(folder, within=folder.parent)
-    for name in FIGURES:
-        png, svg = folder / f"{name}.png", folder / f"{name}.svg"
-        if name in drawn:
-            figures.save_png(drawn[name], png)
-            figures.save_svg(drawn[name], svg)
-        else:
-            png.unlink(missing_ok=True)
-            svg.unlink(missing_ok=True)
-
-
-def draw_figures(content: ReportContent) -> dict[str, Figure]:
-    """Draws the figures for which there is something to show; names are of `FIGURES`.
+def quality_caption(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> str:
+    """What stands below the first chart of a page.
 
     Args:
-        content: the content of the report; an empty field of it has no figure.
+        points: of the chart.
+        higher_is_better: direction of their metric.
     """
-    drawn: dict[str, Figure] = {}
+    told = "Point at a mark for its numbers; click a name to hide its line."
+    if any(point.num_seeds > 1 for point in points):
+        of_what = "the difference to dense within each seed" if any(p.difference for p in points) else "the metric"
+        told += f" A mark is the mean over its seeds, its bar the standard deviation of {of_what}."
+    return f"{told} {told_beyond(points, higher_is_better=higher_is_better)}".rstrip()
+
+
+def _charts(content: ReportContent, points: Sequence[ParetoPoint]) -> dict[str, go.Figure]:
+    """The charts for which there is something to show."""
+    drawn: dict[str, go.Figure] = {}
     metric, higher = content.primary_metric, content.higher_is_better
+    if points:
+        drawn["quality"] = charts.quality(points, metric, higher_is_better=higher)
     measured = [row for row in content.rows if metric in row.metrics]
-    if measured:
-        drawn["quality"] = figures.quality_against_size(measured, metric, higher_is_better=higher)
     if any(row.method.startswith("magnitude") for row in measured):
-        drawn["pruning-rate"] = figures.quality_against_pruning_rate(measured, metric, higher_is_better=higher)
+        drawn["pruning-rate"] = charts.pruning_rate(measured, metric, higher_is_better=higher)
     for name, setting, series in (
         ("embedding-dim", "embedding_dim D", content.by_embedding_dim),
         ("num-blocks", "number of blocks S", content.by_num_blocks),
     ):
-        if any(metric in row.metrics for points in series.values() for _, row in points):
-            drawn[name] = figures.quality_against_setting(series, setting, metric, higher_is_better=higher)
+        if any(metric in row.metrics for runs in series.values() for _, row in runs):
+            drawn[name] = charts.setting(series, setting, metric, higher_is_better=higher)
     if content.history:
-        drawn["history"] = figures.search_history(content.history)
+        drawn["history"] = charts.search_history(content.history)
     if content.alpha:
-        drawn["alpha"] = figures.alpha_per_block(content.alpha)
-        drawn["alpha-distribution"] = figures.alpha_distribution(content.alpha)
+        drawn["alpha"] = charts.alpha_per_block(content.alpha)
+        drawn["alpha-distribution"] = charts.alpha_distribution(content.alpha)
     if content.blocks:
-        drawn["frequency"] = figures.retained_dims_against_frequency(content.blocks)
+        drawn["frequency"] = charts.retained_dims(content.blocks)
     if content.row_distribution is not None:
-        drawn["row-distribution"] = figures.joint_distribution(content.row_distribution)
+        drawn["row-distribution"] = charts.joint_distribution(content.row_distribution)
     if any(size > 0 for size in content.subject.rows[0].bytes.values()):
-        drawn["bytes"] = figures.bytes_per_form(content.subject.rows[0].bytes)
+        drawn["bytes"] = charts.bytes_per_form(content.subject.rows[0].bytes)
     return drawn
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dnis_torchrec.checks import check
 from dnis_torchrec.report.content import RowGroup
-from dnis_torchrec.report.tables import PLUS_MINUS, format_difference, format_metric, of_fewer_seeds
+from dnis_torchrec.report.tables import PLUS_MINUS, format_difference, format_metric, format_ratio, of_fewer_seeds
 
 _FAR, _FEW = 5, 6
 
@@ -53,31 +53,29 @@ class ParetoPoint:
         bytes: bytes of all embedding tables as served, index bytes counted.
         mean: mean of the metric over the seeds.
         deviation: standard deviation over the seeds, None for a single one.
-        compression: as the row tells it.
+        compression: bytes of the float32 tables over `bytes`.
         num_seeds: number of seeds.
-        seconds: mean wall time of one run.
-        form: the export form that `bytes` belongs to; empty to leave it out.
-        precision: what its values are stored in, written beside the mark; empty to leave it out.
+        precision: what its values are stored in; empty to leave it out.
         difference: of the metric to the uncompressed model, where that was trained under the same seeds.
 
     Raises:
-        ValueError: if a number is not finite, or `bytes` is not above 0, where a logarithmic axis has no place for it.
+        ValueError: if a number is not finite, or a size is not above 0, where a logarithmic axis has no place for it.
     """
 
     method: str
     bytes: float
     mean: float
     compression: float
-    seconds: float
     deviation: float | None = None
     num_seeds: int = 1
-    form: str = ""
     precision: str = ""
     difference: Difference | None = None
 
     def __post_init__(self) -> None:
         place = f"ParetoPoint of {self.method!r}"
-        check(math.isfinite(self.bytes) and self.bytes > 0, place, "bytes > 0", self.bytes)
+        for name in ("bytes", "compression"):
+            size = getattr(self, name)
+            check(math.isfinite(size) and size > 0, place, f"{name} > 0", size)
         for name in ("mean", "deviation"):
             value = getattr(self, name)
             check(value is None or math.isfinite(value), place, f"a finite {name}", value)
@@ -93,35 +91,28 @@ class ParetoPoint:
 
 
 def pareto_points(groups: Iterable[RowGroup], metric: str) -> tuple[ParetoPoint, ...]:
-    """The points of groups of rows, each at its smallest export form; groups without the metric or bytes have none.
+    """The points of groups of rows, each at the bytes that it is served in; groups without the metric have none.
 
     Args:
-        groups: of at least one row each; the first row decides which form is the smallest.
+        groups: of at least one row each; those whose tables hold nothing have no place on a logarithmic axis.
         metric: its name.
 
     Returns:
-        In the order of the groups; bytes are means over the seeds that have the form.
+        In the order of the groups; sizes are means over the seeds.
     """
     points = []
     for group in groups:
-        sizes = {form: size for form, size in group.rows[0].bytes.items() if size > 0}
         mean = group.mean(metric)
-        if mean is None or not sizes:
-            continue
-        form = min(sizes, key=lambda name: sizes[name])
-        measured = [row.bytes[form] for row in group.rows if form in row.bytes]
-        points.append(
-            ParetoPoint(
+        if mean is not None and group.parameters > 0:
+            point = ParetoPoint(
                 method=group.method,
-                bytes=sum(measured) / len(measured),
+                bytes=4 * group.dense_parameters / group.compression,
                 mean=mean,
                 deviation=group.deviation(metric),
                 compression=group.compression,
                 num_seeds=len(group.rows),
-                seconds=group.seconds,
-                form=form,
             )
-        )
+            points.append(point)
     return tuple(points)
 
 
@@ -136,7 +127,7 @@ def pareto_front(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tu
         Positions, by rising bytes; of equal points the first.
 
     Example:
-        >>> at = dict(method="m", compression=1, seconds=0)
+        >>> at = dict(method="m", compression=1)
         >>> points = [ParetoPoint(bytes=b, mean=m, **at) for b, m in ((4, 0.8), (2, 0.7), (3, 0.6), (4, 0.7))]
         >>> pareto_front(points, higher_is_better=True)
         (1, 0)
@@ -166,7 +157,7 @@ def metric_range(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tu
         Lower and upper end, the former below the latter.
 
     Example:
-        >>> at = dict(method="m", bytes=1, compression=1, seconds=0)
+        >>> at = dict(method="m", bytes=1, compression=1)
         >>> points = [ParetoPoint(mean=mean, **at) for mean in (0.70, 0.71, 0.72, 0.73, 0.74, 0.74, 0.99)]
         >>> [round(end, 2) for end in metric_range(points, higher_is_better=False)]
         [0.7, 0.74]
@@ -180,3 +171,21 @@ def metric_range(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> tu
     ends = [point.mean + sign * (point.bar or 0.0) for point in shown for sign in (-1, 1)]
     padding = 0.07 * (max(ends) - min(ends)) or 0.05 * abs(ends[0]) or 1.0
     return min(ends) - padding, max(ends) + padding
+
+
+def told_beyond(points: Sequence[ParetoPoint], *, higher_is_better: bool) -> str:
+    """A sentence that names the points beyond `metric_range`; empty if there are none.
+
+    Args:
+        points: of one chart.
+        higher_is_better: direction of their metric.
+    """
+    if not points:
+        return ""
+    low, high = metric_range(points, higher_is_better=higher_is_better)
+    told = [
+        f"{point.method} {format_metric(point.mean)} at {format_ratio(point.compression)}"
+        for point in points
+        if not low <= point.mean <= high
+    ]
+    return f"Beyond the axis, which a double click takes away: {', '.join(told)}." if told else ""

@@ -1,24 +1,32 @@
 """Templates: every value is escaped, every name that a template uses has to be given.
 
-A page's one script sorts its tables. Its policy names that script by its hash, so that no other one runs.
+A page's scripts are Plotly, what draws its charts with it, and what sorts its tables. Its policy names them by their
+hashes, so that no other one runs; charts are JSON, which runs nothing.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Mapping
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from plotly import graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from dnis_torchrec.report.tables import format_megabytes
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, *, charts: Mapping[str, go.Figure], **values: Any) -> str:
     """Fills a template of ``dnis_torchrec/report/templates``.
 
     Args:
         template: file name.
+        charts: name -> what the page draws in its place.
         values: what the template names; text is escaped unless it is `markupsafe.Markup`.
     """
     environment = Environment(
@@ -29,7 +37,24 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    script = (files("dnis_torchrec.report") / "templates" / "sort.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment.globals |= {"sort_script": Markup(script), "sort_script_hash": f"sha256-{digest}"}
+    scripts = _scripts() if charts else _scripts()[-1:]
+    environment.globals |= {
+        "scripts": [Markup(text) for text, _ in scripts],
+        "script_hashes": Markup(" ".join(f"'{digest}'" for _, digest in scripts)),
+        "charts": {name: Markup(_json(figure)) for name, figure in charts.items()},
+        "format_megabytes": format_megabytes,
+    }
     return environment.get_template(template).render(**values)
+
+
+def _json(figure: go.Figure) -> str:
+    """A chart as JSON that cannot end the element it stands in."""
+    return str(figure.to_json()).replace("<", "\\u003c")
+
+
+@cache
+def _scripts() -> list[tuple[str, str]]:
+    """Plotly, what draws charts, what sorts tables; each with its hash."""
+    folder = files("dnis_torchrec.report") / "templates"
+    texts = [get_plotlyjs(), *((folder / name).read_text(encoding="utf-8") for name in ("charts.js", "sort.js"))]
+    return [(text, f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}") for text in texts]

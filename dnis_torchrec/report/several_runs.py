@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.report.content import SAME_SIZE_RATIO, ReportRow
+from dnis_torchrec.report.content import SAME_BYTES, ReportRow
 from dnis_torchrec.report.tables import format_ratio
 
 FREE = ("compression", "num_blocks")
@@ -99,7 +99,7 @@ def _series(runs: Sequence[RunResults], setting: Callable[[RunResults], int], me
     for method in methods:
         mine = sorted((point for point in points if point[1].method == method), key=lambda point: _ratio(point[1]))
         while mine:
-            near = [point for point in mine if _ratio(point[1]) <= SAME_SIZE_RATIO * _ratio(mine[0][1])]
+            near = [point for point in mine if _ratio(point[1]) <= SAME_BYTES * _ratio(mine[0][1])]
             mine = mine[len(near) :]
             mean = sum(_ratio(row) for _, row in near) / len(near)
             lines[method if method == "dense" else f"{method} at {format_ratio(mean)}"] = _of_shared_seeds(near)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dnis_torchrec.data.test_split import TestSplit
-from dnis_torchrec.report.content import NO_EMBEDDINGS, UNCOMPRESSED_ROWS, RowGroup
+from dnis_torchrec.report.content import NO_EMBEDDINGS, SAME_BYTES, UNCOMPRESSED_ROWS, RowGroup
 from dnis_torchrec.report.tables import format_count, format_difference, format_metric
 
-SAME_BYTES = 1.02
-"""Compressions that differ by no more than this factor are those of the same bytes."""
 SMALL_TEST_SPLIT = 10_000
 """A test split of fewer is called small."""
 ONE_SEED = "one seed: another one may change the last digits, so repeat with --seed before you trust them"

@@ -149,7 +149,7 @@ def test_search_writes_what_others_rely_on(run: Path) -> None:
     assert {"auc", "logloss"} <= set(first["metrics"])
     assert first["seed"] == 0
     assert first["seconds"] > 0
-    assert list((run / "tensorboard").glob("events*"))
+    assert list((run / "tensorboard" / run.name).glob("events*"))
     assert rows[1]["parameters"] == 416
     for rival in rows[5:]:  # in whichever precision
         assert 1664 / rival["compression"] <= 1.02 * served

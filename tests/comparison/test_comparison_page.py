@@ -18,9 +18,11 @@ from dnis_torchrec.comparison.outputs import comparison_frame, comparison_table,
 from dnis_torchrec.comparison.summary import comparison_rows
 from dnis_torchrec.report import read_report_rows
 from dnis_torchrec.report.compare_lines import compared_lines, cost_lines, missing_reasons
-from dnis_torchrec.report.compare_page import comparison_figures, render_comparison
+from dnis_torchrec.report.compare_page import render_comparison
+from dnis_torchrec.report.provenance import Step
 from dnis_torchrec.report.tables import TIMES
 from tests.comparison.test_comparison import LEVELS, make_content, make_result, make_rows
+from tests.report.pages import assert_runs_its_own_scripts_alone, chart, without_plotly
 
 
 def test_table_and_csv_and_json_say_the_same(tmp_path: Path) -> None:
@@ -95,10 +97,11 @@ def test_the_page_leads_with_the_chart_and_marks_precisions() -> None:
     rows = result_rows({key: {0: loss} for key, loss in losses.items()}, forms)
     assert [row.to_json()["precision"] for row in rows] == ["fp32", "int4", "codes"]
     page = render_comparison(make_content(rows))
-    assert page.index("Best test mse") < page.index('id="figure-pareto"') < page.index("Best at compression 4")
-    chart = page.split('<div class="pareto">')[1].split("</figure>")[0]
-    marks = re.findall(r'<text class="precision"[^>]*>([^<]+)<', chart)
-    assert sorted(marks) == ["codes", "fp32", "int4"]
+    places = [page.index(part) for part in ("Best test mse", "Best at compression 4", 'id="figure-quality"', "<table")]
+    assert places == sorted(places)
+    told = {trace["name"]: trace["hovertext"][0].split("<br>") for trace in chart(page, "quality")["data"]}
+    precisions = {name: [line for line in lines if "precision" in line] for name, lines in told.items()}
+    assert precisions == {"dense": ["precision fp32"], "uniform": ["precision int4"], "compress": ["precision codes"]}
     assert "<td>int4</td>" in page
     out = io.StringIO()
     Console(file=out, width=160).print(comparison_table(make_content(rows)))
@@ -134,7 +137,7 @@ def test_no_embeddings_is_a_level_not_a_point() -> None:
     assert [row.pareto for row in rows] == [False, True, True]
     page = render_comparison(make_content(rows))
     assert "Uncompressed, and with every embedding zero" in page
-    assert "no-embeddings" not in page.split('<div class="pareto">')[1].split("</figure>")[0]
+    assert [trace["name"] for trace in chart(page, "quality")["data"]] == ["dnis", "dense"]
     assert "Compression 4: 0.00102 MB" in page
 
 
@@ -155,7 +158,7 @@ def test_rows_of_a_ranking_have_the_mean_of_its_seven_metrics_first() -> None:
 
 def test_dnis_stands_beside_network_pruning_where_both_were_trained() -> None:
     rows = make_rows()
-    assert list(comparison_figures(make_content(rows))) == ["quality"]
+    assert "figure-pruning-rate" not in render_comparison(make_content(rows))
     cells = [
         Cell(method=method, size=4, seed=0, with_validation=on)
         for method, on in (("magnitude", False), ("magnitude", True))
@@ -163,10 +166,8 @@ def test_dnis_stands_beside_network_pruning_where_both_were_trained() -> None:
     pruned = comparison_rows(
         cells, {cell: make_result(cell, 0.8, 1024) for cell in cells}, {}, primary_metric="mse", higher_is_better=False
     )
-    drawn = comparison_figures(make_content((*rows, *pruned)))
-    labels = [text.get_text() for text in drawn["pruning-rate"].legends[0].get_texts()]
-    assert labels == ["dnis", "magnitude", "dense"]
-    assert 'id="figure-pruning-rate"' in render_comparison(make_content((*rows, *pruned)))
+    page = render_comparison(make_content((*rows, *pruned)))
+    assert [trace["name"] for trace in chart(page, "pruning-rate")["data"]] == ["dnis", "magnitude", "dense"]
 
 
 def test_one_reason_is_told_once_for_all_rows_that_have_it() -> None:
@@ -181,15 +182,15 @@ def test_page_shows_every_row_loads_nothing_and_escapes() -> None:
     page = render_comparison(make_content(make_rows(**crashed)))
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)" in page
-    assert "http://" not in page.replace("http://www.w3.org", "")
-    assert "src=" not in page
-    assert page.count("<script>") == page.count("<script") == 1
-    for section in ("summary", "quality", "cost", "bytes", "rules", "versions"):
+    assert "://" not in without_plotly(page)
+    assert "src=" not in without_plotly(page)
+    assert_runs_its_own_scripts_alone(page)
+    for section in ("summary", "quality", "cost", "bytes", "rules", "reproduce", "versions"):
         assert f'<section id="{section}">' in page
     assert '<td class="worse">+0.0800 ± 0.0400</td>' in page
     assert 'class="best">0.8200' in page
     assert "csr_fp32" in page
-    assert '<div class="pareto">' in page
+    assert 'id="chart-quality"' in page
     assert "while up to 2 cells shared the machine" in page
 
 
@@ -198,4 +199,20 @@ def test_page_of_nothing_but_crashes() -> None:
     page = render_comparison(make_content(make_rows(**everything)))
     assert "No method has finished" in page
     assert "E: no" in page
-    assert "<svg" not in page
+    assert page.count("<script>") == 1, "nothing to draw"
+
+
+def test_the_page_and_its_json_tell_the_command_that_compared(tmp_path: Path) -> None:
+    step = Step(job="compare", folder="out", command="dnis compare m:f --out out", date="today", machine="two cores")
+    content = replace(make_content(make_rows()), provenance=(step,))
+    page = render_comparison(content)
+    assert "<pre>dnis compare m:f --out out</pre>" in page.partition('id="reproduce"')[2]
+    assert "today · two cores" in page
+    write_comparison_json(tmp_path / "a.json", content)
+    assert json.loads((tmp_path / "a.json").read_text())["provenance"] == [step.to_json()]
+
+
+def test_three_tiles_tell_the_best_of_the_smallest_the_largest_and_a_size_between() -> None:
+    losses = {("uniform", size): {0: 0.7 + size / 100} for size in (2, 4, 8, 16, 32)}
+    page = render_comparison(make_content(result_rows(losses, {})))
+    assert re.findall("Best at compression ([0-9]+): uniform", page) == ["2", "8", "32"]

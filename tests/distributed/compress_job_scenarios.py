@@ -33,7 +33,6 @@ from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionShard
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
 from tests.distributed.harness import Rank, Results
 from tests.distributed.pruning_scenarios import outcome_of
-from tests.searched_runs import without_images
 from tests.tiny import EMBEDDING_DIM, Repeatable, make_batch
 
 ROWS = {"user": 41, "genre": 13}
@@ -96,12 +95,12 @@ def spread_as(kind: str, model: nn.Module, device: torch.device) -> nn.Module:
 
 @contextmanager
 def in_kind(kind: str) -> Iterator[None]:
-    """Every table in one sharding type meanwhile, and reports without figures."""
+    """Every table in one sharding type meanwhile."""
 
     def spread(model: nn.Module, device: torch.device) -> nn.Module:
         return spread_as(kind, model, device)
 
-    with patch.object(model_shards, "spread_tables", spread), without_images():
+    with patch.object(model_shards, "spread_tables", spread):
         yield
 
 

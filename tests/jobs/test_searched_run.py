@@ -16,12 +16,12 @@ from dnis_torchrec.jobs.artifact_jobs import run_evaluate, run_export
 from dnis_torchrec.jobs.report_job import run_report
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
-from dnis_torchrec.report import figures
 from dnis_torchrec.search import started as started_search
 from dnis_torchrec.search.budget import SizeOutOfReachError
 from dnis_torchrec.search.search import _Finishing
 from dnis_torchrec.search.settings import SearchSettings
 from tests.cli.test_cli import dnis
+from tests.report.pages import chart
 from tests.searched_runs import quick_job
 from tests.tiny import ROWS
 
@@ -89,16 +89,15 @@ def test_its_artifact_serves_just_what_was_found(run: Path, tmp_path: Path) -> N
 def test_its_report_has_the_phases_and_speaks_of_bytes(run: Path) -> None:
     page = run_report(run).read_text()
     figure = page[page.index('id="figure-history"') :].partition("</figure>")[0]
-    assert "a thin line begins each phase" in figure
-    _, density = figures.search_history(head_of(run)["history"]).axes
-    assert [text.get_text() for text in density.texts] == ["plain", "ramp", "release"]
+    assert "a dotted line begins each phase" in figure
+    assert [note["text"] for note in chart(page, "history")["layout"]["annotations"]] == ["plain", "ramp", "release"]
     assert "MB instead of 0.00333 MB" in page
     assert "bytes of the embedding tables" in page
     assert "tests.tiny:demo: bits found by search" in page
 
 
 def test_its_curves_are_of_numbers_alone(run: Path) -> None:
-    log = EventAccumulator(str(run / "tensorboard"))
+    log = EventAccumulator(str(run / "tensorboard" / run.name))
     log.Reload()
     metrics = head_of(run)["metrics"]
     curves = {"loss/train", "loss/selection", "alpha/mean", "alpha/density"}

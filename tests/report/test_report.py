@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import io
 import json
 import math
 import re
-from html.parser import HTMLParser
 
 import pytest
 import torch
 from rich.console import Console
 
-from dnis_torchrec.report import BlockSummary, ReportContent, ReportRow, figures, tables
+from dnis_torchrec.report import BlockSummary, ReportContent, ReportRow, tables
 from dnis_torchrec.report.content import read_report_rows, seed_groups, write_rows
 from dnis_torchrec.report.page import render_report, write_report
+from dnis_torchrec.report.provenance import Step
+from tests.report.pages import PageReader, assert_runs_its_own_scripts_alone, without_plotly
 
 HOSTILE = "<script>alert('x')</script>--><img src=\"https://example.org/x.png\" onerror=alert(1)>"
-SECTIONS = ["summary", "quality", "search", "blocks", "bytes", "configuration", "versions", "notes"]
+SECTIONS = ["summary", "quality", "search", "blocks", "bytes", "reproduce", "versions", "notes"]
 
 
 def make_row(method: str = "dnis", ratio: float = 4.0, seed: int = 0, **changes: object) -> ReportRow:
@@ -80,34 +79,6 @@ def make_content(**changes: object) -> ReportContent:
         "versions": {"torch": "2.13.0"},
     }
     return ReportContent(**(fields | changes))
-
-
-class PageReader(HTMLParser):
-    """Collects what a browser would see: tags, attributes, ids, and the text outside of markup."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text = ""
-        self.best: list[str] = []
-        self._in_best = False
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.text += " "
-        self.attributes += [(name, value or "") for name, value in attrs]
-        self._in_best = ("class", "best") in attrs
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self._in_best and data.strip():
-            self.best.append(data.strip())
-            self._in_best = False
-
-    def values(self, *names: str) -> list[str]:
-        return [value for name, value in self.attributes if name in names]
 
 
 # Rows
@@ -272,49 +243,21 @@ def test_subject_is_chosen_by_position_not_by_metric() -> None:
 # Page
 
 
-@pytest.fixture
-def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are drawn, but not turned into SVG, which takes most of a page's time."""
-    monkeypatch.setattr(figures, "inline_svg", lambda figure, name: "<svg></svg>")
-
-
-def assert_runs_its_own_script_alone(page: str) -> None:
-    """One script, which sorts tables, and a policy that lets nothing else run."""
-    (script,) = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'\"" in page
-    assert PageReader(page).tags.count("script") == 1
-
-
 def test_page_holds_all_sections_in_order_and_loads_nothing() -> None:
     page = render_report(make_content())
+    assert_runs_its_own_scripts_alone(page)
     reader = PageReader(page)
     assert [section for section in reader.values("id") if section in SECTIONS] == SECTIONS
-    names = ["pareto", "quality", "pruning-rate", "history", "alpha", "alpha-distribution", "frequency", "bytes"]
+    names = ["quality", "pruning-rate", "history", "alpha", "alpha-distribution", "frequency", "bytes"]
     assert [name for name in reader.values("id") if name.startswith("figure-")] == [f"figure-{n}" for n in names]
-    assert_runs_its_own_script_alone(page)
     assert "link" not in reader.tags
-    assert "http://" not in page
-    assert "https://" not in page
-    loads = reader.values("src", "href", "xlink:href", "srcset", "data", "action")
-    loads += re.findall(r"url\(([^)]*)\)", page)
-    assert loads
-    assert all(load.startswith(("#", "data:image/png")) for load in loads)
-    assert "default-src 'none'" in page
-
-
-def test_ids_are_unique_and_every_reference_is_met() -> None:
-    page = render_report(make_content())
-    reader = PageReader(page)
+    assert "://" not in without_plotly(page)
+    assert reader.values("src", "xlink:href", "srcset", "data", "action") == []
     ids = reader.values("id")
     assert len(ids) == len(set(ids))
-    references = [value[1:] for value in reader.values("href", "xlink:href") if value.startswith("#")]
-    references += re.findall(r"url\(#([^)]*)\)", page)
-    assert references
-    assert set(references) <= set(ids)
+    assert {value[1:] for value in reader.values("href")} <= set(ids)
 
 
-@pytest.mark.usefixtures("quick_figures")
 def test_page_tells_key_numbers_and_marks_the_best() -> None:
     reader = PageReader(render_report(make_content()))
     text = " ".join(reader.text.split())
@@ -343,7 +286,7 @@ def test_page_escapes_hostile_names() -> None:
     )
     page = render_report(content)
     reader = PageReader(page)
-    assert_runs_its_own_script_alone(page)
+    assert_runs_its_own_scripts_alone(page)
     assert "img" not in reader.tags
     assert not [name for name, _ in reader.attributes if name.startswith("on")]
     assert not [value for value in reader.values("src", "href", "xlink:href") if "example.org" in value]
@@ -358,33 +301,19 @@ def test_page_is_deterministic_and_written_atomically(tmp_path) -> None:
     assert path.read_text() == render_report(make_content())
 
 
-def test_figures_are_written_beside_the_page_and_old_ones_go(tmp_path) -> None:
-    few = {"history": (), "blocks": (), "rows": (make_row("dnis", bytes={}),)}
-    write_report(tmp_path / "report.html", make_content(**few), figure_folder=tmp_path / "figures")
-    names = {"quality", "alpha", "alpha-distribution"}
-    written = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
-    (tmp_path / "figures" / "mine.png").touch()
-    write_report(tmp_path / "report.html", make_content(**few, alpha={}), figure_folder=tmp_path / "figures")
-    assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"quality", "mine"}
-    with pytest.raises(ValueError, match="expected an existing folder"):
-        write_report(tmp_path / "report.html", make_content(**few), figure_folder=tmp_path / "no" / "figures")
-
-
-@pytest.mark.usefixtures("quick_figures")
 @pytest.mark.parametrize(
     ("changes", "num_figures", "told"),
     [
-        ({"history": ()}, 7, "No history of a search was recorded."),
-        ({"alpha": {}}, 6, "No alpha was recorded."),
-        ({"blocks": ()}, 7, "No blocks were recorded."),
+        ({"history": ()}, 6, "No history of a search was recorded."),
+        ({"alpha": {}}, 5, "No alpha was recorded."),
+        ({"blocks": ()}, 6, "No blocks were recorded."),
         ({"rows": (make_row("dnis", bytes={}),)}, 5, "No export form was measured."),
         ({"primary_metric": "mse"}, 5, "No row has the metric mse"),
         ({"rows": (make_row("dnis", metrics={}),)}, 5, "not measured"),
-        ({"versions": {}}, 8, "No versions were recorded."),
-        ({"rows": (make_row("dnis"),), "blocks": make_blocks("only")}, 7, "0.0064 MB instead of 0.0256 MB"),
-        ({"rows": (make_row("zero", 6400.0, parameters=0),)}, 7, "hold no parameters at all"),
-        ({"notes": (), "configuration": {}}, 8, "Notes and limits"),
+        ({"versions": {}}, 7, "No versions were recorded."),
+        ({"rows": (make_row("dnis"),), "blocks": make_blocks("only")}, 6, "0.0064 MB instead of 0.0256 MB"),
+        ({"rows": (make_row("zero", 6400.0, parameters=0),)}, 5, "hold no parameters at all"),
+        ({"notes": (), "configuration": {}}, 7, "Notes and limits"),
     ],
 )
 def test_page_says_what_is_missing(changes: dict, num_figures: int, told: str) -> None:
@@ -394,14 +323,12 @@ def test_page_says_what_is_missing(changes: dict, num_figures: int, told: str) -
     assert [section for section in reader.values("id") if section in SECTIONS] == SECTIONS
 
 
-@pytest.mark.usefixtures("quick_figures")
 def test_a_difference_on_fewer_seeds_than_the_mean_says_so() -> None:
     rows = (make_row("dnis", seed=0), make_row("dnis", seed=1), make_row("dense", 1.0))
     text = " ".join(PageReader(render_report(make_content(rows=rows))).text.split())
     assert "0.8000 at 1\N{MULTIPLICATION SIGN}; on the one seed that both have" in text
 
 
-@pytest.mark.usefixtures("quick_figures")
 def test_rivals_of_another_size_or_seed_are_not_compared() -> None:
     far = make_content(rows=(make_row("dnis", 8.0), make_row("uniform", 4.0)))
     assert "same size" not in render_report(far).split('id="quality"')[0]
@@ -409,12 +336,31 @@ def test_rivals_of_another_size_or_seed_are_not_compared() -> None:
     assert "same size" not in render_report(other_seed).split('id="quality"')[0]
 
 
-@pytest.mark.usefixtures("quick_figures")
-@pytest.mark.parametrize(("num_blocks", "is_told"), [(16, True), (17, False)])
-def test_numbers_beside_the_heat_map_are_told_where_there_are_some(num_blocks: int, is_told: bool) -> None:
-    page = render_report(make_content(alpha={"tables of D = 8": torch.zeros(num_blocks, 8)}))
-    assert ("the number at the right counts" in page) == is_told
-    assert "blank dimensions are gone from a block" in page
+def test_the_head_tells_command_date_machine_and_every_step_and_so_does_the_end() -> None:
+    train = Step(job="train", folder="runs/mf")
+    made = {"command": "dnis search m:f --out runs/x20", "date": "2026-11-27 04:30 UTC", "machine": "Linux, 2 cores"}
+    steps = (train, Step(job="search", folder="runs/x20", **made))
+    page = render_report(make_content(provenance=steps, reproduce=("dnis again",)))
+    text = " ".join(PageReader(page).text.split())
+    told = "Recipe examples.synthetic:dlrm · seeds 0, 1 · 2026-11-27 04:30 UTC · Linux, 2 cores · torch 2.13.0"
+    assert f"{told} dnis search m:f --out runs/x20 · steps: train → search" in text
+    end = page[page.index('id="reproduce"') :]
+    assert "<pre>dnis again</pre>" in end
+    rows = [" ".join(PageReader(row).text.split()) for row in re.findall("<tr><th scope=.row.*</tr>", end)]
+    assert rows[:2] == ["train runs/mf not recorded not recorded", f"search runs/x20 {made['date']} {made['machine']}"]
+    bare = render_report(make_content())
+    assert "No command was recorded." in bare
+    assert "Steps from the first" not in bare
+
+
+def test_every_table_has_a_caption_and_headings_with_scope() -> None:
+    page = without_plotly(render_report(make_content()))
+    tables_ = re.findall("<table.*?</table>", page, flags=re.DOTALL)
+    assert len(tables_) == 4
+    for table in tables_:
+        assert "<caption>" in table
+        assert table.count("<th ") == table.count("scope=")
+        assert table.count('<th scope="row"') == table.count("<tr>") + table.count("<tr class") - 1
 
 
 # Tables
@@ -470,12 +416,3 @@ def test_terminal_table() -> None:
     assert "0.4900" in shown
     assert "auc" not in shown
     assert "0.8105" not in shown
-
-
-def test_figures_are_written_through_no_link(tmp_path) -> None:
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "figures").symlink_to(tmp_path / "outside")
-    few = {"history": (), "blocks": (), "alpha": {}, "rows": (make_row("dnis", bytes={}),)}
-    with pytest.raises(ValueError, match="figures: expected a plain folder, got a link; remove it"):
-        write_report(tmp_path / "report.html", make_content(**few), figure_folder=tmp_path / "figures")
-    assert list((tmp_path / "outside").iterdir()) == []

@@ -11,6 +11,7 @@ from dnis_torchrec.report.compare_lines import compared_lines, cost_lines
 from dnis_torchrec.report.compare_page import render_comparison
 from dnis_torchrec.report.tables import TIMES
 from tests.comparison.test_comparison import make_content, make_rows
+from tests.report.pages import chart
 
 
 def without_mse(content: ComparisonContent, method: str, seed: int) -> ComparisonContent:
@@ -48,8 +49,8 @@ def test_a_difference_over_fewer_seeds_than_its_row_says_so() -> None:
     assert lines["uniform", "4"] == "+0.1000 ± 0.0283 (2 seeds)"
     page = render_comparison(content)
     assert "+0.0250 ± 0.0071 (2 seeds) against dense; next: uniform" in page
-    chart = page.split('<div class="pareto">')[1].split("</figure>")[0]
-    assert "+0.0250 ± 0.0071 (2 seeds)" in chart
+    marks = [text for trace in chart(page, "quality")["data"] for text in trace["hovertext"]]
+    assert any("+0.0250 ± 0.0071 (2 seeds) against dense" in text for text in marks)
     assert "seeds)" not in render_comparison(make_content(make_rows()))
 
 

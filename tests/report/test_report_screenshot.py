@@ -1,4 +1,4 @@
-"""The report in a real browser: visible, readable in light and dark, nothing cut off or loaded, marks tell numbers.
+"""The pages in a real browser: visible, readable in light and dark, nothing cut off or loaded, marks tell numbers.
 
 Headless Chromium is driven through its DevTools pipe, so a test can point with the mouse, press keys and look at pixels
 without any package beside it. What is asked is structure, not a stored picture, so that it holds for any version.
@@ -25,21 +25,23 @@ import pytest
 import torch
 from PIL import Image
 
-from dnis_torchrec.report import ParetoPoint, RowDistribution, pareto_chart, write_report
+from dnis_torchrec.report import RowDistribution, write_report
 from dnis_torchrec.report.compare_page import write_comparison
+from dnis_torchrec.report.tables import PLUS_MINUS, TIMES
 from tests.comparison.test_comparison import make_content as make_comparison_content
 from tests.comparison.test_comparison import make_rows as make_comparison_rows
 from tests.report.test_report import make_content, make_row
-from tests.report.test_report_pareto import point
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome on PATH")
 
-WIDE, NARROW = 1100, 390
+WIDE, NARROW = 1280, 390
 START = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
 """Chromium takes commands from descriptor 3 and answers on 4."""
+UNDRAWN = "document.querySelectorAll('.chart:not(:has(.main-svg .cartesianlayer path))').length"
+"""How many charts Plotly has yet to draw."""
 CONTRAST = """(element => {
   const channel = c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
   const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(Number).map(channel);
@@ -105,18 +107,18 @@ class Browser:
         self.point_at(0, 0)
         self.command("Page.navigate", url=page.as_uri())
         deadline = time.monotonic() + 60
-        while self.evaluate("document.readyState + location.protocol") != "completefile:":
-            assert time.monotonic() < deadline, "the page was not loaded in time"
+        while self.evaluate("document.readyState + location.protocol + " + UNDRAWN) != "completefile:0":
+            assert time.monotonic() < deadline, "the page was not loaded and drawn in time"
             time.sleep(0.02)
 
     def point_at(self, x: float, y: float) -> None:
         """Moves the mouse."""
         self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def press_tab(self) -> None:
-        """Presses and releases the Tab key."""
-        for kind in ("rawKeyDown", "keyUp"):
-            self.command("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+    def click(self, x: float, y: float) -> None:
+        """Presses and releases the mouse."""
+        for kind in ("mousePressed", "mouseReleased"):
+            self.command("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def pixels(self, box: dict[str, float]) -> np.ndarray:
         """A part of the page as ``(height, width, 3)``."""
@@ -158,28 +160,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("page") / "report.html", content)
 
 
-@pytest.fixture(scope="module")
-def far_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chart with points close together far below its axis."""
-    points = [point(2.0 ** (step / 3), 0.7 + step / 100) for step in range(34)]
-    points += [point(size, -3.0) for size in (1.0, 1.1, 1.5, 64.0, 64.5, 1900.0, 2048.0)]
-    return write_chart(points, tmp_path_factory.mktemp("far"))
-
-
-@pytest.fixture(scope="module")
-def fine_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chart whose axis has numbers of four decimals."""
-    points = [point(2.0**step, 0.8115 + step / 1000) for step in range(6)]
-    return write_chart(points, tmp_path_factory.mktemp("fine"))
-
-
-def write_chart(points: list[ParetoPoint], folder: Path) -> Path:
-    chart = pareto_chart(points, "auc", higher_is_better=True)
-    path = folder / "chart.html"
-    path.write_text(f'<!doctype html><meta charset="utf-8"><section id="figure-pareto">{chart}</section>')
-    return path
-
-
 def boxes(browser: Browser, selector: str) -> list[dict[str, float]]:
     """Places of elements in the document."""
     return browser.evaluate(
@@ -188,20 +168,28 @@ def boxes(browser: Browser, selector: str) -> list[dict[str, float]]:
     )
 
 
-def shown_tips(browser: Browser) -> list[str]:
-    """Texts of the marks whose numbers can be seen."""
-    return browser.evaluate(
-        "[...document.querySelectorAll('.tip')].filter(t => getComputedStyle(t).opacity === '1').map(t => t.innerText)"
+def told(browser: Browser) -> list[str]:
+    """Texts of the marks that are pointed at."""
+    return browser.evaluate("[...document.querySelectorAll('.hoverlayer .hovertext')].map(t => t.textContent)")
+
+
+def assert_text_stands_out(browser: Browser) -> None:
+    selector = "h1, h2, p, td, th, dt, dd, li, a, figcaption, summary, .js-plotly-plot text"
+    contrasts = browser.evaluate(
+        f"[...document.querySelectorAll({selector!r})].map(e => [e.textContent.slice(0, 40), {CONTRAST}(e)])"
     )
+    assert len(contrasts) > 60
+    assert [(text, round(contrast, 2)) for text, contrast in contrasts if contrast < 4.5] == []
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_every_figure_is_drawn_and_nothing_is_loaded(browser: Browser, page: Path, dark: bool) -> None:
+def test_every_figure_is_drawn_readable_and_nothing_is_loaded(browser: Browser, page: Path, dark: bool) -> None:
     browser.requests.clear()
     browser.show(page, dark=dark)
+    assert_text_stands_out(browser)
     names = browser.evaluate("[...document.querySelectorAll('figure')].map(f => f.id.replace('figure-', ''))")
     assert names == [
-        *("pareto", "quality", "pruning-rate", "embedding-dim", "num-blocks"),
+        *("quality", "pruning-rate", "embedding-dim", "num-blocks"),
         *("history", "alpha", "alpha-distribution", "frequency", "row-distribution", "bytes"),
     ]
     for name, box in zip(names, boxes(browser, "figure .card"), strict=True):
@@ -212,7 +200,7 @@ def test_every_figure_is_drawn_and_nothing_is_loaded(browser: Browser, page: Pat
         assert 0.003 < is_ink.mean() < 0.6, f"{name}: {is_ink.mean():.2%} of it is drawn"
         assert is_ink.any(axis=0).mean() > 0.4, f"{name}: drawn in a corner"
         assert (backdrop.sum() < 300) == dark, f"{name}: backdrop {backdrop}"
-    assert [url for url in browser.requests if not url.startswith("data:image/png")] == [page.as_uri()]
+    assert [url for url in browser.requests if not url.startswith("data:image/")] == [page.as_uri()]
 
 
 @pytest.fixture(scope="module")
@@ -246,13 +234,13 @@ def test_a_table_scrolled_sideways_keeps_its_first_column_and_the_headings_of_it
     assert overflows(browser)[0] > 300
     browser.evaluate("document.querySelector('#quality .scroll').scrollLeft = 300")
     (frame,) = boxes(browser, "#quality .scroll")
-    for selector, num_cells in (("thead th:first-child", 1), ("tbody td:first-child", 4), ("tr.part span", 3)):
+    for selector, num_cells in (("thead th:first-child", 1), ("tbody th[scope=row]", 4), ("tr.part span", 3)):
         cells = boxes(browser, f"#quality {selector}")
         assert len(cells) == num_cells
         for cell in cells:
             assert frame["x"] <= cell["x"] <= cell["x"] + cell["width"] <= frame["x"] + frame["width"]
     backs = browser.evaluate(
-        "[...document.querySelectorAll('#quality th:first-child, #quality td:first-child')]"
+        "[...document.querySelectorAll('#quality th:first-child')]"
         ".filter(e => getComputedStyle(e).position === 'sticky').map(e => getComputedStyle(e).backgroundColor)"
     )
     assert len(backs) == 5
@@ -272,97 +260,79 @@ def test_a_printed_table_loses_no_column(browser: Browser, awkward_page: Path) -
         browser.command("Emulation.setEmulatedMedia", media="")
 
 
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_text_of_a_comparison_stands_out_from_what_is_behind_it(
+    browser: Browser, comparison_page: Path, dark: bool
+) -> None:
+    browser.show(comparison_page, dark=dark)
+    assert_text_stands_out(browser)
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_pointing_at_a_mark_tells_its_numbers(browser: Browser, page: Path, width: int) -> None:
+    browser.show(page, width=width)
+    browser.evaluate("document.querySelector('#chart-quality').scrollIntoView({block: 'center'})")
+    top = browser.evaluate("scrollY")
+    marks = boxes(browser, "#chart-quality path.point")
+    assert len(marks) == 5
+    assert told(browser) == []
+    seen = []
+    for mark in marks:
+        browser.point_at(mark["x"] + mark["width"] / 2, mark["y"] + mark["height"] / 2 - top)
+        deadline = time.monotonic() + 10
+        while not (texts := told(browser)) or texts[0] in seen:
+            assert time.monotonic() < deadline, (mark, seen, texts)
+            time.sleep(0.02)
+        seen.append(texts[0])
+        (label,) = boxes(browser, ".hoverlayer .hovertext path")
+        assert 0 <= label["x"] <= label["x"] + label["width"] <= width
+    methods = ["dense", "dnis", "magnitude", "uniform", "uniform"]
+    assert sorted(text.partition("test auc")[0] for text in seen) == methods
+    facts = f"4.01{TIMES} smaller0.00638 MB served2 seedson the Pareto front"
+    assert f"dnistest auc 0.8105 {PLUS_MINUS} 0.0007{facts}" in seen
+
+
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("which", ["page", "comparison_page", "awkward_page"])
-def test_the_page_does_not_scroll_sideways(
+def test_words_of_a_chart_are_whole_and_apart_and_nothing_scrolls_sideways(
     browser: Browser, which: str, width: int, request: pytest.FixtureRequest
 ) -> None:
     browser.show(request.getfixturevalue(which), width=width)
     assert browser.evaluate("document.scrollingElement.scrollWidth") <= width
-    assert min(box["width"] for box in boxes(browser, "figure")) > 0.8 * width - 60
+    assert min(box["width"] for box in boxes(browser, "figure")) > 0.75 * min(width, 1020)
+    names = browser.evaluate("[...document.querySelectorAll('.chart')].map(c => '#' + c.id)")
+    for name in names:
+        (frame,) = boxes(browser, name)
+        words = boxes(browser, f"{name} text:not(.bartext):not(:empty)")
+        assert len(words) > 3
+        for at, word in enumerate(words):
+            assert frame["x"] - 1 <= word["x"] <= word["x"] + word["width"] <= frame["x"] + frame["width"] + 1, name
+            assert frame["y"] - 1 <= word["y"] <= word["y"] + word["height"] <= frame["y"] + frame["height"] + 1, name
+            for other in words[at + 1 :]:
+                apart = word["x"] + word["width"] <= other["x"] + 2 or other["x"] + other["width"] <= word["x"] + 2
+                below = word["y"] + word["height"] <= other["y"] + 4 or other["y"] + other["height"] <= word["y"] + 4
+                assert apart or below, name
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("which", ["page", "comparison_page"])
-def test_text_stands_out_from_what_is_behind_it(
-    browser: Browser, which: str, dark: bool, request: pytest.FixtureRequest
+def test_the_first_screen_holds_sentence_tiles_and_chart_and_a_click_on_a_heading_sorts_its_table(
+    browser: Browser, page: Path
 ) -> None:
-    browser.show(request.getfixturevalue(which), dark=dark)
-    selector = "h1, h2, p, td, th, dt, dd, li, figcaption, summary, .pareto text, .tip strong, .tip i"
-    contrasts = browser.evaluate(
-        f"[...document.querySelectorAll({selector!r})].map(e => [e.textContent.slice(0, 40), {CONTRAST}(e)])"
-    )
-    assert len(contrasts) > 60
-    assert [(text, round(contrast, 2)) for text, contrast in contrasts if contrast < 4.5] == []
-
-
-@pytest.mark.parametrize("width", [WIDE, 760, NARROW])
-def test_pointing_at_a_mark_shows_its_numbers(browser: Browser, page: Path, width: int) -> None:
-    browser.show(page, width=width)
-    (chart,) = boxes(browser, "#figure-pareto .plot")
-    marks = boxes(browser, "#figure-pareto .points li")
-    assert len(marks) == 5
-    assert shown_tips(browser) == []
-    browser.evaluate(f"scrollTo(0, {chart['y'] - 20})")
-    seen = []
-    for index in range(len(marks)):
-        show = "scrollIntoView({block: 'nearest', inline: 'center'})"
-        browser.evaluate(f"document.querySelectorAll('#figure-pareto .points li')[{index}].{show}")
-        top, mark = browser.evaluate("scrollY"), boxes(browser, "#figure-pareto .points li")[index]
-        browser.point_at(mark["x"] + mark["width"] / 2, mark["y"] + mark["height"] / 2 - top)
-        (text,) = shown_tips(browser)
-        seen.append(text.split("\n"))
-        tip = next(box for box, text_ in zip(boxes(browser, ".tip"), tips(browser), strict=True) if text_ == text)
-        around = chart if width == WIDE else {"x": 0, "y": top, "width": width, "height": 900}
-        assert around["x"] <= tip["x"] <= tip["x"] + tip["width"] <= around["x"] + around["width"]
-        assert around["y"] <= tip["y"] <= tip["y"] + tip["height"] <= around["y"] + around["height"]
-    assert [lines[0] for lines in seen] == [
-        *("dense", "uniform", "magnitude", "uniform", "dnis, on the Pareto front"),
-    ]
-    assert seen[-1][1:] == [
-        "auc 0.8105 \N{PLUS-MINUS SIGN} 0.0007",
-        "tables 0.00798 MB as csr_fp32",
-        "compression 4.01\N{MULTIPLICATION SIGN}",
-        "seeds 2",
-        "time of one run 12.0 s",
-    ]
-    browser.point_at(2, 2)
-    assert shown_tips(browser) == []
-
-
-def test_every_mark_beyond_the_axis_can_be_pointed_at(browser: Browser, far_page: Path) -> None:
-    browser.show(far_page)
-    reached = browser.evaluate(
-        """[...document.querySelectorAll('.points li')].slice(-7).map(e => { const b = e.getBoundingClientRect();
-        return document.elementFromPoint(b.x + b.width / 2, b.y + b.height / 2) === e; })"""
-    )
-    assert reached == [True] * 7
-
-
-def tips(browser: Browser) -> list[str]:
-    """Texts of all marks."""
-    return browser.evaluate("[...document.querySelectorAll('.tip')].map(t => t.innerText)")
-
-
-def test_marks_are_reached_with_the_tab_key(browser: Browser, page: Path) -> None:
     browser.show(page)
-    for place in range(3):
-        browser.press_tab()
-        assert shown_tips(browser) == tips(browser)[place : place + 1]
+    ends = [box["y"] + box["height"] for box in boxes(browser, ".lead, .numbers, #chart-quality")]
+    assert ends == sorted(ends)
+    assert ends[-1] < 900
+    browser.evaluate("document.querySelector('#quality table').scrollIntoView()")
+    top = browser.evaluate("scrollY")
+    (heading,) = boxes(browser, "#quality thead th:nth-child(5)")
 
+    def column() -> list[str]:
+        return browser.evaluate(
+            "[...document.querySelectorAll('#quality tbody td:nth-child(5)')].map(c => c.firstChild.data)"
+        )
 
-@pytest.mark.parametrize("which", ["page", "far_page", "fine_page"])
-def test_labels_of_the_chart_are_whole_and_apart(request: pytest.FixtureRequest, browser: Browser, which: str) -> None:
-    browser.show(request.getfixturevalue(which))
-    assert len(boxes(browser, "#figure-pareto .beyond")) == (7 if which == "far_page" else 0)
-    (chart,) = boxes(browser, "#figure-pareto .plot > svg")
-    labels = boxes(browser, "#figure-pareto .plot text")
-    assert len(labels) > 8
-    for index, label in enumerate(labels):
-        assert chart["x"] <= label["x"] + 1
-        assert label["x"] + label["width"] <= chart["x"] + chart["width"] + 1
-        assert label["y"] + label["height"] <= chart["y"] + chart["height"] + 1
-        for other in labels[index + 1 :]:
-            apart = label["x"] + label["width"] <= other["x"] or other["x"] + other["width"] <= label["x"]
-            below = label["y"] + label["height"] <= other["y"] + 3 or other["y"] + other["height"] <= label["y"] + 3
-            assert apart or below
+    assert column() == ["0.8005", "0.7936", "0.7005", "0.7866", "0.8105"]
+    for direction in ("ascending", "descending"):
+        browser.click(heading["x"] + heading["width"] / 2, heading["y"] + heading["height"] / 2 - top)
+        assert column() == sorted(column(), reverse=direction == "descending")
+        sorted_by = "document.querySelector('#quality th[aria-sort]')"
+        assert browser.evaluate(f"{sorted_by}.ariaSort + {sorted_by}.innerText").startswith(f"{direction}auc")
