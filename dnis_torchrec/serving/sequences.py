@@ -129,16 +129,19 @@ class ServedEmbeddingCollection(EmbeddingCollectionInterface):
             own = [bags[feature] for feature in table.feature_names]
             ids = [jagged.values() for jagged in own]
             rows = self._rows(table, ids[0] if len(ids) == 1 else torch.cat(ids))
-            for name, jagged, values in zip(names, own, rows.split([len(part) for part in ids]), strict=True):
+            for name, jagged, values in zip(names, own, rows.split([part.shape[0] for part in ids]), strict=True):
                 weights = jagged.values() if self._need_indices else None
                 found[name] = JaggedTensor(values=values, lengths=jagged.lengths(), weights=weights)
         return found
 
     def _rows(self, table: TableScheme, ids: Tensor) -> Tensor:
         """The rows of some ids, ``(I, D)``: bags of one id each."""
-        if not len(ids):  # TorchRec's own modules take no batch of 0 samples
+        num_ids = ids.shape[0]
+        if not torch.compiler.is_compiling() and not num_ids:  # TorchRec's own modules take no batch of 0 samples
             return torch.zeros(0, table.embedding_dim, device=ids.device)
-        bags = KeyedJaggedTensor(keys=[table.name], values=ids, lengths=torch.ones_like(ids), stride=len(ids))
+        offsets = torch.arange(num_ids + 1, dtype=ids.dtype, device=ids.device)  # else TorchRec reaches for FBGEMM
+        lengths = torch.ones_like(ids)
+        bags = KeyedJaggedTensor(keys=[table.name], values=ids, lengths=lengths, offsets=offsets, stride=num_ids)
         pooled: KeyedTensor = self.tables[table.name](bags)
         return pooled.values()
 

@@ -22,6 +22,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check, describe
+from dnis_torchrec.jobs.packaging.in_torch import without_fbgemm
 from dnis_torchrec.jobs.packaging.transposed_linear import TransposedLinear
 from dnis_torchrec.ops.bag_offsets import bag_offsets, names_tensor
 from dnis_torchrec.ops.csr_operator import load_operator
@@ -186,13 +187,15 @@ class FlatModel(nn.Module):
         Raises:
             ValueError: if lengths are not those of the ids; names the feature. Compiled or scripted: RuntimeError.
         """
+        # given along, so that TorchRec does not reach for FBGEMM to sum lengths up; lengths are read from them, so that
+        # nothing in a graph reads any that have not been checked
+        offsets = bag_offsets(lengths, values, self.feature_names)
         features = KeyedJaggedTensor(
             keys=self._keys,
             values=values,
             weights=weights,
-            lengths=lengths.reshape(-1),
-            # given along, so that they are checked, and TorchRec does not reach for FBGEMM to sum lengths up
-            offsets=bag_offsets(lengths, values, self.feature_names),
+            lengths=offsets.diff(),
+            offsets=offsets,
             stride=dense.shape[0],
         )
         return self.model(dense_features=dense, sparse_features=features)
@@ -223,8 +226,8 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
-            program = torch.export.export(
-                traced, inputs, dynamic_shapes=tuple(ids_and_batch[: len(inputs)]), strict=False
+            program = without_fbgemm(
+                torch.export.export(traced, inputs, dynamic_shapes=tuple(ids_and_batch[: len(inputs)]), strict=False)
             )
     except Exception as error:  # torch.export has no class of its own for what it cannot trace
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -239,7 +242,7 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
     foreign = sorted(operator_libraries(program) - {*OPERATORS_OF_TORCH, OWN_OPERATORS})
     if foreign:
         requirement = "supported are the operators of torch and of dnis_torchrec"
-        remedy = "KeyedJaggedTensor's own `features[name]` calls FBGEMM, `ops.bag_splitting.select_features` not"
+        remedy = "write what calls them in operators of torch"
         received = f"some of {foreign}, which a server may not have"
         raise NotImplementedError(describe(place, requirement, received, remedy))
     return program

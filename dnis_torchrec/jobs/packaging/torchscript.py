@@ -45,6 +45,8 @@ def to_torchscript(program: ExportedProgram) -> torch.jit.ScriptModule:
             tensor: Any = reduce(getattr, node.target.split("."), source)
             root.register_buffer(name, tensor.detach())
             copies[node].target = name
+        elif node.target == torch.ops.aten.item.default and isinstance(node.meta["val"], torch.SymInt):
+            copies[node].target = int  # TorchScript takes an item for a number of any kind
         elif isinstance(node.target, torch._ops.OpOverload):
             copies[node].target = node.target.overloadpacket
     with warnings.catch_warnings():
