@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dnis_torchrec import TrainTask
-from dnis_torchrec.comparison.methods import METHODS, NotApplicableError
+from dnis_torchrec.comparison.methods import METHODS, NotApplicableError, pep
 from dnis_torchrec.comparison.methods.reparametrised import (
     RoundedRows,
     ThresholdedTables,
@@ -20,7 +21,10 @@ from dnis_torchrec.comparison.methods.reparametrised import (
     threshold_gradients,
     thresholded,
 )
+from dnis_torchrec.data.recipe import Recipe
+from dnis_torchrec.search.pruning import keep_largest_
 from dnis_torchrec.serving.quantized_rows import stored_rows
+from dnis_torchrec.soft_selection.table_shards import TableShard
 from dnis_torchrec.training.sharded import shard
 from tests.comparison.test_baselines_methods import CPU, build, make_task
 from tests.tiny import make_batch, make_recipe
@@ -158,6 +162,25 @@ def test_pep_keeps_as_many_values_as_the_bytes_pay_for(gloo, tmp_path: Path, pre
         with made.served(CPU) as model:
             found = model(batch.dense_features, batch.sparse_features)
     torch.testing.assert_close(found, trained, atol=1e-6 if precision == "fp32" else 0.02, rtol=0)
+
+
+def test_most_values_die_by_thresholds_before_the_smallest_go(
+    gloo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[float] = []
+
+    def noting(tables: list[TableShard], num_keep: int) -> None:
+        shares = [float((table.weight != 0).float().mean()) for table in tables]
+        alive.append(max(shares))
+        keep_largest_(tables, num_keep)
+
+    def quick(embedding_dim: int | None) -> Recipe:
+        return replace(build(embedding_dim), table_learning_rate=0.03)
+
+    monkeypatch.setattr(pep, "keep_largest_", noting)
+    METHODS["pep"](make_task(tmp_path, 8.0, make=quick, max_epochs=60))
+    assert len(alive) == 1
+    assert alive[0] < 0.6
 
 
 @pytest.mark.parametrize("name", ["pep", "int4-qat"])
