@@ -13,12 +13,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 from torch import Tensor
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.report.charts.style import MOST_IN_A_LEGEND, series_style
 from dnis_torchrec.report.content import BlockSummary
 from dnis_torchrec.report.of_run import named_alpha, searched_summaries
+from dnis_torchrec.report.tables import format_count
 
 SHARE_OF_TIME = 0.05
 """Images may take this share of the time since the start; where epochs are short, some epochs have none."""
@@ -88,7 +90,7 @@ def alpha_image(alpha: Mapping[str, Tensor]) -> Figure:
     image = axis.imshow(cells, cmap=colours, vmin=-0.2, vmax=1, aspect="auto", interpolation="none")
     axis.set_yticks(middles, [_short(name) for name in alpha])
     axis.set_xlabel("dimension, most widely retained first")
-    figure.colorbar(image, label="alpha (white: 0)", boundaries=np.linspace(0, 1, 100), ticks=[0, 0.5, 1])
+    figure.colorbar(image, label="alpha (white: 0)", boundaries=np.linspace(0, 1, 100), ticks=[0, 0.5, 1], shrink=0.5)
     return figure
 
 
@@ -107,6 +109,8 @@ def frequency_image(blocks: Sequence[BlockSummary]) -> Figure:
         colour, marker = series_style(index)[0], MARKERS[index % len(MARKERS)]
         axis.plot(x, y, color=colour, marker=marker, markersize=8, linewidth=1, label=_short(table))
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel("mean occurrences per row of the block (log scale)")
     axis.set_ylabel("retained dims per row")
     axis.grid(axis="y", color="#E4E4E4")

@@ -142,7 +142,7 @@ def merge_(model: nn.Module) -> nn.Module:
     ``E~ = alpha[block] * E`` in place, shard by shard; the model then computes what it computed before, without
     wrappers. Local, no collective. In a model that DistributedModelParallel shards over several ranks the tables are
     folded where they are, alpha becomes 1 and the sharded model itself is returned, because no rank may hold a foreign
-    shard.
+    shard; managed collisions give no id another row there, or ranks would not agree.
 
     Args:
         model: a prepared model, wrapped in DistributedModelParallel or not. Changed in place; not usable afterwards

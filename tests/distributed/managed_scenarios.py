@@ -11,6 +11,8 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from dnis_torchrec.allocation.allocate import Allocation
+from dnis_torchrec.allocation.compress import measure_
 from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.data.recipe import TrainTask
@@ -77,7 +79,14 @@ def searched(model_of: str, kind: str, at: Rank) -> Results:
     with torch.no_grad():
         results["before"] = model.eval()(probe)[1][1]
         results["merged"] = merge_(model)(probe)[1][1]
-    return results
+    samples = [managed.batch(10 * step + at.rank, SIZE) for step in range(4)]
+    found = measure_(get_unwrapped_module(model).model, samples, loss=nn.MSELoss()).allocate(compression=4)
+    return results | {"compression": found.compression, "bits": bits_of(found)}
+
+
+def bits_of(found: Allocation) -> dict[str, torch.Tensor]:
+    """Table -> bits of its columns."""
+    return {name: table.codes.bits for name, table in found.scheme.tables.items()}
 
 
 def _remapping(whole: nn.Module) -> nn.Module:
@@ -86,9 +95,14 @@ def _remapping(whole: nn.Module) -> nn.Module:
 
 def unsharded(model_of: str) -> Results:
     """The same steps on one process, with the samples of both ranks."""
-    return steps_unsharded(task(model_of).train(), stream((0, 1)), STEPS, RATE)
+    whole = task(model_of).train()
+    results = steps_unsharded(whole, stream((0, 1)), STEPS, RATE)
+    merged = merge_(whole.model).eval()
+    samples = [managed.joined([managed.batch(10 * step + rank, SIZE) for rank in (0, 1)]) for step in range(4)]
+    return results | {"bits": bits_of(measure_(merged, samples, loss=nn.MSELoss()).allocate(compression=4))}
 
 
 def scenarios() -> dict[str, Scenario]:
-    """One for every kind of collection and of sharding."""
-    return {f"{model_of} {kind}": partial(searched, model_of, kind) for model_of in MODELS for kind in SHARDED_AS}
+    """One for every kind of sharding, and of collection."""
+    kinds = [("bags", kind) for kind in SHARDED_AS] + [("sequences", kind) for kind in SHARDED_AS[:2]]
+    return {f"{model_of} {kind}": partial(searched, model_of, kind) for model_of, kind in kinds}

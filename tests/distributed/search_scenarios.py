@@ -44,7 +44,7 @@ from tests.shared_storage import register
 from tests.tiny import Repeatable, make_batch, make_collection, make_recipe, ranked
 
 SIZE = 10.0
-SHORT = SearchSettings(num_blocks=3, epochs=1, patience=1)
+SHORT = SearchSettings(num_blocks=3, epochs=2, patience=2)
 CPU = torch.device("cpu")
 
 
@@ -142,7 +142,7 @@ def stopped(rank: Rank) -> dict[str, Any]:
     """The same search, stopped in the midst of its ramp, and what is told that wants to go on otherwise."""
     folder, steps = rank.folder / "stopped", itertools.count()
     folder.mkdir(exist_ok=True)
-    events = SearchEvents(should_stop=lambda: next(steps) > 24)
+    events = SearchEvents(should_stop=lambda: next(steps) > 34)
     outcome = outcome_of(lambda: found_by(rotatable(), folder, events))
     other, resumed = rotatable(), Saving(resume=True)
     other.data.selection.batches[0].sparse_features.values()[0] += 1  # a sample of rank 0
@@ -205,7 +205,7 @@ def uneven(rank: Rank) -> dict[str, Any]:
             whole = [make_batch(max(size, 1), 10 * rank.rank + at) for at, size in enumerate(sizes[rank.rank])]
             parts[name] = OwnBatches([slice_of(b, 0, n) for b, n in zip(whole, sizes[rank.rank], strict=True)])
         recipe = replace(recipe, data=replace(recipe.data, **parts))
-        outcomes[what] = outcome_of(lambda r=recipe, f=folder: found_by(r, f))
+        outcomes[what] = outcome_of(lambda r=recipe, f=folder: found_by(r, f, epochs=1, patience=1))
     return outcomes
 
 
@@ -253,7 +253,7 @@ def hosts(rank: Rank) -> dict[str, Any]:
         return run_search(SearchJob(**given, out=own / "run", url=url, **options))
 
     with patch.dict(os.environ, {"DNIS_CACHE": str(own / "cache")}), without_images():
-        with patch("dnis_torchrec.jobs.progress._StopRequest.is_requested", lambda _: next(steps) > 24):
+        with patch("dnis_torchrec.jobs.progress._StopRequest.is_requested", lambda _: next(steps) > 34):
             stopped = outcome_of(job)
         checkpoints = len(list((rank.folder / "stored" / "checkpoints").glob("step-*")))
         [row] = job(saving=Saving(resume=True))
@@ -274,7 +274,7 @@ def estimated(rank: Rank) -> dict[str, Any]:
     events = SearchEvents(on_start=lambda steps, counts, blocks: seen.append((counts, blocks)))
     rough = partial(CountLimits, exact_ids=8, epsilon=0.05, delta=0.1)
     with patch("dnis_torchrec.search.started.CountLimits", rough):
-        outcome = found_by(recipe("adam"), folder, events, exact_count_rows=20)
+        outcome = found_by(recipe("adam"), folder, events, exact_count_rows=20, epochs=1, patience=1)
     ((counts, blocks),) = seen
     return {
         "counts": {name: rows[:] for name, rows in counts.counts.items()},
@@ -331,4 +331,4 @@ def diverges(rank: Rank) -> dict[str, Any]:
         if record.epoch == 1 and rank.rank == 1:
             own.data.train.batches[4].dense_features[:] = float("nan")
 
-    return {"outcome": outcome_of(lambda: found_by(own, folder, SearchEvents(on_epoch=poison), epochs=3, patience=2))}
+    return {"outcome": outcome_of(lambda: found_by(own, folder, SearchEvents(on_epoch=poison), epochs=3))}

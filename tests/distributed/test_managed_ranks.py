@@ -31,6 +31,9 @@ def test_it_is_searched_as_on_one_process(ranks: RankResults, expected: Mapping[
     assert found[0]["levels"].count("upper") == 4
     for own in found:
         assert own["moved"] == []
+        assert own["compression"] >= 4
+        for table, bits in alone["bits"].items():
+            assert (own["bits"][table] != bits).float().mean() < 0.02  # sums of ranks are rounded otherwise
         torch.testing.assert_close(own["alpha"], alone["alpha"], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(own["merged"], own["before"], atol=1e-5, rtol=1e-5)
         for place, shard in own["tables"].items():

@@ -155,7 +155,7 @@ def test_a_trained_model_is_searched_as_in_one_process_and_a_stop_heard_to_the_e
 def test_one_process_goes_on_with_a_search_of_two_ranks(both) -> None:
     """With Adam's states of spread tables, and an epoch of which two ranks have seen one part each."""
     for own in both[0]["stopped"]:
-        assert own["outcome"].startswith("SearchInterrupted: epoch 2, lower step 23")
+        assert own["outcome"].startswith("SearchInterrupted: epoch 3, lower step 32")
     folder = both[0].folder / "stopped"
     [named] = {own["refusal"].replace("rank 0: ", "") for own in both[0]["stopped"]}
     assert named.startswith(f"ValueError: checkpoint {folder}/step-")

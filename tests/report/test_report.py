@@ -288,6 +288,9 @@ def test_page_escapes_hostile_names() -> None:
     reader = PageReader(page)
     assert_runs_its_own_scripts_alone(page)
     assert "img" not in reader.tags
+    data = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    assert len(data) == 6
+    assert not [chart for chart in data if "<" in chart], "nothing in a chart ends its element"
     assert not [name for name, _ in reader.attributes if name.startswith("on")]
     assert not [value for value in reader.values("src", "href", "xlink:href") if "example.org" in value]
     assert reader.text.count(HOSTILE) >= 8

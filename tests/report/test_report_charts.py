@@ -142,6 +142,7 @@ def test_bytes_are_bars_in_megabytes_that_tell_what_they_save() -> None:
     (bars,) = charts.bytes_per_form(sizes).data
     assert bars.y == ("csr_fp32", "dense_fp32", "padded")
     assert bars.text == ("0.64 MB", "2.56 MB", "5.12 MB")
+    assert bars.x == (0.64, 2.56, 5.12)
     told = [text.split("<br>")[1:] for text in bars.hovertext]
     smaller, larger = f"4{TIMES} smaller than dense_fp32", f"2{TIMES} larger than dense_fp32"
     assert told == [["640,000 bytes", smaller], ["2,560,000 bytes"], ["5,120,000 bytes", larger]]

@@ -217,6 +217,9 @@ class Writer:
         figure.draw_without_rendering()
         box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
         assert min(box.x0, box.y0, width - box.x1, height - box.y1) > -0.02, "something is cut"
+        labels = [label.get_text() for axis in figure.axes for label in axis.get_xticklabels()]
+        assert labels
+        assert not [label for label in labels if "$" in label]
         assert figure.dpi == 150
         self.written.append((tag, step))
 

@@ -23,7 +23,7 @@ from dnis_torchrec.training.evaluation import evaluate
 from tests import tiny_tasks
 from tests.tiny import ROWS, make_recipe
 
-SHORT = SearchSettings(num_blocks=3, epochs=1, patience=1)
+SHORT = SearchSettings(num_blocks=3, epochs=2, patience=2)
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 

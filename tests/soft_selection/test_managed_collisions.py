@@ -22,7 +22,7 @@ from dnis_torchrec.search.budget import Size
 from dnis_torchrec.search.pruning import prune
 from dnis_torchrec.serving.packed import PackedEmbeddingBagCollection
 from dnis_torchrec.soft_selection.managed_collisions import remapped
-from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan
+from dnis_torchrec.soft_selection.sharding import CpuEmbeddingBagCollectionSharder, make_sharding_plan, shard_model
 from dnis_torchrec.soft_selection.swap import merge_, prepare_
 from dnis_torchrec.soft_selection.table_shards import collections, table_configs
 from dnis_torchrec.soft_selection.wrapper import SoftSelectionEmbeddingBagCollection
@@ -112,6 +112,18 @@ def test_rows_keep_their_ids_while_the_model_is_prepared() -> None:
     merge_(model)
     predictions(model, NEW)
     assert any(not torch.equal(value, before[name]) for name, value in state_of(model).items())
+
+
+def test_sharded_on_one_rank_it_comes_back_plain_and_goes_on(gloo: dist.ProcessGroup) -> None:
+    model, plain = trained(), trained()
+    sharded = shard_model(prepare_(model, counted(model)[1]), CPU)
+    torch.testing.assert_close(predictions(sharded, NEW), predictions(plain, NEW))
+    merged = merge_(sharded)
+    assert type(merged.tables._embedding_module) is EmbeddingBagCollection
+    torch.testing.assert_close(predictions(merged), predictions(plain))
+    before = state_of(merged)
+    predictions(merged.train(), NEW)
+    assert any(not torch.equal(value, before[name]) for name, value in state_of(merged).items())
 
 
 def test_a_row_that_is_evicted_and_reused_begins_in_the_cold_block() -> None:

@@ -130,7 +130,8 @@ def search_history(history: Sequence[Mapping[str, Any]]) -> go.Figure:
             figure.add_trace(line(name, epochs, drawn, style, told), row=row, col=1)
     framed(figure, "loss, and alpha below it", height=460)
     _mark_phases(figure, epochs, [entry.get("phase") for entry in history])
-    figure.update_xaxes(title={"text": "epoch"}, row=2, col=1).update_xaxes(showgrid=False, zeroline=False)
+    figure.update_xaxes(title={"text": "epoch"}, row=2, col=1)
+    figure.update_xaxes(showgrid=False, zeroline=False, dtick=math.ceil(len(epochs) / 10))
     return figure.update_yaxes(range=[-0.04, 1.06], row=2, col=1)
 
 
