@@ -366,6 +366,8 @@ OF_ITSELF = {
     "dnis_torchrec/search/loop.py",
     "dnis_torchrec/data/users_code.py",  # what pip writes of an installed package
     "dnis_torchrec/jobs/verification/resident.py",
+    "dnis_torchrec/jobs/verification/findings.py",
+    "dnis_torchrec/comparison/run.py",
 }
 """What parses text that this very job has made."""
 
