@@ -29,9 +29,9 @@ def test_levels(schedule: LevelSchedule) -> None:
 
 
 def test_both_levels_step_unless_a_warm_up_is_asked_for() -> None:
-    expected = ["t", "v", "t", "v"]
-    assert [next(stream) for stream in [BilevelStream(["t"], ["v"])] for _ in range(4)] == expected
-    assert [next(stream) for stream in [BilevelStream(["t"], ["v"], LevelSchedule())] for _ in range(4)] == expected
+    expected = ["t", "t", "v", "t", "v"]
+    assert [next(stream) for stream in [BilevelStream(["t"], ["v"])] for _ in range(5)] == expected
+    assert [next(stream) for stream in [BilevelStream(["t"], ["v"], LevelSchedule())] for _ in range(5)] == expected
 
 
 @pytest.mark.parametrize("value", [0, -1])

@@ -225,7 +225,8 @@ def export_graph(model: nn.Module, signature: Signature) -> ExportedProgram:
     traced = FlatModel(copy.deepcopy(model, memo), signature)
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
+            for about_torch in (".*isinstance.treespec, LeafSpec.*", ".*guard_size_oblivious"):
+                warnings.filterwarnings("ignore", message=about_torch, category=FutureWarning)
             program = without_fbgemm(
                 torch.export.export(traced, inputs, dynamic_shapes=tuple(ids_and_batch[: len(inputs)]), strict=False)
             )
