@@ -46,7 +46,7 @@ METHOD_STYLES = {
 }
 """Methods that look the same in every chart; the others take what is left, see `method_styles`."""
 OTHER_COLOURS, OTHER_MARKS = (PURPLE, SKY, YELLOW), ("triangle-left", "triangle-right", "star", "hexagon")
-COMPRESSION = "compression: float32 bytes / bytes served (log)"
+COMPRESSION = "compression (log scale)"
 """Label of the one axis that every chart of quality against size has."""
 MOST_IN_A_LEGEND = 16
 """Of more lines than that, a name is read by pointing at one."""
