@@ -18,8 +18,8 @@ from importlib import metadata
 from importlib.util import find_spec
 
 TORCH_OF_TORCHREC = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13", "1.9": "2.14"}
-"""Releases that go together; fbgemm bears the number of torchrec. The whole suite runs on the last pair, and
-has run on the first (torchrec 1.6.1) but for tests of the C++ loader and of Kubernetes, whose needs were not there."""
+"""Releases that go together; fbgemm bears the number of torchrec. The suite runs on torchrec 1.8. It has run on 1.9.2,
+and on 1.6.1 but for tests of the C++ loader and of Kubernetes, whose needs were not there."""
 
 NEEDED_BY_TORCHREC = ("pyre-extensions", "tensordict", "torchmetrics", "tqdm")
 """Distributions that torchrec imports; a bare ``pip install --no-deps torchrec`` leaves them out."""

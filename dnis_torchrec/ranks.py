@@ -144,6 +144,18 @@ class Ranks:
         """Whether this is rank 0, which speaks and writes for all."""
         return self.rank == 0
 
+    def share(self, count: int) -> tuple[int, int]:
+        """The W-th part of ``0 .. count - 1`` that is this rank's: the first, and the one after the last.
+
+        Args:
+            count: of all.
+
+        Example:
+            >>> Ranks().share(10)
+            (0, 10)
+        """
+        return count * self.rank // self.world_size, count * (self.rank + 1) // self.world_size
+
     def sum_(self, values: Tensor) -> Tensor:
         """Adds up integers over ranks, in place: one all_reduce per `VALUES_PER_COLLECTIVE` values.
 

@@ -162,7 +162,7 @@ def _pass_columns(folder: Path, shards: Sequence[TableShard]) -> None:
 
 def _spans_of_column_shards(folder: Path, table: TableScheme, ranks: Ranks) -> list[_SpanOfRows]:
     """The W-th part of a table's rows that this rank writes, read from the columns that all ranks have passed."""
-    first, last = (table.num_embeddings * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
+    first, last = ranks.share(table.num_embeddings)
     files = sorted((folder / _COLUMNS).glob(f"{_stem(table.name)}.*"))
 
     def rows(begin: int, end: int) -> Tensor:

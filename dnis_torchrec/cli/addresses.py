@@ -19,23 +19,12 @@ import typer
 
 from dnis_torchrec.checks import check, describe
 from dnis_torchrec.cli.terminal import fail
-
-_ADDRESS_OF: dict[Path, str] = {}
-
-
-def shown(path: Path) -> str:
-    """A path as the user named it: the address that a local copy stands for, or the path itself."""
-    return _ADDRESS_OF.get(path, str(path))
-
-
-def address_of(path: Path | None) -> str | None:
-    """The address that a local copy stands for; None where the user named the path itself, or nothing."""
-    return None if path is None else _ADDRESS_OF.get(path)
+from dnis_torchrec.storage.copies import address_of, stands_for
 
 
 def url_of_ranks(out: Path) -> str | None:
     """Returns the URL where ranks write, if only ranks of the first host see `out`; else None."""
-    return _ADDRESS_OF[out] if out in _ADDRESS_OF and _are_on_several_hosts() else None
+    return address_of(out) if _are_on_several_hosts() else None
 
 
 def check_seen_by_ranks(out: Path) -> None:
@@ -118,7 +107,7 @@ def _local(value: str, prepare: Callable[[], Path]) -> Path:
         path = prepare()
     except (OSError, ValueError) as error:
         fail(error, 2)
-    _ADDRESS_OF[path] = value
+    stands_for(path, value)
     return path
 
 

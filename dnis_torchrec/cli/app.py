@@ -17,8 +17,9 @@ from typer.core import TyperGroup
 
 from dnis_torchrec._dependencies import version
 from dnis_torchrec.checks import check
-from dnis_torchrec.cli.addresses import fetched_settings, published_settings, shown
+from dnis_torchrec.cli.addresses import fetched_settings, published_settings
 from dnis_torchrec.cli.terminal import PlainConsole, fail, say
+from dnis_torchrec.storage.copies import shown
 
 ORDER = (
     *("train", "compress", "search", "prune", "evaluate", "export", "verify", "package", "plan", "compare", "report"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dnis_torchrec.cli.addresses import address_of, check_seen_by_ranks, shown
+from dnis_torchrec.cli.addresses import check_seen_by_ranks
 from dnis_torchrec.cli.app import (
     DataOption,
     OutOption,
@@ -22,6 +22,7 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.cli.options import Fields, command
 from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.comparison.settings import COMPARED_PRECISIONS, CompareSettings
+from dnis_torchrec.storage.copies import address_of, shown
 from dnis_torchrec.training.signals import Stopped
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 
 from dnis_torchrec.allocation.settings import CompressSettings
 from dnis_torchrec.checks import check
-from dnis_torchrec.cli.addresses import check_seen_by_ranks, fetched_settings, shown
+from dnis_torchrec.cli.addresses import check_seen_by_ranks, fetched_settings
 from dnis_torchrec.cli.app import (
     BaselinesOption,
     DataOption,
@@ -25,6 +25,7 @@ from dnis_torchrec.cli.app import (
 )
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
+from dnis_torchrec.storage.copies import shown
 
 if TYPE_CHECKING:
     from dnis_torchrec.report.compression_content import CompressionContent

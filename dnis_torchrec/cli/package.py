@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.cli.addresses import shown
 from dnis_torchrec.cli.app import (
     ArtifactArgument,
     DataOption,
@@ -20,6 +19,7 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import fail, say
 from dnis_torchrec.data.users_code import named_errors
+from dnis_torchrec.storage.copies import shown
 
 
 @command

@@ -16,7 +16,6 @@ from dnis_torchrec.cli.addresses import (
     check_seen_by_ranks,
     fetched_settings,
     published_first_settings,
-    shown,
     url_of_ranks,
 )
 from dnis_torchrec.cli.app import (
@@ -38,6 +37,7 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.cli.options import command
 from dnis_torchrec.cli.terminal import say
 from dnis_torchrec.search.settings import USUAL_EPOCHS, PruneSettings, SearchSettings, check_compression
+from dnis_torchrec.storage.copies import shown
 from dnis_torchrec.training.saving import Saving
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from dnis_torchrec.cli.addresses import check_seen_by_ranks, shown
+from dnis_torchrec.cli.addresses import check_seen_by_ranks
 from dnis_torchrec.cli.app import (
     DataOption,
     OutOption,
@@ -17,6 +17,7 @@ from dnis_torchrec.cli.app import (
 from dnis_torchrec.cli.options import Fields, command
 from dnis_torchrec.cli.runs import print_rows
 from dnis_torchrec.cli.terminal import say
+from dnis_torchrec.storage.copies import shown
 from dnis_torchrec.training.settings import TrainSettings
 
 

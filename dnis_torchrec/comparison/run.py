@@ -64,6 +64,7 @@ def run_comparison(comparison: Comparison) -> Compared:
         Stopped: on a signal (see `dnis_torchrec.training.signals`); the processes have ended, finished cells stay.
     """
     with launched_ranks() as ranks, ExitStack() as stack:
+        step = Step.now("compare", comparison.out)
         check_shared(comparison.out.parent, ranks.group)
         begun = _Begun(metric="", waiting=(), num_cells=0)
         with together(ranks.group):
@@ -73,7 +74,7 @@ def run_comparison(comparison: Comparison) -> Compared:
         begun = _Begun(**json.loads(ranks.gather_texts(json.dumps(asdict(begun)))[0]))
         with together(ranks.group):  # what is left of others' cells is waited for when it is left
             _run(comparison, begun, ranks)
-        return on_rank_zero(lambda: _written(comparison, facts), ranks.group)
+        return on_rank_zero(lambda: _written(comparison, facts, step), ranks.group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,7 @@ def _run(comparison: Comparison, begun: _Begun, ranks: Ranks) -> None:
         run_cells(own, jobs=comparison.num_jobs, on_done=on_done)
 
 
-def _written(comparison: Comparison, facts: RecipeFacts) -> Compared:
+def _written(comparison: Comparison, facts: RecipeFacts, step: Step) -> Compared:
     """Gathers all cells and writes comparison.json, .csv and .html."""
     finished = comparison.finished()
     crashes = {cell: read_crash(comparison.folder(cell)) for cell in comparison.cells() if cell not in finished}
@@ -148,7 +149,7 @@ def _written(comparison: Comparison, facts: RecipeFacts) -> Compared:
         higher_is_better=facts.higher_is_better,
         rules=comparison.rules() | {"embedding_dims": dict(facts.embedding_dims)},
         notes=facts.notes,
-        provenance=(Step.now("compare", comparison.out),),
+        provenance=(step,),
         versions=joined_versions(list(finished.values())),
     )
     write_comparison_json(comparison.out / "comparison.json", content)

@@ -112,7 +112,7 @@ def _check_kept(run: RunFolder, forms: Sequence[str]) -> None:
 
 def _shard_of_rank(table: str, stored: StoredTensor, ranks: Ranks) -> TableShard:
     """The rows of a table that this rank reads and writes: the W-th part of them."""
-    first, last = (stored.shape[0] * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
+    first, last = ranks.share(stored.shape[0])
     return TableShard(table, stored.rows(first, last), first)
 
 

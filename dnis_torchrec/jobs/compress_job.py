@@ -38,7 +38,7 @@ from dnis_torchrec.ranks import Ranks, on_rank_zero, together
 from dnis_torchrec.report.compression_content import COMPRESS, CompressionContent, CompressionRow
 from dnis_torchrec.report.compression_page import write_compression
 from dnis_torchrec.report.content import UNCOMPRESSED
-from dnis_torchrec.report.provenance import Step, steps_of
+from dnis_torchrec.report.provenance import PROVENANCE, Step, steps_of
 from dnis_torchrec.report.verdict import doubts
 from dnis_torchrec.soft_selection.swap import replace_
 from dnis_torchrec.soft_selection.table_shards import collections, dense_parameters, table_configs
@@ -133,17 +133,19 @@ def run_compress(job: CompressJob) -> CompressionContent:
         RunWriteError: if it could not be written; what stood at `out` is as it was.
     """
     with process_group() as device:
+        step = Step.now("compress", job.out)
         with together():
             spec = recipe_of(job)
         with errors_of_its_code(spec):
-            return _compress(job, spec, device)
+            return _compress(job, spec, step, device)
 
 
-def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionContent:
+def _compress(job: CompressJob, spec: str, step: Step, device: torch.device) -> CompressionContent:
     on_rank_zero(lambda: check_free(job.out, overwrite=job.overwrite))
     check_shared(job.out.parent)
     with together():
         recipe, stored, head = _trained(job, spec)
+        steps = (*(() if job.run is None else steps_of(RunFolder(job.run).read_head(), job.run)), step)
         dense_bytes = 4 * dense_parameters(recipe.model)
     loss, ranks = recipe.task, Ranks.everyone()
     data, counts, _ = read_before_training(recipe, table_configs(recipe.model), ranks, CountLimits())
@@ -166,6 +168,7 @@ def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionC
     allocations = {name: measured.allocate(**size) for name, size in job.sizes.items()}  # type: ignore[arg-type]
     seconds = time.monotonic() - started
     head |= {"versions": versions(), "notes": [*recipe.notes, *counts.notes()]}
+    head[PROVENANCE] = [one.to_json() for one in steps]
     rows = [_row(UNCOMPRESSED, before, head["seed"], compression=1.0, num_bytes=dense_bytes)]
     with _written(job, ranks) as folder:
         for name, allocation in allocations.items():
@@ -180,7 +183,8 @@ def _compress(job: CompressJob, spec: str, device: torch.device) -> CompressionC
             on_rank_zero(partial(_note_metrics, folder / name, metrics[1]))
             rows.append(_row(COMPRESS, metrics, head["seed"], allocation=allocation, seconds=taken, name=name))
         primary = primary_metric(loss, data.test)
-        content = _content(job, spec, measured, [*rows, *beside], head | {"doubts": uncertain}, primary)
+        told = head | {"doubts": uncertain, PROVENANCE: steps}
+        content = _content(job, spec, measured, [*rows, *beside], told, primary)
         with together():
             if ranks.is_first:
                 write_json(folder / COMPRESSION_FILE, {"format": FORMAT, "format_version": 1} | content.to_json())
@@ -330,10 +334,7 @@ def _content(
         relative_error=measured.curvature.relative_error,
         notes=tuple(head["notes"]),
         doubts=head["doubts"],
-        provenance=(
-            *(() if job.run is None else steps_of(RunFolder(job.run).read_head(), job.run)),
-            Step.now("compress", job.out),
-        ),
+        provenance=head[PROVENANCE],
         configuration=_configuration(job),
         versions=head["versions"],
     )

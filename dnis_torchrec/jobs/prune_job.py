@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
@@ -147,6 +147,7 @@ class _Source:
     stored: Mapping[str, StoredTensor]
     blocks: RowBlocks
     counts: FrequencyCounts
+    alpha: dict[int, Tensor]
 
     @staticmethod
     def read(run: RunFolder, spec: str, data: Path | None) -> _Source:
@@ -156,8 +157,8 @@ class _Source:
             supported, remedy = "supported are recipes without tables to leave alone", "search at the smaller size"
             raise NotImplementedError(describe(f"recipe {spec!r}", supported, recipe.leave_alone, remedy))
         check_state(recipe.model, stored, str(run.path))
-        blocks, counts = run.blocks(), run.counts()
-        return _Source(run=run, head=head, recipe=recipe, stored=stored, blocks=blocks, counts=counts)
+        blocks, counts, alpha = run.blocks(), run.counts(), run.alpha()
+        return _Source(run=run, head=head, recipe=recipe, stored=stored, blocks=blocks, counts=counts, alpha=alpha)
 
 
 def _pruned(
@@ -231,7 +232,7 @@ def _write(
     head = kept | {"scheme": scheme.to_json(), "metrics": dict(row.metrics), PROVENANCE: steps}
     try:
         with new_run(out, overwrite=overwrite) as run:
-            run.save_model(model, scheme, source.run.alpha())
+            run.save_model(model, scheme, source.alpha)
             with together():
                 if rank_of() == 0:
                     run.save_stages(source.counts, source.blocks)

@@ -298,11 +298,8 @@ def _identity(job: SearchJob) -> dict[str, Any]:
 def _head(job: SearchJob, recipe: Recipe, trained_epochs: int | None) -> dict[str, Any]:
     metric, higher = primary_metric(recipe.task, recipe.data.test)
     given = {} if job.given is None else {"given": str(job.given), TRAINED_EPOCHS: trained_epochs}
-    earlier = (
-        ()
-        if job.given is None or job.given.run is None
-        else steps_of(RunFolder(job.given.run).read_head(), job.given.run)
-    )
+    begun_with = None if job.given is None else job.given.run
+    earlier = () if begun_with is None else steps_of(RunFolder(begun_with).read_head(), begun_with)
     size = {"compression": job.compression, "embedding_l2": recipe.embedding_l2}
     return _identity(job) | {
         "configuration": asdict(job.settings) | size | given,

@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypedDict
@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 import torch
 
 from dnis_torchrec.ranks import world_size_of
+from dnis_torchrec.storage.copies import shown
 
 PROVENANCE = "provenance"
 """Field of run.json, compress.json and comparison.json: `DescribedStep`s, the oldest first."""
@@ -57,7 +58,7 @@ class Step:
             folder: that it writes.
         """
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        return Step(job=job, folder=str(folder), command=_typed(sys.argv), date=date, machine=_machine())
+        return Step(job=job, folder=shown(folder), command=_typed(sys.argv), date=date, machine=_machine())
 
     def to_json(self) -> dict[str, str]:
         """The step as files hold it."""
@@ -75,8 +76,9 @@ def steps_of(head: Mapping[str, Any], folder: Path) -> tuple[Step, ...]:
         >>> steps_of({"kind": "trained"}, Path("runs/mf"))
         (Step(job='train', folder='runs/mf', command='', date='', machine=''),)
     """
-    oldest = Step(job="train" if head.get("kind") == "trained" else "search", folder=str(folder))
-    return tuple(Step(**step) for step in head.get(PROVENANCE, ())) or (oldest,)
+    oldest = Step(job="train" if head.get("kind") == "trained" else "search", folder=shown(folder))
+    told = ({field.name: step[field.name] for field in fields(Step)} for step in head.get(PROVENANCE, ()))
+    return tuple(Step(**step) for step in told) or (oldest,)
 
 
 def commands(steps: Iterable[Step]) -> tuple[str, ...]:

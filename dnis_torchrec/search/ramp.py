@@ -10,6 +10,8 @@ curvature H on validation data (`dnis_torchrec.allocation.curvature`), measured 
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +19,12 @@ from dnis_torchrec.allocation.allocate import retained_columns
 from dnis_torchrec.allocation.curvature import curvature
 from dnis_torchrec.allocation.energies import BITS, BlockedTable, blocked_tables
 from dnis_torchrec.blocks.blocking import RowBlocks
+from dnis_torchrec.ranks import rank_of
 from dnis_torchrec.search.budget import SizeOutOfReachError
 from dnis_torchrec.search.level_schedule import BilevelStream
 from dnis_torchrec.search.pipeline import BilevelTrainPipeline
+
+logger = logging.getLogger(__name__)
 
 COUNTED_BITS = 4
 """Of a value, when the columns that stay are counted: about what these deserve in the end."""
@@ -53,7 +58,7 @@ class Ramp:
     ) -> None:
         self._pipeline, self._stream, self._blocks, self._loss = pipeline, stream, blocks, loss
         self._compression, self._start = compression, _compression_of_all(blocks)
-        self._followed = 0
+        self._followed, self._has_warned = 0, False
 
     def follow(self, done: int, steps: int) -> None:
         """Lets columns die where a lower step ends a stage. Before the ramp, after it and between its steps none do.
@@ -77,7 +82,14 @@ class Ramp:
             worth = curvature(model, sample, self._blocks, loss=self._loss, num_samples=SAMPLES, warns=False)
             tables = blocked_tables(model, self._blocks)
         if worth.is_zero:
-            return  # columns have died that all others are multiplied by
+            if rank_of() == 0 and not self._has_warned:
+                logger.warning(
+                    "stage %d of %d of the ramp drops no column: none moves a prediction on validation data, as where "
+                    "those are gone that all others are multiplied by; bits alone make the tables smaller",
+                    *(stage, STAGES),
+                )
+            self._has_warned = True
+            return
         retained = retained_columns(tables, self._blocks, worth.curvature, bits=COUNTED_BITS, compression=size)
         self._pipeline.alpha_optimizer.retain_(self._per_alpha_row(retained))
 

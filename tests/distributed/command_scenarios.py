@@ -26,6 +26,7 @@ from dnis_torchrec.jobs import model_shards
 from dnis_torchrec.jobs.artifact_jobs import run_export
 from dnis_torchrec.jobs.model_shards import shard_name
 from dnis_torchrec.jobs.prune_job import run_prune
+from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.jobs.search_job import run_search
 from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.jobs.verification import verify
@@ -171,6 +172,8 @@ def refusals(at: Rank, run: Path, another: Path, out: Path) -> Results:
     }
     with patch.object(model_shards, "put_file", _full if at.rank == 1 else model_shards.put_file):
         found["full"] = outcome_of(lambda: run_prune(run, None, target, **cut))
+    with patch.object(RunFolder, "alpha", _full if at.rank == 1 else RunFolder.alpha):
+        found["half a run"] = outcome_of(lambda: run_prune(run, None, target, **cut))
     apart = make_comparison(out if at.rank == 0 else out.parent / "apart" / "out", methods=("dnis",), sizes=(2.0,))
     found["compared"] = outcome_of(lambda: run_comparison(apart))
     dist.barrier()

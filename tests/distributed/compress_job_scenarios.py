@@ -195,8 +195,8 @@ def save_weights(folder: Path) -> dict[str, Path]:
 
 
 def manifest_of(artifact: Path) -> dict[str, Any]:
-    """The manifest but for its own hash, the recipe's name, and the metrics, which are rounded otherwise."""
+    """The manifest but for its own hash, the recipe's name, who made it, and metrics, which are rounded otherwise."""
     manifest = json.loads((artifact / "manifest.json").read_text())
-    manifest["run"].pop("metrics")
-    manifest["run"].pop("recipe")
+    for name in ("metrics", "recipe", "provenance"):
+        manifest["run"].pop(name)
     return manifest | {"sha256": ""}

@@ -17,9 +17,10 @@ from dnis_torchrec.blocks.blocking import blocks_from_counts
 from dnis_torchrec.blocks.frequency import count_frequencies
 from dnis_torchrec.soft_selection.sharding import default_sharders, make_sharding_plan, shard_model
 from dnis_torchrec.soft_selection.swap import prepare_
-from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_configs
+from dnis_torchrec.soft_selection.table_shards import table_configs
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU
+from tests.distributed.scenarios import tables_of
 
 ROWS, SIZE, STEPS, RATE = 11, 6, 3, 0.2
 DIMS = {"first_order": 1, "six": 6, "wide": 8, "visited": 2}
@@ -96,12 +97,6 @@ def sharded(kind: str, at: Rank) -> Results:
     rest = dict(in_backward_optimizer_filter(model.named_parameters()))
     losses = stepped(model, torch.optim.SGD(rest.values(), lr=RATE), (at.rank,))
     return {"losses": losses, "tables": tables_of(model), "kernels": kernels}
-
-
-def tables_of(model: nn.Module) -> dict[str, Tensor]:
-    """``"<table>/<first row>/<first column>"`` -> weights of the shards here."""
-    shards = [shard for collection in collections(model).values() for shard in local_shards(collection)]
-    return {f"{own.table}/{own.first_row}/{own.first_column}": own.weight.detach().clone() for own in shards}
 
 
 def scenarios() -> dict[str, Scenario]:

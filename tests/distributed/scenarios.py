@@ -58,7 +58,7 @@ def make_pipeline(
 def tables_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """``"table/first row/first column"`` -> clone of the local shard."""
     shards = [part for module in collections(model).values() for part in local_shards(module)]
-    return {f"{part.table}/{part.first_row}/{part.first_column}": part.weight.clone() for part in shards}
+    return {f"{part.table}/{part.first_row}/{part.first_column}": part.weight.detach().clone() for part in shards}
 
 
 def dense_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -171,5 +171,6 @@ def test_what_goes_wrong_on_one_rank_stops_all_and_leaves_nothing(ranks: RankRes
             assert own[command].endswith(f": supported is one process, got 2 ranks; {remedy}")
         assert own["full"].startswith(f"RunWriteError: run folder {ranks.folder}/refused: expected to write the pruned")
         assert f"got {named}[Errno 28] No space left on device" in own["full"]
+        assert own["half a run"].endswith(f"{named}[Errno 28] No space left on device")
         assert "expected the folder that rank 0 writes to, on storage that all hosts have mounted" in own["compared"]
         assert own["left"] == []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dnis_torchrec.artifact import read_manifest
 from dnis_torchrec.artifact.card import CARD
 from dnis_torchrec.jobs.artifact_jobs import run_export
 from dnis_torchrec.jobs.compress_job import CompressJob, run_compress
@@ -64,6 +65,11 @@ def test_every_step_from_training_to_pruning_and_export_is_recorded(
     described = json.loads((small / "compress.json").read_text())
     assert described["provenance"] == [step.to_json() for step in content.provenance]
     assert "steps: train → compress" in " ".join(PageReader((small / "report.html").read_text()).text.split())
+    assert read_manifest(small / "x4")["run"]["provenance"] == described["provenance"]
+    card = (small / "x4" / CARD).read_text()
+    assert [line.split("|")[1] for line in card.splitlines() if line.startswith(("|train", "|compress"))] == [
+        *("train", "compress"),
+    ]
 
 
 @pytest.mark.usefixtures("gloo", "no_images")
@@ -76,6 +82,11 @@ def test_a_run_that_recorded_no_steps_is_read_as_before(tmp_path: Path) -> None:
     text = " ".join(PageReader(run_report(tmp_path / "run").read_text()).text.split())
     assert "Reproduce this dnis search tests.tiny:demo --compression 4 --seed 0" in text
     assert f"search {tmp_path / 'run'} not recorded not recorded" in text
+    step = Step(job="search", folder="run", command="dnis search m:f", date="today", machine="mine")
+    head["provenance"] = [step.to_json() | {"weather": "of a later version"}]
+    file.write_text(json.dumps(head))
+    text = " ".join(PageReader(run_report(file.parent).read_text()).text.split())
+    assert "Reproduce this dnis search m:f Steps" in text
     head["provenance"] = [{"job": "search"}]
     file.write_text(json.dumps(head))
     with pytest.raises(ValueError, match=r"run\.json.*provenance\[0\]"):

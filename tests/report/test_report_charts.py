@@ -162,6 +162,13 @@ def test_alpha_is_sorted_by_how_widely_a_dimension_is_retained() -> None:
     assert heat.text[0][0] == int(shuffled[0].argmax()) or shuffled[:, heat.text[0][0]].count_nonzero() == 4
 
 
+def test_blocks_of_long_names_that_begin_alike_are_drawn_apart() -> None:
+    """Plotly draws all rows of one name in one place."""
+    names = [f"items_of_the_last_session_of_user_{end}" for end in "ab"]
+    (heat,) = charts.alpha_per_block({name: make_alpha(2, 4) for name in names}).data
+    assert len(set(heat.y)) == len(heat.y) == 5
+
+
 def test_alpha_distribution_has_a_box_per_block() -> None:
     (box,) = charts.alpha_distribution({"8": make_alpha()}).data
     assert box.x == tuple(block for block in range(4) for _ in range(8))

@@ -129,7 +129,9 @@ def test_sizes_that_bits_alone_lead_to_leave_all_columns(compression: float, mon
     assert ramped.optimizer.density() == 1
 
 
-def test_nothing_dies_once_nothing_is_worth_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_dies_once_nothing_is_worth_anything(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As where columns are multiplied by each other, and each has lost its partner."""
     worth = drawn_worth(0)
     ramped = Ramped(worth, 16, monkeypatch)
@@ -141,6 +143,8 @@ def test_nothing_dies_once_nothing_is_worth_anything(monkeypatch: pytest.MonkeyP
         ramped.ramp.follow(done, STAGES)
     assert all(torch.equal(own, before[name]) for name, own in ramped.living().items())
     assert any(bool(own.any()) for own in before.values())
+    (told,) = [record.message for record in caplog.records]
+    assert told.startswith(f"stage 6 of {STAGES} of the ramp drops no column: none moves a prediction")
 
 
 @pytest.mark.parametrize("worth_of_one", [5.0, 1e-6])

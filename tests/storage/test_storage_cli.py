@@ -63,6 +63,8 @@ def test_a_session_on_storage(remote: MemoryFileSystem, tmp_path: Path) -> None:
         assert done.returncode == 0, (step, done.stderr)
         if step[0] == "evaluate":
             assert json.loads(done.stdout)["kind"] == "artifact"
+    steps = json.loads(remote.cat_file("/cli/pruned/run.json"))["provenance"]
+    assert [step["folder"] for step in steps] == [run, pruned]  # as they were typed: copies are gone
     assert "manifest.json" in names(remote, "/cli/artifact")
     assert "report.html" in names(remote, "/cli/run")
     assert "report.html" not in names(remote, "/cli/pruned")

@@ -151,7 +151,7 @@ def _apart(table: TableScheme, exact: Rows, stored: StoredTensor, ranks: Ranks) 
     """How far this rank's part of the rows is from the run's: in half steps of codes, else 0 or infinitely."""
     if not _has_shape(table, stored):
         return math.inf
-    begin, end = (table.num_embeddings * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
+    begin, end = ranks.share(table.num_embeddings)
     furthest, step = 0.0, rows_per_chunk(table.embedding_dim)
     for first in range(begin, end, step):
         last = min(first + step, end)

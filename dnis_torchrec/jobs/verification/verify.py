@@ -107,7 +107,8 @@ def _verified(
     manifest, findings = check_files(artifact, ranks)
     if manifest is None or any(finding.is_failure for finding in findings):
         return Verification(artifact=str(artifact), findings=tuple(findings))
-    scheme, forms = read_scheme(artifact), tuple(manifest["forms"])
+    with together(ranks.group):
+        scheme, forms = read_scheme(artifact), tuple(manifest["forms"])
     if against is not None:
         findings += check_against_run(artifact, manifest, against, ranks)
     findings += _parity(artifact, manifest, scheme, ranks)

@@ -30,7 +30,7 @@ def retained_dims(blocks: Sequence[BlockSummary]) -> go.Figure:
     check(len(blocks) > 0, "blocks", "at least one block", "none", "leave the chart out")
     seen = [block.occurrences_per_row for block in blocks if block.occurrences] or [1.0, 10.0]
     never = min(seen) / 4
-    most_rows = max(1, *(block.num_rows for block in blocks), 1)
+    most_rows = max(1, *(block.num_rows for block in blocks))
     figure = go.Figure()
     for index, table in enumerate(dict.fromkeys(block.table for block in blocks)):
         mine = sorted((block for block in blocks if block.table == table), key=lambda block: block.occurrences_per_row)

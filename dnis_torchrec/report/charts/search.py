@@ -42,16 +42,17 @@ def alpha_per_block(alpha: Mapping[str, Tensor]) -> go.Figure:
     rows: list[str] = []
     middles = []
     for name, values in alpha.items():
+        told = plain(name, len(name))  # whole: rows of one name would be drawn over each other
         kept = values.detach().float().cpu()
         rank = (kept > 0).sum(dim=0) + kept.mean(dim=0) / 2
         order = rank.argsort(descending=True, stable=True).tolist()
         first = len(rows)
         for block, row in enumerate(kept):
-            rows.append(f"{plain(name)}, block {block}: {int((row > 0).sum())} of {len(row)} dimensions left")
+            rows.append(f"{told}, block {block}: {int((row > 0).sum())} of {len(row)} dimensions left")
             dimensions.append(order)
             cells.append([round(float(row[at]), 4) or None for at in order])
         middles.append(rows[(first + len(rows) - 1) // 2])
-        rows.append(f"below {plain(name)}")  # a gap
+        rows.append(f"below {told}")  # a gap
         dimensions.append([])
         cells.append([])
     heat = go.Heatmap(
