@@ -37,7 +37,7 @@ WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
         "fbgemm_gpu",
     ),
     (r"`torch\.jit\.(script|interface)` is deprecated", DeprecationWarning, r"torch\.jit"),
-    (r"`torch\.jit\.(script|interface)` is deprecated", FutureWarning, r"torch\.jit"),  # the same since torch 2.14
+    (r"`torch\.jit\.\w+` is deprecated", FutureWarning, r"torch\.jit"),  # the same and more since torch 2.14
     # torchx reads its components so, on Python 3.12.
     (r"ast\.Str is deprecated", DeprecationWarning, r"torchx\.specs\.file_linter"),
     # torchrec pins this torchmetrics.
