@@ -19,6 +19,7 @@ from dnis_torchrec.jobs.artifact_jobs import drop_in_, run_evaluate
 from dnis_torchrec.jobs.packaging import Signature, export_graph, load_package, run_package
 from dnis_torchrec.jobs.packaging.flat_model import FlatModel
 from dnis_torchrec.jobs.packaging.torchscript import to_torchscript
+from dnis_torchrec.jobs.stored_tensors import StoredTensor
 from dnis_torchrec.jobs.verification import Finding, integrity, parity, resident, verify
 from dnis_torchrec.jobs.verification.latency import BATCH_SIZES, measure_latency
 from dnis_torchrec.jobs.verification.parity import bag_cases
@@ -74,7 +75,10 @@ def test_wrong_values_are_found(artifact: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_values_are_within_half_a_step_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, (tables, scheme) = write_coded_tables(tmp_path / "artifact"), coded_tables()
-    run = SimpleNamespace(tables=lambda: tables, dense_state=lambda: load_dense_state(path))
+    run = SimpleNamespace(
+        tables=lambda: {name: StoredTensor.of(name, value) for name, value in tables.items()},
+        dense_state=lambda: load_dense_state(path),
+    )
     monkeypatch.setattr(integrity.RunFolder, "open", lambda folder: run)
 
     def found() -> Finding:

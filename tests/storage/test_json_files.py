@@ -168,7 +168,7 @@ def test_forged_run_json(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     forged = Path(shutil.copytree(run, tmp_path / "run"))
     document = json.loads((forged / "run.json").read_text())
     document["configuration"] = {name: document["configuration"][name] for name in ("compression", "num_blocks")}
-    monkeypatch.setattr(report_job, "write_report", lambda path, content, figure_folder: path)
+    monkeypatch.setattr(report_job, "write_report", lambda path, content: path)
     assert_refused_or_read(
         document,
         lambda content: (forged / "run.json").write_text(json.dumps(content)),
