@@ -272,14 +272,14 @@ def search_lines(of_recipes: Mapping[str, Differences]) -> list[str]:
         return []
     searched = sum(one.search < one.compress for one in standings.values() if one.gained)
     gained = sum(one.gained for one in standings.values())
-    beside = [one.rival - one.compress for one in standings.values() if one.rival is not None]
+    beside = [(one.search, one.compress, one.rival) for one in standings.values() if one.rival is not None]
     worst = min(standings, key=lambda name: standings[name].lead)
     return [
         "",
         *(f"{name}, {one}" for name, one in standings.items()),
         f"search returned more than compress: {gained} of {len(standings)}, ahead on test: {searched}; "
-        "compress ahead of the best rival: "
-        f"{sum(lead > 0 for lead in beside)} of {len(beside)}; the search's worst case: {worst}, "
+        f"ahead of the best rival: search in {sum(search < rival for search, _, rival in beside)}, compress in "
+        f"{sum(compress < rival for _, compress, rival in beside)} of {len(beside)}; the search's worst case: {worst}, "
         f"{standings[worst].lead:+.5f} ahead of the better of the two",
     ]
 

@@ -213,6 +213,7 @@ def test_who_leads_is_counted_and_the_worst_case_is_named() -> None:
         {
             "a": Differences(rows("a", search=0.9, compress=1.2)),
             "b": Differences(rows("b", search=1.7, compress=1.6)),
+            "c": Differences(rows("c", search=1.4, compress=1.45)),
             "not searched": Differences([row("uncompressed", None, {"mse": 1.0})]),
         }
     )
@@ -221,10 +222,8 @@ def test_who_leads_is_counted_and_the_worst_case_is_named() -> None:
         == "a at 20, mse: search worse by -0.10000; compress worse by +0.20000; uniform, int4 worse by +0.50000"
     )
     assert "search worse by +0.70000 (compress returned)" in lines[2]
-    assert (
-        "search returned more than compress: 1 of 2, ahead on test: 1; compress ahead of the best rival: 1 of 2"
-        in lines[-1]
-    )
+    assert "search returned more than compress: 2 of 3, ahead on test: 2; " in lines[-1]
+    assert "; ahead of the best rival: search in 2, compress in 2 of 3; " in lines[-1]
     assert "worst case: b at 20, -0.20000 ahead" in lines[-1]
     assert rate_summary.search_lines({}) == []
 
