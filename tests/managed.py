@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,11 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from dnis_torchrec.allocation.compress import packed_collections
+from dnis_torchrec.artifact.export import export
+from dnis_torchrec.jobs.artifact_jobs import drop_in_
+from dnis_torchrec.scheme import MixedDimensionScheme
 
 CPU = torch.device("cpu")
 ROWS, DIM, INTERVAL, LONGEST = 40, 16, 2, 3
@@ -131,6 +137,8 @@ def batch(seed: int, size: int = 32, *, first: int = RAW, ids: int = 30) -> Batc
 
 
 BATCHES = [batch(seed) for seed in range(8)]
+NEW = [batch(100 + seed, first=2 * RAW, ids=10) for seed in range(6)]
+"""Of ids that `BATCHES` lack."""
 
 
 def trained(kind: Callable[[], ManagedCollisionModule] = zch, model_of: type[Model] = Model) -> Model:
@@ -168,3 +176,19 @@ def joined(batches: list[Batch]) -> Batch:
     )
     dense = torch.cat([own.dense_features for own in batches])
     return Batch(dense, features, torch.cat([own.labels for own in batches]))
+
+
+def check_served_as_exported(model: Model, scheme: MixedDimensionScheme, folder: Path, bare: Model) -> Model:
+    """An artifact dropped into a bare model maps raw ids, those without a row too, and predicts as the codes do.
+
+    Returns:
+        The model with the artifact.
+    """
+    served = bare.eval()
+    drop_in_(served, export(model, scheme, folder))
+    later = [*BATCHES, *NEW]
+    for own in later:
+        assert rows_of(served, own.sparse_features) == rows_of(model, own.sparse_features)
+    model.tables._embedding_module = packed_collections(model, scheme)["tables._embedding_module"]
+    torch.testing.assert_close(predictions(served, later), predictions(model, later))
+    return served
