@@ -6,28 +6,58 @@ time. DIN is judged by AUC, SASRec by recall and NDCG among a hundred candidates
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from dnis_torchrec.data.labels import RankingBatch
 from dnis_torchrec.data.recipe import Recipe
-from examples.datasets.amazon_sequences import load_sequences
-from examples.datasets.amazon_sports import PUBLISHER
+from dnis_torchrec.data.task import BINARY, RANKING, Predictions, Task
+from examples.datasets.amazon_sequences import Sequences, load_sequences
+from examples.datasets.amazon_sports import NUM_NEGATIVES, PUBLISHER
 from examples.datasets.text_files import require_folder
 from examples.models import draws
 from examples.models.sequential import DeepInterestNetwork, SelfAttentiveRecommender, build_sequence_table
 
 BATCH_SIZE = 2048
+SEQUENCES_PER_BATCH = 512
 EMBEDDING_DIM = 32
 LONGEST = 20
-NUM_QUERIES, NUM_RANKED = 2000, 100
+NUM_QUERIES, NUM_RANKED = 4000, 100
 NOTES = (
-    "Amazon Sports sequences: splits by time. Two negatives a review in training, drawn once and uniformly from what "
-    "its user never reviewed.",
+    "Amazon Sports sequences: splits by time. Negatives are drawn uniformly, anew in every epoch of training.",
 )
-RANKED = "Amazon Sports sequences: test ranks 2,000 reviews, each among 99 uniform negatives, as its paper does."
+RANKED = "Amazon Sports sequences: test ranks 4,000 reviews, each among 99 uniform negatives, as its paper does."
+
+
+class NextItem(Task):
+    """The cross entropy of every candidate, as SASRec has it; its last candidate is what a sample is judged by."""
+
+    kinds: Mapping[str, str] = {"": RANKING, "next": BINARY}
+
+    def kinds_of(self, batch: Batch | None) -> Mapping[str, str]:
+        """Candidates of one query are ranked; others are told apart."""
+        name = "" if isinstance(batch, RankingBatch) else "next"
+        return {name: self.kinds[name]}
+
+    def loss(self, batch: Batch, outputs: Tensor) -> Tensor:
+        """Mean over the candidates of all samples."""
+        lengths = batch.sparse_features["candidate"].lengths().unsqueeze(1)
+        is_there = torch.arange(outputs.shape[1], device=outputs.device) < lengths
+        labels = batch.labels.to(outputs).unsqueeze(1).expand_as(outputs)
+        return binary_cross_entropy_with_logits(outputs, labels, is_there.to(outputs), reduction="sum") / lengths.sum()
+
+    def predictions(self, batch: Batch, outputs: Tensor) -> Mapping[str, Predictions]:
+        """The logit of the last candidate."""
+        last = batch.sparse_features["candidate"].lengths().unsqueeze(1) - 1
+        queries = batch.queries if isinstance(batch, RankingBatch) else None
+        (name,) = self.kinds_of(batch)
+        return {name: Predictions(outputs.gather(1, last), batch.labels, queries=queries)}
 
 
 def din(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -> Recipe:
@@ -41,8 +71,15 @@ def din(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None) -
     Raises:
         ValueError: if `data` is None or does not hold the file.
     """
-    return _of_sequences(
-        data, "din", lambda items: DeepInterestNetwork(items, longest=LONGEST), seed, embedding_dim, num_queries=0
+    sequences = _load(data, "din")
+    draw = _draws(sequences, DeepInterestNetwork, seed, embedding_dim)
+    return Recipe(
+        model=draw(0),
+        redraw=draw,
+        data=sequences.clicks(num_negatives=NUM_NEGATIVES, batch_size=BATCH_SIZE, seed=seed),
+        loss=nn.BCEWithLogitsLoss(),
+        embedding_l2=EMBEDDING_L2,
+        notes=NOTES,
     )
 
 
@@ -57,33 +94,27 @@ def sasrec(data: Path | None, *, seed: int = 0, embedding_dim: int | None = None
     Raises:
         ValueError: if `data` is None or does not hold the file.
     """
-    return _of_sequences(
-        data,
-        "sasrec",
-        lambda items: SelfAttentiveRecommender(items, longest=LONGEST),
-        seed,
-        embedding_dim,
-        num_queries=NUM_QUERIES,
+    sequences = _load(data, "sasrec")
+    draw = _draws(sequences, SelfAttentiveRecommender, seed, embedding_dim)
+    splits = sequences.next_items(
+        num_negatives=1, batch_size=SEQUENCES_PER_BATCH, seed=seed, num_queries=NUM_QUERIES, num_ranked=NUM_RANKED
     )
-
-
-def _of_sequences(
-    data: Path | None,
-    name: str,
-    build: Callable[[EmbeddingCollection], nn.Module],
-    seed: int,
-    embedding_dim: int | None,
-    *,
-    num_queries: int,
-) -> Recipe:
-    folder = require_folder(data, f"examples.amazon_sequences:{name}", PUBLISHER)
-    sequences = load_sequences(folder, longest=LONGEST)
-    draw = draws(lambda: build(build_sequence_table(sequences.num_items, embedding_dim or EMBEDDING_DIM)), seed)
     return Recipe(
-        model=draw(0),
-        redraw=draw,
-        data=sequences.split(batch_size=BATCH_SIZE, seed=seed, num_queries=num_queries, num_ranked=NUM_RANKED),
-        loss=nn.BCEWithLogitsLoss(),
-        embedding_l2=0.001,  # every item of a history counts, so less than for a few fields; chosen by nothing
-        notes=(*NOTES, RANKED) if num_queries else NOTES,
+        model=draw(0), redraw=draw, data=splits, task=NextItem(), embedding_l2=EMBEDDING_L2, notes=(*NOTES, RANKED)
     )
+
+
+EMBEDDING_L2 = 0.001
+"""Every item of a history counts, so less than for a few fields; chosen by nothing."""
+
+
+def _load(data: Path | None, name: str) -> Sequences:
+    folder = require_folder(data, f"examples.amazon_sequences:{name}", PUBLISHER)
+    return load_sequences(folder, longest=LONGEST)
+
+
+def _draws(
+    sequences: Sequences, build: Callable[..., nn.Module], seed: int, embedding_dim: int | None
+) -> Callable[[int], nn.Module]:
+    dim = embedding_dim or EMBEDDING_DIM
+    return draws(lambda: build(build_sequence_table(sequences.num_items, dim), longest=LONGEST), seed)

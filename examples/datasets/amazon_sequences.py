@@ -8,22 +8,104 @@ Shapes: n reviews with a history, C candidates of each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dnis_torchrec.checks import check
-from dnis_torchrec.data.in_memory import SPLIT_RATIOS, Bags, InMemoryBatches
+from dnis_torchrec.data.in_memory import SPLIT_RATIOS, Bags
+from dnis_torchrec.data.labels import RankingBatch
 from dnis_torchrec.data.recipe import DataSplits
-from examples.datasets.amazon_sports import FILE, NUM_NEGATIVES, PUBLISHER, read_reviews
+from examples.datasets.amazon_sports import FILE, PUBLISHER, read_reviews
 from examples.datasets.implicit import KnownPositives
 from examples.datasets.in_memory import frequency_rank
 from examples.datasets.text_files import find_file
 
 FEATURES = ("candidate", "history")
 """Both are read from the table of items."""
+
+
+class SequenceBatches:
+    """Histories and candidates, to be iterated again and again: each time is the next epoch, with new negatives.
+
+    A sample has one label, and a candidate for each of the last items of its history: the items that came next (1), or
+    as many that its user never reviewed (0). Every positive stands in front of its negatives. Order and negatives
+    depend on `seed` and `epoch` only.
+
+    Args:
+        users: ``(n,)`` int64.
+        history: n bags, oldest item first.
+        following: n bags; the last items of a history were followed by these, so it has no fewer items.
+        known: pairs that are no negatives.
+        num_negatives: of each positive, so that C is one more.
+        batch_size: B, rounded down to whole groups of a positive and its negatives.
+        seed: of order and negatives.
+        is_fixed: serve the same epoch every time, for a split that is measured.
+        is_ranking: batches of type `RankingBatch`: each positive is a query, and has the same candidates every time.
+
+    Attributes:
+        epoch: number of the next epoch, from 0; set it to resume.
+
+    Raises:
+        ValueError: if there is no history, or a batch has no room for one group.
+    """
+
+    def __init__(
+        self,
+        users: Tensor,
+        history: Bags,
+        following: Bags,
+        known: KnownPositives,
+        *,
+        num_negatives: int,
+        batch_size: int,
+        seed: int,
+        is_fixed: bool = False,
+        is_ranking: bool = False,
+    ) -> None:
+        place = "SequenceBatches"
+        check(batch_size > num_negatives, f"{place}.batch_size", f"at least {1 + num_negatives}", batch_size)
+        check(len(users) > 0, place, "at least one history", 0)
+        self._users, self._history, self._following, self._known = users, history, following, known
+        self._group_size, self._groups_per_batch = 1 + num_negatives, batch_size // (1 + num_negatives)
+        self._seed, self._is_fixed, self._is_ranking = seed, is_fixed or is_ranking, is_ranking
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        return -(-len(self._users) // self._groups_per_batch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        mixed = np.random.SeedSequence((self._seed, 0 if self._is_fixed else self.epoch)).generate_state(1)
+        generator = torch.Generator().manual_seed(int(mixed[0]))
+        self.epoch += 1
+        order = torch.randperm(len(self._users), generator=generator)
+        return (self._batch(rows, generator) for rows in order.split(self._groups_per_batch))
+
+    def _batch(self, rows: Tensor, generator: torch.Generator) -> Batch:
+        rows = rows.repeat_interleave(self._group_size)
+        history, history_lengths = self._history.select(rows)
+        candidates, lengths = self._following.select(rows)
+        labels = torch.zeros(len(rows))
+        labels[:: self._group_size] = 1
+        is_drawn = (labels == 0).repeat_interleave(lengths)
+        users = self._users[rows].repeat_interleave(lengths)
+        candidates[is_drawn] = self._known.draw_negatives(users[is_drawn], generator)
+        features = KeyedJaggedTensor(
+            keys=list(FEATURES),
+            values=torch.cat([candidates, history]),
+            lengths=torch.cat([lengths, history_lengths]),
+            stride=len(rows),
+            length_per_key=[len(candidates), len(history)],
+        )
+        dense = torch.zeros(len(rows), 0)
+        return RankingBatch(dense, features, labels, rows) if self._is_ranking else Batch(dense, features, labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,63 +132,75 @@ class Sequences:
         sizes = [int(ratio * number) for ratio in SPLIT_RATIOS[1:]]
         return torch.arange(number).split([number - sum(sizes), *sizes])
 
-    def batches(
-        self, rows: Tensor, *, num_negatives: int, batch_size: int, seed: int, is_ranking: bool = False
-    ) -> InMemoryBatches:
-        """Reviews with negatives behind them, drawn once and uniformly from what their user never reviewed.
+    def reviews(self, rows: Tensor) -> tuple[Tensor, Bags, Bags]:
+        """Users, histories and the item that followed, of some reviews.
 
         Args:
-            rows: reviews.
-            num_negatives: of each, so that C is one more.
+            rows: of the reviews.
+        """
+        history = Bags.of_lengths(*self.history.select(rows))
+        return self.users[rows], history, Bags.of_lengths(self.items[rows], torch.ones_like(rows))
+
+    def whole_sequences(self, rows: Tensor) -> tuple[Tensor, Bags, Bags]:
+        """Users, the history of the last review of each, and the items that followed each item of it.
+
+        Args:
+            rows: of reviews, in the order of time.
+        """
+        last = torch.zeros(int(self.users.max()) + 1, dtype=torch.int64).scatter_reduce_(
+            0, self.users[rows], rows, "amax", include_self=False
+        )
+        users, history, item = self.reviews(last[self.users[rows].unique()])
+        following = history.values.roll(-1)
+        following[history.offsets[1:] - 1] = item.values
+        return users, history, Bags(following, history.offsets)
+
+    def known_in(self, rows: Tensor) -> KnownPositives:
+        """The pairs of some reviews and of their histories.
+
+        Args:
+            rows: of the reviews.
+        """
+        before, lengths = self.history.select(rows)
+        users = torch.cat([self.users[rows], self.users[rows].repeat_interleave(lengths)])
+        return KnownPositives(users, torch.cat([self.items[rows], before]), self.num_items)
+
+    def clicks(self, *, num_negatives: int, batch_size: int, seed: int) -> DataSplits:
+        """Splits in the order of time: every review is a click, its negatives are none.
+
+        Args:
+            num_negatives: of each review. Those of train are drawn from what its user did not review in train.
             batch_size: B.
             seed: of the negatives and of the order.
-            is_ranking: batches of type `RankingBatch`, each review a query, in the order of time; else they are
-                shuffled.
         """
-        num_candidates = 1 + num_negatives
-        users = self.users[rows].repeat_interleave(num_negatives)
-        negatives = self.known.draw_negatives(users, torch.Generator().manual_seed(seed)).view(-1, num_negatives)
-        candidates = torch.cat([self.items[rows, None], negatives], dim=1).flatten()
-        labels = torch.zeros(len(rows), num_candidates)
-        labels[:, 0] = 1
-        queries = torch.arange(len(rows)).repeat_interleave(num_candidates) if is_ranking else None
-        return InMemoryBatches(
-            torch.ones(len(candidates), 1),
-            candidates[:, None],
-            labels.flatten(),
-            feature_names=FEATURES[:1],
-            multi_hot={FEATURES[1]: Bags.of_lengths(*self.history.select(rows.repeat_interleave(num_candidates)))},
-            queries=queries,
-            batch_size=batch_size,
-            shuffle=not is_ranking,
-            seed=seed,
+        train, *measured = self.parts()
+        common = {"num_negatives": num_negatives, "batch_size": batch_size}
+        validation, selection, test = (
+            SequenceBatches(*self.reviews(rows), self.known, seed=4 * seed + number, is_fixed=number > 1, **common)
+            for number, rows in enumerate(measured, 1)
         )
+        learnt = SequenceBatches(*self.reviews(train), self.known_in(train), seed=4 * seed, **common)
+        return DataSplits(train=learnt, validation=validation, selection=selection, test=test)
 
-    def split(self, *, batch_size: int, seed: int, num_queries: int, num_ranked: int) -> DataSplits:
-        """Splits in the order of time.
+    def next_items(
+        self, *, num_negatives: int, batch_size: int, seed: int, num_queries: int, num_ranked: int
+    ) -> DataSplits:
+        """Splits in the order of time: train has whole sequences, test ranks what came next.
 
         Args:
+            num_negatives: see `clicks`.
             batch_size: B.
-            seed: of the negatives and the order of every epoch.
-            num_queries: judge test by ranking so many of its reviews, evenly spread, among `num_ranked` candidates; 0
-                judges all of it as clicks.
-            num_ranked: candidates of a query.
+            seed: see `clicks`.
+            num_queries: reviews of test that are ranked, evenly spread.
+            num_ranked: candidates of each.
         """
-        train, validation, selection, test = self.parts()
-        clicks = [
-            self.batches(rows, num_negatives=NUM_NEGATIVES, batch_size=batch_size, seed=4 * seed + number)
-            for number, rows in enumerate((train, validation, selection))
-        ]
-        if num_queries:
-            test = test[torch.linspace(0, len(test) - 1, min(num_queries, len(test))).long()]
-        judged = self.batches(
-            test,
-            num_negatives=num_ranked - 1 if num_queries else NUM_NEGATIVES,
-            batch_size=batch_size,
-            seed=4 * seed + 3,
-            is_ranking=bool(num_queries),
-        )
-        return DataSplits(train=clicks[0], validation=clicks[1], selection=clicks[2], test=judged)
+        train, *_, test = self.parts()
+        common = {"num_negatives": num_negatives, "batch_size": batch_size}
+        learnt = SequenceBatches(*self.whole_sequences(train), self.known_in(train), seed=4 * seed, **common)
+        test = test[torch.linspace(0, len(test) - 1, min(num_queries, len(test))).long()]
+        common["num_negatives"] = num_ranked - 1
+        ranked = SequenceBatches(*self.reviews(test), self.known, seed=4 * seed + 3, is_ranking=True, **common)
+        return replace(self.clicks(num_negatives=num_negatives, batch_size=batch_size, seed=seed), train=learnt, test=ranked)
 
 
 def load_sequences(folder: Path, *, longest: int) -> Sequences:

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -76,10 +77,41 @@ class DeepInterestNetwork(nn.Module):
         return self.over(torch.cat([interest, candidate, interest * candidate], dim=1)).squeeze(1)
 
 
-class SelfAttentiveRecommender(nn.Module):
-    """SASRec (Kang, McAuley, ICDM 2018): a causal transformer reads the history, its last state meets the candidate.
+class SelfAttentionBlock(nn.Module):
+    """A causal transformer layer of one head, normed in front, on sequences of any length.
 
-    Each sample is a prefix of a user's sequence with one candidate, so that it can be ranked and searched as any other.
+    Args:
+        dim: D.
+        longest: L.
+        dropout: of what is added to the states.
+    """
+
+    def __init__(self, dim: int, longest: int, dropout: float) -> None:
+        super().__init__()
+        self._longest = longest
+        self.attention_norm, self.reading, self.attended = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        layers = [nn.LayerNorm(dim), nn.Linear(dim, dim), nn.ReLU(), nn.Dropout(dropout), nn.Linear(dim, dim)]
+        self.feed_forward, self.dropout = nn.Sequential(*layers), nn.Dropout(dropout)
+
+    def forward(self, states: Tensor, offsets: Tensor) -> Tensor:
+        """States of the next layer.
+
+        Args:
+            states: ``(n, D)`` of all items of all histories; only attention needs them padded.
+            offsets: ``(B + 1,)`` where each history begins.
+        """
+        read = torch.ops.fbgemm.jagged_to_padded_dense(self.reading(self.attention_norm(states)), [offsets], [self._longest])
+        attended = scaled_dot_product_attention(*read.unsqueeze(1).chunk(3, dim=3), is_causal=True).squeeze(1)
+        attended, _ = torch.ops.fbgemm.dense_to_jagged(attended, [offsets], len(states))
+        states = states + self.dropout(self.attended(attended))
+        return states + self.dropout(self.feed_forward(states))
+
+
+class SelfAttentiveRecommender(nn.Module):
+    """SASRec (Kang, McAuley, ICDM 2018): a causal transformer reads the history, its states meet the candidates.
+
+    A sample has K candidates, which meet the states of the last K items of its history: all of them in training, the
+    last one where a candidate is ranked.
 
     Args:
         items: from `build_sequence_table`.
@@ -88,32 +120,29 @@ class SelfAttentiveRecommender(nn.Module):
         dropout: in it.
 
     Shape:
-        - Output: logits, ``(B,)``.
+        - Output: logits, ``(B, K)``, 0 behind the candidates of a sample that has fewer than others.
     """
-
-    causal: Tensor
-    places: Tensor
 
     def __init__(self, items: EmbeddingCollection, *, longest: int, num_layers: int = 2, dropout: float = 0.2) -> None:
         super().__init__()
         dim = items.embedding_dim()
         self.items, self._longest = items, longest
         self.positions = nn.Parameter(0.02 * torch.randn(longest, dim))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, 1, dim, dropout, batch_first=True, norm_first=True)
-            for _ in range(num_layers)
-        )
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(SelfAttentionBlock(dim, longest, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(dim)
-        self.register_buffer("causal", nn.Transformer.generate_square_subsequent_mask(longest), persistent=False)
-        self.register_buffer("places", torch.arange(longest), persistent=False)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Predicts; the dense features are not used."""
         found = self.items(sparse_features)
-        history = found["history"]
-        states = history.to_padded_dense(self._longest) + self.positions
-        for layer in self.layers:
-            states = layer(states, src_mask=self.causal)
-        is_last = self.places == (history.lengths() - 1).unsqueeze(1)  # what stands behind it, it has not seen
-        last = (self.norm(states) * is_last.unsqueeze(2)).sum(1)
-        return (last * found["candidate"].to_padded_dense(1).squeeze(1)).sum(1)
+        history, candidate = found["history"], found["candidate"]
+        offsets, lengths = history.offsets(), history.lengths()
+        starts = offsets[:-1].repeat_interleave(lengths)
+        states = self.dropout(history.values() + self.positions[torch.arange(len(starts)) - starts])
+        for block in self.blocks:
+            states = block(states, offsets)
+        states = torch.ops.fbgemm.jagged_to_padded_dense(self.norm(states), [offsets], [self._longest])
+        candidates = candidate.to_padded_dense(int(candidate.lengths().max()))
+        first = (lengths - candidate.lengths()).unsqueeze(1)
+        places = (first + torch.arange(candidates.shape[1])).clamp(0, self._longest - 1)
+        return (states.gather(1, places.unsqueeze(2).expand_as(candidates)) * candidates).sum(2)
