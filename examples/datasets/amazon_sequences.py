@@ -195,12 +195,14 @@ class Sequences:
             num_ranked: candidates of each.
         """
         train, *_, test = self.parts()
+        ranked = test[torch.linspace(0, len(test) - 1, min(num_queries, len(test))).long()]
         common = {"num_negatives": num_negatives, "batch_size": batch_size}
-        learnt = SequenceBatches(*self.whole_sequences(train), self.known_in(train), seed=4 * seed, **common)
-        test = test[torch.linspace(0, len(test) - 1, min(num_queries, len(test))).long()]
-        common["num_negatives"] = num_ranked - 1
-        ranked = SequenceBatches(*self.reviews(test), self.known, seed=4 * seed + 3, is_ranking=True, **common)
-        return replace(self.clicks(num_negatives=num_negatives, batch_size=batch_size, seed=seed), train=learnt, test=ranked)
+        of_test = common | {"num_negatives": num_ranked - 1, "is_ranking": True}
+        return replace(
+            self.clicks(**common, seed=seed),
+            train=SequenceBatches(*self.whole_sequences(train), self.known_in(train), seed=4 * seed, **common),
+            test=SequenceBatches(*self.reviews(ranked), self.known, seed=4 * seed + 3, **of_test),
+        )
 
 
 def load_sequences(folder: Path, *, longest: int) -> Sequences:

@@ -68,12 +68,12 @@ class DeepInterestNetwork(nn.Module):
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Predicts; the dense features are not used."""
         found = self.items(sparse_features)
-        history = found["history"].to_padded_dense(self._longest)
-        candidate = found["candidate"].to_padded_dense(1)
-        repeated = candidate.expand(-1, self._longest, -1)
-        pairs = torch.cat([history, repeated, history - repeated, history * repeated], dim=2)
-        interest = (self.weigh(pairs) * history).sum(1)  # the padding of a history is zeros, and adds nothing
-        candidate = candidate.squeeze(1)
+        history, candidate = found["history"], found["candidate"].to_padded_dense(1).squeeze(1)
+        items, repeated = history.values(), candidate.repeat_interleave(history.lengths(), dim=0)
+        pairs = torch.cat([items, repeated, items - repeated, items * repeated], dim=1)
+        weighted = self.weigh(pairs) * items
+        padded = torch.ops.fbgemm.jagged_to_padded_dense(weighted, [history.offsets()], [self._longest])
+        interest = padded.sum(1)
         return self.over(torch.cat([interest, candidate, interest * candidate], dim=1)).squeeze(1)
 
 
@@ -89,7 +89,7 @@ class SelfAttentionBlock(nn.Module):
     def __init__(self, dim: int, longest: int, dropout: float) -> None:
         super().__init__()
         self._longest = longest
-        self.attention_norm, self.reading, self.attended = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.norm, self.read, self.attend = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         layers = [nn.LayerNorm(dim), nn.Linear(dim, dim), nn.ReLU(), nn.Dropout(dropout), nn.Linear(dim, dim)]
         self.feed_forward, self.dropout = nn.Sequential(*layers), nn.Dropout(dropout)
 
@@ -100,10 +100,11 @@ class SelfAttentionBlock(nn.Module):
             states: ``(n, D)`` of all items of all histories; only attention needs them padded.
             offsets: ``(B + 1,)`` where each history begins.
         """
-        read = torch.ops.fbgemm.jagged_to_padded_dense(self.reading(self.attention_norm(states)), [offsets], [self._longest])
-        attended = scaled_dot_product_attention(*read.unsqueeze(1).chunk(3, dim=3), is_causal=True).squeeze(1)
-        attended, _ = torch.ops.fbgemm.dense_to_jagged(attended, [offsets], len(states))
-        states = states + self.dropout(self.attended(attended))
+        read = torch.ops.fbgemm.jagged_to_padded_dense(self.read(self.norm(states)), [offsets], [self._longest])
+        query, key, value = read.unsqueeze(1).chunk(3, dim=3)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
+        attended, _ = torch.ops.fbgemm.dense_to_jagged(attended, [offsets])
+        states = states + self.dropout(self.attend(attended))
         return states + self.dropout(self.feed_forward(states))
 
 
@@ -136,13 +137,13 @@ class SelfAttentiveRecommender(nn.Module):
         """Predicts; the dense features are not used."""
         found = self.items(sparse_features)
         history, candidate = found["history"], found["candidate"]
-        offsets, lengths = history.offsets(), history.lengths()
-        starts = offsets[:-1].repeat_interleave(lengths)
-        states = self.dropout(history.values() + self.positions[torch.arange(len(starts)) - starts])
+        offsets = history.offsets()
+        padded = self.dropout(history.to_padded_dense(self._longest) + self.positions)
+        states, _ = torch.ops.fbgemm.dense_to_jagged(padded, [offsets])
         for block in self.blocks:
             states = block(states, offsets)
-        states = torch.ops.fbgemm.jagged_to_padded_dense(self.norm(states), [offsets], [self._longest])
-        candidates = candidate.to_padded_dense(int(candidate.lengths().max()))
-        first = (lengths - candidate.lengths()).unsqueeze(1)
-        places = (first + torch.arange(candidates.shape[1])).clamp(0, self._longest - 1)
-        return (states.gather(1, places.unsqueeze(2).expand_as(candidates)) * candidates).sum(2)
+        padded = torch.ops.fbgemm.jagged_to_padded_dense(self.norm(states), [offsets], [self._longest])
+        candidates = candidate.to_padded_dense()
+        first = (history.lengths() - candidate.lengths()).view(-1, 1, 1)
+        places = first + torch.ones_like(candidates, dtype=torch.int64).cumsum(1) - 1
+        return (padded.gather(1, places.clamp(0, self._longest - 1)) * candidates).sum(2)
