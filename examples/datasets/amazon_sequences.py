@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -174,12 +175,12 @@ class Sequences:
             seed: of the negatives and of the order.
         """
         train, *measured = self.parts()
-        common = {"num_negatives": num_negatives, "batch_size": batch_size}
+        batches = partial(SequenceBatches, num_negatives=num_negatives, batch_size=batch_size)
         validation, selection, test = (
-            SequenceBatches(*self.reviews(rows), self.known, seed=4 * seed + number, is_fixed=number > 1, **common)
+            batches(*self.reviews(rows), self.known, seed=4 * seed + number, is_fixed=number > 1)
             for number, rows in enumerate(measured, 1)
         )
-        learnt = SequenceBatches(*self.reviews(train), self.known_in(train), seed=4 * seed, **common)
+        learnt = batches(*self.reviews(train), self.known_in(train), seed=4 * seed)
         return DataSplits(train=learnt, validation=validation, selection=selection, test=test)
 
     def next_items(
@@ -196,12 +197,15 @@ class Sequences:
         """
         train, *_, test = self.parts()
         ranked = test[torch.linspace(0, len(test) - 1, min(num_queries, len(test))).long()]
-        common = {"num_negatives": num_negatives, "batch_size": batch_size}
-        of_test = common | {"num_negatives": num_ranked - 1, "is_ranking": True}
+        batches = partial(SequenceBatches, batch_size=batch_size)
         return replace(
-            self.clicks(**common, seed=seed),
-            train=SequenceBatches(*self.whole_sequences(train), self.known_in(train), seed=4 * seed, **common),
-            test=SequenceBatches(*self.reviews(ranked), self.known, seed=4 * seed + 3, **of_test),
+            self.clicks(num_negatives=num_negatives, batch_size=batch_size, seed=seed),
+            train=batches(
+                *self.whole_sequences(train), self.known_in(train), num_negatives=num_negatives, seed=4 * seed
+            ),
+            test=batches(
+                *self.reviews(ranked), self.known, num_negatives=num_ranked - 1, seed=4 * seed + 3, is_ranking=True
+            ),
         )
 
 

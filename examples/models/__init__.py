@@ -5,6 +5,7 @@ first_order.py    weights beside the tables, one per row
 collaborative.py  two sides, user and item: MatrixFactorization, MultiLayerPerceptron, NeuMF
 factorization.py  any number of fields: FactorizationMachine, WideDeep, DeepFM
 multi_task.py     several predictions: MultiGateMixtureOfExperts
+sequential.py     what a user looked at before: DeepInterestNetwork, SelfAttentiveRecommender
 torchrec_dlrm.py  torchrec's own DLRM and DLRM_DCN, sized
 """
 
