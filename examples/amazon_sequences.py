@@ -1,8 +1,8 @@
 """Recipes on Amazon's Sports and Outdoors as sequences: DIN on clicks, SASRec on the next item.
 
 The data are those of `examples.amazon_sports`. History and candidate read one unpooled table of items; splits are by
-time. DIN is judged by AUC, and SASRec by NDCG and recall among a hundred candidates. Both stop by AUC: they are too sure of
-themselves long before they order items best.
+time. DIN is judged by AUC, and SASRec by NDCG and recall among a hundred candidates. Both stop by AUC, which goes on
+rising when their loss does: they become too sure of themselves before they have learnt to order items.
 """
 
 from __future__ import annotations
