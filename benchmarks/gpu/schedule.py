@@ -1,0 +1,100 @@
+"""The steps, in order, each with its share of the time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.cpu_ranks import hidden_gpus
+from benchmarks.gpu.figures import RESULTS, Figures, read_lines, tables
+from benchmarks.gpu.limited import Ended, run_limited
+from dnis_torchrec.storage.whole_files import write_text
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One of the things to be measured: a module of `benchmarks.gpu.steps`.
+
+    Attributes:
+        name: of the module.
+        share: of the time, beside those of the others.
+    """
+
+    name: str
+    share: float
+
+
+STEPS = (
+    Step(name="smoke", share=8),
+    Step(name="marked_tests", share=16),
+    Step(name="step_time", share=20),
+    Step(name="compress", share=10),
+    Step(name="serving", share=16),
+    Step(name="package", share=12),
+    Step(name="prefetch", share=5),
+    Step(name="ranks", share=5),
+    Step(name="search", share=8),
+)
+"""First what tells whether the rest is worth its time, then the rest by how much hangs on it."""
+
+
+def command_of(name: str, folder: Path, *, is_stand_in: bool) -> list[str]:
+    """Returns the command that runs one step in a process of its own.
+
+    Args:
+        name: of the step.
+        folder: where its figures go.
+        is_stand_in: on the CPU, in small.
+    """
+    stand_in = ["--stand-in"] if is_stand_in else []
+    return [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu.step", name, "--out", str(folder), *stand_in]
+
+
+def run_steps(steps: Sequence[Step], folder: Path, seconds: float, command: Callable[[str], Sequence[str]]) -> None:
+    """Runs steps one after the other; what one of them comes to does not touch the others.
+
+    Args:
+        steps: in order.
+        folder: for figures, tables and logs; there already.
+        seconds: for all of them. A step gets its share of what is left, and the last one all of it.
+        command: name of a step -> what runs it.
+    """
+    end = time.monotonic() + seconds
+    for index, step in enumerate(steps):
+        left, shares = end - time.monotonic(), sum(other.share for other in steps[index:])
+        limit = left * step.share / shares
+        figures = Figures(folder, step.name)
+        print(f"{step.name}: {limit:.0f} s at most", flush=True)
+        if left <= 0:
+            ended = Ended(outcome="no time left", seconds=0.0, detail="")
+        else:
+            ended = run_limited(command(step.name), folder / f"{step.name}.log", limit)
+        figures.end(ended.outcome, ended.seconds, max(limit, 0), ended.detail)
+        print(f"{step.name}: {ended.outcome} after {ended.seconds:.0f} s", flush=True)
+        write_text(folder / RESULTS, tables(read_lines(folder)))
+
+
+def run_all(steps: Sequence[Step], folder: Path, seconds: float, *, is_stand_in: bool) -> None:
+    """`run_steps` of the project's own steps; as a stand-in they see no GPU.
+
+    Args:
+        steps: in order.
+        folder: see `run_steps`; made if it is not there.
+        seconds: see `run_steps`.
+        is_stand_in: on the CPU, in small.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def run() -> None:
+        run_steps(steps, folder, seconds, lambda name: command_of(name, folder, is_stand_in=is_stand_in))
+
+    if not is_stand_in:
+        run()
+        return
+    with hidden_gpus():
+        run()

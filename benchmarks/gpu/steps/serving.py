@@ -1,0 +1,91 @@
+"""Lookups of compressed tables beside FBGEMM's dense ones (TBE) in FP32, FP16, INT8 and INT4."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from benchmarks import serving
+from benchmarks.gpu.step import Run
+from benchmarks.gpu.timing import in_turns
+
+DENSE = ("dense_fp32", "dense_fp16", "dense_int8", "dense_int4")
+FORMS = ("packed", "csr_fp32", "mixed_dimension_fp32", *DENSE)
+BASELINE = DENSE[0]
+NUM_TABLES, ROWS = 26, 100_000
+SMALL_TABLES, SMALL_ROWS = 2, 400
+CASES = [(4096, 20), (4096, 1), (16384, 20), (1024, 20), (64, 1), (1, 1), (65536, 20)]
+CASES += [(batch_size, pooling) for batch_size in (1, 64, 1024, 16384, 65536) for pooling in (1, 20)]
+CASES = list(dict.fromkeys(CASES))
+"""Batch size and ids of a bag: first those that say most."""
+SMALL_CASES = [(4, 1), (4, 3)]
+TURNS, ROUNDS, LARGE_IDS, ROUNDS_OF_LARGE = 5, 20, 4_000_000, 4
+"""Turns of all forms and calls in a turn; fewer of batches with many ids."""
+
+
+def run(run: Run) -> None:
+    """Makes the tables once, checks that all forms agree, then notes every batch size and pooling."""
+    sizes = (SMALL_TABLES, SMALL_ROWS) if run.is_stand_in else (NUM_TABLES, ROWS)
+    case = serving.simulated_codes(*sizes, FORMS, run.device)
+    dense_bytes = serving.resident_bytes(case.forms[BASELINE])
+    of = {"tables": sizes[0], "rows": sizes[1], "columns": serving.EMBEDDING_DIM}
+    for form, module in case.forms.items():
+        num_bytes = serving.resident_bytes(module)
+        run.figures.note("bytes", num_bytes / 1e6, "MB", form=form, **of)
+        run.figures.note("bytes of dense_fp32 over these", dense_bytes / num_bytes, form=form, **of)
+    serving.check_equal(case)
+    for batch_size, pooling in SMALL_CASES if run.is_stand_in else CASES:
+        measure(run, case, batch_size, pooling)
+
+
+@torch.inference_mode()
+def measure(run: Run, case: serving.Case, batch_size: int, pooling: int) -> None:
+    """Notes the time of a lookup in every form, and beside the dense one in FP32.
+
+    Args:
+        run: what the step was given.
+        case: tables and forms.
+        batch_size: B.
+        pooling: ids of every bag.
+    """
+    batch = batch_of(case, batch_size, pooling)
+    rounds = ROUNDS_OF_LARGE if batch.values().numel() > LARGE_IDS else ROUNDS
+    turns, rounds = (1, 2) if run.is_stand_in else (TURNS, rounds)
+    calls = {form: partial(look_up, module, batch) for form, module in case.forms.items()}
+    medians = in_turns(calls, case.device, turns, rounds)
+    for form, median in medians.items():
+        of = {"form": form, "batch": batch_size, "pooling": pooling}
+        run.figures.note("lookup", 1e3 * median, "us", **of)
+        if form != BASELINE:
+            run.figures.note("lookup, times dense_fp32", median / medians[BASELINE], **of)
+
+
+def batch_of(case: serving.Case, batch_size: int, pooling: int) -> KeyedJaggedTensor:
+    """Bags of ids after Zipf's law, drawn where they are looked up.
+
+    Args:
+        case: whose rows are from the most frequent to the rarest.
+        batch_size: B.
+        pooling: ids of every bag.
+    """
+    ids: list[Tensor] = []
+    for _, table in case.features:
+        uniform = torch.rand(batch_size * pooling, dtype=torch.float64, device=case.device)
+        ids.append((table.num_embeddings**uniform).long().sub(1).clamp(0, table.num_embeddings - 1))
+    keys = [feature for feature, _ in case.features]
+    lengths = torch.full((len(keys) * batch_size,), pooling, device=case.device)
+    return KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=lengths, stride=batch_size)
+
+
+def look_up(module: nn.Module, batch: KeyedJaggedTensor) -> Tensor:
+    """One lookup of bags that nobody has used before: what a batch remembers of itself is made anew.
+
+    Args:
+        module: serves the tables.
+        batch: the bags.
+    """
+    fresh = KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths(), stride=batch.stride())
+    return module(fresh).values()
