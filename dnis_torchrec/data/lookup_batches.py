@@ -69,6 +69,26 @@ def for_lookup(batch: Batch) -> Batch:
     return converted
 
 
+def with_ids_counted(batch: Batch) -> Batch:
+    """A batch that knows, on the CPU, how many ids each feature has: it needs not ask the GPU that it goes to.
+
+    Args:
+        batch: as for `for_lookup`, or of another class, which is left alone, as is one that lies on a GPU already.
+
+    Returns:
+        `batch`.
+
+    Example:
+        >>> kjt = KeyedJaggedTensor(["f", "g"], torch.tensor([3, 0, 1]), lengths=torch.tensor([2, 1]))
+        >>> with_ids_counted(Batch(torch.zeros(1, 2), kjt, torch.ones(1))).sparse_features.length_per_key_or_none()
+        [2, 1]
+    """
+    for part in _bags_of(batch).values() if hasattr(batch, "__dict__") else ():
+        if part.keys() and part.values().device.type == "cpu":
+            part.sync()
+    return batch
+
+
 def features_of(batch: Batch) -> KeyedJaggedTensor:
     """All bags of a batch in one KeyedJaggedTensor; of several of them without the weights of their ids.
 

@@ -45,7 +45,7 @@ def are_compiled() -> bool:
     return True
 
 
-Watch = Callable[[bool, Tensor], None]
+Watch = Callable[[Any, Tensor], Tensor | None]
 
 
 class _SelectPieces(torch.autograd.Function):
@@ -103,7 +103,9 @@ class _SelectPieces(torch.autograd.Function):
             if keeps_empty:
                 torch.autograd.graph.increment_version(grad_pooled)
             if ctx.watch is not None:
-                ctx.watch(is_finite, grad)
+                may_learn = ctx.watch(is_finite, grad)
+                if may_learn is not None:
+                    grad_pooled = torch.where(may_learn, grad_pooled, 0.0)
         return grad_pooled, grad_alpha, None, None, None, None, None
 
 
@@ -141,7 +143,8 @@ def select_pieces(
             alpha begins in `alpha`, and its output. Pieces of one output stand next to each other.
         width: sum of D over outputs.
         watch: called in backward, once the gradient of `pooled` is known and before anything takes it: with whether
-            the gradient of the result is finite throughout, and that gradient.
+            the gradient of the result is finite throughout, and that gradient. It may return whether `pooled` may have
+            its gradient, of no dimension: else that is zero.
 
     Returns:
         ``(B, width)``.

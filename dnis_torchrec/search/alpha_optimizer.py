@@ -35,19 +35,19 @@ class AlphaOptimizer:
 
     Attributes:
         learning_rate: step length.
-        last_density: share of values whose alpha was not zero after the last step.
+        last_density: share of values whose alpha was not zero after the last step, of no dimension, on alpha's device.
     """
 
     def __init__(self, alpha: Alpha, blocks: RowBlocks, *, averaging: float = 0.0, floor: float = 0.0) -> None:
         check(0 <= averaging < 1, "averaging", "a number in [0, 1)", averaging)
         check(0 <= floor < 1, "floor", "a number in [0, 1)", floor)
         self._alpha, self._averaging, self._floor = alpha, averaging, floor
-        self._rows = {dim: blocks.per_alpha_row(dim, blocks.seen_rows) for dim in alpha.dims}
+        self._rows = {dim: blocks.per_alpha_row(dim, blocks.seen_rows).to(alpha.of(dim).device) for dim in alpha.dims}
         self._stands = {dim: _rows_left_alone(blocks, dim).to(alpha.of(dim).device) for dim in alpha.dims}
         self._averages = {dim: torch.zeros_like(alpha.of(dim)) for dim in alpha.dims}
         self._dead = {dim: torch.zeros_like(alpha.of(dim), dtype=torch.bool) for dim in alpha.dims}
         self.learning_rate = LEARNING_RATE
-        self.last_density = 1.0
+        self.last_density = alpha.density_there(self._rows)
 
     def density(self) -> float:
         """Share of the tables' values, of rows that training saw, whose alpha is not zero."""
@@ -67,7 +67,7 @@ class AlphaOptimizer:
         for dim, retained in columns.items():
             self._dead[dim] |= ~retained.to(self._dead[dim].device)
             self._alpha.of(dim).masked_fill_(self._dead[dim], 0.0)
-        self.last_density = self.density()
+        self.last_density = self._alpha.density_there(self._rows)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[int, Tensor], hits: Mapping[int, Tensor]) -> None:
@@ -86,7 +86,7 @@ class AlphaOptimizer:
             pushes_out = ((alpha >= 1) & (average < 0)) | ((alpha <= self._floor) & (average > 0))
             average.masked_fill_(pushes_out, 0.0)
             alpha.masked_fill_(self._dead[dim], 0.0)
-        self.last_density = self.density()
+        self.last_density = self._alpha.density_there(self._rows)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a continued search needs, as tensors."""
@@ -101,7 +101,7 @@ class AlphaOptimizer:
         for dim in self._alpha.dims:
             self._averages[dim].copy_(state[f"average/{dim}"])
             self._dead[dim].copy_(state[f"dead/{dim}"])
-        self.last_density = self.density()
+        self.last_density = self._alpha.density_there(self._rows)
 
 
 def _rows_left_alone(blocks: RowBlocks, dim: int) -> Tensor:

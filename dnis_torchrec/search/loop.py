@@ -38,6 +38,7 @@ from dnis_torchrec.training.checkpoint import (
 )
 from dnis_torchrec.training.denormals import flushing_denormals
 from dnis_torchrec.training.evaluation import selection_loss
+from dnis_torchrec.training.late_values import LateValues
 from dnis_torchrec.training.saving import Saving
 
 STOP_INTERVAL = 8
@@ -76,7 +77,8 @@ class SearchEvents:
         on_resume: called after that with the number of lower steps and the history that a checkpoint had.
         on_phase: called before the first step of a phase with it, the lower steps of it that are done, as those of a
             search that goes on in the middle of it are, and the lower steps of an epoch.
-        on_step: called after every lower step with its loss and the density of alpha.
+        on_step: called after every lower step with its loss and the density of alpha; on a GPU after the next one, or
+            at the end of the epoch.
         on_epoch: called with the record of every epoch.
         on_alpha: called after that with the record, alpha (embedding_dim -> ``(A, D)``, to be read only) and whether
             it was the last epoch of its phase.
@@ -264,6 +266,7 @@ class SearchLoop:
         self._resumed_from: Address | None = None
         self._steps_behind = 0
         self._started, self.seconds_before = time.monotonic(), 0.0
+        self._late = LateValues()
         # This rank's share of the sum and the number of the epoch's losses.
         self._losses = torch.zeros(2, dtype=torch.float64, device=pipeline.device)
 
@@ -345,13 +348,19 @@ class SearchLoop:
                 share = torch.stack([loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)])
                 self._losses += share / world_size_of(pipeline.process_group)
                 self._plan.after_step(phase, pipeline.lower_steps - first)
-                self._events.on_step(float(loss), pipeline.alpha_optimizer.last_density)
+                self._tell(loss, pipeline.alpha_optimizer.last_density)
             if self._is_stop_requested():
                 self._save(saver)
                 saver.wait()
                 raise SearchInterrupted(self._how_stopped(saver))
             if is_lower and every and pipeline.lower_steps % every == 0 and pipeline.lower_steps < until:
                 self._save(saver)
+
+    def _tell(self, loss: Tensor, density: Tensor) -> None:
+        """Tells who listens of a lower step; on a GPU, where that would stop it, with the next one."""
+        self._late.settle()
+        of_step = torch.stack([loss.detach().double().squeeze(), density])
+        self._late.read(of_step, lambda found: self._events.on_step(*found.tolist()))
 
     def _how_stopped(self, saver: CheckpointSaver) -> str:
         """Says where the search was stopped, and from where --resume goes on."""
@@ -365,6 +374,7 @@ class SearchLoop:
         return f"epoch {self._epoch}, lower step {self._pipeline.lower_steps}: stopped on request; {kept}"
 
     def _end_epoch(self, phase: Phase, saver: CheckpointSaver) -> None:
+        self._late.settle()
         self._wait(saver)  # so that the best epoch before this one is one that was written
         pipeline, epoch = self._pipeline, self._epoch
         with pipeline.detached() as model:

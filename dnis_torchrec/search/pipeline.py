@@ -220,7 +220,11 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
 
         Args:
             stream: what the pipeline reads.
+
+        Raises:
+            NonFiniteError: on all ranks alike, if a step on a GPU has met a NaN or an infinity that nobody has read.
         """
+        self._guard.settle()
         model, device = self._model, self._device
         alpha_state = {name: PlacedTensor.of(value) for name, value in self.alpha_optimizer.state_dict().items()}
         return TrainingState(
@@ -303,6 +307,18 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
         own = TrainingState(tensors=tensors, tables=describe_tables(self._model))
         read_checkpoint(path, own, self._process_group, kinds=("table", "model", "fused", "optimizer"))
         finish_load_(self._model, own.tensors)
+
+    def detach(self) -> nn.Module:
+        """Takes the model out of the pipeline; batches in flight stay with it.
+
+        Returns:
+            The model.
+
+        Raises:
+            NonFiniteError: as `state`.
+        """
+        self._guard.settle()
+        return super().detach()
 
     def set_unrolled_step(self, step: float) -> None:
         """Takes another xi from the next upper step on, as after a change of learning rates. On all ranks alike.
@@ -435,10 +451,11 @@ class BilevelTrainPipeline(PrefetchingTrainPipeline):
             gradients[dim] = shared.flat[start : start + size].view(rows, dim) / self._world_size
             hits[dim] = shared.flat[start + size : start + size + rows] > 0
             start += size + rows
-        self._guard.check_loss(shared.loss, self._place(), shared.flat[start:])
-        for dim, gradient in gradients.items():
-            self._guard.check_alpha_gradient(gradient, dim, self._place())
-        self.alpha_optimizer.step(gradients, hits)
+        flags, place = shared.flat[start:], self._place()
+        self._guard.check_loss(shared.loss, place, flags)
+        finite = [self._guard.check_alpha_gradient(gradient, dim, place) for dim, gradient in gradients.items()]
+        may_step = torch.stack(finite).all() & (flags == 0).all()
+        self.alpha_optimizer.step(gradients, {dim: own & may_step for dim, own in hits.items()})
 
     def _goes_backward(self) -> bool:
         return super()._goes_backward() and self.level is Level.LOWER

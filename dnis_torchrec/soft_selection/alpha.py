@@ -101,16 +101,25 @@ class Alpha(nn.Module):
         """
         if self._hits is not None:
             hits = self._hits[embedding_dim]
-            hits |= torch.bincount(rows.flatten() + 1, minlength=len(hits) + 1)[1:] > 0
+            found = torch.zeros(len(hits) + 1, dtype=torch.bool, device=hits.device)
+            hits |= found.index_fill_(0, rows.flatten().long() + 1, True)[1:]
 
     def density(self, rows_per_alpha_row: Mapping[int, Tensor]) -> float:
         """Share of table values whose alpha is not zero, each row of alpha weighted by the table rows it serves.
 
         Args:
-            rows_per_alpha_row: embedding_dim -> ``(A,)`` float64 on the CPU: how much each row of alpha counts, by rows
-                or by their cost.
+            rows_per_alpha_row: embedding_dim -> ``(A,)`` float64 on alpha's device: how much each row of alpha counts,
+                by rows or by their cost.
         """
-        return self.weighted({dim: (self.of(dim) > 0).double() for dim in self.dims}, rows_per_alpha_row)
+        return float(self.density_there(rows_per_alpha_row))
+
+    def density_there(self, rows_per_alpha_row: Mapping[int, Tensor]) -> Tensor:
+        """`density` as a float64 of no dimension, on alpha's device: nobody waits for it.
+
+        Args:
+            rows_per_alpha_row: as for `density`, on that device, too.
+        """
+        return self._weighted({dim: (self.of(dim) > 0).double() for dim in self.dims}, rows_per_alpha_row)
 
     def mean(self, rows_per_alpha_row: Mapping[int, Tensor]) -> float:
         """Mean of alpha over all table values.
@@ -118,17 +127,12 @@ class Alpha(nn.Module):
         Args:
             rows_per_alpha_row: as for `density`.
         """
-        return self.weighted({dim: self.of(dim).double() for dim in self.dims}, rows_per_alpha_row)
+        return float(self._weighted({dim: self.of(dim).double() for dim in self.dims}, rows_per_alpha_row))
 
-    def weighted(self, values: Mapping[int, Tensor], rows_per_alpha_row: Mapping[int, Tensor]) -> float:
-        """Mean of any ``(A, D)`` values, each row of alpha weighted by the table rows it serves.
-
-        Args:
-            values: embedding_dim -> ``(A, D)`` float64.
-            rows_per_alpha_row: embedding_dim -> ``(A,)`` float64.
-        """
-        total = sum(float(rows_per_alpha_row[dim].sum()) * dim for dim in self.dims)
-        summed = sum(float(values[dim].sum(1).cpu() @ rows_per_alpha_row[dim]) for dim in self.dims)
+    def _weighted(self, values: Mapping[int, Tensor], rows_per_alpha_row: Mapping[int, Tensor]) -> Tensor:
+        """Mean of any ``(A, D)`` values, each row of alpha weighted by the table rows it serves."""
+        total = torch.stack([rows_per_alpha_row[dim].sum() * dim for dim in self.dims]).sum()
+        summed = torch.stack([values[dim].sum(1) @ rows_per_alpha_row[dim] for dim in self.dims]).sum()
         return summed / total
 
 

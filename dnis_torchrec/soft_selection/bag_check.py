@@ -26,7 +26,7 @@ class BagCheck(nn.Module):
     def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
         super().__init__()
         self._outputs = outputs
-        self._limits: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+        self._limits: dict[tuple[tuple[str, ...], torch.device], tuple[Tensor, Tensor]] = {}
 
     def forward(self, features: KeyedJaggedTensor) -> None:
         """Checks lengths of single-id bags and the range of every id.
@@ -46,17 +46,16 @@ class BagCheck(nn.Module):
             raise TypeError(describe(named(features.keys()), "int32 or int64 ids", ids.dtype, remedy))
         if ids.device.type == "cpu":
             check_bags(features)
+        for output in self._outputs:
+            check_known(f"feature of table {output.table!r}", output.feature, features.keys())
+        if ids.device.type != "cpu":
+            self._assert_good(features)
+            return
         jagged = jagged_by_key(features)
         for output in self._outputs:
-            place = f"table {output.table!r}, feature {output.feature!r}"
-            check_known(f"feature of table {output.table!r}", output.feature, jagged)
             ids, lengths = jagged[output.feature].values(), jagged[output.feature].lengths()
-            if ids.device.type != "cpu":
-                torch._assert_async(((ids >= 0) & (ids < output.num_embeddings)).all())
-                if not output.is_multi_hot:
-                    torch._assert_async((lengths <= 1).all())
-            elif ids.numel():
-                _check_on_cpu(output, ids, lengths, place)
+            if ids.numel():
+                _check_on_cpu(output, ids, lengths, f"table {output.table!r}, feature {output.feature!r}")
 
     def _are_good(self, features: KeyedJaggedTensor) -> bool:
         """The usual case on a CPU, decided for all features at once; False where each has to be looked at."""
@@ -65,17 +64,35 @@ class BagCheck(nn.Module):
         has_weights = weights is None or weights.numel() == ids.numel()
         if ids.device.type != "cpu" or ids.dtype not in INTEGERS or not has_weights:
             return False
-        if keys not in self._limits:
-            if not {output.feature for output in self._outputs} <= set(keys):
-                return False
-            self._limits[keys] = self._limits_of(keys)
-        bounds, longest = self._limits[keys]
+        if not {output.feature for output in self._outputs} <= set(keys):
+            return False
+        bounds, longest = self._limits_there(keys, ids.device)
         if are_compiled():
             return are_good_bags(ids, lengths, bounds, longest)
         if ids.numel() != lengths.numel() or not ids.numel() or not bool((lengths == 1).all()):
             return False
         lowest, highest = torch.aminmax(ids.view(len(keys), -1), dim=1)
         return bool((lowest >= 0).all()) and bool((highest < bounds).all())
+
+    def _assert_good(self, features: KeyedJaggedTensor) -> None:
+        """The same on a GPU, for all features at once: nobody waits for what it finds, and launches are few."""
+        ids, lengths = features.values(), features.lengths()
+        bounds, longest = self._limits_there(tuple(features.keys()), ids.device)
+        of_keys = lengths.view(len(bounds), features.stride())
+        torch._assert_async(((of_keys >= 0) & (of_keys <= longest.unsqueeze(1))).all())
+        ends = of_keys.sum(1).cumsum(0)
+        torch._assert_async(ends[-1] == ids.numel())
+        key = torch.bucketize(torch.arange(ids.numel(), device=ids.device), ends, right=True)
+        bound = bounds[key.clamp(max=len(bounds) - 1)]  # where the lengths are wrong, too
+        torch._assert_async(((ids >= 0) & (ids < bound)).all())
+
+    def _limits_there(self, keys: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns `_limits_of` on a device, copied there once."""
+        known = self._limits.get((keys, device))
+        if known is None:
+            bounds, longest = self._limits_of(keys)
+            known = self._limits[keys, device] = bounds.to(device), longest.to(device)
+        return known
 
     def _limits_of(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Returns every key's rows in its smallest table, and the most ids of its bags; keys not read have no limit.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -11,12 +13,19 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.row_routing import RowRouter
+from dnis_torchrec.checks import SHOWN
 from dnis_torchrec.ops.block_operators import are_compiled, fill_rows_, select_pieces
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.soft_selection.alpha import Alpha, select_per_block, select_per_sample
 from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature, PooledPieces
 
 JaggedByKey = dict[str, JaggedTensor]
+
+
+OnGradient = Callable[[Tensor, Callable[[Tensor], str]], Tensor | None]
+"""Told of a gradient by bool on its device, and by what names the table once they are read; see `WatchedOutputs`."""
+
+_FINITE = torch.ones(1, dtype=torch.bool)
 
 
 class WatchedOutputs(nn.Module):
@@ -26,28 +35,69 @@ class WatchedOutputs(nn.Module):
         outputs: the feature and table behind each output key.
 
     Attributes:
-        on_gradient: called in every backward with the gradient, and the name of a table whose part of it is not finite
-            or None; None does not look.
+        on_gradient: called in every backward with what of the gradient is finite, column by column (or row by row, or
+            of all of it in one bool), and a function that names, by that, a table whose part is not. It may return
+            whether the gradient is finite, of no dimension: the tables then learn by zeros if it is not. None does not
+            look.
     """
+
+    _across = 0
+    """Dimension of the gradient across which values are of one table."""
 
     def __init__(self, outputs: tuple[PooledFeature, ...]) -> None:
         super().__init__()
         self._outputs = outputs
-        self.on_gradient: Callable[[str | None, Tensor], None] | None = None
+        self.on_gradient: OnGradient | None = None
         self._keys = [output.name for output in outputs]
         self._dims = [output.embedding_dim for output in outputs]
 
     def _watch(self, values: Tensor) -> None:
-        values.register_hook(lambda gradient: self._check_gradient(bool(torch.isfinite(gradient.sum())), gradient))
+        values.register_hook(self._watched)
 
-    def _check_gradient(self, is_finite: bool, gradient: Tensor) -> None:
+    def _watched(self, gradient: Tensor) -> Tensor | None:
         """Runs before the tables' own backward, hence before a fused optimizer applies the gradient."""
-        if self.on_gradient is not None:
-            self.on_gradient(None if is_finite else self._table_with_bad(gradient), gradient)
+        if self.on_gradient is None:
+            return None
+        on_cpu = gradient.device.type == "cpu"
+        is_finite = bool(torch.isfinite(gradient.sum())) if on_cpu else self._finite_parts(gradient)
+        may_learn = self._check_gradient(is_finite, gradient)
+        return None if may_learn is None else torch.where(may_learn, gradient, 0.0)
 
-    def _table_with_bad(self, gradient: Tensor) -> str | None:
-        parts = zip(self._outputs, gradient.split(self._dims, dim=1), strict=True)
-        return next((output.table for output, part in parts if not bool(torch.isfinite(part).all())), None)
+    def _check_gradient(self, is_finite: bool | Tensor, gradient: Tensor) -> Tensor | None:
+        """Tells the listener of a gradient.
+
+        Args:
+            is_finite: whether the gradient is surely finite throughout; on a GPU as `on_gradient` takes it.
+            gradient: of the outputs.
+
+        Returns:
+            None; or whether the tables may learn by the gradient, of no dimension, on its device.
+        """
+        if self.on_gradient is None:
+            return None
+        if isinstance(is_finite, bool):
+            is_finite = _FINITE if is_finite else self._finite_parts(gradient)
+        return self.on_gradient(is_finite, partial(_table_with_bad, self._outputs, self._sizes_of_parts()))
+
+    def _finite_parts(self, gradient: Tensor) -> Tensor:
+        """Of every column, or row, whether all of it is finite: its largest magnitude is then, and only then."""
+        if not gradient.numel():
+            return torch.ones(gradient.shape[1 - self._across], dtype=torch.bool, device=gradient.device)
+        return torch.isfinite(torch.linalg.vector_norm(gradient, math.inf, dim=self._across))
+
+    def _sizes_of_parts(self) -> list[int]:
+        """Columns, or rows, of every output."""
+        return self._dims
+
+
+def _table_with_bad(outputs: tuple[PooledFeature, ...], sizes: list[int], finite: Tensor) -> str:
+    """The first table with a part that is not finite; where the parts are not told apart, all of them."""
+    tables = list(dict.fromkeys(output.table for output in outputs))
+    if len(finite) == sum(sizes):
+        parts = zip(outputs, finite.split(sizes), strict=True)
+        tables = [next(output.table for output, part in parts if not bool(part.all()))]
+    more = f" and {len(tables) - SHOWN} more" if len(tables) > SHOWN else ""
+    return f"table {tables[0]!r}" if len(tables) == 1 else f"one of the tables {tables[:SHOWN]}{more}"
 
 
 class SelectPooled(WatchedOutputs):

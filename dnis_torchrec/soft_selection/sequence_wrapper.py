@@ -150,6 +150,8 @@ class SelectSequences(WatchedOutputs):
         alpha: the wrapper's alpha.
     """
 
+    _across = 1
+
     def __init__(self, outputs: tuple[PooledFeature, ...], blocks: RowBlocks, alpha: Alpha) -> None:
         super().__init__(outputs)
         self._alpha = [alpha]  # in a list: the wrapper registers it, once
@@ -198,6 +200,5 @@ class SelectSequences(WatchedOutputs):
         router = cast(RowRouter, self._routers[self._router_of[output.table]])
         return router(ids) + output.first_alpha_row
 
-    def _table_with_bad(self, gradient: Tensor) -> str | None:
-        parts = zip(self._outputs, gradient.split(self._sizes), strict=True)
-        return next((output.table for output, part in parts if not bool(torch.isfinite(part).all())), None)
+    def _sizes_of_parts(self) -> list[int]:
+        return self._sizes

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.mc_modules import ManagedCollisionCollection
+from torchrec.streamable import Pipelineable
+
+from dnis_torchrec.data.lookup_batches import with_ids_counted
 
 
 class DetachableTrainPipeline(TrainPipelineSparseDist):
@@ -18,7 +22,13 @@ class DetachableTrainPipeline(TrainPipelineSparseDist):
     nothing there.
 
     Managed collisions remap the ids of the batch ahead, too. Their module then asks what has been evicted.
+
+    A batch that goes from the CPU to a GPU has the ids of its features counted before: the host would wait for them.
     """
+
+    def _next_batch(self, dataloader_iter: Iterator[Pipelineable]) -> Pipelineable | None:
+        batch = super()._next_batch(dataloader_iter)
+        return batch if batch is None or self._device.type == "cpu" else with_ids_counted(batch)
 
     def _pipeline_model(self, *args: Any, **named: Any) -> None:
         super()._pipeline_model(*args, **named)

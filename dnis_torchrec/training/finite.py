@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from dnis_torchrec.checks import describe
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards, table_weight_names
 from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
+from dnis_torchrec.training.late_values import LateValues
 
 REMEDY = "lower the learning rate or clean the data, and start again from the last good checkpoint"
 
@@ -21,17 +23,15 @@ class NonFiniteError(ArithmeticError):
     """A loss, gradient or weight is NaN or infinite."""
 
 
-def _is_surely_finite(values: Tensor) -> bool:
-    """Tests values by their sum: it is not finite if a value is not. It may also overflow, so False decides nothing."""
-    return math.isfinite(float(values.detach().sum()))
-
-
 class FiniteGuard:
     """Checks losses and gradients of a model, prepared or not.
 
-    On a CPU a bad gradient is found inside backward, before a fused optimizer applies it. Over several ranks a check is
-    one all_reduce of W numbers, after which all of them stop or none: a rank that stopped by itself would leave the
-    others waiting in TorchRec's next collective.
+    On a CPU a bad gradient is found inside backward, before a fused optimizer applies it. On a GPU the host would have
+    to wait for it: there it is made zero instead, on the GPU, and found when the next step's loss is checked, or by
+    `settle`; a bad gradient of alpha moves none.
+
+    Over several ranks a check is one all_reduce of W numbers, after which all of them stop or none: a rank that stopped
+    by itself would leave the others waiting in TorchRec's next collective.
 
     Args:
         model: the model, sharded or not.
@@ -42,6 +42,7 @@ class FiniteGuard:
         self._group = group
         self._world_size = 1 if group is None else dist.get_world_size(group)
         self._rank = 0 if group is None else dist.get_rank(group)
+        self._late = LateValues()
         self._collections = collections(model)
         self._wrappers = soft_selection_modules(model)
         of_tables = table_weight_names(model)
@@ -50,6 +51,14 @@ class FiniteGuard:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and name not in of_tables
         }
+
+    def settle(self) -> None:
+        """Reads what earlier checks on a GPU have found: to be called before a state is saved, evaluated or left.
+
+        Raises:
+            NonFiniteError: on all ranks alike, naming the step that was checked.
+        """
+        self._late.settle()
 
     def flags(self, value: Tensor) -> Tensor:
         """Flags this rank if it holds a NaN or an infinity; the sum over ranks flags all that do. Local.
@@ -60,12 +69,10 @@ class FiniteGuard:
         Returns:
             ``(W,)``, 1 at this rank if `value` is not finite throughout, else 0.
         """
-        flags = torch.zeros(self._world_size, device=value.device)
-        flags[self._rank] = ~torch.isfinite(value.detach()).all()
-        return flags
+        return self._flags(torch.isfinite(value.detach()).all())
 
     def check_loss(self, loss: Tensor, place: str, flags: Tensor | None = None) -> None:
-        """Checks a loss, on all ranks alike.
+        """Checks a loss, on all ranks alike; before that it reads what earlier checks on a GPU have found.
 
         Args:
             loss: of this rank.
@@ -76,16 +83,10 @@ class FiniteGuard:
             NonFiniteError: naming the step, and the table that holds a non-finite value if one does; or the rank, if it
                 is the loss of another one.
         """
-        if flags is None:
-            if self._world_size == 1 and _is_surely_finite(loss):
-                return
-            flags = self._summed(self.flags(loss))
-        if not bool(flags.any()):
-            return
-        self._stop_for_another_rank(flags, place, "a finite loss")
-        culprit = self._table_with_non_finite_value()
-        where = f"{place}, table {culprit!r}" if culprit else f"{place} (every table is finite)"
-        raise NonFiniteError(describe(where, "a finite loss", float(loss.detach().sum()), REMEDY))
+        self.settle()
+        flags = self._summed(self.flags(loss)) if flags is None else flags
+        both = torch.cat([flags, loss.detach().sum().view(1).to(flags.dtype)])
+        self._late.read(both, partial(self._stop_for_loss, place))
 
     @contextmanager
     def watch_gradients(self, place: str) -> Iterator[None]:
@@ -98,17 +99,14 @@ class FiniteGuard:
             NonFiniteError: naming the step and the table, before a fused optimizer has applied the gradient.
         """
 
-        def stop_if_bad(table: str | None, gradient: Tensor) -> None:
-            if self._world_size == 1 and table is None:
-                return
-            flags = self.flags(gradient.new_tensor(0.0 if table is None else torch.nan))
-            if not bool(self._summed(flags).any()):
-                return
-            self._stop_for_another_rank(flags, place, "finite gradients")
-            raise NonFiniteError(describe(f"{place}, table {table!r}", "finite gradients", "nan or inf", REMEDY))
+        def look(finite: Tensor, table_of: Callable[[Tensor], str]) -> Tensor | None:
+            is_finite = finite.all()
+            both = torch.cat([self._summed(self._flags(is_finite)), finite.float()])
+            is_read = self._late.read(both, partial(self._stop_for_gradient, place, table_of))
+            return None if is_read else is_finite
 
         for wrapper in self._wrappers.values():
-            wrapper.selection.on_gradient = stop_if_bad
+            wrapper.selection.on_gradient = look
         try:
             yield
         finally:
@@ -116,7 +114,7 @@ class FiniteGuard:
                 wrapper.selection.on_gradient = None
 
     def check_dense_gradients(self, place: str) -> None:
-        """Checks the gradients of everything that is not a table.
+        """Checks the gradients of everything that is not a table; on a GPU makes all of them zero if one is bad.
 
         Args:
             place: the step.
@@ -124,18 +122,17 @@ class FiniteGuard:
         Raises:
             NonFiniteError: naming the step and the parameter.
         """
-        gradients = {name: p.grad for name, p in self._dense.items() if p.grad is not None}
+        gradients = {name: p.grad for name, p in self._dense.items() if p.grad is not None and p.grad.numel()}
         if not gradients:
             return
-        norms = torch._foreach_norm(list(gradients.values()))
-        if _is_surely_finite(torch.stack(norms)):
-            return
-        # A norm may be infinite where no value is.
-        bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
-        if bad:
-            raise NonFiniteError(describe(f"{place}, parameter {bad[0]!r}", "finite gradients", "nan or inf", REMEDY))
+        values = list(gradients.values())
+        if values[0].device.type == "cpu" and bool(torch.isfinite(torch.stack(torch._foreach_norm(values)).sum())):
+            return  # by far the quickest there; not finite may also be a sum of squares that overflows
+        finite = torch.isfinite(torch.stack(torch._foreach_norm(values, math.inf)))
+        if not self._late.read(finite, partial(self._stop_for_dense_gradient, place, list(gradients))):
+            _zero_unless_(finite.all(), values)
 
-    def check_alpha_gradient(self, gradient: Tensor, embedding_dim: int, place: str) -> None:
+    def check_alpha_gradient(self, gradient: Tensor, embedding_dim: int, place: str) -> Tensor:
         """Checks the all-reduced gradient of an alpha, so that all ranks stop alike.
 
         Args:
@@ -143,13 +140,53 @@ class FiniteGuard:
             embedding_dim: D.
             place: the step.
 
+        Returns:
+            Whether it is finite, of no dimension, on its device: if not, and that is read later, alpha may not take it.
+
         Raises:
             NonFiniteError: naming the step and the tables that this alpha multiplies.
         """
-        if _is_surely_finite(gradient) or bool(torch.isfinite(gradient).all()):
+        finite = torch.isfinite(gradient).all(dim=1)
+        self._late.read(finite, partial(self._stop_for_alpha, place, embedding_dim))
+        return finite.all()
+
+    def _flags(self, is_finite: Tensor) -> Tensor:
+        flags = torch.zeros(self._world_size, device=is_finite.device)
+        flags[self._rank] = ~is_finite
+        return flags
+
+    def _summed(self, flags: Tensor) -> Tensor:
+        if self._world_size > 1:
+            dist.all_reduce(flags, group=self._group)
+        return flags
+
+    def _stop_for_loss(self, place: str, found: Tensor) -> None:
+        """Raises if a rank's loss is not finite; `found` holds the flags, then this rank's loss."""
+        flags, loss = found[:-1], found[-1]
+        if not bool(flags.any()):
             return
-        blocks = next(iter(self._wrappers.values())).blocks
-        row = int((~torch.isfinite(gradient)).any(dim=1).nonzero()[0])
+        self._stop_for_another_rank(flags, place, "a finite loss")
+        culprit = self._table_with_non_finite_value()
+        where = f"{place}, table {culprit!r}" if culprit else f"{place} (every table is finite)"
+        raise NonFiniteError(describe(where, "a finite loss", float(loss), REMEDY))
+
+    def _stop_for_gradient(self, place: str, table_of: Callable[[Tensor], str], found: Tensor) -> None:
+        """Raises if a rank's gradient is not finite; `found` holds the flags, then what of this rank's is finite."""
+        flags, finite = found[: self._world_size], found[self._world_size :] > 0
+        if not bool(flags.any()):
+            return
+        self._stop_for_another_rank(flags, place, "finite gradients")
+        raise NonFiniteError(describe(f"{place}, {table_of(finite)}", "finite gradients", "nan or inf", REMEDY))
+
+    def _stop_for_dense_gradient(self, place: str, names: list[str], finite: Tensor) -> None:
+        if not bool(finite.all()):
+            name = names[int((~finite).nonzero()[0])]
+            raise NonFiniteError(describe(f"{place}, parameter {name!r}", "finite gradients", "nan or inf", REMEDY))
+
+    def _stop_for_alpha(self, place: str, embedding_dim: int, finite: Tensor) -> None:
+        if bool(finite.all()):
+            return
+        blocks, row = next(iter(self._wrappers.values())).blocks, int((~finite).nonzero()[0])
         tables = [
             table
             for table, dim in blocks.embedding_dims.items()
@@ -157,11 +194,6 @@ class FiniteGuard:
         ]
         where = f"{place}, tables {tables}, row {row} of alpha"
         raise NonFiniteError(describe(where, "a finite gradient", "nan or inf", REMEDY))
-
-    def _summed(self, flags: Tensor) -> Tensor:
-        if self._world_size > 1:
-            dist.all_reduce(flags, group=self._group)
-        return flags
 
     def _stop_for_another_rank(self, flags: Tensor, place: str, requirement: str) -> None:
         """Raises in the name of another rank, unless this one has something to tell itself."""
@@ -176,3 +208,16 @@ class FiniteGuard:
                     if not bool(torch.isfinite(chunk).all()):
                         return shard.table
         return None
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _zero_unless_(is_finite: Tensor, gradients: Iterable[Tensor]) -> None:
+    """Makes gradients zero where a flag of no dimension, on their device, is False: all of them in few launches."""
+    by_size: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        size = gradient.element_size()
+        by_size.setdefault(size, []).append(gradient.view(_INTEGERS[size]))  # as a float NaN times 0 is NaN
+    for size, bits in by_size.items():
+        torch._foreach_mul_(bits, is_finite.to(_INTEGERS[size]))

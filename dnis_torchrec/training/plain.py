@@ -28,6 +28,7 @@ from dnis_torchrec.training.detachable_pipeline import DetachableTrainPipeline
 from dnis_torchrec.training.evaluation import selection_loss
 from dnis_torchrec.training.finite import FiniteGuard
 from dnis_torchrec.training.held_tables import HeldTables, HoldingOptimizer
+from dnis_torchrec.training.late_values import LateValues
 
 BEST_STATE = "best"
 """Name of the checkpoint of the best epoch, in the folder that a training is given."""
@@ -96,7 +97,7 @@ class PlainEvents:
     """Callbacks that follow a plain training; each is optional.
 
     Attributes:
-        on_step: called after every step with this rank's loss.
+        on_step: called after every step with this rank's loss; on a GPU after the next one, or at the end of the epoch.
         on_epoch: called with the record of every epoch.
     """
 
@@ -186,7 +187,7 @@ def train_plainly(
     stepper = optimizer if held is None else HoldingOptimizer(cast(KeyedOptimizer, optimizer), held)
     pipeline = DetachableTrainPipeline(model, stepper, device, pipeline_postproc=True)
     stopping, guard = EarlyStopping(folder / BEST_STATE, patience), FiniteGuard(model, model._env.process_group)
-    start, loss_before = folder / "start", math.inf
+    late, start, loss_before = LateValues(), folder / "start", math.inf
     history: list[PlainEpoch] = []
     if starts_trained:
         loss_before = selection_loss(model, recipe, device)
@@ -203,7 +204,10 @@ def train_plainly(
             step += 1
             guard.check_loss(loss, f"epoch {epoch}, step {step}")
             losses += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
-            events.on_step(float(loss))
+            late.settle()
+            late.read(loss, lambda found: events.on_step(float(found)))
+        late.settle()
+        guard.settle()
         check(step > 0, "training stream", "at least one batch", 0, "check the data splits")
         found = selection_loss(pipeline.detach(), recipe, device)
         steps_before = history[-1].step if history else 0

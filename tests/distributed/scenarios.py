@@ -28,6 +28,7 @@ from dnis_torchrec.training.plain import train_plainly
 from dnis_torchrec.training.sharded import shard
 from tests.distributed.harness import Rank, Results, Scenario
 from tests.distributed.model import CPU, KINDS, Stream, blocks, shard_as, task
+from tests.late import read_late
 from tests.tiny import make_recipe
 
 STEPS = 20
@@ -250,14 +251,35 @@ def stops(level: Level, what: str, at: Rank) -> Results:
     if at.rank == 1:
         poison_(model, what)
     before = tables_of(model) | dense_of(model) | alpha_of(pipeline)
-    try:
-        pipeline.progress(stream)
-        outcome = "went on"
-    except NonFiniteError as error:
-        outcome = f"NonFiniteError: {error}"
+    outcome = _outcome_of(pipeline, stream)
     after = tables_of(model) | dense_of(model) | alpha_of(pipeline)
     changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
     return {"outcome": outcome, "changed": changed}
+
+
+def _outcome_of(pipeline: BilevelTrainPipeline, stream: BilevelStream) -> str:
+    try:
+        pipeline.progress(stream)
+        return "went on"
+    except NonFiniteError as error:
+        return f"NonFiniteError: {error}"
+
+
+def stops_late(level: Level, what: str, at: Rank) -> Results:
+    """The same where ranks read a step late: how the step ended, how the next one did, and what is not finite."""
+    pipeline, stream, model = make_pipeline("mixed", at.process_group, (at.rank,))
+    with read_late():
+        for _ in range(5):
+            pipeline.progress(stream)
+        while pipeline.level is not level:
+            pipeline.progress(stream)
+        if at.rank == 1:
+            poison_(model, what)
+        step = {Level.LOWER: pipeline.lower_steps, Level.UPPER: pipeline.upper_steps}[level]
+        outcomes = [_outcome_of(pipeline, stream) for _ in range(2)]
+    after = tables_of(model) | dense_of(model) | alpha_of(pipeline)
+    bad = [name for name, value in after.items() if not bool(torch.isfinite(value).all())]
+    return {"outcomes": outcomes, "place": f"{level.value} step {step}", "bad": bad}
 
 
 def plain_training_stops(at: Rank) -> Results:
@@ -300,4 +322,5 @@ def scenarios() -> dict[str, Scenario]:
     found["metrics"] = metrics
     for level, what in STOPS:
         found[f"stops {level.value} {what}"] = partial(stops, level, what)
+        found[f"stops late {level.value} {what}"] = partial(stops_late, level, what)
     return found | {"stops plain training": plain_training_stops}

@@ -246,6 +246,20 @@ def test_all_ranks_stop_at_what_one_of_them_meets(ranks: RankResults, level: Any
     assert named in bad["outcome"]
 
 
+@pytest.mark.parametrize(("level", "what"), STOPS)
+def test_ranks_that_read_late_stop_alike_a_step_later(ranks: RankResults, level: Any, what: str) -> None:
+    good, bad = ranks[f"stops late {level.value} {what}"]
+    for own in (good, bad):
+        assert own["outcomes"][0] == "went on"
+        assert own["outcomes"][1].startswith(f"NonFiniteError: {own['place']}")
+        assert own["bad"] == []
+    if what == "dense gradient" or (level, what) == STOPS[-1]:
+        assert good["outcomes"] == bad["outcomes"]
+    else:
+        assert ", rank 1: expected" in good["outcomes"][1]
+        assert "rank 1" not in bad["outcomes"][1]
+
+
 def test_all_ranks_stop_plain_training(ranks: RankResults) -> None:
     good, bad = (own["outcome"] for own in ranks["stops plain training"])
     assert good.startswith("NonFiniteError: epoch 0, step 1, rank 1: expected a finite loss")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -62,3 +66,47 @@ def test_of_a_key_that_occurs_twice_the_later_one_is_checked_and_read(compiled: 
         )
         with pytest.raises(ValueError, match=f"feature 'genre_id': expected ids in 0..{ROWS['genre'] - 1}"):
             model["e"](features)
+
+
+def is_refused(check: Callable[[], object]) -> bool:
+    """Whether a check raises."""
+    try:
+        check()
+    except (ValueError, RuntimeError):
+        return True
+    return False
+
+
+@given(st.data())
+def test_a_gpu_refuses_what_a_cpu_refuses(data: st.DataObject) -> None:
+    """The assertions of a GPU, which raise at once on a CPU, beside the checks of a CPU, feature by feature."""
+    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks(), multi_hot_features=["movie_id"])["e"].bag_check
+    size = data.draw(st.integers(0, 3), label="samples")
+    longest = {key: 3 if key == "movie_id" else 1 for key in KEYS}
+    keys = data.draw(st.permutations([*KEYS, "of nobody"]), label="keys")
+    lengths = [data.draw(st.lists(st.integers(0, longest.get(key, 2)), min_size=size, max_size=size)) for key in keys]
+    rows = {f"{name}_id": number for name, number in ROWS.items()}
+    ids = [
+        data.draw(st.integers(0, rows.get(key, 10**6) - 1))
+        for key, own in zip(keys, lengths, strict=True)
+        for _ in range(sum(own))
+    ]
+    fault = data.draw(st.sampled_from(["none", "length", "id", "negative length"]), label="fault")
+    flat = [length for own in lengths for length in own]
+    if fault.endswith("length") and flat:
+        place = data.draw(st.integers(0, len(flat) - 1))
+        flat[place] = -1 if fault.startswith("negative") else flat[place] + data.draw(st.sampled_from([-1, 1, 2]))
+    if fault == "id" and ids:
+        ids[data.draw(st.integers(0, len(ids) - 1))] = data.draw(st.sampled_from([-1, max(rows.values()), 10**9]))
+    features = KeyedJaggedTensor(
+        keys, torch.tensor(ids, dtype=torch.int64), lengths=torch.tensor(flat, dtype=torch.int32), stride=size
+    )
+    assert is_refused(lambda: bag_check._assert_good(features)) == is_refused(lambda: bag_check(features))
+
+
+def test_limits_of_a_batch_are_copied_to_a_device_once() -> None:
+    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks())["e"].bag_check
+    on_meta, again = (bag_check._limits_there(tuple(KEYS), torch.device("meta")) for _ in range(2))
+    assert on_meta is again
+    assert on_meta[0].device.type == "meta"
+    assert bag_check._limits_there(tuple(KEYS), torch.device("cpu"))[0].tolist() == list(ROWS.values())

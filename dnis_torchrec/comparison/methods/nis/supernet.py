@@ -144,7 +144,11 @@ class Supernet:
         Args:
             batch: of the validation split.
             combinations: the option of each choice, for each combination.
+
+        Raises:
+            NonFiniteError: if the loss of the last step, on a GPU, was NaN or infinite.
         """
+        self._guard.settle()
         self.model.eval()
         batch = batch.to(self._device)
         qualities = []
