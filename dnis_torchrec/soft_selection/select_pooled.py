@@ -13,7 +13,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.row_routing import RowRouter
-from dnis_torchrec.checks import SHOWN
 from dnis_torchrec.ops.block_operators import are_compiled, fill_rows_, select_pieces
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.soft_selection.alpha import Alpha, select_per_block, select_per_sample
@@ -91,13 +90,14 @@ class WatchedOutputs(nn.Module):
 
 
 def _table_with_bad(outputs: tuple[PooledFeature, ...], sizes: list[int], finite: Tensor) -> str:
-    """The first table with a part that is not finite; where the parts are not told apart, all of them."""
+    """Names the first table with a part that is not finite; all of them where the parts are not told apart."""
     tables = list(dict.fromkeys(output.table for output in outputs))
     if len(finite) == sum(sizes):
         parts = zip(outputs, finite.split(sizes), strict=True)
         tables = [next(output.table for output, part in parts if not bool(part.all()))]
-    more = f" and {len(tables) - SHOWN} more" if len(tables) > SHOWN else ""
-    return f"table {tables[0]!r}" if len(tables) == 1 else f"one of the tables {tables[:SHOWN]}{more}"
+    if len(tables) == 1:
+        return f"table {tables[0]!r}"
+    return f"one of {len(tables)} tables, {tables[0]!r} to {tables[-1]!r}"
 
 
 class SelectPooled(WatchedOutputs):

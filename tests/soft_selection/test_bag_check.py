@@ -110,3 +110,10 @@ def test_limits_of_a_batch_are_copied_to_a_device_once() -> None:
     assert on_meta is again
     assert on_meta[0].device.type == "meta"
     assert bag_check._limits_there(tuple(KEYS), torch.device("cpu"))[0].tolist() == list(ROWS.values())
+
+
+def test_lengths_below_0_are_refused_where_their_sum_is_right() -> None:
+    bag_check = prepare_(nn.ModuleDict({"e": collection()}), blocks(), multi_hot_features=KEYS)["e"].bag_check
+    features = KeyedJaggedTensor(KEYS, torch.zeros(3, dtype=torch.int64), lengths=torch.tensor([2, -1, 1, 0, 1, 0]))
+    assert is_refused(lambda: bag_check(features))
+    assert is_refused(lambda: bag_check._assert_good(features))
