@@ -83,8 +83,8 @@ def per_sample(pooled: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
 
 def by_operator(pooled: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
     """The compiled operator of the search, in place where autograd allows."""
-    dim = alpha.shape[1]
-    layout = torch.tensor([[f * dim, f * dim, dim, 0, f] for f in range(rows.shape[1])])
+    num_rows, dim = alpha.shape
+    layout = torch.tensor([[f * dim, f * dim, dim, 0, f, 0, num_rows] for f in range(rows.shape[1])])
     return select_pieces(pooled, alpha.flatten(), rows.int(), None, layout, pooled.shape[1])
 
 

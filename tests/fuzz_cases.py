@@ -247,7 +247,7 @@ class Selection:
 
     def factor(self, sample: int, piece: int) -> tuple[slice, slice, slice] | None:
         """Columns of the piece, of its output, and its part of alpha; None of an empty bag."""
-        in_column, out_column, dim, first, _ = self.layout[piece]
+        in_column, out_column, dim, first, *_ = self.layout[piece]
         row = int(self.rows[sample, piece])
         begin = first + row * dim
         return None if row < 0 else (*(slice(c, c + dim) for c in (in_column, out_column)), slice(begin, begin + dim))
@@ -267,15 +267,15 @@ def draw_selection(random: Random) -> Selection:
     """One to three outputs of one to three pieces each; the alphas of all stand in one tensor."""
     batch_size, dtype = random.randint(1, 70), random.choice([torch.float32, torch.float64])
     layout: list[list[int]] = []
-    in_column, out_column, alpha_size, most_rows = 0, 0, 0, []
+    in_column, out_column, alpha_size = 0, 0, 0
     for output in range(random.randint(1, 3)):
         dim, num_rows = random.choice([1, 3, 17]), random.randint(1, 4)
         for _ in range(random.randint(1, 3)):
-            layout.append([in_column, out_column, dim, alpha_size, output])
-            most_rows.append(num_rows)
+            first_row = random.randrange(num_rows)
+            layout.append([in_column, out_column, dim, alpha_size, output, first_row, num_rows - first_row])
             in_column += dim
         out_column, alpha_size = out_column + dim, alpha_size + dim * num_rows
-    rows = [[random.randint(-1, most - 1) for most in most_rows] for _ in range(batch_size)]
+    rows = [[random.choice([-1, *range(first, first + count)]) for *_, first, count in layout] for _ in range(batch_size)]
     pooled = torch.randn(batch_size, in_column, dtype=dtype)
     divisors = torch.rand(batch_size, output + 1, dtype=dtype) + 1 if random.random() < 0.5 else None
     alpha = torch.randn(alpha_size, dtype=dtype)

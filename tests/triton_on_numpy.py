@@ -135,6 +135,7 @@ class Language:
     def div_rn(self, numerator: Any, denominator: Any) -> Value:
         return value(np.divide(numerator, denominator, dtype=np.float32))
 
+    abs = staticmethod(lambda numbers: value(np.abs(numbers)))
     zeros_like = staticmethod(lambda like: value(np.zeros_like(like)))
     maximum = staticmethod(lambda this, that: value(np.maximum(this, that)))
     minimum = staticmethod(lambda this, that: value(np.minimum(this, that)))
@@ -156,9 +157,10 @@ class Launched:
             self.language.memory.spans += Memory(tensors).spans
             taken = [self._pointer(part) if isinstance(part, torch.Tensor) else part for part in arguments]
             options = {name: part for name, part in fixed.items() if name in known}
-            for program in product(*map(range, grid)):
-                self.language.program = program
-                self.function(*taken, **options)
+            with np.errstate(invalid="ignore"):  # a GPU does not say that infinity times 0 is no number
+                for program in product(*map(range, grid)):
+                    self.language.program = program
+                    self.function(*taken, **options)
 
         return launch
 
@@ -175,8 +177,8 @@ def without_triton(
 
     Args:
         patch: takes it back.
-        module: it holds the kernel, jitted as `_kernel`.
-        jitted: name of each jitted function of the module -> name of the plain one.
+        module: it holds the kernels.
+        jitted: name of each jitted function of the module -> name of the plain one; kernels' names end in ``_kernel``.
         tables: tensors whose addresses alone are handed over.
     """
     language = Language(Memory(tables))
@@ -184,7 +186,7 @@ def without_triton(
     for owner in (triton_bags, module):
         patch.setattr(owner, "tl", language, raising=False)
     patch.setattr(triton_bags, "triton", SimpleNamespace(**sizes))
-    patch.setattr(module, "bag_bounds", triton_bags._bag_bounds)
+    patch.setattr(module, "bag_bounds", triton_bags._bag_bounds, raising=False)
     for name, plain in jitted.items():
-        patch.setattr(module, name, getattr(module, plain))
-    patch.setattr(module, "_kernel", Launched(module._kernel, language))
+        function = getattr(module, plain)
+        patch.setattr(module, name, Launched(function, language) if name.endswith("_kernel") else function)

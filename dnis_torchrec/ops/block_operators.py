@@ -1,12 +1,13 @@
-"""Operators on blocks, compiled for the CPU: bags split by block, and soft selection of a whole collection at once.
+"""Operators on blocks: soft selection of a whole collection at once, and, on the CPU, bags split by block.
 
 Soft selection reads the pooled embeddings of a collection as K *pieces* of D columns each: one for a single-id feature,
 S for a multi-hot one. Pieces that belong to one output key are summed:
 
     out[b, output] = sum over its pieces k of pooled[b, k] * alpha[rows[b, k]] / divisors[b, output]
 
-``rows[b, k] = -1`` says that the bag is empty: its embedding is zero, and is not even looked at. Where nothing can be
-compiled, and on every other device, bag_splitting.py and soft_selection.py use torch's own operators instead: same
+``rows[b, k] = -1`` says that the bag is empty: its embedding is zero, and is not even looked at. The operators are
+compiled for the CPU, and those of soft selection have Triton kernels for a GPU (select_triton.py). Where there is
+neither, or values are of another type, bag_splitting.py and soft_selection use torch's own operators instead: same
 meaning, more passes over the same memory.
 
 Shapes: B batch, K pieces, S blocks, I ids of a batch.
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dnis_torchrec.ops import select_triton, triton_bags
 from dnis_torchrec.ops.native_build import NAMESPACE, SELECTION, once
 
 
@@ -45,7 +47,29 @@ def are_compiled() -> bool:
     return True
 
 
-Watch = Callable[[Any, Tensor], Tensor | None]
+def can_select(values: Tensor) -> bool:
+    """Returns whether `select_pieces` and `fill_rows_` are there for such values.
+
+    They are for float32 and float64 on a CPU with compiled operators, and for float32, float16 and bfloat16 on a GPU
+    with Triton.
+
+    Args:
+        values: pooled embeddings.
+
+    Example:
+        >>> can_select(torch.ones(1, 1)) == are_compiled()
+        True
+    """
+    if values.device.type == "cuda":
+        return triton_bags.triton is not None and values.dtype in select_triton.DTYPES
+    return values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64) and are_compiled()
+
+
+def _operators(values: Tensor) -> Any:
+    return select_triton if values.device.type == "cuda" else torch.ops.dnis_torchrec
+
+
+Watch = Callable[[bool | Tensor, Tensor], None]
 
 
 class _SelectPieces(torch.autograd.Function):
@@ -78,7 +102,7 @@ class _SelectPieces(torch.autograd.Function):
             ctx.mark_dirty(out)
         else:
             out = values.new_empty(len(values), width)
-        torch.ops.dnis_torchrec.select_pooled(values, alpha, rows, divisors, layout, out)
+        _operators(values).select_pooled(values, alpha, rows, divisors, layout, out)
         ctx.save_for_backward(alpha, rows, divisors, layout, values if needs_alpha else None)
         has_room = is_free and needs_pooled and (ctx.is_output_room or values.shape[1] > width)
         ctx.room = values.detach() if has_room else None
@@ -89,7 +113,7 @@ class _SelectPieces(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         alpha, rows, divisors, layout, pooled = ctx.saved_tensors
         grad_pooled = grad_alpha = None
-        grad, operators = grad.contiguous(), torch.ops.dnis_torchrec
+        grad, operators = grad.contiguous(), _operators(grad)
         if ctx.needs_input_grad[1]:
             grad_alpha = torch.empty_like(alpha)
             operators.sum_alpha_gradient(grad, pooled, rows, divisors, layout, grad_alpha)
@@ -131,20 +155,21 @@ def select_pieces(
     *,
     watch: Watch | None = None,
 ) -> Tensor:
-    """Soft selection of every output key of a collection at once; see the top of this module. CPU, compiled.
+    """Soft selection of every output key of a collection at once; see the top of this module.
 
     Args:
-        pooled: ``(B, sum of D over pieces)``, float32 or float64; zero where a bag is empty. Its memory is taken
+        pooled: ``(B, sum of D over pieces)``, for which `can_select`; zero where a bag is empty. Its memory is taken
             for the output or for its own gradient where autograd allows: use it no more.
-        alpha: ``(sum of A * D,)``: the alphas of all embedding_dims, flattened, one after the other.
+        alpha: ``(sum of A * D,)``: the alphas of all embedding_dims, flattened, one after the other; float64 for
+            float64, else float32.
         rows: ``(B, K)`` int32: row of alpha, or -1 for an empty bag.
-        divisors: ``(B, outputs)`` of the dtype of `pooled`, or None for ones.
-        layout: ``(K, 5)`` int64: first column of the piece in `pooled`, first column of its output, D, where its
-            alpha begins in `alpha`, and its output. Pieces of one output stand next to each other.
+        divisors: ``(B, outputs)`` of the dtype of `alpha`, or None for ones.
+        layout: ``(K, 7)`` int64, on the CPU: first column of the piece in `pooled`, first column of its output, D,
+            where its alpha begins in `alpha`, its output, the first row of that alpha that it may take, and the number
+            of those rows. Pieces of one output stand next to each other.
         width: sum of D over outputs.
         watch: called in backward, once the gradient of `pooled` is known and before anything takes it: with whether
-            the gradient of the result is finite throughout, and that gradient. It may return whether `pooled` may have
-            its gradient, of no dimension: else that is zero.
+            the gradient of the result is finite throughout (on a GPU ``(1,)`` there), and that gradient.
 
     Returns:
         ``(B, width)``.
@@ -153,7 +178,7 @@ def select_pieces(
         >>> if are_compiled():
         ...     pooled, alpha = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([1.0, 0.5, 0.0, 1.0])
         ...     rows = torch.tensor([[0, 1]], dtype=torch.int32)
-        ...     layout = torch.tensor([[0, 0, 2, 0, 0], [2, 0, 2, 0, 0]])
+        ...     layout = torch.tensor([[0, 0, 2, 0, 0, 0, 2], [2, 0, 2, 0, 0, 0, 2]])
         ...     assert select_pieces(pooled, alpha, rows, None, layout, 2).tolist() == [[1.0, 5.0]]
     """
     return _SelectPieces.apply(pooled, alpha, rows, divisors, layout, width, watch)
@@ -162,7 +187,7 @@ def select_pieces(
 def fill_rows_(
     rows: Tensor, ids: Tensor, lengths: Tensor, routings: list[Tensor], places: Sequence[tuple[int, int, int]]
 ) -> Tensor:
-    """Writes the rows of alpha of single-id features into `rows`, -1 for an empty bag. CPU, compiled.
+    """Writes the rows of alpha of single-id features into `rows`, -1 for an empty bag. See `can_select`.
 
     Args:
         rows: ``(B, K)`` int32; columns of other features stay as they are.
@@ -181,7 +206,7 @@ def fill_rows_(
         ...     assert fill_rows_(rows, ids, lengths, [ends], [(0, 0, 5)]).tolist() == [[6], [-1]]
     """
     flat = [number for place in places for number in place]
-    torch.ops.dnis_torchrec.fill_rows(ids.contiguous(), lengths.contiguous(), routings, flat, rows)
+    _operators(rows).fill_rows(ids.contiguous(), lengths.contiguous(), routings, flat, rows)
     return rows
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dnis_torchrec.ops.jagged import jagged_by_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +74,17 @@ class PooledPieces:
         self.single_id = [(k, output) for k, (_, output) in enumerate(owners) if not output.is_multi_hot]
         self.of_dim = {dim: [k for k, (_, o) in enumerate(owners) if o.embedding_dim == dim] for dim in alpha_begins}
         self.of_dim = {dim: positions for dim, positions in self.of_dim.items() if positions}
-        first_rows = [output.first_alpha_row + s for output in outputs for s in range(len(output.block_keys))]
-        self._row_of_piece = torch.tensor(first_rows, dtype=torch.int32).unsqueeze(1)
+        self._rows_of_piece = [
+            (output.first_alpha_row + s, 1 if output.is_multi_hot else output.num_blocks)
+            for output in outputs
+            for s in range(len(output.block_keys))
+        ]
         self._alpha_begins = alpha_begins
         self._layouts: dict[tuple[str, ...], Tensor] = {}
-        self._places: dict[tuple[str, ...], Tensor] = {}
+        self._places: dict[tuple[tuple[str, ...], torch.device], tuple[Tensor, Tensor]] = {}
 
     def layout(self, keys: Sequence[str], widths: Sequence[int]) -> Tensor:
-        """Returns the place of every piece, ``(K, 5)`` int64.
+        """Returns the place of every piece, ``(K, 7)`` int64.
 
         Args:
             keys: of the pooled embeddings as the child collection returned them, in its own order: sharded ones may
@@ -101,31 +103,37 @@ class PooledPieces:
             out_columns.append(column)
             column += output.embedding_dim
         fields = [
-            (column_of_key[key], out_columns[index], o.embedding_dim, self._alpha_begins[o.embedding_dim], index)
-            for key, (index, o) in zip(self.keys, self._owners, strict=True)
+            (column_of_key[key], out_columns[index], o.embedding_dim, self._alpha_begins[o.embedding_dim], index, *rows)
+            for key, (index, o), rows in zip(self.keys, self._owners, self._rows_of_piece, strict=True)
         ]
-        self._layouts[tuple(keys)] = torch.tensor(fields, dtype=torch.int64).view(-1, 5)
+        self._layouts[tuple(keys)] = torch.tensor(fields, dtype=torch.int64).view(-1, 7)
         return self._layouts[tuple(keys)]
 
     def rows_of_multi_hot(self, split: KeyedJaggedTensor, batch_size: int) -> Tensor:
         """Rows of alpha, ``(B, K)`` int32, -1 for empty bags; those of single-id features are left to be filled in.
 
         Args:
-            split: the bags as the child reads them; only read if there is a multi-hot feature.
+            split: the bags as the child reads them.
             batch_size: B.
         """
+        device = split.lengths().device
         if len(self.single_id) == len(self._owners):
-            return torch.empty(batch_size, len(self._owners), dtype=torch.int32)
-        holds_ids = split.lengths().view(len(split.keys()), batch_size)[self._places_in(split.keys())] > 0
-        return torch.where(holds_ids, self._row_of_piece, -1).t().contiguous()
+            return torch.empty(batch_size, len(self._owners), dtype=torch.int32, device=device)
+        places, first_rows = self._places_in(split.keys(), device)
+        holds_ids = split.lengths().view(len(split.keys()), batch_size)[places] > 0
+        return torch.where(holds_ids, first_rows, -1).t().contiguous()
 
-    def _places_in(self, keys: Sequence[str]) -> Tensor:
-        """Position of every piece's key among `keys`: a single-id feature that several tables read is one key there."""
-        known = self._places.get(tuple(keys))
+    def _places_in(self, keys: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Position of every piece's key among `keys`, and its first row of alpha, ``(K, 1)``; copied once to a device.
+
+        A single-id feature that several tables read is one key there.
+        """
+        known = self._places.get((tuple(keys), device))
         if known is None:
             position = {key: index for index, key in enumerate(keys)}
-            read = [key for output in self._outputs for key in output.block_keys]
-            known = self._places[tuple(keys)] = torch.tensor([position[key] for key in read])
+            places = torch.tensor([position[key] for output in self._outputs for key in output.block_keys])
+            rows = torch.tensor([[first] for first, _ in self._rows_of_piece], dtype=torch.int32)
+            known = self._places[tuple(keys), device] = places.to(device), rows.to(device)
         return known
 
     def places(self, keys: Sequence[str]) -> list[tuple[int, int, int]]:
@@ -137,17 +145,18 @@ class PooledPieces:
         position = {key: index for index, key in enumerate(keys)}
         return [(k, position[output.feature], output.first_alpha_row) for k, output in self.single_id]
 
-    def divisors(self, bags: KeyedJaggedTensor, values: Tensor) -> Tensor | None:
+    def divisors(self, bags: KeyedJaggedTensor, dtype: torch.dtype) -> Tensor | None:
         """Returns the lengths of whole bags, by which pooled sums still have to be divided, ``(B, outputs)``, or None.
 
         Args:
             bags: the bags as the user gave them, not split.
-            values: the pooled embeddings, whose dtype the divisors take.
+            dtype: of the divisors.
         """
         if not any(output.divides for output in self._outputs):
             return None
-        divisors, jagged = values.new_ones(len(values), len(self._outputs)), jagged_by_key(bags)
+        lengths = dict(zip(bags.keys(), bags.lengths().view(len(bags.keys()), bags.stride()), strict=True))
+        divisors = torch.ones(bags.stride(), len(self._outputs), dtype=dtype, device=bags.lengths().device)
         for index, output in enumerate(self._outputs):
             if output.divides:
-                divisors[:, index] = jagged[output.feature].lengths().clamp(min=1)
+                divisors[:, index] = lengths[output.feature].clamp(min=1)
         return divisors

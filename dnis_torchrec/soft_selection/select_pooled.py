@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.row_routing import RowRouter
-from dnis_torchrec.ops.block_operators import are_compiled, fill_rows_, select_pieces
+from dnis_torchrec.ops.block_operators import can_select, fill_rows_, select_pieces
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.soft_selection.alpha import Alpha, select_per_block, select_per_sample
 from dnis_torchrec.soft_selection.pooled_pieces import PooledFeature, PooledPieces
@@ -131,9 +131,7 @@ class SelectPooled(WatchedOutputs):
         Returns:
             One key per output, in order.
         """
-        values = pooled.values()
-        is_for_compiled = values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64)
-        select = self._select_at_once if is_for_compiled and are_compiled() else self._select_in_runs
+        select = self._select_at_once if can_select(pooled.values()) else self._select_in_runs
         return KeyedTensor(keys=self._keys, values=select(pooled, features, split), length_per_key=self._dims)
 
     def _may_learn(self, values: Tensor) -> Tensor:
@@ -141,7 +139,7 @@ class SelectPooled(WatchedOutputs):
         return values.detach() if self._alpha[0].is_upper else values
 
     def _select_at_once(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
-        """Selects by the compiled operator, for all outputs in one pass."""
+        """Selects by the operators on blocks, for all outputs in one pass. On a GPU nothing waits for it."""
         alpha, pieces = self._alpha[0], self._pieces
         values, layout = self._may_learn(pooled.values()), pieces.layout(pooled.keys(), pooled.length_per_key())
         rows = pieces.rows_of_multi_hot(split, len(values))
@@ -151,13 +149,14 @@ class SelectPooled(WatchedOutputs):
         if alpha.is_upper:
             for dim, columns in pieces.of_dim.items():
                 alpha.record_hits(dim, rows if len(columns) == rows.shape[1] else rows[:, columns])
-        divisors = pieces.divisors(features, values)
-        flat = [alpha.of(dim).to(values.dtype).flatten() for dim in alpha.dims]
+        exact = torch.promote_types(values.dtype, torch.float32)
+        divisors = pieces.divisors(features, exact)
+        flat = [alpha.of(dim).to(exact).flatten() for dim in alpha.dims]
         alphas = flat[0] if len(flat) == 1 else torch.cat(flat)
         return select_pieces(values, alphas, rows, divisors, layout, sum(self._dims), watch=self._check_gradient)
 
     def _select_in_runs(self, pooled: KeyedTensor, features: KeyedJaggedTensor, split: KeyedJaggedTensor) -> Tensor:
-        """Selects by torch's own operators, one run of outputs after the other."""
+        """Selects by torch's own operators, one run of outputs after the other, where `can_select` says no."""
         values = self._may_learn(self._in_order(pooled))
         jagged, split_jagged = jagged_by_key(features), jagged_by_key(split)
         widths = [sum(self._width(output) for output in run) for run in self._runs]

@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.row_routing import RowRouter
 from dnis_torchrec.checks import describe
-from dnis_torchrec.ops.block_operators import are_compiled, select_pieces
+from dnis_torchrec.ops.block_operators import can_select, select_pieces
 from dnis_torchrec.ops.jagged import jagged_by_key
 from dnis_torchrec.soft_selection.alpha import Alpha, select_per_sample
 from dnis_torchrec.soft_selection.bag_check import BagCheck
@@ -186,9 +186,9 @@ class SelectSequences(WatchedOutputs):
 
     def _select(self, values: Tensor, rows: Tensor) -> Tensor:
         dim, alpha = self._dims[0], self._alpha[0].of(self._dims[0])
-        if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64) and are_compiled():
-            layout, own = torch.tensor([[0, 0, dim, 0, 0]]), rows.to(torch.int32).unsqueeze(1)
-            flat = alpha.to(values.dtype).flatten()
+        if can_select(values):
+            layout, own = torch.tensor([[0, 0, dim, 0, 0, 0, len(alpha)]]), rows.to(torch.int32).unsqueeze(1)
+            flat = alpha.to(torch.promote_types(values.dtype, torch.float32)).flatten()
             return select_pieces(values, flat, own, None, layout, dim, watch=self._check_gradient)
         selected = select_per_sample(values.unsqueeze(1), alpha, rows.unsqueeze(1)).squeeze(1)
         if selected.requires_grad and not self._alpha[0].is_upper:

@@ -31,7 +31,8 @@ class _MultiplyRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
-        flat, layout = alpha.flatten(), torch.tensor([[0, 0, alpha.shape[1], 0, 0]])  # one piece, see `select_pieces`
+        num_rows, dim = alpha.shape
+        flat, layout = alpha.flatten(), torch.tensor([[0, 0, dim, 0, 0, 0, num_rows]])  # one piece, see `select_pieces`
         ctx.save_for_backward(flat, rows, layout, weights if ctx.needs_input_grad[1] else None)
         ctx.alpha_shape = alpha.shape
         out = torch.empty_like(weights)

@@ -40,12 +40,12 @@ def selections(draw):
     layout, in_column, out_column = [], 0, 0
     for output, dim in enumerate(dims):
         for _ in range(draw(st.integers(1, 3))):
-            layout.append([in_column, out_column, dim, begins[dim], output])
+            layout.append([in_column, out_column, dim, begins[dim], output, 0, num_rows])
             in_column += dim
         out_column += dim
     rows = torch.randint(-1, num_rows, (batch_size, len(layout)), generator=generator, dtype=torch.int32)
     pooled = torch.randn(batch_size, in_column, generator=generator, dtype=torch.float64)
-    for k, (column, _, dim, _, _) in enumerate(layout):
+    for k, (column, _, dim, *_) in enumerate(layout):
         pooled[:, column : column + dim] *= (rows[:, k] >= 0).unsqueeze(1)
     alpha = torch.rand(begin, generator=generator, dtype=torch.float64)
     divisors = None
@@ -60,7 +60,7 @@ def select_naively(pooled, alpha, rows, divisors, layout, width) -> torch.Tensor
     for output in layout[:, 4].unique().tolist():
         total = 0
         for k in (layout[:, 4] == output).nonzero().flatten().tolist():
-            column, _, dim, begin, _ = layout[k].tolist()
+            column, _, dim, begin, *_ = layout[k].tolist()
             own = alpha[begin : begin + 3 * dim].view(3, dim)[rows[:, k].long().clamp(min=0)]
             total = total + pooled[:, column : column + dim] * own * (rows[:, k] >= 0).unsqueeze(1)
         out.append(total if divisors is None else total / divisors[:, output : output + 1])
@@ -92,7 +92,7 @@ def test_selection_and_its_gradients(case, pooled_learns: bool, alpha_learns: bo
 
 
 def test_gradcheck() -> None:
-    layout = torch.tensor([[0, 0, 2, 0, 0], [2, 2, 2, 0, 1], [4, 2, 2, 0, 1]])
+    layout = torch.tensor([[0, 0, 2, 0, 0, 0, 2], [2, 2, 2, 0, 1, 0, 2], [4, 2, 2, 0, 1, 1, 1]])
     rows = torch.tensor([[0, 1, -1], [1, 0, 1]], dtype=torch.int32)
     divisors = torch.tensor([[1.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
     generator = torch.Generator().manual_seed(1)
@@ -116,7 +116,7 @@ def test_gradcheck() -> None:
 def test_a_gradient_that_is_not_finite_is_seen(bad: float, dtype: torch.dtype, row: int, divisor: int) -> None:
     """Also that of an empty bag, which goes nowhere."""
     seen: list[bool] = []
-    layout, rows = torch.tensor([[0, 0, 3, 0, 0]]), torch.zeros(5, 1, dtype=torch.int32)
+    layout, rows = torch.tensor([[0, 0, 3, 0, 0, 0, 1]]), torch.zeros(5, 1, dtype=torch.int32)
     rows[4], divisors = row, torch.full((5, 1), float(divisor), dtype=dtype)
     pooled = torch.ones(5, 3, dtype=dtype, requires_grad=True)
     for value in (1e30, bad):
@@ -130,7 +130,7 @@ def test_a_gradient_that_is_not_finite_is_seen(bad: float, dtype: torch.dtype, r
 
 
 def test_the_memory_of_a_leaf_or_of_a_view_is_left_alone() -> None:
-    layout, rows = torch.tensor([[0, 0, 2, 0, 0]]), torch.zeros(1, 1, dtype=torch.int32)
+    layout, rows = torch.tensor([[0, 0, 2, 0, 0, 0, 1]]), torch.zeros(1, 1, dtype=torch.int32)
     leaf, half = torch.ones(1, 2, requires_grad=True), torch.tensor([0.5, 0.5])
     out = select_pieces(leaf, half, rows, None, layout, 2)
     whole = torch.ones(1, 2, 2)
@@ -142,7 +142,8 @@ def test_the_memory_of_a_leaf_or_of_a_view_is_left_alone() -> None:
 
 def _selected(lookup: torch.Tensor) -> torch.Tensor:
     """Two outputs from a lookup's result ``(2, 4)``, an empty bag among them."""
-    layout, rows = torch.tensor([[0, 0, 2, 0, 0], [2, 2, 2, 2, 1]]), torch.tensor([[0, 0], [-1, 0]], dtype=torch.int32)
+    layout = torch.tensor([[0, 0, 2, 0, 0, 0, 1], [2, 2, 2, 2, 1, 0, 1]])
+    rows = torch.tensor([[0, 0], [-1, 0]], dtype=torch.int32)
     return select_pieces(lookup, torch.tensor([0.5, 0.25, 2.0, 4.0]), rows, None, layout, 4)
 
 
@@ -186,7 +187,7 @@ def test_every_instruction_set_gives_the_same_bits(wanted: str, dtype: torch.dty
     if INSTRUCTION_SETS.index(wanted) > INSTRUCTION_SETS.index(widest):
         pytest.skip(f"this machine has {widest} at most")
     generator, dim = torch.Generator().manual_seed(0), 67
-    layout = torch.tensor([[0, 0, dim, 0, 0], [dim, dim, dim, 0, 1], [2 * dim, dim, dim, 0, 1]])
+    layout = torch.tensor([[k * dim, min(k, 1) * dim, dim, 0, min(k, 1), 0, 5] for k in range(3)])
     rows = torch.randint(-1, 5, (300, 3), generator=generator, dtype=torch.int32)
     pooled = torch.randn(300, 3 * dim, generator=generator, dtype=dtype)
     alpha = torch.rand(5 * dim, generator=generator, dtype=dtype)
@@ -289,9 +290,11 @@ def test_what_is_out_of_range_is_refused_and_not_read() -> None:
         fill_rows_(rows, torch.tensor([1, 2]), torch.tensor([2]), [block_of_row], [(0, 0, 0)])
     with pytest.raises(ValueError, match="lengths: expected as many ids as they say"):
         split_bags(ids, torch.tensor([2]), None, [block_of_row], torch.tensor([0, 1]), [0, 2], 1, 1)
-    layout, bad_row = torch.tensor([[0, 0, 2, 0, 0]]), torch.ones(1, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="rows: expected rows of alpha"):
-        select_pieces(torch.ones(1, 2), torch.ones(2), bad_row, None, layout, 2)
+    bad_row = torch.ones(1, 1, dtype=torch.int32)
+    for first, count in ((0, 1), (2, 1)):
+        layout = torch.tensor([[0, 0, 2, 0, 0, first, count]])
+        with pytest.raises(ValueError, match="rows: expected rows of alpha"):
+            select_pieces(torch.ones(1, 2), torch.ones(6), bad_row, None, layout, 2)
 
 
 MOST = 2**63 - 1
@@ -339,11 +342,15 @@ def test_a_split_bag_below_0_is_none() -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ([0, 0, 2, 0, -1], "divisors: expected one for each output"),
-        ([MOST, 0, 2, 0, 0], "layout: expected pieces inside"),
-        ([0, MOST, 2, 0, 0], "layout: expected outputs inside"),
-        ([0, 0, MOST, 0, 0], "layout: expected pieces inside"),
-        ([0, 0, 2, MOST, 0], "layout: expected alphas inside"),
+        ([0, 0, 2, 0, -1, 0, 1], "divisors: expected one for each output"),
+        ([MOST, 0, 2, 0, 0, 0, 1], "layout: expected pieces inside"),
+        ([0, MOST, 2, 0, 0, 0, 1], "layout: expected outputs inside"),
+        ([0, 0, MOST, 0, 0, 0, 1], "layout: expected pieces inside"),
+        ([0, 0, 2, MOST, 0, 0, 1], "layout: expected alphas inside"),
+        ([0, 0, 2, 0, 0, 0, 2], "layout: expected rows of alpha"),
+        ([0, 0, 2, 0, 0, -1, 1], "layout: expected rows of alpha"),
+        ([0, 0, 2, 0, 0, MOST, MOST], "layout: expected rows of alpha"),
+        ([0, 0, 0, 0, 0, MOST, MOST], "layout: expected rows of alpha"),
     ],
 )
 def test_layouts_that_point_beside_their_tensors(layout: list[int], message: str) -> None:
@@ -354,7 +361,7 @@ def test_layouts_that_point_beside_their_tensors(layout: list[int], message: str
 
 def test_nothing_is_written_over_what_tells_where_to_write() -> None:
     rows = torch.zeros(1, 1, dtype=torch.int32)
-    arguments = (torch.ones(1, 1), torch.ones(1), rows, None, torch.tensor([[0, 0, 1, 0, 0]]))
+    arguments = (torch.ones(1, 1), torch.ones(1), rows, None, torch.tensor([[0, 0, 1, 0, 0, 0, 1]]))
     with pytest.raises(ValueError, match="rows: expected memory that nothing is written to"):
         torch.ops.dnis_torchrec.select_pooled(*arguments, rows.view(torch.float32))
 

@@ -46,7 +46,7 @@ from tests.sequence_models import (
 @pytest.fixture(params=[True, False], ids=["compiled", "not compiled"])
 def _operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
-        monkeypatch.setattr(sequence_wrapper, "are_compiled", lambda: False)
+        monkeypatch.setattr(sequence_wrapper, "can_select", lambda values: False)
 
 
 def reference(model: nn.Module, kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -116,7 +116,7 @@ def test_bags_of_any_shape(lengths: list[tuple[int, ...]], compiled: bool, seed:
     model = sequences()
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
-            patch.setattr(sequence_wrapper, "are_compiled", lambda: False)
+            patch.setattr(sequence_wrapper, "can_select", lambda values: False)
         if lengths:
             wanted, leaf, leaves = reference(model, kjt) if len(ids) else (torch.zeros(0, DIM), None, {})
             got = values_of(wrapper_of(model)(kjt))

@@ -28,18 +28,18 @@ constexpr int64_t LINES_AHEAD = 8;  // cache lines between what is written and w
 
 // One piece of the pooled embeddings, and what it adds to.
 struct Piece {
-  int64_t in_column, out_column, dim, alpha_offset, output;
+  int64_t in_column, out_column, dim, alpha_offset, output, first_row, num_rows;
   bool is_first, is_last;  // of its output
 };
 
 std::vector<Piece> make_pieces(const Tensor& layout, int64_t in_width, int64_t out_width) {
-  const bool fits = layout.dim() == 2 && layout.size(1) == 5 && layout.scalar_type() == ScalarType::Long &&
+  const bool fits = layout.dim() == 2 && layout.size(1) == 7 && layout.scalar_type() == ScalarType::Long &&
                     layout.is_contiguous() && layout.is_cpu();
-  check(fits, "layout", "int64 of shape (K, 5)");
+  check(fits, "layout", "int64 of shape (K, 7)");
   const int64_t* fields = static_cast<const int64_t*>(layout.const_data_ptr());
   std::vector<Piece> pieces(layout.size(0));
-  for (size_t k = 0; k < pieces.size(); ++k, fields += 5) {
-    pieces[k] = {fields[0], fields[1], fields[2], fields[3], fields[4], true, true};
+  for (size_t k = 0; k < pieces.size(); ++k, fields += 7) {
+    pieces[k] = {fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], true, true};
     const Piece& piece = pieces[k];
     check(lies_within(piece.in_column, piece.dim, in_width), "layout", "pieces inside");
     check(lies_within(piece.out_column, piece.dim, out_width), "layout", "outputs inside");
@@ -77,14 +77,17 @@ struct Selection {
 };
 
 void check_rows(const int32_t* rows, int64_t batch_size, const std::vector<Piece>& pieces, int64_t alpha_size) {
-  std::vector<int64_t> num_rows;
   for (const Piece& piece : pieces) {
     check(piece.alpha_offset >= 0 && piece.alpha_offset <= alpha_size, "layout", "alphas inside");
-    num_rows.push_back(piece.dim == 0 ? alpha_size : (alpha_size - piece.alpha_offset) / piece.dim);
+    const int64_t num_rows = piece.dim == 0 ? MOST : (alpha_size - piece.alpha_offset) / piece.dim;
+    check(lies_within(piece.first_row, piece.num_rows, num_rows), "layout", "rows of alpha");
   }
   bool fits = true;
   for (int64_t b = 0; b < batch_size; ++b)
-    for (size_t k = 0; k < pieces.size(); ++k) fits &= *rows++ < num_rows[k];
+    for (const Piece& piece : pieces) {
+      const int64_t row = *rows++;
+      fits &= (row < 0) | ((row >= piece.first_row) & (row < piece.first_row + piece.num_rows));
+    }
   check(fits, "rows", "rows of alpha");
 }
 

@@ -1,0 +1,517 @@
+"""Soft selection on a GPU: Triton kernels that mean what the compiled operators of block_operators.py mean on a CPU.
+
+Programs take tiles of *columns*, whatever tables they belong to: an embedding_dim that is no power of two wastes no
+lane, and any number of tables takes one launch. Pooled embeddings are read once and outputs written once; rows of alpha
+and what is known of a column stay in the caches.
+
+Shapes: B batch, K pieces, D embedding_dim, C columns of all outputs, S blocks, I ids of a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dnis_torchrec.checks import check
+from dnis_torchrec.ops import triton_bags
+from dnis_torchrec.ops.triton_bags import jitted, on_device
+
+if triton_bags.triton is not None:
+    import triton.language as tl
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Of pooled embeddings; the kernels calculate in float32."""
+SAMPLES_PER_PROGRAM, COLUMNS_PER_PROGRAM, NUM_WARPS = 16, 128, 4
+"""A thread has 16 numbers on their way from memory at a time."""
+SAMPLES_PER_STEP, COLUMNS_PER_SUM, MOST_BLOCKS_PER_SUM = 4, 64, 16
+"""Of a program that sums alpha's gradient: up to 16 blocks, comparing a number with each is hidden behind its load."""
+MOST_SUMS, LEAST_SAMPLES_PER_SUM = 2048, 64
+"""Programs that fill a GPU, and samples that are worth one."""
+SAMPLES_PER_FILL, ENDS_PER_STEP = 256, 16
+
+
+class _Output(NamedTuple):
+    """The numbers that the kernels read about an output."""
+
+    first_piece: int
+    num_pieces: int
+    out_column: int
+    begin: int  # first column of the output, counted over outputs
+    dim: int
+    alpha_offset: int
+    output: int
+
+
+class _Piece(NamedTuple):
+    """The numbers that the kernels read about a piece, where alpha's gradient is summed."""
+
+    in_column: int
+    out_column: int
+    begin: int  # first column of the piece, counted over pieces
+    dim: int
+    first_row: int
+    num_rows: int
+    first_sum: int  # sums of (row, column) of the pieces before it
+    output: int
+
+
+class _Layout(NamedTuple):
+    """A layout of pieces, see `select_pieces`, as the kernels read it. Tensors lie on the GPU.
+
+    Attributes:
+        output_of_column: ``(C,)`` int32.
+        outputs: ``(outputs, 7)``, fields of `_Output`.
+        piece_of_column: ``(sum of D over pieces,)`` int32.
+        pieces: ``(K, 8)``, fields of `_Piece`.
+        alpha_of_sum: ``(sums,)`` int64: to which element of alpha each sum belongs.
+        most_rows: rows of alpha that one piece may take.
+        in_order: whether every output is one piece, at the same columns.
+    """
+
+    output_of_column: Tensor
+    outputs: Tensor
+    piece_of_column: Tensor
+    pieces: Tensor
+    alpha_of_sum: Tensor
+    most_rows: int
+    in_order: bool
+
+
+def select_pooled(
+    pooled: Tensor, alpha: Tensor, rows: Tensor, divisors: Tensor | None, layout: Tensor, out: Tensor
+) -> None:
+    """Writes pooled embeddings times alpha, summed over the pieces of an output, with the bits of the CPU's operator.
+
+    Args:
+        pooled: ``(B, sum of D over pieces)``, of one of `DTYPES`; this and what follows as for `select_pieces`.
+        alpha: float32.
+        rows: ``(B, K)`` int32.
+        divisors: ``(B, outputs)`` float32, or None.
+        layout: ``(K, 7)`` int64, on the CPU.
+        out: ``(B, C)`` of the dtype of `pooled`; it may be `pooled` itself where columns stay where they are.
+
+    Raises:
+        ValueError: if pieces of one output disagree about its columns or its alpha.
+    """
+    columns = _layout_of(layout, out.device)
+    _for_tiles(_select_kernel, columns, pooled, alpha, rows, divisors, out)
+
+
+def spread_gradient(
+    grad: Tensor,
+    alpha: Tensor,
+    rows: Tensor,
+    divisors: Tensor | None,
+    layout: Tensor,
+    keep_empty: bool,
+    grad_pooled: Tensor,
+) -> Tensor:
+    """Writes the gradient of the pooled embeddings, with the bits of the CPU's operator, and tests it on the way.
+
+    Args:
+        grad: of the outputs, ``(B, C)``; this and what follows as for `select_pooled`.
+        alpha: float32.
+        rows: ``(B, K)`` int32.
+        divisors: ``(B, outputs)`` float32, or None.
+        layout: ``(K, 7)`` int64, on the CPU.
+        keep_empty: whether what belongs to empty bags stays as it is; else it becomes zero.
+        grad_pooled: ``(B, sum of D over pieces)``.
+
+    Returns:
+        ``(1,)`` bool on the GPU, so that nobody waits: whether every number of `grad` is finite.
+    """
+    columns, fault = _layout_of(layout, grad.device), torch.zeros(1, dtype=torch.int32, device=grad.device)
+    _for_tiles(_spread_kernel, columns, grad_pooled, alpha, rows, divisors, grad, fault, keep_empty=keep_empty)
+    return fault == 0
+
+
+def _for_tiles(
+    kernel: Any,
+    columns: _Layout,
+    wide: Tensor,
+    alpha: Tensor,
+    rows: Tensor,
+    divisors: Tensor | None,
+    narrow: Tensor,
+    *more: Tensor,
+    **fixed: bool,
+) -> None:
+    """Runs a kernel on tiles of outputs: those side by side in memory follow one another, for they share its pages."""
+    num_columns = len(columns.output_of_column)
+    column_tiles = triton_bags.triton.cdiv(num_columns, COLUMNS_PER_PROGRAM)
+    sample_tiles = triton_bags.triton.cdiv(len(narrow), SAMPLES_PER_PROGRAM)
+    if not column_tiles * sample_tiles:
+        return
+    kernel[(column_tiles * sample_tiles,)](
+        wide,
+        alpha,
+        rows,
+        alpha if divisors is None else divisors,
+        columns.output_of_column,
+        columns.outputs,
+        columns.pieces,
+        narrow,
+        *more,
+        len(narrow),
+        num_columns,
+        wide.shape[1],
+        narrow.shape[1],
+        rows.shape[1],
+        0 if divisors is None else divisors.shape[1],
+        column_tiles,
+        has_divisors=divisors is not None,
+        in_order=columns.in_order,
+        **fixed,
+        fields_per_output=len(_Output._fields),
+        fields_per_piece=len(_Piece._fields),
+        samples_per_program=SAMPLES_PER_PROGRAM,
+        columns_per_program=COLUMNS_PER_PROGRAM,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,  # a fused multiply-add would round otherwise than the CPU's operator
+    )
+
+
+def sum_alpha_gradient(
+    grad: Tensor, pooled: Tensor, rows: Tensor, divisors: Tensor | None, layout: Tensor, grad_alpha: Tensor
+) -> None:
+    """Writes the gradient of alpha, the same in every run: programs sum chunks of samples, then chunks are summed.
+
+    Args:
+        grad: of the outputs, ``(B, C)``; this and what follows as for `select_pooled`.
+        pooled: ``(B, sum of D over pieces)``.
+        rows: ``(B, K)`` int32.
+        divisors: ``(B, outputs)`` float32, or None.
+        layout: ``(K, 7)`` int64, on the CPU.
+        grad_alpha: float32, of alpha's shape.
+    """
+    columns = _layout_of(layout, grad.device)
+    grad_alpha.zero_()
+    num_columns, batch_size, cdiv = len(columns.piece_of_column), len(grad), triton_bags.triton.cdiv
+    if not num_columns * batch_size * columns.most_rows:
+        return
+    blocks = min(MOST_BLOCKS_PER_SUM, triton_bags.triton.next_power_of_2(columns.most_rows))
+    column_tiles = cdiv(num_columns, COLUMNS_PER_SUM)
+    num_chunks = max(1, min(MOST_SUMS // column_tiles, cdiv(batch_size, LEAST_SAMPLES_PER_SUM)))
+    samples_per_chunk = cdiv(batch_size, num_chunks)
+    sums = grad_alpha.new_empty(cdiv(batch_size, samples_per_chunk), len(columns.alpha_of_sum))
+    _sum_kernel[(column_tiles, len(sums), cdiv(columns.most_rows, blocks))](
+        grad,
+        pooled,
+        rows,
+        grad if divisors is None else divisors,
+        columns.piece_of_column,
+        columns.pieces,
+        sums,
+        batch_size,
+        samples_per_chunk,
+        num_columns,
+        pooled.shape[1],
+        grad.shape[1],
+        rows.shape[1],
+        0 if divisors is None else divisors.shape[1],
+        sums.shape[1],
+        has_divisors=divisors is not None,
+        fields_per_piece=len(_Piece._fields),
+        blocks_per_program=blocks,
+        samples_per_step=SAMPLES_PER_STEP,
+        columns_per_program=COLUMNS_PER_SUM,
+        num_warps=NUM_WARPS,
+    )
+    grad_alpha.index_put_((columns.alpha_of_sum,), sums.sum(0), accumulate=True)  # a GPU sorts, and adds in that order
+
+
+def fill_rows(ids: Tensor, lengths: Tensor, routings: Sequence[Tensor], places: Sequence[int], rows: Tensor) -> None:
+    """Writes rows of alpha of single-id features, -1 for empty bags and for ids that a map does not have.
+
+    Args:
+        ids: ``(I,)``; this and what follows as for `fill_rows_`, on the GPU.
+        lengths: ``(keys * B,)``, of single-id features 0 or 1.
+        routings: per feature.
+        places: three for each feature.
+        rows: ``(B, K)`` int32.
+    """
+    if not rows.numel() or not routings:
+        return
+    features = [
+        (routing.data_ptr(), 0 if routing.dtype == torch.int64 else routing.itemsize, routing.numel(), *places[at : at + 3])
+        for routing, at in zip(routings, range(0, len(places), 3), strict=True)
+    ]
+    _fill_kernel[(triton_bags.triton.cdiv(len(rows), SAMPLES_PER_FILL), len(features))](
+        ids,
+        lengths,
+        lengths.cumsum(0),
+        on_device(tuple(features), ids.device),
+        rows,
+        len(rows),
+        rows.shape[1],
+        fields_per_feature=len(features[0]),
+        samples_per_program=SAMPLES_PER_FILL,
+        ends_per_step=ENDS_PER_STEP,
+        num_warps=NUM_WARPS,
+    )
+
+
+def _layout_of(layout: Tensor, device: torch.device) -> _Layout:
+    return _described(tuple(map(tuple, layout.tolist())), device)
+
+
+@functools.lru_cache(maxsize=256)
+def _described(fields: tuple[tuple[int, ...], ...], device: torch.device) -> _Layout:
+    """Copies a layout to the device once: a module's layout stays the same."""
+    outputs, pieces, alphas, begin, num_sums = [], [], [], 0, 0
+    for in_column, out_column, dim, alpha_offset, output, first_row, num_rows in fields:
+        if outputs and outputs[-1].output == output:
+            last = outputs[-1]
+            agrees = (last.out_column, last.dim, last.alpha_offset) == (out_column, dim, alpha_offset)
+            check(agrees, "layout", f"pieces of output {output} at the same columns and of one alpha", "others")
+            outputs[-1] = last._replace(num_pieces=last.num_pieces + 1)
+        else:
+            begins = outputs[-1].begin + outputs[-1].dim if outputs else 0
+            outputs.append(_Output(len(pieces), 1, out_column, begins, dim, alpha_offset, output))
+        pieces.append(_Piece(in_column, out_column, begin, dim, first_row, num_rows, num_sums, output))
+        alphas.append(torch.arange(num_rows * dim) + alpha_offset + first_row * dim)
+        begin, num_sums = begin + dim, num_sums + num_rows * dim
+    by_output, by_piece = torch.tensor(outputs, dtype=torch.int32), torch.tensor(pieces, dtype=torch.int32)
+    return _Layout(
+        output_of_column=_numbered([output.dim for output in outputs], device),
+        outputs=by_output.to(device),
+        piece_of_column=_numbered([piece.dim for piece in pieces], device),
+        pieces=by_piece.to(device),
+        alpha_of_sum=torch.cat([torch.empty(0, dtype=torch.int64), *alphas]).to(device),
+        most_rows=max((piece.num_rows for piece in pieces), default=0),
+        in_order=all(p.in_column == p.out_column == p.begin for p in pieces) and len(pieces) == len(outputs),
+    )
+
+
+def _numbered(sizes: Sequence[int], device: torch.device) -> Tensor:
+    return torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(device)
+
+
+def _tile_of_outputs(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
+    output_of_column,
+    outputs,
+    num_columns,
+    column_tiles,
+    fields_per_output: tl.constexpr,
+    samples_per_program: tl.constexpr,
+    columns_per_program: tl.constexpr,
+):
+    """Samples and columns of a program, and the fields of the columns' outputs."""
+    sample = (tl.program_id(0) // column_tiles).to(tl.int64) * samples_per_program + tl.arange(0, samples_per_program)
+    column = tl.program_id(0) % column_tiles * columns_per_program + tl.arange(0, columns_per_program)
+    is_column = column < num_columns
+    fields = outputs + tl.load(output_of_column + column, mask=is_column, other=0) * fields_per_output
+    return sample, column, is_column, fields
+
+
+def _rows_and_factors(  # type: ignore[no-untyped-def]  # as above
+    alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there
+):
+    """Rows of alpha, -1 for empty bags, and alpha itself."""
+    row = tl.load(rows + sample[:, None] * num_pieces + piece[None, :], mask=is_there, other=-1)
+    factor = tl.load(alpha + first_alpha[None, :] + row * dim[None, :], mask=row >= 0, other=0.0)
+    return row, factor
+
+
+_tile, _factors = jitted(_tile_of_outputs), jitted(_rows_and_factors)
+
+
+def _select_tile(  # type: ignore[no-untyped-def]  # as above
+    pooled,
+    alpha,
+    rows,
+    divisors,
+    output_of_column,
+    outputs,
+    pieces,
+    out,
+    batch_size,
+    num_columns,
+    in_width,
+    out_width,
+    num_pieces,
+    num_outputs,
+    column_tiles,
+    has_divisors: tl.constexpr,
+    in_order: tl.constexpr,
+    fields_per_output: tl.constexpr,
+    fields_per_piece: tl.constexpr,
+    samples_per_program: tl.constexpr,
+    columns_per_program: tl.constexpr,
+):
+    """Writes one tile of the output."""
+    sample, column, is_column, fields = _tile(
+        output_of_column, outputs, num_columns, column_tiles, fields_per_output, samples_per_program, columns_per_program
+    )
+    inside = (sample < batch_size)[:, None] & is_column[None, :]
+    within, dim = column - tl.load(fields + 3, mask=is_column, other=0), tl.load(fields + 4, mask=is_column, other=0)
+    first_alpha = tl.load(fields + 5, mask=is_column, other=0) + within
+    first_piece, count = tl.load(fields, mask=is_column, other=0), tl.load(fields + 1, mask=is_column, other=0)
+    total = tl.zeros((samples_per_program, columns_per_program), tl.float32)
+    for number in range(0, tl.max(count, axis=0)):
+        piece, is_there, place = first_piece + number, inside, column
+        if not in_order:  # in order, neighbours are loaded four at a time, which a mask of loaded numbers would prevent
+            is_there = inside & (number < count)[None, :]
+            place = tl.load(pieces + piece * fields_per_piece, mask=is_column & (number < count), other=0) + within
+        value = tl.load(pooled + sample[:, None] * in_width + place[None, :], mask=is_there, other=0.0)
+        row, factor = _factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there)
+        total += tl.where(row >= 0, value.to(tl.float32) * factor, 0.0)
+    if has_divisors:
+        output = tl.load(fields + 6, mask=is_column, other=0)
+        total = tl.div_rn(total, tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0))
+    place = column
+    if not in_order:
+        place = tl.load(fields + 2, mask=is_column, other=0) + within
+    tl.store(out + sample[:, None] * out_width + place[None, :], total, mask=inside)
+
+
+def _spread_tile(  # type: ignore[no-untyped-def]  # as above
+    grad_pooled,
+    alpha,
+    rows,
+    divisors,
+    output_of_column,
+    outputs,
+    pieces,
+    grad,
+    fault,
+    batch_size,
+    num_columns,
+    in_width,
+    out_width,
+    num_pieces,
+    num_outputs,
+    column_tiles,
+    has_divisors: tl.constexpr,
+    in_order: tl.constexpr,
+    keep_empty: tl.constexpr,
+    fields_per_output: tl.constexpr,
+    fields_per_piece: tl.constexpr,
+    samples_per_program: tl.constexpr,
+    columns_per_program: tl.constexpr,
+):
+    """Reads one tile of the output's gradient once, and writes the gradient of all pieces of those outputs."""
+    sample, column, is_column, fields = _tile(
+        output_of_column, outputs, num_columns, column_tiles, fields_per_output, samples_per_program, columns_per_program
+    )
+    inside = (sample < batch_size)[:, None] & is_column[None, :]
+    within, dim = column - tl.load(fields + 3, mask=is_column, other=0), tl.load(fields + 4, mask=is_column, other=0)
+    first_alpha = tl.load(fields + 5, mask=is_column, other=0) + within
+    first_piece, count = tl.load(fields, mask=is_column, other=0), tl.load(fields + 1, mask=is_column, other=0)
+    place = column
+    if not in_order:  # see _select_tile
+        place = tl.load(fields + 2, mask=is_column, other=0) + within
+    own = tl.load(grad + sample[:, None] * out_width + place[None, :], mask=inside, other=0.0).to(tl.float32)
+    if has_divisors:
+        output = tl.load(fields + 6, mask=is_column, other=0)
+        divisor = tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0)
+    for number in range(0, tl.max(count, axis=0)):
+        piece, is_there = first_piece + number, inside
+        if not in_order:
+            is_there = inside & (number < count)[None, :]
+            place = tl.load(pieces + piece * fields_per_piece, mask=is_column & (number < count), other=0) + within
+        row, factor = _factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there)
+        value = own * factor
+        if has_divisors:
+            value = tl.div_rn(value, divisor)
+        if keep_empty:
+            is_there = is_there & (row >= 0)
+        to = grad_pooled + sample[:, None] * in_width + place[None, :]
+        tl.store(to, tl.where(row >= 0, value, 0.0), mask=is_there)
+    is_bad = tl.where(tl.abs(own) < float("inf"), 0, 1)
+    tl.store(fault, 1, mask=tl.max(tl.max(is_bad, axis=1), axis=0) != 0)
+
+
+def _sum_chunk(  # type: ignore[no-untyped-def]  # as above
+    grad,
+    pooled,
+    rows,
+    divisors,
+    piece_of_column,
+    pieces,
+    sums,
+    batch_size,
+    samples_per_chunk,
+    num_columns,
+    in_width,
+    out_width,
+    num_pieces,
+    num_outputs,
+    num_sums,
+    has_divisors: tl.constexpr,
+    fields_per_piece: tl.constexpr,
+    blocks_per_program: tl.constexpr,
+    samples_per_step: tl.constexpr,
+    columns_per_program: tl.constexpr,
+):
+    """Sums the products of some columns over a chunk of samples, for each of some blocks."""
+    column = tl.program_id(0) * columns_per_program + tl.arange(0, columns_per_program)
+    is_column = column < num_columns
+    piece = tl.load(piece_of_column + column, mask=is_column, other=0)
+    fields = pieces + piece * fields_per_piece
+    within, num_rows = column - tl.load(fields + 2), tl.where(is_column, tl.load(fields + 5), 0)
+    in_column, out_column = tl.load(fields) + within, tl.load(fields + 1) + within
+    first_row, output = tl.load(fields + 4), tl.load(fields + 7)
+    first_block = tl.program_id(2) * blocks_per_program
+    block = first_block + tl.arange(0, blocks_per_program)
+    begin = tl.program_id(1).to(tl.int64) * samples_per_chunk
+    end = tl.minimum(begin + samples_per_chunk, batch_size)
+    end = tl.where(first_block < tl.max(num_rows, axis=0), end, begin)  # none of these columns has such blocks
+    total = tl.zeros((blocks_per_program, columns_per_program), tl.float32)
+    for first in range(begin, end, samples_per_step):
+        sample = first + tl.arange(0, samples_per_step)
+        inside = (sample < end)[:, None] & is_column[None, :]
+        left = tl.load(grad + sample[:, None] * out_width + out_column[None, :], mask=inside, other=0.0)
+        right = tl.load(pooled + sample[:, None] * in_width + in_column[None, :], mask=inside, other=0.0)
+        row = tl.load(rows + sample[:, None] * num_pieces + piece[None, :], mask=inside, other=-1)
+        product = left.to(tl.float32) * right.to(tl.float32)
+        if has_divisors:
+            divisor = tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0)
+            product = product / divisor
+        is_own = (row - first_row[None, :])[None, :, :] == block[:, None, None]
+        total += tl.sum(tl.where(is_own, product[None, :, :], 0.0), axis=1)
+    place = (tl.load(fields + 6) + within)[None, :] + block[:, None] * tl.load(fields + 3)[None, :]
+    to = sums + tl.program_id(1).to(tl.int64) * num_sums + place
+    tl.store(to, total, mask=is_column[None, :] & (block[:, None] < num_rows[None, :]))
+
+
+def _fill_feature(  # type: ignore[no-untyped-def]  # as above
+    ids,
+    lengths,
+    ends_of_bags,
+    features,
+    rows,
+    batch_size,
+    num_pieces,
+    fields_per_feature: tl.constexpr,
+    samples_per_program: tl.constexpr,
+    ends_per_step: tl.constexpr,
+):
+    """Writes the rows of alpha of some bags of one feature."""
+    sample = tl.program_id(0).to(tl.int64) * samples_per_program + tl.arange(0, samples_per_program)
+    feature, is_bag = features + tl.program_id(1) * fields_per_feature, sample < batch_size
+    routing, width, size = tl.load(feature), tl.load(feature + 1), tl.load(feature + 2)
+    bag = tl.load(feature + 4) * batch_size + sample
+    is_id = is_bag & (tl.load(lengths + bag, mask=is_bag, other=0) > 0)
+    place = tl.load(ends_of_bags + bag, mask=is_id, other=1) - 1
+    own = tl.load(ids + place, mask=is_id, other=0).to(tl.int64)
+    is_row = is_id & (own >= 0) & ((width == 0) | (own < size))
+    # a table has a map of one width, or ends: of the other ways nothing is loaded, and none is branched to
+    block = tl.load(routing.to(tl.pointer_type(tl.uint8)) + own, mask=is_row & (width == 1), other=0).to(tl.int32)
+    block += tl.load(routing.to(tl.pointer_type(tl.uint16)) + own, mask=is_row & (width == 2), other=0).to(tl.int32)
+    for first in range(0, tl.where(width == 0, size, 0), ends_per_step):
+        number = first + tl.arange(0, ends_per_step)
+        end = tl.load(routing.to(tl.pointer_type(tl.int64)) + number, mask=number < size, other=0)
+        block += tl.sum(tl.where((end[None, :] <= own[:, None]) & (number < size)[None, :], 1, 0), axis=1)
+    row = tl.where(is_row, tl.load(feature + 5) + block, -1)
+    tl.store(rows + sample * num_pieces + tl.load(feature + 3), row, mask=is_bag)
+
+
+_select_kernel: Any = jitted(_select_tile)
+_spread_kernel: Any = jitted(_spread_tile)
+_sum_kernel: Any = jitted(_sum_chunk)
+_fill_kernel: Any = jitted(_fill_feature)
