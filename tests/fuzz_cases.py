@@ -275,7 +275,9 @@ def draw_selection(random: Random) -> Selection:
             layout.append([in_column, out_column, dim, alpha_size, output, first_row, num_rows - first_row])
             in_column += dim
         out_column, alpha_size = out_column + dim, alpha_size + dim * num_rows
-    rows = [[random.choice([-1, *range(first, first + count)]) for *_, first, count in layout] for _ in range(batch_size)]
+    rows = [
+        [random.choice([-1, *range(first, first + count)]) for *_, first, count in layout] for _ in range(batch_size)
+    ]
     pooled = torch.randn(batch_size, in_column, dtype=dtype)
     divisors = torch.rand(batch_size, output + 1, dtype=dtype) + 1 if random.random() < 0.5 else None
     alpha = torch.randn(alpha_size, dtype=dtype)

@@ -47,29 +47,7 @@ def are_compiled() -> bool:
     return True
 
 
-def can_select(values: Tensor) -> bool:
-    """Returns whether `select_pieces` and `fill_rows_` are there for such values.
-
-    They are for float32 and float64 on a CPU with compiled operators, and for float32, float16 and bfloat16 on a GPU
-    with Triton.
-
-    Args:
-        values: pooled embeddings.
-
-    Example:
-        >>> can_select(torch.ones(1, 1)) == are_compiled()
-        True
-    """
-    if values.device.type == "cuda":
-        return triton_bags.triton is not None and values.dtype in select_triton.DTYPES
-    return values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64) and are_compiled()
-
-
-def _operators(values: Tensor) -> Any:
-    return select_triton if values.device.type == "cuda" else torch.ops.dnis_torchrec
-
-
-Watch = Callable[[bool | Tensor, Tensor], None]
+Watch = Callable[[bool, Tensor], None]
 
 
 class _SelectPieces(torch.autograd.Function):
@@ -145,6 +123,28 @@ def _is_held_elsewhere(tensor: Tensor) -> bool:
     return _holders(tensor) > _HELD_BY_ONE
 
 
+def can_select(values: Tensor) -> bool:
+    """Returns whether `select_pieces` and `fill_rows_` are there for such values.
+
+    They are for float32 and float64 on a CPU with compiled operators, and for float32, float16 and bfloat16 on a GPU
+    with Triton.
+
+    Args:
+        values: pooled embeddings.
+
+    Example:
+        >>> can_select(torch.ones(1, 1)) == are_compiled()
+        True
+    """
+    if values.device.type == "cuda":
+        return triton_bags.triton is not None and values.dtype in select_triton.DTYPES
+    return values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64) and are_compiled()
+
+
+def _operators(values: Tensor) -> Any:
+    return select_triton if values.device.type == "cuda" else torch.ops.dnis_torchrec
+
+
 def select_pieces(
     pooled: Tensor,
     alpha: Tensor,
@@ -169,7 +169,7 @@ def select_pieces(
             of those rows. Pieces of one output stand next to each other.
         width: sum of D over outputs.
         watch: called in backward, once the gradient of `pooled` is known and before anything takes it: with whether
-            the gradient of the result is finite throughout (on a GPU ``(1,)`` there), and that gradient.
+            the gradient of the result is finite throughout, and that gradient.
 
     Returns:
         ``(B, width)``.

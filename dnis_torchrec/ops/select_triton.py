@@ -9,15 +9,14 @@ Shapes: B batch, K pieces, D embedding_dim, C columns of all outputs, S blocks, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dnis_torchrec.checks import check
 from dnis_torchrec.ops import triton_bags
+from dnis_torchrec.ops.piece_layouts import Output, Piece, PieceLayout, layout_of
 from dnis_torchrec.ops.triton_bags import jitted, on_device
 
 if triton_bags.triton is not None:
@@ -27,58 +26,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Of pooled embeddings; the kernels calculate in float32."""
 SAMPLES_PER_PROGRAM, COLUMNS_PER_PROGRAM, NUM_WARPS = 16, 128, 4
 """A thread has 16 numbers on their way from memory at a time."""
-SAMPLES_PER_STEP, COLUMNS_PER_SUM, MOST_BLOCKS_PER_SUM = 4, 64, 16
+SAMPLES_PER_STEP, COLUMNS_PER_SUM, MOST_BLOCKS_PER_SUM = 8, 64, 16
 """Of a program that sums alpha's gradient: up to 16 blocks, comparing a number with each is hidden behind its load."""
 MOST_SUMS, LEAST_SAMPLES_PER_SUM = 2048, 64
 """Programs that fill a GPU, and samples that are worth one."""
 SAMPLES_PER_FILL, ENDS_PER_STEP = 256, 16
-
-
-class _Output(NamedTuple):
-    """The numbers that the kernels read about an output."""
-
-    first_piece: int
-    num_pieces: int
-    out_column: int
-    begin: int  # first column of the output, counted over outputs
-    dim: int
-    alpha_offset: int
-    output: int
-
-
-class _Piece(NamedTuple):
-    """The numbers that the kernels read about a piece, where alpha's gradient is summed."""
-
-    in_column: int
-    out_column: int
-    begin: int  # first column of the piece, counted over pieces
-    dim: int
-    first_row: int
-    num_rows: int
-    first_sum: int  # sums of (row, column) of the pieces before it
-    output: int
-
-
-class _Layout(NamedTuple):
-    """A layout of pieces, see `select_pieces`, as the kernels read it. Tensors lie on the GPU.
-
-    Attributes:
-        output_of_column: ``(C,)`` int32.
-        outputs: ``(outputs, 7)``, fields of `_Output`.
-        piece_of_column: ``(sum of D over pieces,)`` int32.
-        pieces: ``(K, 8)``, fields of `_Piece`.
-        alpha_of_sum: ``(sums,)`` int64: to which element of alpha each sum belongs.
-        most_rows: rows of alpha that one piece may take.
-        in_order: whether every output is one piece, at the same columns.
-    """
-
-    output_of_column: Tensor
-    outputs: Tensor
-    piece_of_column: Tensor
-    pieces: Tensor
-    alpha_of_sum: Tensor
-    most_rows: int
-    in_order: bool
+"""Of a program that finds rows of alpha; the ends of 16 blocks are compared with at a time."""
 
 
 def select_pooled(
@@ -97,7 +50,7 @@ def select_pooled(
     Raises:
         ValueError: if pieces of one output disagree about its columns or its alpha.
     """
-    columns = _layout_of(layout, out.device)
+    columns = layout_of(layout, out.device)
     _for_tiles(_select_kernel, columns, pooled, alpha, rows, divisors, out)
 
 
@@ -124,14 +77,14 @@ def spread_gradient(
     Returns:
         ``(1,)`` bool on the GPU, so that nobody waits: whether every number of `grad` is finite.
     """
-    columns, fault = _layout_of(layout, grad.device), torch.zeros(1, dtype=torch.int32, device=grad.device)
+    columns, fault = layout_of(layout, grad.device), torch.zeros(1, dtype=torch.int32, device=grad.device)
     _for_tiles(_spread_kernel, columns, grad_pooled, alpha, rows, divisors, grad, fault, keep_empty=keep_empty)
     return fault == 0
 
 
 def _for_tiles(
     kernel: Any,
-    columns: _Layout,
+    columns: PieceLayout,
     wide: Tensor,
     alpha: Tensor,
     rows: Tensor,
@@ -166,8 +119,8 @@ def _for_tiles(
         has_divisors=divisors is not None,
         in_order=columns.in_order,
         **fixed,
-        fields_per_output=len(_Output._fields),
-        fields_per_piece=len(_Piece._fields),
+        fields_per_output=len(Output._fields),
+        fields_per_piece=len(Piece._fields),
         samples_per_program=SAMPLES_PER_PROGRAM,
         columns_per_program=COLUMNS_PER_PROGRAM,
         num_warps=NUM_WARPS,
@@ -188,7 +141,7 @@ def sum_alpha_gradient(
         layout: ``(K, 7)`` int64, on the CPU.
         grad_alpha: float32, of alpha's shape.
     """
-    columns = _layout_of(layout, grad.device)
+    columns = layout_of(layout, grad.device)
     grad_alpha.zero_()
     num_columns, batch_size, cdiv = len(columns.piece_of_column), len(grad), triton_bags.triton.cdiv
     if not num_columns * batch_size * columns.most_rows:
@@ -215,7 +168,7 @@ def sum_alpha_gradient(
         0 if divisors is None else divisors.shape[1],
         sums.shape[1],
         has_divisors=divisors is not None,
-        fields_per_piece=len(_Piece._fields),
+        fields_per_piece=len(Piece._fields),
         blocks_per_program=blocks,
         samples_per_step=SAMPLES_PER_STEP,
         columns_per_program=COLUMNS_PER_SUM,
@@ -237,7 +190,12 @@ def fill_rows(ids: Tensor, lengths: Tensor, routings: Sequence[Tensor], places: 
     if not rows.numel() or not routings:
         return
     features = [
-        (routing.data_ptr(), 0 if routing.dtype == torch.int64 else routing.itemsize, routing.numel(), *places[at : at + 3])
+        (
+            routing.data_ptr(),
+            0 if routing.dtype == torch.int64 else routing.itemsize,
+            routing.numel(),
+            *places[at : at + 3],
+        )
         for routing, at in zip(routings, range(0, len(places), 3), strict=True)
     ]
     _fill_kernel[(triton_bags.triton.cdiv(len(rows), SAMPLES_PER_FILL), len(features))](
@@ -253,42 +211,6 @@ def fill_rows(ids: Tensor, lengths: Tensor, routings: Sequence[Tensor], places: 
         ends_per_step=ENDS_PER_STEP,
         num_warps=NUM_WARPS,
     )
-
-
-def _layout_of(layout: Tensor, device: torch.device) -> _Layout:
-    return _described(tuple(map(tuple, layout.tolist())), device)
-
-
-@functools.lru_cache(maxsize=256)
-def _described(fields: tuple[tuple[int, ...], ...], device: torch.device) -> _Layout:
-    """Copies a layout to the device once: a module's layout stays the same."""
-    outputs, pieces, alphas, begin, num_sums = [], [], [], 0, 0
-    for in_column, out_column, dim, alpha_offset, output, first_row, num_rows in fields:
-        if outputs and outputs[-1].output == output:
-            last = outputs[-1]
-            agrees = (last.out_column, last.dim, last.alpha_offset) == (out_column, dim, alpha_offset)
-            check(agrees, "layout", f"pieces of output {output} at the same columns and of one alpha", "others")
-            outputs[-1] = last._replace(num_pieces=last.num_pieces + 1)
-        else:
-            begins = outputs[-1].begin + outputs[-1].dim if outputs else 0
-            outputs.append(_Output(len(pieces), 1, out_column, begins, dim, alpha_offset, output))
-        pieces.append(_Piece(in_column, out_column, begin, dim, first_row, num_rows, num_sums, output))
-        alphas.append(torch.arange(num_rows * dim) + alpha_offset + first_row * dim)
-        begin, num_sums = begin + dim, num_sums + num_rows * dim
-    by_output, by_piece = torch.tensor(outputs, dtype=torch.int32), torch.tensor(pieces, dtype=torch.int32)
-    return _Layout(
-        output_of_column=_numbered([output.dim for output in outputs], device),
-        outputs=by_output.to(device),
-        piece_of_column=_numbered([piece.dim for piece in pieces], device),
-        pieces=by_piece.to(device),
-        alpha_of_sum=torch.cat([torch.empty(0, dtype=torch.int64), *alphas]).to(device),
-        most_rows=max((piece.num_rows for piece in pieces), default=0),
-        in_order=all(p.in_column == p.out_column == p.begin for p in pieces) and len(pieces) == len(outputs),
-    )
-
-
-def _numbered(sizes: Sequence[int], device: torch.device) -> Tensor:
-    return torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(device)
 
 
 def _tile_of_outputs(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
@@ -345,7 +267,13 @@ def _select_tile(  # type: ignore[no-untyped-def]  # as above
 ):
     """Writes one tile of the output."""
     sample, column, is_column, fields = _tile(
-        output_of_column, outputs, num_columns, column_tiles, fields_per_output, samples_per_program, columns_per_program
+        output_of_column,
+        outputs,
+        num_columns,
+        column_tiles,
+        fields_per_output,
+        samples_per_program,
+        columns_per_program,
     )
     inside = (sample < batch_size)[:, None] & is_column[None, :]
     within, dim = column - tl.load(fields + 3, mask=is_column, other=0), tl.load(fields + 4, mask=is_column, other=0)
@@ -362,7 +290,9 @@ def _select_tile(  # type: ignore[no-untyped-def]  # as above
         total += tl.where(row >= 0, value.to(tl.float32) * factor, 0.0)
     if has_divisors:
         output = tl.load(fields + 6, mask=is_column, other=0)
-        total = tl.div_rn(total, tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0))
+        total = tl.div_rn(
+            total, tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0)
+        )
     place = column
     if not in_order:
         place = tl.load(fields + 2, mask=is_column, other=0) + within
@@ -396,7 +326,13 @@ def _spread_tile(  # type: ignore[no-untyped-def]  # as above
 ):
     """Reads one tile of the output's gradient once, and writes the gradient of all pieces of those outputs."""
     sample, column, is_column, fields = _tile(
-        output_of_column, outputs, num_columns, column_tiles, fields_per_output, samples_per_program, columns_per_program
+        output_of_column,
+        outputs,
+        num_columns,
+        column_tiles,
+        fields_per_output,
+        samples_per_program,
+        columns_per_program,
     )
     inside = (sample < batch_size)[:, None] & is_column[None, :]
     within, dim = column - tl.load(fields + 3, mask=is_column, other=0), tl.load(fields + 4, mask=is_column, other=0)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class PooledFeature:
     """One output key of a collection: a feature read from a table.

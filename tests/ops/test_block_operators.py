@@ -366,8 +366,11 @@ def test_nothing_is_written_over_what_tells_where_to_write() -> None:
         torch.ops.dnis_torchrec.select_pooled(*arguments, rows.view(torch.float32))
 
 
-def test_a_collection_gives_the_same_without_the_operators() -> None:
-    """Outputs, hits and gradients of single-id, multi-hot, MEAN and shared features of two dims, keys in any order."""
+def mixed_collection(longest: int = 3) -> tuple[SoftSelectionEmbeddingBagCollection, KeyedJaggedTensor]:
+    """Single-id, multi-hot, MEAN and shared features of two dims, keys in any order; alpha drawn, and a batch.
+
+    With bags of one id at most all features are single-id ones.
+    """
     tables = [
         EmbeddingBagConfig(name="a", num_embeddings=9, embedding_dim=4, feature_names=["one", "two"]),
         EmbeddingBagConfig(
@@ -376,23 +379,34 @@ def test_a_collection_gives_the_same_without_the_operators() -> None:
     ]
     generator = torch.Generator().manual_seed(2)
     counts = {table.name: torch.randint(1, 9, (table.num_embeddings,), generator=generator) for table in tables}
-    blocks = blocks_from_counts(FrequencyCounts(counts, {"one": 1, "two": 3, "many": 3}, 9), tables, num_blocks=3)
-    lengths = torch.tensor([3, 0, 1, 1, 0, 1, 2, 1, 0], dtype=torch.int32)
+    blocks = blocks_from_counts(
+        FrequencyCounts(counts, {"one": 1, "two": longest, "many": longest}, 9), tables, num_blocks=3
+    )
+    lengths = torch.tensor([3, 0, 1, 1, 0, 1, 2, 1, 0], dtype=torch.int32).clamp(max=longest)
     ids = torch.randint(7, (int(lengths.sum()),), generator=generator)
     features = KeyedJaggedTensor(keys=["many", "one", "two"], values=ids, lengths=lengths)
+    torch.manual_seed(0)
+    wrapper = SoftSelectionEmbeddingBagCollection(EmbeddingBagCollection(tables=tables), blocks)
+    for dim in wrapper.alpha.dims:
+        wrapper.alpha.of(dim).uniform_(0, 1)
+    return wrapper, features
+
+
+def steps(wrapper: SoftSelectionEmbeddingBagCollection, features: KeyedJaggedTensor) -> list[torch.Tensor]:
+    """Outputs, gradients and hits of a lower and of an upper step."""
+    values = wrapper(features).values()
+    values.square().sum().backward()
+    with wrapper.alpha.upper_level() as hits:
+        loss = wrapper(features).values().square().sum()
+        gradients = torch.autograd.grad(loss, [wrapper.alpha.of(dim) for dim in wrapper.alpha.dims])
+    return [values.detach(), *(p.grad for p in wrapper.parameters()), *gradients, *hits.values()]
+
+
+def test_a_collection_gives_the_same_without_the_operators() -> None:
     results = []
     for compiled in (True, False):
         with operators(compiled):
-            torch.manual_seed(0)
-            wrapper = SoftSelectionEmbeddingBagCollection(EmbeddingBagCollection(tables=tables), blocks)
-            for dim in wrapper.alpha.dims:
-                wrapper.alpha.of(dim).uniform_(0, 1)
-            values = wrapper(features).values()
-            values.square().sum().backward()
-            with wrapper.alpha.upper_level() as hits:
-                loss = wrapper(features).values().square().sum()
-                gradients = torch.autograd.grad(loss, [wrapper.alpha.of(dim) for dim in wrapper.alpha.dims])
-            results.append([values.detach(), *(p.grad for p in wrapper.parameters()), *gradients, *hits.values()])
+            results.append(steps(*mixed_collection()))
     for first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, second)
 

@@ -16,12 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dnis_torchrec.ops import block_operators, select_triton, triton_bags
 from dnis_torchrec.ops.block_operators import are_compiled, fill_rows_, select_pieces
+from dnis_torchrec.soft_selection import select_pooled
+from dnis_torchrec.soft_selection.alpha import Alpha
+from tests.ops.test_block_operators import mixed_collection, steps
 from tests.triton_on_numpy import without_triton
 
-pytestmark = pytest.mark.skipif(not are_compiled(), reason="the oracle is compiled: no C++ compiler, or DNIS_NO_COMPILE")
+pytestmark = pytest.mark.skipif(
+    not are_compiled(), reason="the oracle is compiled: no C++ compiler, or DNIS_NO_COMPILE"
+)
 needs_triton = pytest.mark.skipif(triton_bags.triton is None, reason="needs Triton, which comes with torch for CUDA")
 on_a_device = pytest.mark.skipif(
     not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
@@ -121,7 +127,9 @@ def select(case: Selection, learns: Sequence[bool]) -> tuple[list[Tensor], list[
 @pytest.mark.parametrize("learns", [(True, False), (False, True), (True, True)])
 @settings(max_examples=25, deadline=None)
 @given(case=selections())
-def test_selection_and_its_gradients_are_the_cpu_operators(way: str, learns: tuple[bool, bool], case: Selection) -> None:
+def test_selection_and_its_gradients_are_the_cpu_operators(
+    way: str, learns: tuple[bool, bool], case: Selection
+) -> None:
     """The bits of the output and of the pooled embeddings' gradient; alpha's is summed in another order."""
     expected, watched = select(case, learns)
     with kernels(way) as device:
@@ -192,7 +200,9 @@ def test_a_gradient_that_is_not_finite_is_seen(way: str, bad: float, row: int) -
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pieces_of_one_output_share_its_columns(way: str) -> None:
-    case = replace(wide_case(batch_size=2, num_pieces=2), layout=torch.tensor([[0, 0, 4, 0, 0, 0, 9], [4, 4, 4, 0, 0, 0, 9]]))
+    case = replace(
+        wide_case(batch_size=2, num_pieces=2), layout=torch.tensor([[0, 0, 4, 0, 0, 0, 9], [4, 4, 4, 0, 0, 0, 9]])
+    )
     message = "layout: expected pieces of output 0 at the same columns and of one alpha, got others"
     with kernels(way) as device, pytest.raises(ValueError, match=message):
         select(case.to(device), (True, False))
@@ -227,3 +237,101 @@ def test_an_id_that_a_map_does_not_have_is_not_read(way: str) -> None:
         rows = torch.empty(3, 1, dtype=torch.int32, device=device)
         fill_rows_(rows, ids.to(device), lengths.to(device), [block_of_row.to(device)], [(0, 0, 4)])
     assert rows.flatten().tolist() == [4, -1, -1]
+
+
+@pytest.mark.parametrize("longest", [1, 3])
+def test_a_collection_learns_by_the_kernels_what_it_does_by_the_operators(longest: int) -> None:
+    """On numpy, whatever the machine: here lookups lie on the CPU."""
+    expected = steps(*mixed_collection(longest))
+    wrapper, features = mixed_collection(longest)
+    with kernels("numpy", list(wrapper.selection.buffers())):
+        got = steps(wrapper, features)
+    for own, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+class _Nothing:
+    """A kernel that does nothing, wherever its tensors lie."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(size > 0 for size in grid)
+        return self._launch
+
+    def _launch(self, *arguments: Any, **fixed: Any) -> None:
+        assert {part.device.type for part in arguments if isinstance(part, Tensor)} == {"meta"}
+
+
+def on_meta(bags: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=bags.keys(), values=bags.values().to("meta"), lengths=bags.lengths().to("meta"), stride=bags.stride()
+    )
+
+
+@pytest.mark.parametrize("longest", [1, 3])
+def test_selection_reads_nothing_back(longest: int) -> None:
+    """On meta, torch's device of tensors without content, all that a host would have to wait for is an error."""
+    wrapper, features = mixed_collection(longest)
+    split = features if wrapper.bag_splitter is None else wrapper.bag_splitter(features)
+    selection = wrapper.selection.to("meta")
+    pooled = wrapper.embedding_bag_collection(split)
+    wrapper.alpha.to("meta")
+    leaf = pooled.values().detach().to("meta").requires_grad_()
+
+    def select_on_meta() -> Tensor:
+        lookup = KeyedTensor(keys=pooled.keys(), length_per_key=pooled.length_per_key(), values=leaf * 1.0)
+        return selection(lookup, on_meta(features), on_meta(split)).values()
+
+    with kernels("numpy"), pytest.MonkeyPatch.context() as patch:
+        for name in JITTED:
+            patch.setattr(select_triton, name, _Nothing())
+        patch.setattr(select_pooled, "can_select", lambda values: True)
+        patch.setattr(Alpha, "record_hits", lambda *arguments: None)  # not of selection
+        out = select_on_meta()
+        out.sum().backward()
+        with wrapper.alpha.upper_level():
+            alphas = [wrapper.alpha.of(dim) for dim in wrapper.alpha.dims]
+            gradients = torch.autograd.grad(select_on_meta().sum(), alphas)
+    assert out.shape == (3, 16)
+    assert leaf.grad is not None
+    assert [gradient.shape for gradient in gradients] == [alpha.shape for alpha in alphas]
+
+
+@needs_triton
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, nothing is compiled")
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("flags", [(False, True, False), (True, False, True)])
+@pytest.mark.parametrize("name", [name for name in JITTED if name.endswith("_kernel")])
+def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(name: str, flags: tuple[bool, ...], dtype: str) -> None:
+    """No multiplication is fused into an addition, and nothing is added atomically."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_kernel
+
+    kernel = getattr(select_triton, name)
+    fixed = dict(zip(("has_divisors", "in_order", "keep_empty"), flags, strict=True))
+    fixed |= {"fields_per_output": 7, "fields_per_piece": 8, "fields_per_feature": 6}
+    fixed |= {"samples_per_program": 16, "columns_per_program": 64, "samples_per_step": 8, "blocks_per_program": 16}
+    fixed |= {"ends_per_step": 16}
+    fixed = {name: part for name, part in fixed.items() if name in kernel.arg_names}
+    pointers = dict.fromkeys(["pooled", "grad_pooled", "grad", "out"], f"*{dtype}")
+    pointers |= dict.fromkeys(["alpha", "divisors", "sums"], "*fp32")
+    pointers |= dict.fromkeys(["ids", "lengths", "ends_of_bags", "features"], "*i64")
+    pointers |= dict.fromkeys(["rows", "output_of_column", "outputs", "piece_of_column", "pieces", "fault"], "*i32")
+    kinds = {name: "constexpr" if name in fixed else pointers.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=fixed)
+    options = {"enable_fp_fusion": False, "num_warps": select_triton.NUM_WARPS}  # as the launch says
+    assembly = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert "st.global" in assembly
+    assert "fma" not in assembly
+    assert "atom" not in assembly
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("longest", [1, 3])
+def test_a_collection_learns_on_a_gpu_what_it_does_on_a_cpu(longest: int) -> None:
+    expected = steps(*mixed_collection(longest))
+    wrapper, features = mixed_collection(longest)
+    got = steps(wrapper.to("cuda"), features.to(torch.device("cuda")))
+    for own, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(own.cpu(), other)
