@@ -31,8 +31,14 @@ on_a_device = pytest.mark.skipif(
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-JITTED = {"_count": "_count_of_bits", "_place": "_place_in_record", "_fields": "_fields_at", "_kernel": "_pool_bags"}
-JITTED |= {"_locate": "_where_rows_stand", "_find": "_rows_of_ids", "_values": "_values_of_rows"}
+JITTED = {"_count": "_count_of_bits", "_place": "_place_in_record", "_locate": "_where_rows_stand"}
+JITTED |= {
+    "_bags": "_bags_of_program",
+    "_find": "_rows_of_ids",
+    "_words": "_words_of_rows",
+    "_values": "_values_of_words",
+}
+JITTED |= {"_kernel": "_pool_bags", "_constants_kernel": "_constants_of_group"}
 
 
 def by_operator(arguments: list[Any]) -> Tensor:
@@ -164,11 +170,11 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
     from triton.compiler import compile as compile_kernel
 
     pointers = {"ids": "i64", "offsets": "i64", "weights": "fp32" if is_weighted else "i64", "features": "i64"}
-    pointers |= {"block_layout": "i64", "groups": "i32", "fault": "i32", "out": "fp32"}
+    pointers |= {"blocks": "i64", "columns": "i64", "fault": "i32", "out": "fp32"}
     numbers = dict.fromkeys(["num_ids", "num_bags", "batch_size", "width"], "i32")
     fixed = {"has_weights": is_weighted, "checks_ids": True, "kind": kind, "num_planes": num_planes}
     fixed |= {"rows_per_record": 128, "most_blocks": most_blocks, "rows_per_start": 1 << 16}
-    fixed |= {"group_fields": 96, "columns_per_group": 16}
+    fixed |= {"columns_per_group": 16}
     fixed |= {"fields_per_feature": 11, "bags_per_program": packed_triton.BAGS_PER_PROGRAM, "columns_per_program": 64}
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | numbers | dict.fromkeys(fixed, "constexpr")
     source = ASTSource(fn=packed_triton._kernel, signature=signature, constexprs=fixed)
