@@ -137,7 +137,7 @@ def can_select(values: Tensor) -> bool:
         True
     """
     if values.device.type == "cuda":
-        return triton_bags.triton is not None and values.dtype in select_triton.DTYPES
+        return triton_bags.triton is not None and values.dtype in select_triton.SELECTED_DTYPES
     return values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64) and are_compiled()
 
 

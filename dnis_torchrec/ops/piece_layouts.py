@@ -15,7 +15,7 @@ from torch import Tensor
 from dnis_torchrec.checks import check
 
 
-class Output(NamedTuple):
+class OutputFields(NamedTuple):
     """The numbers that the kernels read about an output."""
 
     first_piece: int
@@ -27,7 +27,7 @@ class Output(NamedTuple):
     output: int
 
 
-class Piece(NamedTuple):
+class PieceFields(NamedTuple):
     """The numbers that the kernels read about a piece, where alpha's gradient is summed."""
 
     in_column: int
@@ -45,9 +45,9 @@ class PieceLayout(NamedTuple):
 
     Attributes:
         output_of_column: ``(C,)`` int32.
-        outputs: ``(outputs, 7)``, fields of `Output`.
+        outputs: ``(outputs, 7)``, fields of `OutputFields`.
         piece_of_column: ``(sum of D over pieces,)`` int32.
-        pieces: ``(K, 8)``, fields of `Piece`.
+        pieces: ``(K, 8)``, fields of `PieceFields`.
         alpha_of_sum: ``(sums,)`` int64: to which element of alpha each sum belongs.
         most_rows: rows of alpha that one piece may take.
         in_order: whether every output is one piece, at the same columns.
@@ -82,8 +82,8 @@ def layout_of(layout: Tensor, device: torch.device) -> PieceLayout:
 
 @functools.lru_cache(maxsize=256)
 def _described(fields: tuple[tuple[int, ...], ...], device: torch.device) -> PieceLayout:
-    outputs: list[Output] = []
-    pieces: list[Piece] = []
+    outputs: list[OutputFields] = []
+    pieces: list[PieceFields] = []
     alphas, begin, num_sums = [], 0, 0
     for in_column, out_column, dim, alpha_offset, output, first_row, num_rows in fields:
         if outputs and outputs[-1].output == output:
@@ -93,8 +93,8 @@ def _described(fields: tuple[tuple[int, ...], ...], device: torch.device) -> Pie
             outputs[-1] = last._replace(num_pieces=last.num_pieces + 1)
         else:
             begins = outputs[-1].begin + outputs[-1].dim if outputs else 0
-            outputs.append(Output(len(pieces), 1, out_column, begins, dim, alpha_offset, output))
-        pieces.append(Piece(in_column, out_column, begin, dim, first_row, num_rows, num_sums, output))
+            outputs.append(OutputFields(len(pieces), 1, out_column, begins, dim, alpha_offset, output))
+        pieces.append(PieceFields(in_column, out_column, begin, dim, first_row, num_rows, num_sums, output))
         alphas.append(torch.arange(num_rows * dim) + alpha_offset + first_row * dim)
         begin, num_sums = begin + dim, num_sums + num_rows * dim
     by_output, by_piece = torch.tensor(outputs, dtype=torch.int32), torch.tensor(pieces, dtype=torch.int32)

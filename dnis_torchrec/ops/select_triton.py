@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from dnis_torchrec.ops import triton_bags
-from dnis_torchrec.ops.piece_layouts import Output, Piece, PieceLayout, layout_of
+from dnis_torchrec.ops.piece_layouts import OutputFields, PieceFields, PieceLayout, layout_of
 from dnis_torchrec.ops.triton_bags import jitted, on_device
 
 if triton_bags.triton is not None:
     import triton.language as tl
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SELECTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Of pooled embeddings; the kernels calculate in float32."""
-SAMPLES_PER_PROGRAM, COLUMNS_PER_PROGRAM, NUM_WARPS = 16, 128, 4
+SAMPLES_PER_PROGRAM, COLUMNS_PER_PROGRAM, WARPS_PER_TILE = 16, 128, 4
 """A thread has 16 numbers on their way from memory at a time."""
 SAMPLES_PER_STEP, COLUMNS_PER_SUM, MOST_BLOCKS_PER_SUM = 8, 64, 16
 """Of a program that sums alpha's gradient: up to 16 blocks, comparing a number with each is hidden behind its load."""
@@ -40,7 +40,7 @@ def select_pooled(
     """Writes pooled embeddings times alpha, summed over the pieces of an output, with the bits of the CPU's operator.
 
     Args:
-        pooled: ``(B, sum of D over pieces)``, of one of `DTYPES`; this and what follows as for `select_pieces`.
+        pooled: ``(B, sum of D over pieces)``, of one of `SELECTED_DTYPES`; this and what follows as for `select_pieces`.
         alpha: float32.
         rows: ``(B, K)`` int32.
         divisors: ``(B, outputs)`` float32, or None.
@@ -119,11 +119,11 @@ def _for_tiles(
         has_divisors=divisors is not None,
         in_order=columns.in_order,
         **fixed,
-        fields_per_output=len(Output._fields),
-        fields_per_piece=len(Piece._fields),
+        fields_per_output=len(OutputFields._fields),
+        fields_per_piece=len(PieceFields._fields),
         samples_per_program=SAMPLES_PER_PROGRAM,
         columns_per_program=COLUMNS_PER_PROGRAM,
-        num_warps=NUM_WARPS,
+        num_warps=WARPS_PER_TILE,
         enable_fp_fusion=False,  # a fused multiply-add would round otherwise than the CPU's operator
     )
 
@@ -168,11 +168,11 @@ def sum_alpha_gradient(
         0 if divisors is None else divisors.shape[1],
         sums.shape[1],
         has_divisors=divisors is not None,
-        fields_per_piece=len(Piece._fields),
+        fields_per_piece=len(PieceFields._fields),
         blocks_per_program=blocks,
         samples_per_step=SAMPLES_PER_STEP,
         columns_per_program=COLUMNS_PER_SUM,
-        num_warps=NUM_WARPS,
+        num_warps=WARPS_PER_TILE,
     )
     grad_alpha.index_put_((columns.alpha_of_sum,), sums.sum(0), accumulate=True)  # a GPU sorts, and adds in that order
 
@@ -209,7 +209,7 @@ def fill_rows(ids: Tensor, lengths: Tensor, routings: Sequence[Tensor], places: 
         fields_per_feature=len(features[0]),
         samples_per_program=SAMPLES_PER_FILL,
         ends_per_step=ENDS_PER_STEP,
-        num_warps=NUM_WARPS,
+        num_warps=WARPS_PER_TILE,
     )
 
 

@@ -319,7 +319,7 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(name: str, flags: tup
     pointers |= dict.fromkeys(["rows", "output_of_column", "outputs", "piece_of_column", "pieces", "fault"], "*i32")
     kinds = {name: "constexpr" if name in fixed else pointers.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=fixed)
-    options = {"enable_fp_fusion": False, "num_warps": select_triton.NUM_WARPS}  # as the launch says
+    options = {"enable_fp_fusion": False, "num_warps": select_triton.WARPS_PER_TILE}  # as the launch says
     assembly = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert "st.global" in assembly
     assert "fma" not in assembly
