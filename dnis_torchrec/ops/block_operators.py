@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dnis_torchrec.ops import select_triton, triton_bags
 from dnis_torchrec.ops.native_build import NAMESPACE, SELECTION, once
 
 
@@ -137,12 +136,18 @@ def can_select(values: Tensor) -> bool:
         True
     """
     if values.device.type == "cuda":
+        from dnis_torchrec.ops import select_triton, triton_bags  # Triton takes seconds to load
+
         return triton_bags.triton is not None and values.dtype in select_triton.SELECTED_DTYPES
     return values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64) and are_compiled()
 
 
 def _operators(values: Tensor) -> Any:
-    return select_triton if values.device.type == "cuda" else torch.ops.dnis_torchrec
+    if values.device.type == "cpu":
+        return torch.ops.dnis_torchrec
+    from dnis_torchrec.ops import select_triton  # as above
+
+    return select_triton
 
 
 def select_pieces(

@@ -40,7 +40,7 @@ def select_pooled(
     """Writes pooled embeddings times alpha, summed over the pieces of an output, with the bits of the CPU's operator.
 
     Args:
-        pooled: ``(B, sum of D over pieces)``, of one of `SELECTED_DTYPES`; this and what follows as for `select_pieces`.
+        pooled: ``(B, sum of D over pieces)``, of one of `SELECTED_DTYPES`; this and the others as for `select_pieces`.
         alpha: float32.
         rows: ``(B, K)`` int32.
         divisors: ``(B, outputs)`` float32, or None.
