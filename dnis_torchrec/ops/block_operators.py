@@ -46,7 +46,7 @@ def are_compiled() -> bool:
     return True
 
 
-Watch = Callable[[bool, Tensor], None]
+Watch = Callable[[Any, Tensor], Tensor | None]
 
 
 class _SelectPieces(torch.autograd.Function):
@@ -174,7 +174,8 @@ def select_pieces(
             of those rows. Pieces of one output stand next to each other.
         width: sum of D over outputs.
         watch: called in backward, once the gradient of `pooled` is known and before anything takes it: with whether
-            the gradient of the result is finite throughout, and that gradient.
+            the gradient of the result is finite throughout, and that gradient. It may return whether `pooled` may have
+            its gradient, of no dimension: else that is zero.
 
     Returns:
         ``(B, width)``.
