@@ -216,18 +216,41 @@ def fill_rows(ids: Tensor, lengths: Tensor, routings: Sequence[Tensor], places: 
 def _tile_of_outputs(  # type: ignore[no-untyped-def]  # Triton takes every name in an annotation for a value
     output_of_column,
     outputs,
+    batch_size,
     num_columns,
     column_tiles,
+    in_order: tl.constexpr,
     fields_per_output: tl.constexpr,
     samples_per_program: tl.constexpr,
     columns_per_program: tl.constexpr,
 ):
-    """Samples and columns of a program, and the fields of the columns' outputs."""
+    """Samples and columns of a program, where both are inside, and what is known of the columns' outputs."""
     sample = (tl.program_id(0) // column_tiles).to(tl.int64) * samples_per_program + tl.arange(0, samples_per_program)
     column = tl.program_id(0) % column_tiles * columns_per_program + tl.arange(0, columns_per_program)
     is_column = column < num_columns
     fields = outputs + tl.load(output_of_column + column, mask=is_column, other=0) * fields_per_output
-    return sample, column, is_column, fields
+    inside = (sample < batch_size)[:, None] & is_column[None, :]
+    within, dim = column - tl.load(fields + 3, mask=is_column, other=0), tl.load(fields + 4, mask=is_column, other=0)
+    first_alpha = tl.load(fields + 5, mask=is_column, other=0) + within
+    first_piece, count = tl.load(fields, mask=is_column, other=0), tl.load(fields + 1, mask=is_column, other=0)
+    output, place = tl.load(fields + 6, mask=is_column, other=0), column
+    if not in_order:
+        place = tl.load(fields + 2, mask=is_column, other=0) + within
+    return sample, column, inside, within, dim, first_alpha, first_piece, count, output, place
+
+
+def _place_of_piece(  # type: ignore[no-untyped-def]  # as above
+    pieces, piece, inside, number, count, column, within, in_order: tl.constexpr, fields_per_piece: tl.constexpr
+):
+    """Columns of the pooled embeddings that a piece has, and where there are any.
+
+    In order, neighbours are loaded four at a time, which a mask of loaded numbers would prevent.
+    """
+    place, is_there = column, inside
+    if not in_order:
+        is_there = inside & (number < count)[None, :]
+        place = tl.load(pieces + piece * fields_per_piece, mask=number < count, other=0) + within
+    return place, is_there
 
 
 def _rows_and_factors(  # type: ignore[no-untyped-def]  # as above
@@ -239,7 +262,7 @@ def _rows_and_factors(  # type: ignore[no-untyped-def]  # as above
     return row, factor
 
 
-_tile, _factors = jitted(_tile_of_outputs), jitted(_rows_and_factors)
+_tile, _factors, _place = jitted(_tile_of_outputs), jitted(_rows_and_factors), jitted(_place_of_piece)
 
 
 def _select_tile(  # type: ignore[no-untyped-def]  # as above
@@ -266,36 +289,27 @@ def _select_tile(  # type: ignore[no-untyped-def]  # as above
     columns_per_program: tl.constexpr,
 ):
     """Writes one tile of the output."""
-    sample, column, is_column, fields = _tile(
+    sample, column, inside, within, dim, first_alpha, first_piece, count, output, place = _tile(
         output_of_column,
         outputs,
+        batch_size,
         num_columns,
         column_tiles,
+        in_order,
         fields_per_output,
         samples_per_program,
         columns_per_program,
     )
-    inside = (sample < batch_size)[:, None] & is_column[None, :]
-    within, dim = column - tl.load(fields + 3, mask=is_column, other=0), tl.load(fields + 4, mask=is_column, other=0)
-    first_alpha = tl.load(fields + 5, mask=is_column, other=0) + within
-    first_piece, count = tl.load(fields, mask=is_column, other=0), tl.load(fields + 1, mask=is_column, other=0)
     total = tl.zeros((samples_per_program, columns_per_program), tl.float32)
     for number in range(0, tl.max(count, axis=0)):
-        piece, is_there, place = first_piece + number, inside, column
-        if not in_order:  # in order, neighbours are loaded four at a time, which a mask of loaded numbers would prevent
-            is_there = inside & (number < count)[None, :]
-            place = tl.load(pieces + piece * fields_per_piece, mask=is_column & (number < count), other=0) + within
-        value = tl.load(pooled + sample[:, None] * in_width + place[None, :], mask=is_there, other=0.0)
+        piece = first_piece + number
+        at, is_there = _place(pieces, piece, inside, number, count, column, within, in_order, fields_per_piece)
+        value = tl.load(pooled + sample[:, None] * in_width + at[None, :], mask=is_there, other=0.0)
         row, factor = _factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there)
         total += tl.where(row >= 0, value.to(tl.float32) * factor, 0.0)
     if has_divisors:
-        output = tl.load(fields + 6, mask=is_column, other=0)
-        total = tl.div_rn(
-            total, tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0)
-        )
-    place = column
-    if not in_order:
-        place = tl.load(fields + 2, mask=is_column, other=0) + within
+        divisor = tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0)
+        total = tl.div_rn(total, divisor)
     tl.store(out + sample[:, None] * out_width + place[None, :], total, mask=inside)
 
 
@@ -325,38 +339,30 @@ def _spread_tile(  # type: ignore[no-untyped-def]  # as above
     columns_per_program: tl.constexpr,
 ):
     """Reads one tile of the output's gradient once, and writes the gradient of all pieces of those outputs."""
-    sample, column, is_column, fields = _tile(
+    sample, column, inside, within, dim, first_alpha, first_piece, count, output, place = _tile(
         output_of_column,
         outputs,
+        batch_size,
         num_columns,
         column_tiles,
+        in_order,
         fields_per_output,
         samples_per_program,
         columns_per_program,
     )
-    inside = (sample < batch_size)[:, None] & is_column[None, :]
-    within, dim = column - tl.load(fields + 3, mask=is_column, other=0), tl.load(fields + 4, mask=is_column, other=0)
-    first_alpha = tl.load(fields + 5, mask=is_column, other=0) + within
-    first_piece, count = tl.load(fields, mask=is_column, other=0), tl.load(fields + 1, mask=is_column, other=0)
-    place = column
-    if not in_order:  # see _select_tile
-        place = tl.load(fields + 2, mask=is_column, other=0) + within
     own = tl.load(grad + sample[:, None] * out_width + place[None, :], mask=inside, other=0.0).to(tl.float32)
     if has_divisors:
-        output = tl.load(fields + 6, mask=is_column, other=0)
         divisor = tl.load(divisors + sample[:, None] * num_outputs + output[None, :], mask=inside, other=1.0)
     for number in range(0, tl.max(count, axis=0)):
-        piece, is_there = first_piece + number, inside
-        if not in_order:
-            is_there = inside & (number < count)[None, :]
-            place = tl.load(pieces + piece * fields_per_piece, mask=is_column & (number < count), other=0) + within
+        piece = first_piece + number
+        at, is_there = _place(pieces, piece, inside, number, count, column, within, in_order, fields_per_piece)
         row, factor = _factors(alpha, rows, sample, num_pieces, piece, first_alpha, dim, is_there)
         value = own * factor
         if has_divisors:
             value = tl.div_rn(value, divisor)
         if keep_empty:
             is_there = is_there & (row >= 0)
-        to = grad_pooled + sample[:, None] * in_width + place[None, :]
+        to = grad_pooled + sample[:, None] * in_width + at[None, :]
         tl.store(to, tl.where(row >= 0, value, 0.0), mask=is_there)
     is_bad = tl.where(tl.abs(own) < float("inf"), 0, 1)
     tl.store(fault, 1, mask=tl.max(tl.max(is_bad, axis=1), axis=0) != 0)

@@ -34,6 +34,7 @@ on_a_device = pytest.mark.skipif(
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 JITTED = {"_tile": "_tile_of_outputs", "_factors": "_rows_and_factors", "_select_kernel": "_select_tile"}
+JITTED |= {"_place": "_place_of_piece"}
 JITTED |= {"_spread_kernel": "_spread_tile", "_sum_kernel": "_sum_chunk", "_fill_kernel": "_fill_feature"}
 
 
@@ -80,12 +81,15 @@ def selections(draw: Any) -> Selection:
     begins, begin = {}, 0
     for dim in num_rows:
         begins[dim], begin = begin, begin + num_rows[dim] * dim
-    pieces, out_column = [], 0
+    out_columns, width = {}, 0
+    for output in draw(st.permutations(range(len(dims)))):
+        out_columns[output], width = width, width + dims[output]
+    pieces = []
     for output, dim in enumerate(dims):
         for _ in range(draw(st.integers(1, 3)) if draw(st.booleans()) else 1):
             first = draw(st.integers(0, num_rows[dim] - 1))
-            pieces.append([0, out_column, dim, begins[dim], output, first, draw(st.integers(1, num_rows[dim] - first))])
-        out_column += dim
+            count = draw(st.integers(1, num_rows[dim] - first))
+            pieces.append([0, out_columns[output], dim, begins[dim], output, first, count])
     in_column = 0
     for piece in draw(st.permutations(pieces)) if draw(st.booleans()) else pieces:  # as sharded collections order them
         piece[0], in_column = in_column, in_column + piece[2]
@@ -98,7 +102,7 @@ def selections(draw: Any) -> Selection:
         rows=rows.int(),
         divisors=torch.randint(1, 4, (batch_size, len(dims))).float() if has_divisors else None,
         layout=torch.tensor(pieces),
-        coefficients=torch.randn(batch_size, out_column),
+        coefficients=torch.randn(batch_size, width),
     )
 
 
