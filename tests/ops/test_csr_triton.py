@@ -18,6 +18,7 @@ from dnis_torchrec.ops.csr_triton import triton_csr_embedding_bag
 from dnis_torchrec.ops.interleaved_rows import RowLayout
 from dnis_torchrec.serving import load_operator
 from tests.ops.test_csr_operator import Call, calls, large_call, small_call
+from tests.triton_compiled import check_compiled
 from tests.triton_on_numpy import without_triton
 
 needs_triton = pytest.mark.skipif(triton_bags.triton is None, reason="needs Triton, which comes with torch for CUDA")
@@ -94,11 +95,6 @@ def test_shards_are_refused() -> None:
 def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
     value_bytes: int, column_bytes: int, id_dtype: str, pointer_bytes: int, is_weighted: bool
 ) -> None:
-    """No multiplication is fused into an addition, and nothing is added atomically."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as compile_kernel
-
     pointers = {"ids": id_dtype, "offsets": "i64", "weights": "fp32" if is_weighted else id_dtype}
     pointers |= {"features": "i64", "fault": "i32", "out": "fp32"}
     numbers = dict.fromkeys(["num_ids", "num_bags", "batch_size", "width"], "i32")
@@ -106,13 +102,8 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
     fixed |= {"scale_bytes": RowLayout(value_bytes, column_bytes).scale_bytes, "pointer_bytes": pointer_bytes}
     fixed |= {"record_bytes": 64, "start_bytes": 8, "rows_per_record": 56, "fields_per_feature": 7}
     fixed |= {"columns_per_program": 64, "values_per_step": csr_triton.VALUES_PER_STEP}
-    signature = {name: f"*{kind}" for name, kind in pointers.items()} | numbers | dict.fromkeys(fixed, "constexpr")
-    source = ASTSource(fn=csr_triton._kernel, signature=signature, constexprs=fixed)
-    options = {"enable_fp_fusion": False, "num_warps": csr_triton.WARPS_PER_PROGRAM}  # as the launch says
-    assembly = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert "st.global" in assembly
-    assert "fma" not in assembly
-    assert "atom" not in assembly
+    types = {name: f"*{kind}" for name, kind in pointers.items()} | numbers
+    check_compiled(csr_triton._kernel, types, fixed, csr_triton.WARPS_PER_PROGRAM)
 
 
 @pytest.mark.gpu

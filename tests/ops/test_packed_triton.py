@@ -23,6 +23,7 @@ from dnis_torchrec.serving import PackedEmbeddingBagCollection, load_operator
 from tests.ops.test_packed_operator import PLACES, call
 from tests.packed_reference import packed, packed_case
 from tests.serving_reference import Case, cases, table_scheme
+from tests.triton_compiled import check_compiled
 from tests.triton_on_numpy import without_triton
 
 needs_triton = pytest.mark.skipif(triton_bags.triton is None, reason="needs Triton, which comes with torch for CUDA")
@@ -164,11 +165,6 @@ def test_features_without_bags() -> None:
 def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
     kind: int, num_planes: int, most_blocks: int, is_weighted: bool
 ) -> None:
-    """No multiplication is fused into an addition, and nothing is added atomically."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as compile_kernel
-
     pointers = {"ids": "i64", "offsets": "i64", "weights": "fp32" if is_weighted else "i64", "features": "i64"}
     pointers |= {"blocks": "i64", "columns": "i64", "fault": "i32", "out": "fp32"}
     numbers = dict.fromkeys(["num_ids", "num_bags", "batch_size", "width"], "i32")
@@ -176,13 +172,8 @@ def test_compiles_without_a_gpu_and_rounds_as_the_cpu_does(
     fixed |= {"rows_per_record": 128, "most_blocks": most_blocks, "rows_per_start": 1 << 16}
     fixed |= {"columns_per_group": 16}
     fixed |= {"fields_per_feature": 11, "bags_per_program": packed_triton.BAGS_PER_PROGRAM, "columns_per_program": 64}
-    signature = {name: f"*{kind}" for name, kind in pointers.items()} | numbers | dict.fromkeys(fixed, "constexpr")
-    source = ASTSource(fn=packed_triton._kernel, signature=signature, constexprs=fixed)
-    options = {"enable_fp_fusion": False, "num_warps": packed_triton.NUM_WARPS}  # as the launch says
-    assembly = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert "st.global" in assembly
-    assert "fma" not in assembly
-    assert "atom" not in assembly
+    types = {name: f"*{kind}" for name, kind in pointers.items()} | numbers
+    check_compiled(packed_triton._kernel, types, fixed, packed_triton.NUM_WARPS)
 
 
 @pytest.mark.gpu
