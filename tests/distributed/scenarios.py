@@ -241,8 +241,8 @@ def poison_(model: nn.Module, what: str) -> None:
     module.task.criterion.forward = forward
 
 
-def stops(level: Level, what: str, at: Rank) -> Results:
-    """Rank 1 alone meets a non-finite value; every rank tells how its step ended and what it changed."""
+def poisoned_pipeline(level: Level, what: str, at: Rank) -> tuple[BilevelTrainPipeline, BilevelStream, nn.Module]:
+    """Some steps on, in front of a step of a level in which rank 1 alone meets a non-finite value."""
     pipeline, stream, model = make_pipeline("mixed", at.process_group, (at.rank,))
     for _ in range(5):
         pipeline.progress(stream)
@@ -250,6 +250,12 @@ def stops(level: Level, what: str, at: Rank) -> Results:
         pipeline.progress(stream)
     if at.rank == 1:
         poison_(model, what)
+    return pipeline, stream, model
+
+
+def stops(level: Level, what: str, at: Rank) -> Results:
+    """Rank 1 alone meets a non-finite value; every rank tells how its step ended and what it changed."""
+    pipeline, stream, model = poisoned_pipeline(level, what, at)
     before = tables_of(model) | dense_of(model) | alpha_of(pipeline)
     outcome = _outcome_of(pipeline, stream)
     after = tables_of(model) | dense_of(model) | alpha_of(pipeline)
@@ -267,14 +273,8 @@ def _outcome_of(pipeline: BilevelTrainPipeline, stream: BilevelStream) -> str:
 
 def stops_late(level: Level, what: str, at: Rank) -> Results:
     """The same where ranks read a step late: how the step ended, how the next one did, and what is not finite."""
-    pipeline, stream, model = make_pipeline("mixed", at.process_group, (at.rank,))
     with read_late():
-        for _ in range(5):
-            pipeline.progress(stream)
-        while pipeline.level is not level:
-            pipeline.progress(stream)
-        if at.rank == 1:
-            poison_(model, what)
+        pipeline, stream, model = poisoned_pipeline(level, what, at)
         step = {Level.LOWER: pipeline.lower_steps, Level.UPPER: pipeline.upper_steps}[level]
         outcomes = [_outcome_of(pipeline, stream) for _ in range(2)]
     after = tables_of(model) | dense_of(model) | alpha_of(pipeline)

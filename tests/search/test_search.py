@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +38,7 @@ from dnis_torchrec.training.evaluation import evaluate
 from dnis_torchrec.training.finite import NonFiniteError
 from dnis_torchrec.training.saving import Saving
 from tests.batches import OneOf
+from tests.late import read_late
 from tests.tiny import ROWS, make_batch, make_collection, make_model, make_recipe, ranked
 
 CPU = torch.device("cpu")
@@ -206,13 +208,16 @@ def test_a_model_that_looks_untrained_is_told_once(
     assert caplog.text.count("the model looks untrained") == 1
 
 
-def test_divergence_keeps_the_last_good_checkpoint(gloo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reading", [nullcontext, read_late])
+def test_divergence_keeps_the_last_good_checkpoint(
+    gloo, no_images, tmp_path: Path, reading: Callable[[], AbstractContextManager[None]]
+) -> None:
     recipe = make_recipe()
 
     def poison(record: EpochRecord) -> None:
         recipe.data.train.batches[4].dense_features[:] = float("nan")
 
-    with pytest.raises(NonFiniteError, match="lower step 14"):
+    with reading(), pytest.raises(NonFiniteError, match="lower step 14"):
         found_by(recipe, tmp_path, SearchEvents(on_epoch=poison))
     saved = load_file(LocalCheckpointFolder(tmp_path).latest() / "rank0.safetensors")
     assert all(bool(torch.isfinite(value.float()).all()) for value in saved.values())
