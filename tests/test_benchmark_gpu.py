@@ -225,21 +225,20 @@ def test_the_command_runs_a_step_as_a_process_and_names_the_results(tmp_path: Pa
 
 
 def test_asked_to_end_the_command_kills_the_step_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    pids: list[int] = []
+    before, log = signal.getsignal(signal.SIGTERM), tmp_path / "log"
+    step = "import os, signal; print(os.getpid(), flush=True); os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
 
-    def asked(steps: object, folder: Path, seconds: float, *, is_stand_in: bool) -> None:
-        pids.append(os.getpid())
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+    def run_all(steps: object, folder: Path, seconds: float, *, is_stand_in: bool) -> None:
+        run_limited([sys.executable, "-c", step], log, 60)
 
-    monkeypatch.setattr(command, "run_all", asked)
+    monkeypatch.setattr(command, "run_all", run_all)
     try:
         with pytest.raises(SystemExit, match="143"):
             command.main(["--out", str(tmp_path)])
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert pids == [os.getpid()]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,13 @@ from tqdm import tqdm
 from dnis_torchrec.blocks.blocking import RowBlocks
 from dnis_torchrec.blocks.frequency import FrequencyCounts
 from dnis_torchrec.checks import visible
+from dnis_torchrec.data.recipe import Recipe
 from dnis_torchrec.jobs.run_folder import RunFolder
 from dnis_torchrec.ranks import rank_of, world_size_of
 from dnis_torchrec.report import SearchImages
 from dnis_torchrec.search.loop import EpochRecord, Phase, SearchEvents, SearchInterrupted
 from dnis_torchrec.storage.foreign_folders import make_folder
+from dnis_torchrec.training.evaluation import losses_in_words
 from dnis_torchrec.training.plain import PlainEpoch, PlainEvents
 from dnis_torchrec.training.signals import StopRequest
 
@@ -42,13 +44,14 @@ CURVES = {
 
 
 @contextmanager
-def console_events(run: RunFolder) -> Iterator[SearchEvents]:
+def console_events(run: RunFolder, recipe: Recipe) -> Iterator[SearchEvents]:
     """Progress on standard error (tqdm), TensorBoard events in RUN/tensorboard, and signals that stop it after a step.
 
     Only rank 0 shows and writes anything. The signals are those of `dnis_torchrec.training.signals`.
 
     Args:
         run: the folder of the run.
+        recipe: that is searched.
 
     Yields:
         Events to hand to `search`.
@@ -79,7 +82,7 @@ def console_events(run: RunFolder) -> Iterator[SearchEvents]:
         def on_epoch(record: EpochRecord) -> None:
             run.drop_replaced()
             curves.draw(record)
-            losses = f"train loss {record.train_loss:.4f}, selection loss {record.selection_loss:.4f}"
+            losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
             alpha = f"alpha mean {record.alpha_mean:.3f}, density {record.alpha_density:.3f}"
             bar.write(f"epoch {record.epoch}, {record.phase}: {losses}, {alpha}", file=sys.stderr)
 
@@ -96,12 +99,12 @@ def console_events(run: RunFolder) -> Iterator[SearchEvents]:
 
 @contextmanager
 def plain_progress(
-    train: Iterable[Batch], samples: int, max_epochs: int, notes: Sequence[str] = ()
+    recipe: Recipe, samples: int, max_epochs: int, notes: Sequence[str] = ()
 ) -> Iterator[tuple[PlainEvents, Iterable[Batch]]]:
     """Progress of a plain training on standard error (tqdm). Only rank 0 shows anything.
 
     Args:
-        train: this rank's share of the training split.
+        recipe: that is trained; its training split is this rank's share.
         samples: of an epoch, of all ranks.
         max_epochs: epochs at most.
         notes: notes to show its user before it begins.
@@ -110,9 +113,9 @@ def plain_progress(
         Events to hand to `train_plainly`, and the training split to train on.
     """
     if rank_of() != 0:
-        yield PlainEvents(), train
+        yield PlainEvents(), recipe.data.train
         return
-    watched, shown = _Watched(train), [0]
+    watched, shown = _Watched(recipe.data.train), [0]
     with progress_bar() as bar:
         steps = _Steps(bar)
         steps.begin("training", max_epochs, samples, may_stop=True)
@@ -124,7 +127,7 @@ def plain_progress(
             steps.take((shown[-1] - shown.pop(0)) * world_size_of(), loss)
 
         def on_epoch(record: PlainEpoch) -> None:
-            losses = f"train loss {record.train_loss:.4f}, selection loss {record.selection_loss:.4f}"
+            losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
             bar.write(f"epoch {record.epoch}: {losses}", file=sys.stderr)
 
         yield PlainEvents(on_step=on_step, on_epoch=on_epoch), watched

@@ -22,6 +22,7 @@ from dnis_torchrec.comparison.methods.precisions import best_precision
 from dnis_torchrec.comparison.settings import COMPARED_PRECISIONS
 from dnis_torchrec.data.over_ranks import split_over_ranks
 from dnis_torchrec.data.recipe import Recipe, TrainTask, build_recipe
+from dnis_torchrec.data.task import direction_of
 from dnis_torchrec.data.test_split import CountedLabels
 from dnis_torchrec.data.users_code import errors_of_its_code
 from dnis_torchrec.forms import PACKED
@@ -190,7 +191,7 @@ def _search(
     device: torch.device,
 ) -> None:
     """The search itself; leaves a finished run with its row."""
-    with console_events(run) as events:
+    with console_events(run, recipe) as events:
         torch.manual_seed(job.seed)
         started = time.monotonic()
         outcome = search(
@@ -217,7 +218,7 @@ def _search(
                 settings = {"recipe": job.recipe, "seed": job.seed} | head["configuration"]
                 tell_tensorboard(run, settings, metrics, outcome.history[-1].step)
                 run.write_rows(rows)
-                run.write_head("finished", head | found | _results(head["notes"], outcome, metrics))
+                run.write_head("finished", head | found | _results(recipe, head["notes"], outcome, metrics))
                 run.drop_replaced()
                 curves = [(record.step, curves_of(record)) for record in outcome.history]
                 name, told = run.path.resolve().name, {f"test/{metric}": value for metric, value in metrics.items()}
@@ -311,21 +312,21 @@ def _head(job: SearchJob, recipe: Recipe, trained_epochs: int | None) -> dict[st
     }
 
 
-def _note_of_origin(outcome: SearchOutcome) -> list[str]:
+def _note_of_origin(recipe: Recipe, outcome: SearchOutcome) -> list[str]:
     """Says of a search that gained nothing what is served instead."""
     if outcome.origin != COMPRESSED:
         return []
-    losses = outcome.selection_losses
-    searched, compressed = (f"{losses[name]:.5f}" for name in (SEARCHED, COMPRESSED))
+    losses, sign = outcome.selection_losses, -1 if direction_of(recipe.task, recipe.stop_on) else 1
+    searched, compressed = (f"{sign * losses[name]:.5f}" for name in (SEARCHED, COMPRESSED))
     return [
-        f"The search gained nothing: at the same bytes its selection loss is {searched}, that of plain training, "
-        f"compressed, {compressed}. The latter is what this run holds."
+        f"The search gained nothing: at the same bytes its selection {recipe.stop_on} is {searched}, that of plain "
+        f"training, compressed, {compressed}. The latter is what this run holds."
     ]
 
 
-def _results(notes: list[str], outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
+def _results(recipe: Recipe, notes: list[str], outcome: SearchOutcome, metrics: dict[str, float]) -> dict[str, Any]:
     return {
-        "notes": [*notes, *outcome.counts.notes(), *_note_of_origin(outcome)],
+        "notes": [*notes, *outcome.counts.notes(), *_note_of_origin(recipe, outcome)],
         "origin": outcome.origin,
         "selection_losses": outcome.selection_losses,
         "scheme": outcome.scheme.to_json(),

@@ -93,7 +93,7 @@ def _train(job: TrainJob, recipe: Recipe, counts: FrequencyCounts, device: torch
     task = TrainTask(recipe.model, recipe.task, embedding_l2=recipe.embedding_l2)
     model, optimizer = shard(task, recipe, device)
     job.out.parent.mkdir(parents=True, exist_ok=True)
-    progress = plain_progress(recipe.data.train, counts.num_samples, job.epochs, notes)
+    progress = plain_progress(recipe, counts.num_samples, job.epochs, notes)
     with progress as (events, train), workplace(job.out) as place:
         place.new.mkdir()
         trained = train_plainly(

@@ -6,6 +6,7 @@ import copy
 import logging
 import tempfile
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -20,7 +21,7 @@ from dnis_torchrec.scheme import MixedDimensionScheme
 from dnis_torchrec.search.loop import EpochRecord, SearchEvents
 from dnis_torchrec.search.search import COMPRESSED, SearchOutcome, search
 from dnis_torchrec.search.settings import SearchSettings, check_compression
-from dnis_torchrec.training.evaluation import evaluate, primary_metric
+from dnis_torchrec.training.evaluation import evaluate, losses_in_words, primary_metric
 from dnis_torchrec.training.process_group import process_group
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def search_once(recipe: Recipe, compression: float = 20.0, *, settings: SearchSe
             remedy = "run `torchrun -m dnis_torchrec search` with the recipe's name"
             raise NotImplementedError(describe("search", "supported is one process", f"{world_size_of()}", remedy))
         own = replace(recipe, model=copy.deepcopy(recipe.model), data=_from_its_epoch(recipe.data))
-        events = SearchEvents(on_epoch=_log)
+        events = SearchEvents(on_epoch=partial(_log, recipe))
         outcome = search(own, compression, Path(folder), device, settings=settings or SearchSettings(), events=events)
         metrics = evaluate(TrainTask(outcome.model, recipe.task), recipe.data.test, recipe.task, device)
     metric, _ = primary_metric(recipe.task, recipe.data.test)
@@ -130,6 +131,6 @@ def _from_its_epoch(data: DataSplits) -> DataSplits:
     return replace(data, **{part.name: copy.copy(getattr(data, part.name)) for part in fields(DataSplits)})
 
 
-def _log(record: EpochRecord) -> None:
-    losses = f"train loss {record.train_loss:.4f}, selection loss {record.selection_loss:.4f}"
+def _log(recipe: Recipe, record: EpochRecord) -> None:
+    losses = losses_in_words(recipe, record.train_loss, record.selection_loss)
     logger.info("epoch %d, %s: %s", record.epoch, record.phase, losses)

@@ -102,6 +102,23 @@ def selection_loss(model: nn.Module, recipe: Recipe, device: torch.device) -> fl
     return -value if direction_of(recipe.task, recipe.stop_on) else value
 
 
+def losses_in_words(recipe: Recipe, train_loss: float, selection_loss: float) -> str:
+    """The losses of an epoch as users are told them; a metric that the recipe stops on has its own name and sign.
+
+    Args:
+        recipe: says which metric it is.
+        train_loss: of the data alone.
+        selection_loss: as `selection_loss` returns it.
+
+    Example:
+        >>> from examples.synthetic import demo
+        >>> losses_in_words(demo(None), 0.5, 0.25)
+        'train loss 0.5000, selection loss 0.2500'
+    """
+    value = -selection_loss if direction_of(recipe.task, recipe.stop_on) else selection_loss
+    return f"train loss {train_loss:.4f}, selection {recipe.stop_on} {value:.4f}"
+
+
 def primary_metric(task: nn.Module, test: Iterable[Batch] = ()) -> tuple[str, bool]:
     """The metric that a recipe is judged by.
 

@@ -26,6 +26,8 @@ from dnis_torchrec.comparison.methods.trained_scheme import prune_to_columns_
 from dnis_torchrec.data.recipe import DataSplits, Recipe, TrainTask
 from dnis_torchrec.search.budget import Budget, Size
 from dnis_torchrec.soft_selection.table_shards import collections, local_shards
+from dnis_torchrec.training.finite import NonFiniteError
+from tests.late import read_late
 from tests.tiny import ROWS, BagsOnly, Repeatable, make_batch, make_collection, make_recipe
 
 CPU = torch.device("cpu")
@@ -283,6 +285,16 @@ def test_the_supernet_computes_with_what_is_retained_and_trains_nothing_else(glo
         moved = tables[table] != before[table]
         assert bool((moved & of_rows).any())
         assert not bool((moved & ~of_rows).any())
+
+
+def test_no_quality_is_told_after_a_step_that_was_not_finite_and_is_read_late(gloo) -> None:
+    grid, bad = make_grid("me"), make_batch(64, 0)
+    supernet, picked = Supernet(make_recipe(), grid, CPU), [3] * len(grid.choices)
+    bad.dense_features[:] = float("nan")
+    with read_late():
+        supernet.train(bad, picked, "step 7")
+        with pytest.raises(NonFiniteError, match="step 7"):
+            supernet.qualities(make_batch(64, 100), [picked])
 
 
 def test_the_search_takes_as_many_epochs_as_warm_up_and_ramp_and_reads_train_and_validation_only(gloo) -> None:

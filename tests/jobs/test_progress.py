@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,8 @@ from torchrec.datasets.utils import Batch
 from tqdm import tqdm
 
 from dnis_torchrec.jobs import progress
+from dnis_torchrec.training.plain import PlainEpoch
+from tests.tiny import make_recipe
 
 
 class Terminal(io.StringIO):
@@ -47,11 +50,16 @@ def test_a_phase_tells_its_epoch_rate_and_time_left(terminal: Terminal) -> None:
         assert "20.0/60.0" in str(bar)
 
 
-def test_a_plain_training_counts_the_samples_that_its_steps_take(terminal: Terminal) -> None:
-    batches = [Batch(None, None, torch.zeros(size)) for size in (4, 4, 2)]
-    with progress.plain_progress(batches, 10, 2) as (events, train):
+def test_a_plain_training_counts_the_samples_that_its_steps_take(
+    terminal: Terminal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, batches = make_recipe(), [Batch(None, None, torch.zeros(size)) for size in (4, 4, 2)]
+    recipe = replace(recipe, data=replace(recipe.data, train=batches), stop_on="auc")
+    with progress.plain_progress(recipe, 10, 2) as (events, train):
         for _ in range(2):
             for _ in train:
                 events.on_step(0.25)
+        events.on_epoch(PlainEpoch(epoch=1, step=6, train_loss=0.25, selection_loss=-0.75))
+    assert "epoch 1: train loss 0.2500, selection auc 0.7500" in terminal.getvalue() + capsys.readouterr().err
     assert "training, epoch 2 of at most 2: 100%" in terminal.getvalue()
     assert "20.0/20.0" in terminal.getvalue()
