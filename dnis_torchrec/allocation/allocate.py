@@ -8,7 +8,7 @@ for n_s rows, the curvature H (see `curvature`) and the rounding energy rho (see
 `spending` say how a size is spent. Every byte that is served counts, see `dnis_torchrec.forms.Packed`.
 
 A cold block, of rows that training never saw, is worth nothing yet. Of a table that anything is stored of, it has its
-first `COLD_COLUMNS` in the fewest bits all the same, so that rows that are born later have a place to learn in. These
+first `COLD_COLUMNS` in `COLD_BITS` all the same, so that rows that are born later have a place to learn in. These
 bytes count like all others. A block that rows never seen share with rare ones is not cold.
 
 Shapes: N rows of a table, D embedding_dim, S blocks, K widths.
@@ -45,9 +45,9 @@ from dnis_torchrec.checks import check, check_known
 from dnis_torchrec.forms import COLUMN_SCALE_BYTES, PACKED
 from dnis_torchrec.scheme import MixedDimensionScheme, TableScheme, compression_of
 
-COLD_COLUMNS = 4
-"""Columns of a cold block, at least: in 2 bits each, a byte of a row. Of D below 32 one in eight, so none below 8,
-where a byte is a sixteenth of a row in float32, and more."""
+COLD_COLUMNS, COLD_BITS = 4, 2
+"""Columns of a cold block, and their bits, at least: a byte of a row. Of D below 32 one column in eight, so none below
+8, where a byte is a sixteenth of a row in float32, and more."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -237,7 +237,8 @@ class _Problem:
         steps: of the columns of every block.
         options: of the rows of every block.
         purse: to buy wider rows from.
-        cold: ``(A, D)`` bool, the columns that cold blocks have at least; paid for with the first step of a table.
+        cold: ``(A, D)`` int64, index among `bits` of what cold blocks have at least; paid for with the first step of a
+            table.
     """
 
     tables: list[BlockedTable]
@@ -254,15 +255,16 @@ class _Problem:
         routings = [blocks.routings[table.config.name] for table in tables]
         widest = max(table.config.embedding_dim for table in tables)
         stacked = torch.cat([pad(part, (0, 0, 0, widest - part.shape[1])) for part in loss.values()])
-        cold = _cold_columns(tables, blocks, widest)
-        stacked[..., 0] = torch.where(cold, stacked[..., 1], stacked[..., 0])  # what is paid for anyway
+        cold = _cold_widths(tables, blocks, widest, bits)
+        paid_for = stacked.gather(2, cold[..., None])  # anyway
+        stacked = torch.where(torch.arange(len(bits)) < cold[..., None], paid_for, stacked)
         rows = torch.cat([routing.row_counts() for routing in routings])
         steps = column_steps(stacked, rows, bits)
         options = row_options(steps, stacked[..., 0].sum(1), rows)
         fixed = [PACKED.index_bytes(r, table.config.embedding_dim) for r, table in zip(routings, tables, strict=True)]
         num_blocks = torch.tensor([routing.num_blocks for routing in routings])
         table_of_block = torch.arange(len(tables)).repeat_interleave(num_blocks)
-        cold_bytes = _cold_bytes(cold.sum(1), rows, bits)
+        cold_bytes = _cold_bytes(bits[cold], rows, waste=7 * bool((bits == FLOAT_BITS).any()))
         purse = Purse(Path.of(options), table_of_block, torch.tensor(fixed).index_add(0, table_of_block, cold_bytes))
         return _Problem(tables, blocks, bits, steps, options, purse, cold)
 
@@ -305,7 +307,7 @@ class _Problem:
         index = widths_of(self.steps, self.options, spent.row_bytes, max(t.config.embedding_dim for t in self.tables))
         is_open = torch.zeros(len(self.tables), dtype=torch.bool)
         is_open[self.purse.table_of_block[spent.row_bytes > 0]] = True
-        index = torch.maximum(index, (self.cold & is_open[self.purse.table_of_block][:, None]).long())
+        index = torch.maximum(index, self.cold * is_open[self.purse.table_of_block][:, None])
         sizes = [self.blocks.routings[table.config.name].num_blocks for table in self.tables]
         return {
             table.config.name: of_table[:, : table.config.embedding_dim].contiguous()
@@ -329,20 +331,21 @@ class _Problem:
         )
 
 
-def _cold_columns(tables: list[BlockedTable], blocks: RowBlocks, widest: int) -> Tensor:
-    """``(A, D)`` bool: the first columns of blocks that have rows, of which training saw none."""
+def _cold_widths(tables: list[BlockedTable], blocks: RowBlocks, widest: int, bits: Tensor) -> Tensor:
+    """``(A, D)`` int64, indices among `bits`: above 0 for the first columns of blocks whose rows training never saw."""
     columns = []
     for config in (table.config for table in tables):
         is_cold = (blocks.routings[config.name].row_counts() > 0) & (blocks.seen_rows[config.name] == 0)
         num_columns = min(COLD_COLUMNS, config.embedding_dim // 8)
         columns.append(is_cold[:, None] & (torch.arange(widest) < num_columns))
-    return torch.cat(columns)
+    enough = min(int((bits < COLD_BITS).sum()), len(bits) - 1)
+    return torch.cat(columns) * enough
 
 
-def _cold_bytes(num_columns: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
+def _cold_bytes(cold_bits: Tensor, rows: Tensor, *, waste: int) -> Tensor:
     """``(A,)`` int64, what the columns of cold blocks take at most, as `row_options` counts what a float32 wastes."""
-    waste = 7 * bool((bits == FLOAT_BITS).any())
-    return rows * -(-num_columns * (bits[1] + waste) // 8) + COLUMN_SCALE_BYTES * num_columns * is_coded(bits[1])
+    num_bits = cold_bits + waste * (cold_bits > 0)
+    return rows * -(-num_bits.sum(1) // 8) + COLUMN_SCALE_BYTES * is_coded(cold_bits).sum(1)
 
 
 def _predicted_losses(

@@ -34,7 +34,7 @@ from dnis_torchrec.soft_selection.table_shards import (
 )
 from dnis_torchrec.soft_selection.wrapper import soft_selection_modules
 
-BITS = (0, 2, 3, 4, 5, 6, 8)
+BITS = (0, 1, 2, 3, 4, 5, 6, 8)
 """Widths that are offered unless others are asked for."""
 
 

@@ -84,7 +84,7 @@ def test_a_block_that_rare_rows_share_with_new_ones_is_not_cold() -> None:
     dim=st.sampled_from([8, 16, 40]),
     seen=st.integers(0, ROWS),
     seed=st.integers(0, 99),
-    bits=st.sampled_from([(0, 2, 3, 4, 5, 6, 8), (0, 3, 32), (0, 32)]),
+    bits=st.sampled_from([(0, 1, 2, 3, 4, 5, 6, 8), (0, 3, 32), (0, 1), (0, 32)]),
     is_worth=st.booleans(),
     compressions=st.lists(st.floats(1.5, 40), min_size=2, max_size=3),
 )
