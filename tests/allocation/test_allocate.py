@@ -371,7 +371,7 @@ def test_others_get_what_a_table_left_alone_leaves(seed: int, ratio: int, per_ta
 
 
 def test_a_single_bit_is_offered_where_two_cost_too_much() -> None:
-    """The first bit takes two thirds of a normal column's error away: at a high compression most columns have just one."""
+    """The first bit takes two thirds of a normal column's error away: at a high compression most have just one."""
     model = Model([3000], [16], 1, 1, EVERY_WIDTH)
     torch.nn.init.normal_(model.collection.embedding_bags["t0"].weight)
     model.curvature.curvature["t0"].fill_(1.0)
